@@ -1,0 +1,16 @@
+"""Which KV head keeps the whole context, which keeps sink and recent, and the weights reordered to match."""
+
+from hpu_duo.heads.binarise import Balance, TieBreak
+from hpu_duo.heads.layout import HeadLayout, lay_out
+from hpu_duo.heads.pattern import HeadPattern
+from hpu_duo.heads.permute import permute_heads, restore_heads
+
+__all__ = [
+    "Balance",
+    "HeadLayout",
+    "HeadPattern",
+    "TieBreak",
+    "lay_out",
+    "permute_heads",
+    "restore_heads",
+]

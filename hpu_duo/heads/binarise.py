@@ -1,0 +1,130 @@
+"""From head scores to a boolean mask: which heads stay retrieval heads.
+
+Everything here is a pure function of its arguments. Legend: L layers, K KV heads of a layer, U units, M heads
+of a unit.
+"""
+
+import math
+from fractions import Fraction
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+BoolArray: TypeAlias = NDArray[np.bool_]
+FloatArray: TypeAlias = NDArray[np.floating]
+IntArray: TypeAlias = NDArray[np.intp]
+
+TieBreak: TypeAlias = Literal["stable", "reference"]
+Balance: TypeAlias = Literal["global", "per_layer", "per_rank"]
+
+# Amplitude of the noise with which the published rule separates equal scores.
+REFERENCE_NOISE = 1e-6
+
+
+def check_sparsity(sparsity: float) -> float:
+    """Return ``sparsity`` as a float in [0, 1], or raise ValueError (NaN included)."""
+    sparsity = float(sparsity)
+    if not 0.0 <= sparsity <= 1.0:
+        raise ValueError(f"expected sparsity in [0, 1], got {sparsity}")
+    return sparsity
+
+
+def round_half_up(num_heads: int, sparsity: float, unit_size: int = 1) -> int:
+    """Number of units of ``unit_size`` heads to keep: ``round(num_heads * (1 - sparsity) / unit_size)``.
+
+    One half rounds up, so that a tie keeps the head. The sparsity is read as the decimal number it prints as,
+    so 0.9 of 5 heads is exactly one half whatever binary floating point makes of it.
+    """
+    kept = num_heads * (1 - Fraction(str(sparsity))) / unit_size
+    return math.floor(kept + Fraction(1, 2))
+
+
+def keep_above(scores_LK: FloatArray, threshold: float) -> BoolArray:
+    """Retrieval heads are those whose raw score is strictly greater than ``threshold``: bool [L, K].
+
+    Source: the deployment rule of the DuoAttention paper (arXiv:2410.10819), ``alpha > tau``.
+    """
+    if math.isnan(threshold):
+        raise ValueError("expected a threshold, got NaN")
+    return scores_LK > threshold
+
+
+def keep_strongest(scores_LK: FloatArray, sparsity: float, balance: Balance, num_ranks: int) -> BoolArray:
+    """Keep a fixed number of the heads with the highest raw scores: bool [L, K].
+
+    Heads become streaming heads from the weakest on, equal scores in the order (layer, head). The masks are
+    nested: a head that streams at one sparsity streams at every higher one.
+
+    - ``global``: exactly ``round(L*K*(1-sparsity))`` heads of the whole model.
+    - ``per_layer``: the same total, spread over the layers as evenly as it divides. Counts of two layers
+      differ by at most one; the layers that get one more are those whose next best head scores highest. At
+      most two distinct (retrieval, streaming) pairs exist, and one pair when L divides the total.
+    - ``per_rank``: the KV heads of each layer are cut into ``num_ranks`` contiguous slices, and all slices of
+      a layer keep the same number. The j-th best heads of the slices of a layer are kept or dropped together,
+      judged by their mean score, so the total is ``num_ranks * round(L*K*(1-sparsity)/num_ranks)``.
+    """
+    num_layers, num_kv_heads = scores_LK.shape
+    match balance:
+        case "global":
+            weakest_first_UM = _order_global(scores_LK)[:, None]
+        case "per_layer":
+            weakest_first_UM = _order_by_level(scores_LK)[:, None]
+        case "per_rank":
+            weakest_first_UM = _order_by_rank_unit(scores_LK, num_ranks)
+        case _:
+            raise ValueError(f"expected balance 'global', 'per_layer' or 'per_rank', got {balance!r}")
+    num_units, unit_size = weakest_first_UM.shape
+    num_kept = round_half_up(num_layers * num_kv_heads, sparsity, unit_size)
+    mask = np.zeros(num_layers * num_kv_heads, dtype=np.bool_)
+    mask[weakest_first_UM[num_units - num_kept :].ravel()] = True
+    return mask.reshape(num_layers, num_kv_heads)
+
+
+def keep_by_noisy_quantile(scores_LK: FloatArray, sparsity: float, seed: int) -> BoolArray:
+    """The rule of the published repository, made repeatable: bool [L, K].
+
+    Scores are clipped to [0, 1], uniform noise in [0, 1e-6) is added to separate equal ones, and a head is a
+    retrieval head when it reaches the linearly interpolated ``sparsity`` quantile. The repository draws the
+    noise from numpy's global generator and adds it to the caller's array; here it comes from
+    ``RandomState(seed)``, which is the same stream as ``numpy.random.seed(seed)``, and the caller's array
+    stays as it is. The number of heads kept can differ by one from that of the other rules, and the masks of
+    two seeds differ wherever clipped scores tie at the cut.
+
+    Source: ``sparsify_attention_heads`` of mit-han-lab/duo-attention.
+    """
+    clipped = np.clip(scores_LK.astype(np.float64), 0.0, 1.0)
+    noisy = clipped + np.random.RandomState(seed).uniform(0.0, REFERENCE_NOISE, clipped.shape)
+    if sparsity >= 1.0:
+        return np.zeros(noisy.shape, dtype=np.bool_)
+    if sparsity <= 0.0:
+        return np.ones(noisy.shape, dtype=np.bool_)
+    return noisy >= np.quantile(noisy, sparsity)
+
+
+def _order_global(scores_LK: FloatArray) -> IntArray:
+    """Flat head indices [L*K], weakest first, equal scores by (layer, head)."""
+    return np.argsort(scores_LK, axis=None, kind="stable")
+
+
+def _order_by_level(scores_LK: FloatArray) -> IntArray:
+    """Flat head indices [L*K]: the weakest head of each layer, then the second weakest of each, and so on."""
+    order = _order_global(scores_LK)
+    place_LK = np.empty_like(order)
+    place_LK[order] = np.arange(order.size)
+    place_LK = place_LK.reshape(scores_LK.shape)
+    level_LK = np.argsort(np.argsort(place_LK, axis=1), axis=1)
+    return np.lexsort((place_LK.ravel(), level_LK.ravel()))
+
+
+def _order_by_rank_unit(scores_LK: FloatArray, num_ranks: int) -> IntArray:
+    """Units of flat head indices [U, num_ranks], weakest mean first; a unit has one head of each slice."""
+    num_layers, num_kv_heads = scores_LK.shape
+    slice_size = num_kv_heads // num_ranks
+    # R ranks, S heads of a slice; a unit is a column s of the slices sorted weakest first.
+    scores_LRS = scores_LK.astype(np.float64).reshape(num_layers, num_ranks, slice_size)
+    heads_LRS = np.arange(scores_LK.size).reshape(scores_LRS.shape)
+    weakest_first_LRS = np.argsort(scores_LRS, axis=2, kind="stable")
+    unit_scores_LS = np.take_along_axis(scores_LRS, weakest_first_LRS, axis=2).mean(axis=1)
+    units_LSR = np.take_along_axis(heads_LRS, weakest_first_LRS, axis=2).swapaxes(1, 2)
+    return units_LSR.reshape(-1, num_ranks)[np.argsort(unit_scores_LS, axis=None, kind="stable")]

@@ -1,0 +1,261 @@
+"""The head pattern: a score for every KV head, and which of them are retrieval heads."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hpu_duo.heads.binarise import (
+    Balance,
+    TieBreak,
+    check_sparsity,
+    keep_above,
+    keep_by_noisy_quantile,
+    keep_strongest,
+)
+from hpu_duo.heads.pattern_files import read_directory, write_directory
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPattern:
+    """How much each KV head needs the whole context and, once binarised, which heads get it.
+
+    A pattern is *raw* while ``retrieval`` is None and *binarised* once it is set; ``binarise`` makes the
+    second out of the first. Arrays are copied in and read-only. Two patterns are equal when all their values
+    are.
+
+    Attributes:
+        scores: [L, K], finite; higher needs more context. Stored as float32, unclipped.
+        sink: tokens at the start of a request that a streaming head keeps, >= 0.
+        recent: newest tokens that a streaming head keeps, the current one included, >= 1.
+        source: where the scores came from, for logs and reports.
+        retrieval: bool [L, K], True for a retrieval head; None as long as nothing has been decided.
+        config: the keys of the pattern's ``config.json``, kept for ``save``; the sizes are in ``sink`` and
+            ``recent``.
+    """
+
+    scores: NDArray[np.floating]
+    sink: int
+    recent: int
+    source: str = "given"
+    retrieval: NDArray[np.bool_] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        scores = np.array(self.scores, dtype=np.float32)
+        if scores.ndim != 2 or scores.size == 0:
+            raise ValueError(f"expected scores of shape [num_layers, num_kv_heads], got {list(scores.shape)}")
+        if not np.isfinite(scores).all():
+            layer, head = np.argwhere(~np.isfinite(scores))[0]
+            raise ValueError(
+                f"expected finite scores, got {scores[layer, head]} at layer {layer}, head {head}"
+            )
+        scores.setflags(write=False)
+        object.__setattr__(self, "scores", scores)
+        object.__setattr__(self, "sink", _count("sink", self.sink, minimum=0))
+        object.__setattr__(self, "recent", _count("recent", self.recent, minimum=1))
+        object.__setattr__(self, "config", dict(self.config))
+        if self.retrieval is not None:
+            object.__setattr__(self, "retrieval", _mask(self.retrieval, scores.shape))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HeadPattern):
+            return NotImplemented
+        return (self._key(), self.source, self.config) == (other._key(), other.source, other.config)
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        mask = None if self.retrieval is None else self.retrieval.tobytes()
+        # Adding zero turns -0.0 into 0.0, which compare equal but have different bytes.
+        return self.scores.shape, (self.scores + np.float32(0)).tobytes(), mask, self.sink, self.recent
+
+    # --- What the pattern says ---
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers L."""
+        return int(self.scores.shape[0])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of KV heads K of a layer."""
+        return int(self.scores.shape[1])
+
+    @property
+    def is_binarised(self) -> bool:
+        """Whether every head has been decided to be a retrieval or a streaming head."""
+        return self.retrieval is not None
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """``retrieval`` of a binarised pattern, bool [L, K]; ValueError when the pattern is raw."""
+        if self.retrieval is None:
+            raise ValueError(f"expected a binarised pattern, got the raw scores of {self.source!r}")
+        return self.retrieval
+
+    @property
+    def sparsity(self) -> float:
+        """Achieved fraction of streaming heads, which rounding and ties may move off the requested one."""
+        return 1.0 - float(self.mask.mean())
+
+    @property
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """``(retrieval, streaming)`` KV heads of each layer; each distinct pair is a compiled shape."""
+        return tuple((int(kept), self.num_kv_heads - int(kept)) for kept in self.mask.sum(axis=1))
+
+    def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
+        """Raise ValueError unless the pattern was made for a model of this many layers and KV heads."""
+        if (self.num_layers, self.num_kv_heads) != (num_layers, num_kv_heads):
+            raise ValueError(
+                f"expected a head pattern of {num_layers} layers x {num_kv_heads} KV heads, "
+                f"got {self.num_layers} x {self.num_kv_heads} from {self.source!r}"
+            )
+
+    # --- Other patterns made of this one ---
+
+    def binarise(
+        self,
+        *,
+        sparsity: float | None = None,
+        threshold: float | None = None,
+        tie_break: TieBreak = "stable",
+        seed: int = 0,
+        balance: Balance = "global",
+        num_ranks: int = 1,
+    ) -> "HeadPattern":
+        """Decide the class of every head from its raw score, and return the pattern with ``retrieval`` set.
+
+        Give either ``sparsity`` or ``threshold``. The result depends on the arguments only, never on hidden
+        state.
+
+        Args:
+            sparsity: wanted fraction of streaming heads in [0, 1]. ``round(L*K*(1-sparsity))`` heads stay
+                retrieval heads, one half rounding up.
+            threshold: a head is a retrieval head when its score is strictly greater, as in the paper.
+            tie_break: ``stable`` ranks by (raw score, layer, head), so among equal scores the earlier head
+                streams first. ``reference`` is the published repository's quantile of noisy, clipped scores;
+                it takes a sparsity and the ``global`` balance only.
+            seed: seed of the noise of ``reference``; without effect otherwise.
+            balance: ``global``, ``per_layer`` (counts of any two layers differ by at most one) or
+                ``per_rank`` (every tensor-parallel slice of a layer keeps equally many). See
+                ``keep_strongest``.
+            num_ranks: tensor-parallel ranks of ``per_rank``; must divide the number of KV heads.
+        """
+        if (sparsity is None) == (threshold is None):
+            raise ValueError(
+                f"expected either sparsity or threshold, got sparsity={sparsity} and threshold={threshold}"
+            )
+        if tie_break not in ("stable", "reference"):
+            raise ValueError(f"expected tie_break 'stable' or 'reference', got {tie_break!r}")
+        if num_ranks != 1 and balance != "per_rank":
+            raise ValueError(f"expected balance='per_rank' with num_ranks={num_ranks}, got {balance!r}")
+        _check_ranks(self.num_kv_heads, num_ranks)
+        if balance != "global" and (threshold is not None or tie_break == "reference"):
+            rule = "threshold" if threshold is not None else "tie_break='reference'"
+            raise ValueError(f"expected balance='global' with {rule}, got {balance!r}")
+        if threshold is not None and tie_break == "reference":
+            raise ValueError("expected a sparsity with tie_break='reference', got a threshold")
+        if threshold is not None:
+            return replace(self, retrieval=keep_above(self.scores, threshold))
+        assert sparsity is not None
+        sparsity = check_sparsity(sparsity)
+        if tie_break == "reference":
+            return replace(self, retrieval=keep_by_noisy_quantile(self.scores, sparsity, seed))
+        return replace(self, retrieval=keep_strongest(self.scores, sparsity, balance, num_ranks))
+
+    def shard(self, rank: int, num_ranks: int) -> "HeadPattern":
+        """The pattern of the contiguous slice of KV heads that tensor-parallel ``rank`` holds."""
+        _check_ranks(self.num_kv_heads, num_ranks)
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"expected rank in [0, {num_ranks}), got {rank}")
+        size = self.num_kv_heads // num_ranks
+        columns = slice(rank * size, (rank + 1) * size)
+        mask = None if self.retrieval is None else self.retrieval[:, columns]
+        return replace(self, scores=self.scores[:, columns], retrieval=mask)
+
+    # --- Patterns from elsewhere ---
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "HeadPattern":
+        """Read a pattern directory: ``full_attention_heads.tsv`` and ``config.json``.
+
+        The table has one line per layer and one tab-separated score per KV head. Of the configuration
+        ``sink_size`` and ``recent_size`` are needed, all other keys are carried along. The pattern comes out
+        raw, unless ``save`` had left the mask of a binarised one in the directory. Raises ValueError for
+        missing or malformed files.
+
+        Source: the published patterns of mit-han-lab/duo-attention.
+        """
+        scores, retrieval, config = read_directory(Path(directory))
+        return cls(
+            scores=scores.astype(np.float32),
+            sink=config["sink_size"],
+            recent=config["recent_size"],
+            source=str(directory),
+            retrieval=None if retrieval is None else _mask(retrieval, scores.shape),
+            config=config,
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Write the pattern in the published format, creating ``directory`` if need be.
+
+        Scores get 19 significant digits, so a file whose values float32 can hold (all published ones) comes
+        back byte for byte. A binarised pattern also leaves ``retrieval_heads.tsv``, a table of 0 and 1 which
+        other readers of the format ignore; a raw one removes it.
+        """
+        config = {**self.config, "sink_size": self.sink, "recent_size": self.recent}
+        write_directory(Path(directory), self.scores, self.retrieval, config)
+
+    @classmethod
+    def all_retrieval(
+        cls, num_layers: int, num_kv_heads: int, *, sink: int = 0, recent: int = 1
+    ) -> "HeadPattern":
+        """A binarised pattern that is plain full attention: every score 1, every head a retrieval head."""
+        ones = np.ones((num_layers, num_kv_heads), dtype=np.float32)
+        return cls(ones, sink, recent, "all retrieval", ones > 0)
+
+    @classmethod
+    def all_streaming(cls, num_layers: int, num_kv_heads: int, *, sink: int, recent: int) -> "HeadPattern":
+        """A binarised pattern of sink-and-recent attention: every score 0, every head a streaming head."""
+        zeros = np.zeros((num_layers, num_kv_heads), dtype=np.float32)
+        return cls(zeros, sink, recent, "all streaming", zeros > 0)
+
+    @classmethod
+    def random(
+        cls, num_layers: int, num_kv_heads: int, seed: int, *, sink: int = 128, recent: int = 256
+    ) -> "HeadPattern":
+        """A raw pattern of uniform scores in [0, 1), the same for the same seed; real ones must beat it."""
+        scores = np.random.default_rng(seed).random((num_layers, num_kv_heads), dtype=np.float32)
+        return cls(scores, sink, recent, f"random, seed {seed}")
+
+
+def _count(name: str, value: int, minimum: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"expected {name} to be an integer >= {minimum}, got {value!r}") from None
+    if number < minimum:
+        raise ValueError(f"expected {name} to be an integer >= {minimum}, got {number}")
+    return number
+
+
+def _mask(values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    given = np.array(values)
+    if given.shape != shape:
+        raise ValueError(f"expected retrieval of shape {list(shape)} like scores, got {list(given.shape)}")
+    mask = given.astype(np.bool_)
+    if not np.array_equal(mask, given):
+        raise ValueError("expected retrieval to hold True or False (1 or 0) only")
+    mask.setflags(write=False)
+    return mask
+
+
+def _check_ranks(num_kv_heads: int, num_ranks: int) -> None:
+    if num_ranks < 1 or num_kv_heads % num_ranks:
+        raise ValueError(f"expected num_ranks to divide num_kv_heads={num_kv_heads}, got {num_ranks}")

@@ -1,0 +1,285 @@
+"""Reorder the heads inside the weights of attention modules, once, in place.
+
+A layer computes the same function before and after, because the query, key and value heads and the input
+columns of the output projection move together. What is per head outside of the module (position biases by
+head, for instance) is the caller's to move. Legend: H query heads, K KV heads, D channels of a head.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hpu_duo.heads.layout import HeadLayout
+
+FusedRows: TypeAlias = Literal["qkv"]
+
+# Set on a permuted module, because a second permutation would put heads where nobody expects them.
+ORDER_ATTRIBUTE = "_hpu_duo_kv_order"
+
+# Rows of the one fused projection that is [all q | all k | all v] wherever it stands next to an `o_proj`.
+FUSED_KNOWN = "qkv_proj"
+# The same names carry per-head interleaved rows in other families, which shapes cannot tell apart.
+FUSED_UNKNOWN = ("Wqkv", "query_key_value")
+SEPARATE = ("q_proj", "k_proj", "v_proj")
+OUTPUTS = ("o_proj", "out_proj", "dense", "Wo")
+QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
+KV_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "v_norm")
+# Functions of the position only, the same for all heads.
+SHARED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Reorder ``tensor`` along ``dim``: new index i takes what was at ``order[i]``."""
+
+    tensor: Tensor
+    dim: int
+    order: Tensor
+
+    def apply(self) -> None:
+        with torch.no_grad():
+            self.tensor.copy_(self.tensor.index_select(self.dim, self.order.to(self.tensor.device)))
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """The orders of one layer: of heads, of channels (D per head), and of the rows of a fused projection."""
+
+    query_heads: Tensor
+    kv_heads: Tensor
+    head_dim: int
+
+    @property
+    def query_channels(self) -> Tensor:
+        return self.channels(self.query_heads)
+
+    @property
+    def kv_channels(self) -> Tensor:
+        return self.channels(self.kv_heads)
+
+    @property
+    def fused_rows(self) -> Tensor:
+        query, kv = self.query_channels, self.kv_channels
+        return torch.cat([query, query.numel() + kv, query.numel() + kv.numel() + kv])
+
+    def channels(self, heads: Tensor) -> Tensor:
+        return (heads[:, None] * self.head_dim + torch.arange(self.head_dim)).reshape(-1)
+
+
+def permute_heads(
+    attentions: Sequence[nn.Module],
+    layouts: Sequence[HeadLayout],
+    head_dim: int,
+    *,
+    fused_rows: FusedRows | None = None,
+) -> None:
+    """Reorder the heads of transformers attention modules to their layouts, in place.
+
+    All modules are checked before the first is changed, so an error leaves every weight as it was. A module
+    whose layout is the identity is not touched, whatever it holds.
+
+    Understood are separate ``q_proj``, ``k_proj``, ``v_proj`` or one fused projection, an output projection,
+    their biases, norms of q and k over one head (left alone) or over the whole projection, and ``sinks``, an
+    attention-sink logit for each query head.
+
+    Args:
+        attentions: the self-attention modules, one per layer, on any device but ``meta``.
+        layouts: as many, with the query heads, KV heads and their order in that layer.
+        head_dim: channels D of a head.
+        fused_rows: declares that the rows of a fused projection named ``Wqkv`` or ``query_key_value`` are
+            ``[all q | all k | all v]``. Without it these names are refused: some families interleave the rows
+            by head. ``qkv_proj`` beside an ``o_proj`` is known to have this order.
+
+    Raises:
+        ValueError: for a parameter or buffer that is not understood (a per-head tensor that stays behind
+            would be silently wrong), a quantised or wrapped projection, a wrong shape, weights shared between
+            modules, KV shared between layers, or a module that is permuted already.
+    """
+    pairs = _pair(attentions, layouts)
+    for module, _ in pairs:
+        if hasattr(module, ORDER_ATTRIBUTE):
+            raise ValueError(f"expected {_name(module)} in its original head order, got one permuted before")
+    moving = [(module, layout) for module, layout in pairs if not layout.is_identity]
+    moves: list[_Move] = []
+    for module, layout in moving:
+        moves += _plan(module, _orders(layout.query_order, layout.kv_order, head_dim), fused_rows)
+    if moving:
+        _check_not_shared(attentions)
+    for move in moves:
+        move.apply()
+    for module, layout in moving:
+        setattr(module, ORDER_ATTRIBUTE, layout.kv_order)
+
+
+def restore_heads(
+    attentions: Sequence[nn.Module],
+    layouts: Sequence[HeadLayout],
+    head_dim: int,
+    *,
+    fused_rows: FusedRows | None = None,
+) -> None:
+    """Undo ``permute_heads`` of the same arguments bit by bit; ValueError for a module not in that order."""
+    moving = [(module, layout) for module, layout in _pair(attentions, layouts) if not layout.is_identity]
+    moves: list[_Move] = []
+    for module, layout in moving:
+        order = getattr(module, ORDER_ATTRIBUTE, None)
+        if order != layout.kv_order:
+            raise ValueError(f"expected {_name(module)} in the head order {layout.kv_order}, got {order}")
+        moves += _plan(module, _orders(layout.query_inverse, layout.kv_inverse, head_dim), fused_rows)
+    for move in moves:
+        move.apply()
+    for module, _ in moving:
+        delattr(module, ORDER_ATTRIBUTE)
+
+
+def _pair(
+    attentions: Sequence[nn.Module], layouts: Sequence[HeadLayout]
+) -> list[tuple[nn.Module, HeadLayout]]:
+    if len(attentions) != len(layouts):
+        raise ValueError(
+            f"expected one layout per attention module, got {len(layouts)} for {len(attentions)}"
+        )
+    return list(zip(attentions, layouts))
+
+
+def _orders(query: tuple[int, ...], kv: tuple[int, ...], head_dim: int) -> _Orders:
+    if head_dim < 1:
+        raise ValueError(f"expected head_dim >= 1, got {head_dim}")
+    return _Orders(torch.tensor(query), torch.tensor(kv), head_dim)
+
+
+def _plan(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> list[_Move]:
+    """Every move of one module; ValueError unless all of its tensors are understood."""
+    head_dim = getattr(module, "head_dim", orders.head_dim)
+    if head_dim != orders.head_dim:
+        raise ValueError(f"expected head_dim={head_dim} as in {_name(module)}, got {orders.head_dim}")
+    rows = _row_orders(module, orders, fused_rows)
+    output = _output_name(module)
+    for name in (*rows, output):
+        _check_linear(module, name)
+    moves: list[_Move] = []
+    unknown: list[str] = []
+    for name, tensor in _tensors(module):
+        # A name with another leaf (a scale, an adapter) matches none of the branches below.
+        owner = name.removesuffix(".weight").removesuffix(".bias")
+        if owner in rows:
+            moves.append(_move(module, name, tensor, 0, rows[owner]))
+        elif name == f"{output}.weight":
+            moves.append(_move(module, name, tensor, 1, orders.query_channels))
+        elif owner in QUERY_NORMS:
+            moves += _norm_moves(module, name, tensor, orders.query_heads, orders)
+        elif owner in KV_NORMS:
+            moves += _norm_moves(module, name, tensor, orders.kv_heads, orders)
+        elif name == "sinks":
+            moves.append(_move(module, name, tensor, 0, orders.query_heads))
+        elif name != f"{output}.bias" and name not in SHARED_BUFFERS:
+            unknown.append(name)
+    if unknown:
+        raise ValueError(f"expected only known tensors in {_name(module)}, got {', '.join(unknown)}")
+    return moves
+
+
+def _row_orders(module: nn.Module, orders: _Orders, fused_rows: FusedRows | None) -> dict[str, Tensor]:
+    """The projections into heads, by name, with the order of their rows."""
+    present = {name for name, _ in module.named_children()}
+    fused = present & {FUSED_KNOWN, *FUSED_UNKNOWN}
+    separate = present & set(SEPARATE)
+    if separate == set(SEPARATE) and not fused:
+        return {"q_proj": orders.query_channels, "k_proj": orders.kv_channels, "v_proj": orders.kv_channels}
+    if len(fused) != 1 or separate:
+        raise ValueError(
+            f"expected {', '.join(SEPARATE)} or one fused projection in {_name(module)}, "
+            f"got {sorted(present)}"
+        )
+    (name,) = fused
+    if fused_rows not in (None, "qkv"):
+        raise ValueError(f"expected fused_rows 'qkv' or None, got {fused_rows!r}")
+    is_known = name == FUSED_KNOWN and "o_proj" in present
+    if fused_rows is None and not is_known:
+        raise ValueError(
+            f"expected fused_rows='qkv' to declare that the rows of {name} in {_name(module)} are "
+            "[all q | all k | all v], got nothing; other row orders are not supported"
+        )
+    return {name: orders.fused_rows}
+
+
+def _output_name(module: nn.Module) -> str:
+    names = [name for name, _ in module.named_children() if name in OUTPUTS]
+    if len(names) != 1:
+        raise ValueError(f"expected one of {', '.join(OUTPUTS)} in {_name(module)}, got {names or 'none'}")
+    return names[0]
+
+
+def _check_linear(module: nn.Module, name: str) -> None:
+    """Only a plain Linear is sure to be nothing but ``x W^T + b``: subclasses pack, scale, adapt or shard."""
+    kind = type(module.get_submodule(name))
+    if kind is not nn.Linear:
+        found = f"{kind.__module__}.{kind.__qualname__}"
+        raise ValueError(f"expected torch.nn.Linear as {name} of {_name(module)}, got {found}")
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the module by dotted name: parameters, buffers, and those kept as plain attributes."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor):
+                yield (f"{prefix}.{name}" if prefix else name), value
+
+
+def _norm_moves(module: nn.Module, name: str, tensor: Tensor, heads: Tensor, orders: _Orders) -> list[_Move]:
+    """Shared by the heads: a scalar or [D]. A value per channel: [heads * D] or [heads, D]."""
+    num_heads, head_dim = heads.numel(), orders.head_dim
+    shape = tuple(tensor.shape)
+    if shape in ((), (head_dim,)):
+        return []
+    if shape == (num_heads * head_dim,):
+        return [_move(module, name, tensor, 0, orders.channels(heads))]
+    if shape == (num_heads, head_dim):
+        return [_move(module, name, tensor, 0, heads)]
+    raise ValueError(
+        f"expected {name} of {_name(module)} of shape [{head_dim}], [{num_heads * head_dim}] or "
+        f"[{num_heads}, {head_dim}], got {list(shape)}"
+    )
+
+
+def _move(module: nn.Module, name: str, tensor: Tensor, dim: int, order: Tensor) -> _Move:
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_floating_point() or tensor.is_meta:
+        kind = f"{type(tensor).__name__} of {tensor.dtype} on {tensor.device}"
+        raise ValueError(
+            f"expected a plain, loaded floating-point tensor as {name} of {_name(module)}, got {kind}"
+        )
+    if tensor.ndim <= dim or tensor.shape[dim] != order.numel():
+        raise ValueError(
+            f"expected size {order.numel()} in dimension {dim} of {name} of {_name(module)}, "
+            f"got {list(tensor.shape)}"
+        )
+    return _Move(tensor, dim, order)
+
+
+def _check_not_shared(attentions: Sequence[nn.Module]) -> None:
+    """A tensor with two users would be moved twice, or moved under the feet of the other one."""
+    for module in attentions:
+        if getattr(module, "is_kv_shared_layer", False):
+            raise ValueError(
+                f"expected every layer to make its own keys and values, got shared ones in {_name(module)}"
+            )
+    parameters = [
+        (module, *pair) for module in attentions for pair in module.named_parameters(remove_duplicate=False)
+    ]
+    users = Counter(id(parameter) for _, _, parameter in parameters)
+    for module, name, parameter in parameters:
+        if users[id(parameter)] > 1:
+            raise ValueError(
+                f"expected weights of its own in {_name(module)}, got {name} shared with another user"
+            )
+
+
+def _name(module: nn.Module) -> str:
+    layer = getattr(module, "layer_idx", None)
+    return type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
