@@ -1,0 +1,33 @@
+"""Static shapes and capture: which shapes a step may take, where its inputs lie, and how it is captured."""
+
+from graphs.backends import CaptureBackend, EagerBackend, make_backend
+from graphs.buffers import FieldSlot, FieldSpec, Layout, StagedInputs
+from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy
+from graphs.cost import CostFunction, StepCost
+from graphs.exponential import ExponentialRule
+from graphs.limits import BucketLimits
+from graphs.shape import BatchShape, Phase
+from graphs.table import BucketTable, Miss, Padding
+
+__all__ = [
+    "BatchShape",
+    "BucketLimits",
+    "BucketTable",
+    "CaptureBackend",
+    "CostFunction",
+    "EagerBackend",
+    "ExponentialRule",
+    "FieldSlot",
+    "FieldSpec",
+    "GraphCache",
+    "GraphCounters",
+    "GraphMissError",
+    "Layout",
+    "Miss",
+    "MissPolicy",
+    "Padding",
+    "Phase",
+    "StagedInputs",
+    "StepCost",
+    "make_backend",
+]

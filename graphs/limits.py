@@ -1,0 +1,128 @@
+"""What a scheduler can ask for: the bounds of every reachable batch shape."""
+
+from dataclasses import dataclass
+
+from graphs.shape import BatchShape, Phase
+
+
+@dataclass(frozen=True)
+class BucketLimits:
+    """The scheduler's and the block store's limits, and the shapes that follow from them.
+
+    Args:
+        max_num_seqs: running requests, hence rows of a step and ring rows.
+        max_num_batched_tokens: query tokens of a step.
+        max_model_len: tokens of one request, prompt and output.
+        block_size: tokens of one block.
+        num_blocks: blocks that the store holds; no slice of it can be longer.
+        uses_blocks: False for a model whose heads are all streaming: both block counts are then 0.
+        max_chunk_rows: rows with more than one token that a step may contain.
+
+    Raises:
+        ValueError: a limit below 1 (``num_blocks`` may be 0 when ``uses_blocks`` is False).
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    uses_blocks: bool = True
+    max_chunk_rows: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "block_size",
+            "max_chunk_rows",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        lowest = 1 if self.uses_blocks else 0
+        if self.num_blocks < lowest:
+            raise ValueError(
+                f"expected num_blocks >= {lowest} with uses_blocks={self.uses_blocks}, got {self.num_blocks}"
+            )
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks of a request at ``max_model_len``."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def max_one_token_rows(self) -> int:
+        """Rows of a decode-only step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def max_unique_blocks(self) -> int:
+        """Longest slice that the unique part can read."""
+        return self.num_blocks if self.uses_blocks else 0
+
+    def max_shared_blocks(self, phase: Phase) -> int:
+        """Most blocks that the shared part of a phase can gather; 0 when it has none.
+
+        All context blocks of a row with several tokens are shared. A block of one-token rows is shared
+        only if at least two of them hold it, so ``r`` such rows share at most half of their blocks.
+        """
+        if not (phase.shared and self.uses_blocks):
+            return 0
+        rows = self.max_one_token_rows
+        chunk_rows = min(self.max_chunk_rows, rows) if phase.causal else 0
+        one_token_rows = rows - chunk_rows if phase.unique else 0
+        half_blocks = 2 * chunk_rows + one_token_rows
+        return min(self.blocks_per_request * half_blocks // 2, self.num_blocks)
+
+    @property
+    def reachable_phases(self) -> tuple[Phase, ...]:
+        """Phases that a step can have.
+
+        Rows with one token always need the unique part, for their own key at least; rows with several
+        always need the causal part. So ``-s-`` and ``---`` cannot occur, and ``-su`` needs two rows and
+        blocks.
+        """
+        wanted = []
+        if self.max_num_batched_tokens > 1:
+            wanted += ["c--", "cs-"]
+        if self.max_num_batched_tokens > 2 and self.max_num_seqs > 1:
+            wanted += ["c-u", "csu"]
+        wanted += ["--u"]
+        if self.max_one_token_rows > 1 and self.uses_blocks:
+            wanted += ["-su"]
+        return tuple(sorted(map(Phase.parse, wanted)))
+
+    def largest_of(self, phase: Phase) -> BatchShape:
+        """The shape of a phase with every size at its limit: it holds all reachable shapes of that phase."""
+        query_len = self.max_num_batched_tokens if phase.causal else self.max_one_token_rows
+        return BatchShape(
+            phase,
+            query_len,
+            self.max_shared_blocks(phase),
+            self.max_unique_blocks if phase.unique else 0,
+            min(self.max_num_seqs, query_len),
+        )
+
+    @property
+    def largest(self) -> BatchShape:
+        """The smallest shape that holds every reachable one; sizes the staged inputs."""
+        shapes = [self.largest_of(phase) for phase in self.reachable_phases]
+        largest = shapes[0]
+        for shape in shapes[1:]:
+            largest |= shape
+        return largest
+
+    def reaches(self, shape: BatchShape) -> bool:
+        """Whether a scheduler within these limits may produce the exact, unpadded ``shape``.
+
+        The bounds on blocks are those of ``largest_of``: every step of the engine is inside, and a few
+        shapes inside may never occur.
+        """
+        if shape.phase not in self.reachable_phases or not self.largest_of(shape.phase).holds(shape):
+            return False
+        if not shape.phase.causal:
+            return shape.num_logits >= shape.query_len
+        # One row has at least two tokens, and another has one token when the unique part runs as well.
+        fewest_tokens = 3 if shape.phase.unique else 2
+        return shape.query_len >= fewest_tokens and 1 <= shape.num_logits <= shape.query_len

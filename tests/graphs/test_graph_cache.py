@@ -1,0 +1,225 @@
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from graphs import (
+    BatchShape,
+    BucketTable,
+    EagerBackend,
+    GraphCache,
+    GraphMissError,
+    MissPolicy,
+)
+
+B8 = BatchShape.parse("--u/q8/s0/u8/l8")
+B16 = BatchShape.parse("--u/q16/s0/u16/l16")
+PREFILL = BatchShape.parse("c--/q64/s0/u0/l1")
+TABLE = BucketTable((B8, B16, PREFILL))
+OUTSIDE = BatchShape.parse("--u/q20/s0/u1/l20")
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+class RecordingBackend:
+    """A whole-step backend that keeps a list of the shapes it captured."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.captured: list[BatchShape] = []
+        self.regions: list[tuple[BatchShape, Hashable]] = []
+
+    def capture(self, fn: Callable[[Inputs], Any], shape: BatchShape) -> Callable[[Inputs], Any]:
+        self.captured.append(shape)
+        return lambda inputs: ("captured", fn(inputs))
+
+    def region(self, shape: BatchShape, key: Hashable, fn: Any) -> Any:
+        self.regions.append((shape, key))
+        return lambda *args: ("region", fn(*args))
+
+
+def make_inputs(bucket: BatchShape) -> Inputs:
+    return {"token_ids": torch.arange(bucket.query_len)}
+
+
+def total(inputs: Inputs) -> int:
+    return int(inputs["token_ids"].sum())
+
+
+def make_cache(policy: MissPolicy = MissPolicy.ERROR) -> tuple[GraphCache, RecordingBackend]:
+    backend = RecordingBackend()
+    return GraphCache(backend, TABLE, policy), backend
+
+
+def test_a_bucket_is_captured_at_its_first_run_only() -> None:
+    cache, backend = make_cache()
+    for _ in range(3):
+        bucket = cache.resolve(BatchShape.parse("--u/q5/s0/u2/l5"))
+        assert cache.run(bucket, total, make_inputs(bucket)) == ("captured", 28)
+    assert backend.captured == [B8]
+    counters = cache.counters
+    assert (counters.hits, counters.misses, counters.captures) == (3, 0, 1)
+    assert counters.runs == {B8: 3}
+    assert counters.steps == {"--u": 3}
+
+
+def test_a_miss_raises_under_the_error_policy_and_names_the_nearest_buckets() -> None:
+    cache, _ = make_cache()
+    with pytest.raises(
+        GraphMissError, match="no bucket holds --u/q20/s0/u1/l20; nearest buckets: --u/q16"
+    ) as e:
+        cache.resolve(OUTSIDE)
+    assert e.value.miss.shape == OUTSIDE
+    assert cache.counters.misses == 1
+
+
+def test_a_miss_becomes_a_bucket_under_the_capture_policy() -> None:
+    cache, backend = make_cache(MissPolicy.CAPTURE)
+    assert cache.resolve(OUTSIDE) == OUTSIDE
+    cache.run(OUTSIDE, total, make_inputs(OUTSIDE))
+    assert cache.resolve(BatchShape.parse("--u/q19/s0/u1/l19")) == OUTSIDE
+    assert backend.captured == [OUTSIDE]
+    assert (cache.counters.hits, cache.counters.misses) == (1, 1)
+
+
+def test_a_miss_runs_uncaptured_at_its_exact_shape_under_the_eager_policy() -> None:
+    cache, backend = make_cache(MissPolicy.EAGER)
+    for _ in range(2):
+        assert cache.resolve(OUTSIDE) == OUTSIDE
+        assert cache.run(OUTSIDE, total, make_inputs(OUTSIDE)) == 190
+    assert backend.captured == []
+    counters = cache.counters
+    assert (counters.misses, counters.eager_runs, counters.captures) == (2, 2, 0)
+    assert counters.runs == {}
+    assert counters.steps == {"--u": 2}
+
+
+def test_regions_of_buckets_go_to_the_backend_and_those_of_eager_runs_do_not() -> None:
+    cache, backend = make_cache(MissPolicy.EAGER)
+    assert cache.region(B8, "layer", abs)(-3) == ("region", 3)
+    assert cache.region(OUTSIDE, "layer", abs) is abs
+    assert backend.regions == [(B8, "layer")]
+
+
+@pytest.mark.parametrize("policy", [MissPolicy.ERROR, MissPolicy.CAPTURE])
+def test_running_a_shape_that_was_not_resolved_is_refused(policy: MissPolicy) -> None:
+    cache, _ = make_cache(policy)
+    with pytest.raises(GraphMissError, match="no bucket holds"):
+        cache.run(OUTSIDE, total, make_inputs(OUTSIDE))
+
+
+def test_warm_up_captures_every_bucket_once_and_the_most_expensive_first() -> None:
+    cache, backend = make_cache()
+    seen: list[tuple[int, int, BatchShape]] = []
+    assert not cache.is_warm
+    warmed = cache.warm_up(lambda _: total, make_inputs, progress=lambda *event: seen.append(event))
+    assert warmed == 3
+    assert cache.is_warm
+    assert backend.captured == list(reversed(TABLE.by_cost))
+    assert seen == [(i, 3, bucket) for i, bucket in enumerate(backend.captured, start=1)]
+    assert cache.warm_up(lambda _: total, make_inputs) == 0
+    counters = cache.counters
+    assert (counters.captures, counters.hits, counters.late_captures) == (3, 0, 0)
+    assert counters.runs == {}
+
+
+def test_warm_up_of_some_buckets_leaves_the_cache_cold() -> None:
+    cache, backend = make_cache()
+    cache.warm_up(lambda _: total, make_inputs, [B8, PREFILL])
+    assert backend.captured == [B8, PREFILL]
+    assert not cache.is_warm
+
+
+def test_warm_up_of_a_shape_outside_the_table_is_refused() -> None:
+    cache, backend = make_cache()
+    with pytest.raises(ValueError, match="expected buckets of the table to warm up, got --u/q20"):
+        cache.warm_up(lambda _: total, make_inputs, [B8, OUTSIDE])
+    assert backend.captured == []
+
+
+def test_a_planned_bucket_captured_after_sealing_counts_as_late() -> None:
+    cache, _ = make_cache(MissPolicy.CAPTURE)
+    cache.warm_up(lambda _: total, make_inputs, [B16, PREFILL])
+    cache.seal()
+    for shape in (B8, OUTSIDE, B8):
+        bucket = cache.resolve(shape)
+        cache.run(bucket, total, make_inputs(bucket))
+    assert (cache.counters.captures, cache.counters.late_captures) == (4, 1)
+
+
+def test_a_step_that_fails_while_it_is_captured_leaves_the_bucket_uncaptured() -> None:
+    cache, backend = make_cache()
+    with pytest.raises(KeyError):
+        cache.run(B8, total, {})
+    assert cache.counters.captures == 0
+    assert cache.counters.runs == {}
+    cache.run(B8, total, make_inputs(B8))
+    assert backend.captured == [B8, B8]
+    assert cache.counters.captures == 1
+
+
+def test_a_snapshot_of_the_counters_does_not_follow_later_steps() -> None:
+    cache, _ = make_cache()
+    cache.run(B8, total, make_inputs(B8))
+    before = cache.counters
+    cache.run(B8, total, make_inputs(B8))
+    assert before.runs == {B8: 1}
+    assert cache.counters.runs == {B8: 2}
+
+
+def test_a_captured_step_of_the_eager_backend_returns_what_the_step_returns() -> None:
+    cache = GraphCache(EagerBackend(), TABLE)
+    assert cache.run(B8, total, make_inputs(B8)) == 28
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Counters add up whatever mixture of hits and misses arrives, under the capture policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, self.backend = make_cache(MissPolicy.CAPTURE)
+        self.num_steps = 0
+
+    @rule(rows=st.integers(1, 30), blocks=st.integers(0, 30))
+    def decode(self, rows: int, blocks: int) -> None:
+        shape = BatchShape.parse(f"--u/q{rows}/s0/u{blocks}/l{rows}")
+        bucket = self.cache.resolve(shape)
+        assert bucket.holds(shape)
+        self.cache.run(bucket, total, make_inputs(bucket))
+        self.num_steps += 1
+
+    @rule()
+    def warm(self) -> None:
+        self.cache.warm_up(lambda _: total, make_inputs)
+        assert self.cache.is_warm
+
+    @rule()
+    def seal(self) -> None:
+        self.cache.seal()
+
+    @invariant()
+    def counters_add_up(self) -> None:
+        counters = self.cache.counters
+        assert counters.hits + counters.misses == self.num_steps
+        assert sum(counters.runs.values()) + counters.eager_runs == self.num_steps
+        assert sum(counters.steps.values()) == self.num_steps
+        assert counters.captures == len(self.backend.captured) == len(set(self.backend.captured))
+        assert len(self.cache.table) == len(TABLE) + counters.misses
+        assert set(counters.runs) <= set(self.backend.captured) <= set(self.cache.table)
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+
+
+@given(st.lists(st.sampled_from([B8, B16, PREFILL]), max_size=20))
+def test_each_bucket_is_captured_once_in_order_of_first_use(buckets: list[BatchShape]) -> None:
+    cache, backend = make_cache()
+    for bucket in buckets:
+        cache.run(cache.resolve(bucket), total, make_inputs(bucket))
+    assert backend.captured == list(dict.fromkeys(buckets))
