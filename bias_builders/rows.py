@@ -1,0 +1,62 @@
+"""The rows of one step as numpy arrays: the input of every host plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Int32Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Which tokens of which requests a step computes, unpadded, one entry per row.
+
+    A *row* is one running request in this step. Its new tokens lie side by side in the flat
+    batch, at ``[query_start, query_start + num_new)``.
+
+    Attributes:
+        row_id: ring row of the request, int32 ``[n]``, distinct.
+        start: tokens whose keys and values were stored before the step, int32 ``[n]``.
+        num_new: tokens that this step computes, int32 ``[n]``, at least 1.
+        block_ids: block tables of all rows laid end to end, int32 ``[sum(num_blocks)]``.
+        num_blocks: length of each row's table, int32 ``[n]``: enough for ``start + num_new``
+            tokens, or 0 in every row of a model without retrieval heads.
+    """
+
+    row_id: Int32Array
+    start: Int32Array
+    num_new: Int32Array
+    block_ids: Int32Array
+    num_blocks: Int32Array
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_id)
+
+    @property
+    def query_start(self) -> Int32Array:
+        """Flat index of each row's first new token, int32 ``[n]``."""
+        return np.cumsum(self.num_new, dtype=np.int32) - self.num_new
+
+    @property
+    def is_single(self) -> np.ndarray:
+        """Rows with one new token: they are written first and read back from the cache."""
+        return self.num_new == 1
+
+    @property
+    def context_len(self) -> Int32Array:
+        """Tokens that each row reads from the cache parts, int32 ``[n]``.
+
+        A row with one new token finds its own key there too; a row with several finds its
+        new keys in the causal part and only older ones in the cache.
+        """
+        return np.where(self.is_single, self.start + 1, self.start).astype(np.int32)
+
+
+def ranges(lengths: np.ndarray) -> Int32Array:
+    """``[0..lengths[0]), [0..lengths[1]), ...`` laid end to end, int32 ``[sum(lengths)]``."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return (np.arange(total) - np.repeat(ends - lengths, lengths)).astype(np.int32)

@@ -1,0 +1,29 @@
+"""HPU-Duo: a static-shape LLM inference runtime for Intel Gaudi (HPU) and long contexts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpu_duo.heads import HeadPattern
+    from hpu_duo.llm import HPUDuoModel
+    from hpu_duo.sampling import SamplingParams
+
+__all__ = ["HPUDuoModel", "HeadPattern", "SamplingParams", "__version__"]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "HPUDuoModel": "hpu_duo.llm",
+    "HeadPattern": "hpu_duo.heads",
+    "SamplingParams": "hpu_duo.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that the command line answers --help without importing torch.
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,156 @@
+"""What a user may set, checked and frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from graphs import BucketTable, MissPolicy
+
+if TYPE_CHECKING:
+    from hpu_duo.heads import HeadPattern
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which checkpoint, and how it is held.
+
+    Attributes:
+        path: directory of a transformers checkpoint.
+        device: "auto", "cpu", "cuda" or "hpu".
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        attention: "auto", "reference" or "sdpa"; "auto" is "sdpa" on CPU where the model allows it.
+        pack_weights: lay linear weights out for oneDNN once (bfloat16 on CPU); None = where possible.
+    """
+
+    path: str | Path
+    device: str | torch.device = "auto"
+    dtype: str | torch.dtype = "auto"
+    attention: str = "auto"
+    pack_weights: bool | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("attention", self.attention, ("auto", "reference", "sdpa"))
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Which heads stream.
+
+    Attributes:
+        pattern: scores (or a directory that holds them), or None: every head is a retrieval head.
+        sparsity: share of key/value heads that stream; or
+        threshold: heads with a score above it are retrieval heads.
+        sink, recent: window of the streaming heads; None = the pattern's own.
+        tie_break, balance: see ``HeadPattern.binarise``.
+    """
+
+    pattern: HeadPattern | str | Path | None = None
+    sparsity: float | None = None
+    threshold: float | None = None
+    sink: int | None = None
+    recent: int | None = None
+    tie_break: Literal["stable", "reference"] = "stable"
+    balance: Literal["global", "per_layer", "per_rank"] = "global"
+
+    def __post_init__(self) -> None:
+        if self.sparsity is not None and self.threshold is not None:
+            raise ValueError(
+                f"expected sparsity or threshold, got both: sparsity={self.sparsity} threshold={self.threshold}"
+            )
+        if self.sparsity is not None and not 0.0 <= self.sparsity <= 1.0:
+            raise ValueError(f"expected sparsity in [0, 1], got {self.sparsity}")
+        if self.pattern is None:
+            given = [n for n in ("sparsity", "threshold", "sink", "recent") if getattr(self, n) is not None]
+            if given:
+                raise ValueError(f"{', '.join(given)} need a head pattern, got pattern=None")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How much is cached.
+
+    Attributes:
+        block_size: tokens of a block.
+        num_blocks: blocks to hold; or
+        kv_cache_bytes: bytes that all stores may take. With neither, as much as ``max_num_seqs``
+            requests of ``max_model_len`` tokens need, but at most two fifths of the free memory.
+    """
+
+    block_size: int = 128
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise ValueError(
+                f"expected num_blocks or kv_cache_bytes, got both: num_blocks={self.num_blocks} "
+                f"kv_cache_bytes={self.kv_cache_bytes}"
+            )
+        for name in ("num_blocks", "kv_cache_bytes"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How much runs in one step.
+
+    Attributes:
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: query tokens of a step; longer prompts are cut into chunks.
+        max_model_len: tokens of prompt and output together; None = what the model and the cache hold.
+        max_chunk_rows: prompts that may continue with several tokens in the same step.
+    """
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    max_chunk_rows: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
+        _at_least("max_chunk_rows", self.max_chunk_rows, 1)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """How steps are captured.
+
+    Attributes:
+        backend: "eager" or "compile".
+        table: buckets; None = the exponential default, or with "eager" the exact shape of each step.
+        on_miss: what happens to a step that no bucket holds.
+    """
+
+    backend: str = "eager"
+    table: BucketTable | None = None
+    on_miss: MissPolicy = MissPolicy.ERROR
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything a user may set."""
+
+    model: ModelConfig
+    heads: HeadConfig = field(default_factory=HeadConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
+
+
+def _at_least(name: str, value: int, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"expected {name} to be one of {', '.join(known)}, got {value!r}")

@@ -1,0 +1,262 @@
+"""Put an engine together from a checkpoint and a configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from bias_builders import Window
+from graphs import BucketLimits, BucketTable, GraphCache, MissPolicy, StepCost, make_backend
+from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, SchedulerConfig
+from hpu_duo.device import resolve_device
+from hpu_duo.engine.batch import StepGeometry
+from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.runner import Runner
+from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.heads import HeadLayout, HeadPattern, permute_heads
+from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.store import KVStore
+from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
+from hpu_duo.modeling.packed_linear import can_pack, pack_linears
+from hpu_duo.modeling.probe import DecoderLayer, probe
+from hpu_duo.modeling.rope import positions_served
+from hpu_duo.modeling.step_model import StepModel
+from hpu_duo.request import TokenLimits
+from kernels_ref import Implementation, LayerSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def assemble(
+    config: EngineConfig,
+    eos_token_ids: frozenset[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seed: int = 0,
+) -> Engine:
+    """Load a checkpoint and build everything that serves it.
+
+    Raises:
+        ValueError: the checkpoint cannot be read or served, or the configuration does not fit it
+            or this machine.
+    """
+    device = resolve_device(config.model.device)
+    hf_config = read_config(config.model.path)
+    dtype = resolve_dtype(config.model.dtype, hf_config)
+    text_config = hf_config.get_text_config()
+    max_len = _wanted_len(config.scheduler, text_config)
+    model = load_model(config.model.path, hf_config, dtype, device)
+    layers = probe(model)
+    pattern = resolve_pattern(config.heads, layers)
+    layouts, windows = assign_heads(layers, pattern, max_len)
+    memory = plan_memory(layers, layouts, windows, config.cache, config.scheduler, max_len, dtype)
+    max_len = _held_len(config.scheduler, memory, max_len)
+
+    permute_heads([layer.attention for layer in layers], layouts, layers[0].call.head_dim)
+    _pack(config.model.pack_weights, model, dtype, device)
+    store = KVStore(memory, dtype, device)
+    impl = choose_kernels(config.model.attention, device, layers)
+    specs = [_spec(*each, impl) for each in zip(layers, layouts, windows)]
+    runner = _make_runner(config, StepModel(model, layers, specs, store.layers), store, max_len, text_config)
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            block_size=config.cache.block_size,
+            num_blocks=memory.num_blocks,
+            max_chunk_rows=config.scheduler.max_chunk_rows,
+            uses_blocks=memory.uses_blocks,
+        )
+    )
+    limits = TokenLimits(max_len, eos_token_ids, text_config.vocab_size)
+    return Engine(runner, scheduler, limits, tokenizer, seed)
+
+
+def resolve_pattern(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> HeadPattern | None:
+    """The binarised head pattern, checked against the model; None when every head is a retrieval head."""
+    if heads.pattern is None:
+        return None
+    pattern = heads.pattern if isinstance(heads.pattern, HeadPattern) else HeadPattern.load(heads.pattern)
+    kv_heads = {layer.call.num_kv_heads for layer in layers}
+    if len(kv_heads) > 1:
+        raise ValueError(f"a head pattern needs equally many key/value heads in every layer, got {kv_heads}")
+    pattern.check_shape(len(layers), kv_heads.pop())
+    if heads.sink is not None or heads.recent is not None:
+        pattern = replace(
+            pattern,
+            sink=pattern.sink if heads.sink is None else heads.sink,
+            recent=pattern.recent if heads.recent is None else heads.recent,
+        )
+    if heads.sparsity is None and heads.threshold is None:
+        if pattern.is_binarised:
+            return pattern
+        raise ValueError("a head pattern with scores only needs sparsity or threshold, got neither")
+    return pattern.binarise(
+        sparsity=heads.sparsity, threshold=heads.threshold, tie_break=heads.tie_break, balance=heads.balance
+    )
+
+
+def assign_heads(
+    layers: tuple[DecoderLayer, ...], pattern: HeadPattern | None, max_len: int
+) -> tuple[list[HeadLayout], list[Window | None]]:
+    """Which heads of each layer stream, and in which window.
+
+    A sliding-window layer streams with all heads and no sink, whatever the pattern says of it;
+    unless its window is no shorter than any request, for then it is a layer of full attention.
+    """
+    layouts: list[HeadLayout] = []
+    windows: list[Window | None] = []
+    for index, layer in enumerate(layers):
+        call = layer.call
+        order = tuple(range(call.num_kv_heads))
+        if call.sliding_window is not None and call.sliding_window < max_len:
+            layouts.append(HeadLayout(order, 0, call.num_heads))
+            windows.append(Window(0, call.sliding_window).validate())
+        elif pattern is not None:
+            layout = HeadLayout.from_mask(pattern.mask[index], call.num_heads)
+            layouts.append(layout)
+            window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
+            windows.append(window if layout.num_streaming else None)
+        else:
+            layouts.append(HeadLayout(order, call.num_kv_heads, call.num_heads))
+            windows.append(None)
+    return layouts, windows
+
+
+def plan_memory(
+    layers: tuple[DecoderLayer, ...],
+    layouts: list[HeadLayout],
+    windows: list[Window | None],
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    max_len: int,
+    dtype: torch.dtype,
+) -> MemoryPlan:
+    """The sizes of all stores."""
+    kv = tuple(
+        LayerKV(layout.num_retrieval, layout.num_streaming, layer.call.head_dim, window.size if window else 0)
+        for layer, layout, window in zip(layers, layouts, windows)
+    )
+    sizes: dict[str, Any] = {
+        "dtype_bytes": dtype.itemsize,
+        "block_size": cache.block_size,
+        "max_num_seqs": scheduler.max_num_seqs,
+    }
+    wanted = scheduler.max_num_seqs * -(-max_len // cache.block_size)
+    if cache.num_blocks is not None:
+        return MemoryPlan(kv, num_blocks=cache.num_blocks, **sizes)
+    if cache.kv_cache_bytes is not None:
+        plan = MemoryPlan.from_budget(kv, kv_cache_bytes=cache.kv_cache_bytes, **sizes)
+        return replace(plan, num_blocks=min(plan.num_blocks, wanted))
+    plan = MemoryPlan(kv, num_blocks=wanted, **sizes)
+    budget = _free_memory_bytes() * 2 // 5
+    if plan.total_bytes <= budget:
+        return plan
+    return MemoryPlan.from_budget(kv, kv_cache_bytes=budget, **sizes)
+
+
+def choose_kernels(name: str, device: torch.device, layers: tuple[DecoderLayer, ...]) -> Implementation:
+    """The implementation of the attention parts.
+
+    Raises:
+        ValueError: "sdpa" for a device other than CPU, or for a model with soft-capped scores.
+    """
+    has_softcap = any(layer.call.softcap is not None for layer in layers)
+    if name == "auto":
+        return Implementation.SDPA if device.type == "cpu" and not has_softcap else Implementation.REFERENCE
+    if name == Implementation.SDPA.value:
+        if device.type != "cpu":
+            raise ValueError(f"attention 'sdpa' is torch's CPU kernel, got device {str(device)!r}")
+        if has_softcap:
+            raise ValueError("attention 'sdpa' has no soft cap, which this model needs; expected 'reference'")
+    return Implementation(name)
+
+
+def _wanted_len(scheduler: SchedulerConfig, text_config: Any) -> int:
+    served = positions_served(text_config)
+    if scheduler.max_model_len is None:
+        return served
+    if scheduler.max_model_len > served:
+        raise ValueError(
+            f"expected max_model_len of at most {served}, the positions this model serves, "
+            f"got {scheduler.max_model_len}"
+        )
+    return scheduler.max_model_len
+
+
+def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> int:
+    """``max_len``, or what the blocks hold when the user left the length open."""
+    held = memory.max_tokens
+    # The last token of a request is sampled and never cached.
+    if held is None or max_len <= held + 1:
+        return max_len
+    if scheduler.max_model_len is not None:
+        raise ValueError(
+            f"max_model_len={max_len} needs {max_len - 1} cached tokens, but {memory.num_blocks} blocks of "
+            f"{memory.block_size} hold {held}"
+        )
+    return held + 1
+
+
+def _pack(wanted: bool | None, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    possible = device.type == "cpu" and can_pack(dtype)
+    if wanted and not possible:
+        raise ValueError(
+            f"pack_weights needs bfloat16 on a CPU whose oneDNN supports it, got {dtype} on {device}"
+        )
+    if possible and wanted is not False:
+        pack_linears(model)
+
+
+def _spec(layer: DecoderLayer, layout: HeadLayout, window: Window | None, impl: Implementation) -> LayerSpec:
+    return LayerSpec(
+        num_retrieval=layout.num_retrieval,
+        num_streaming=layout.num_streaming,
+        group_size=layout.group_size,
+        head_dim=layer.call.head_dim,
+        scale=layer.call.scale,
+        window=window,
+        softcap=layer.call.softcap,
+        impl=impl,
+    )
+
+
+def _make_runner(
+    config: EngineConfig, model: StepModel, store: KVStore, max_len: int, text_config: Any
+) -> Runner:
+    memory, scheduler = store.plan, config.scheduler
+    limits = BucketLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=max_len,
+        block_size=memory.block_size,
+        num_blocks=memory.num_blocks,
+        uses_blocks=memory.uses_blocks,
+        max_chunk_rows=scheduler.max_chunk_rows,
+    )
+    use_table = config.graph.backend != "eager" or config.graph.table is not None
+    table = config.graph.table
+    if table is None:
+        table = BucketTable.exponential(limits) if use_table else BucketTable((), StepCost())
+    policy = config.graph.on_miss if use_table else MissPolicy.EAGER
+    graphs = GraphCache(make_backend(config.graph.backend), table, policy)
+    geometry = StepGeometry(
+        memory.block_size, memory.num_blocks, scheduler.max_num_seqs, scheduler.max_chunk_rows
+    )
+    return Runner(
+        model,
+        store,
+        geometry,
+        graphs,
+        use_table=use_table,
+        largest=limits.largest if not len(table) else limits.largest | table.envelope,
+        device=store.layers[0].k_blocks.device,
+    )
+
+
+def _free_memory_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

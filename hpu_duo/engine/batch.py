@@ -1,0 +1,175 @@
+"""From the rows of a step to the padded int32 arrays of its bucket (numpy, on the host)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from bias_builders import SharedPart, StepRows, UniquePart, ranges, split_context
+from graphs.shape import BatchShape, Phase
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step, flattened and split, not yet padded.
+
+    Attributes:
+        rows: who runs.
+        token_ids: new tokens of all rows, int32 ``[sum(num_new)]``.
+        shared, unique: who reads which context block.
+        shape: the exact shape; a bucket must hold it.
+    """
+
+    rows: StepRows
+    token_ids: np.ndarray
+    shared: SharedPart
+    unique: UniquePart
+    shape: BatchShape
+
+
+@dataclass(frozen=True)
+class StepGeometry:
+    """The sizes of the stores that a step's arrays point into.
+
+    Attributes:
+        block_size: slots of a block.
+        trash_block, trash_row: where padding is written and read.
+        max_chunk_rows: rings gathered for multi-token rows with context (C).
+    """
+
+    block_size: int
+    trash_block: int
+    trash_row: int
+    max_chunk_rows: int
+
+    def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
+        """Shape of every array of a step in ``bucket``, by name; see ``kernels_ref.StepTensors``."""
+        q, n = (bucket.query_len,), (bucket.num_logits,)
+        return {
+            "token_ids": q,
+            "positions": q,
+            "row": q,
+            "causal_row": q,
+            "write_block": q,
+            "write_offset": q,
+            "row_start": n,
+            "row_num_new": n,
+            "row_query_start": n,
+            "row_token": n,
+            "logit_index": n,
+            "tail_block": n,
+            "tail_visible": n,
+            "chunk_row": (self.max_chunk_rows,),
+            "shared_block": (bucket.num_shared_blocks,),
+            "shared_visible": (bucket.num_logits + 1, bucket.num_shared_blocks),
+            "owner": (bucket.num_unique_blocks,),
+        }
+
+
+def flatten(rows: StepRows, token_ids: np.ndarray, block_size: int) -> StepBatch:
+    """Split the context of the rows and measure the exact shape of the step."""
+    shared, unique = split_context(rows, block_size)
+    is_multi = ~rows.is_single
+    phase = Phase(
+        causal=bool(is_multi.any()),
+        shared=bool(len(shared.blocks)) or bool((is_multi & (rows.start > 0)).any()),
+        unique=bool(rows.is_single.any()),
+    )
+    shape = BatchShape(
+        phase,
+        query_len=int(rows.num_new.sum()),
+        num_shared_blocks=len(shared.blocks),
+        num_unique_blocks=len(unique.owner),
+        num_logits=int(rows.row_id.max()) + 1,
+    )
+    return StepBatch(rows, token_ids, shared, unique, shape)
+
+
+def empty_batch() -> StepBatch:
+    """A step without rows, for warming a bucket up: filled in, it is padding throughout."""
+    rows = StepRows(*(np.zeros(0, np.int32) for _ in range(5)))
+    nothing = np.zeros(0, np.int32)
+    unique = UniquePart(nothing, nothing, nothing)
+    shape = BatchShape(Phase(), 1, 0, 0, 0)
+    return StepBatch(rows, nothing, SharedPart(nothing, np.zeros((0, 0), np.int32)), unique, shape)
+
+
+def fill(
+    host: Mapping[str, np.ndarray], batch: StepBatch, bucket: BatchShape, geometry: StepGeometry
+) -> None:
+    """Write a step into the arrays of its bucket, padding included.
+
+    Args:
+        host: arrays of ``geometry.field_shapes(bucket)``; every element is written.
+    """
+    assert bucket.holds(batch.shape), f"{bucket} does not hold {batch.shape}"
+    _fill_tokens(host, batch, bucket.num_logits, geometry)
+    _fill_rows(host, batch, geometry)
+    _fill_shared(host, batch, geometry)
+    _fill_unique(host, batch, bucket.num_logits, geometry)
+
+
+def _put(target: np.ndarray, values: np.ndarray, pad: int) -> None:
+    target[: len(values)] = values
+    target[len(values) :] = pad
+
+
+def _fill_tokens(
+    host: Mapping[str, np.ndarray], batch: StepBatch, no_row: int, geometry: StepGeometry
+) -> None:
+    rows = batch.rows
+    position = np.repeat(rows.start, rows.num_new) + ranges(rows.num_new)
+    row = np.repeat(rows.row_id, rows.num_new)
+    is_single = np.repeat(rows.is_single, rows.num_new)
+    _put(host["token_ids"], batch.token_ids, 0)
+    _put(host["positions"], position, 0)
+    _put(host["row"], row, no_row)
+    _put(host["causal_row"], np.where(is_single, no_row, row), no_row)
+    if len(rows.block_ids):
+        table_start = np.repeat(np.cumsum(rows.num_blocks) - rows.num_blocks, rows.num_new)
+        block = rows.block_ids[table_start + position // geometry.block_size]
+    else:
+        block = np.full(len(position), geometry.trash_block, dtype=np.int32)
+    _put(host["write_block"], block, geometry.trash_block)
+    _put(host["write_offset"], position % geometry.block_size, 0)
+
+
+def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepGeometry) -> None:
+    rows = batch.rows
+    for name in ("row_start", "row_num_new", "row_query_start", "row_token", "logit_index"):
+        host[name].fill(0)
+    query_start = rows.query_start
+    host["row_start"][rows.row_id] = rows.start
+    host["row_num_new"][rows.row_id] = rows.num_new
+    host["row_query_start"][rows.row_id] = query_start
+    host["row_token"][rows.row_id] = query_start
+    host["logit_index"][rows.row_id] = query_start + rows.num_new - 1
+    reads_ring = rows.row_id[~rows.is_single & (rows.start > 0)]
+    if len(reads_ring) > geometry.max_chunk_rows:
+        raise ValueError(
+            f"expected at most max_chunk_rows={geometry.max_chunk_rows} multi-token rows with context "
+            f"in a step, got {len(reads_ring)}"
+        )
+    _put(host["chunk_row"], reads_ring, geometry.trash_row)
+
+
+def _fill_shared(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepGeometry) -> None:
+    shared = batch.shared
+    _put(host["shared_block"], shared.blocks, geometry.trash_block)
+    visible = host["shared_visible"]
+    visible.fill(0)
+    visible[batch.rows.row_id, : len(shared.blocks)] = shared.visible
+
+
+def _fill_unique(
+    host: Mapping[str, np.ndarray], batch: StepBatch, no_row: int, geometry: StepGeometry
+) -> None:
+    unique, row_id = batch.unique, batch.rows.row_id
+    owner = np.where(unique.owner < 0, no_row, row_id[unique.owner])
+    _put(host["owner"], owner, no_row)
+    host["tail_block"].fill(geometry.trash_block)
+    host["tail_visible"].fill(0)
+    host["tail_block"][row_id] = np.where(unique.tail_block < 0, geometry.trash_block, unique.tail_block)
+    host["tail_visible"][row_id] = unique.tail_visible

@@ -1,0 +1,257 @@
+"""The engine: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpu_duo.engine.output_text import SampleState
+from hpu_duo.engine.outputs import Completion, RequestOutput, TokenLogprob
+from hpu_duo.engine.runner import Runner, StepResult
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.stats import EngineStats, StepCounters
+from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.request import Request, TokenLimits
+from hpu_duo.sampling import SamplingParams, derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = Sequence[int] | np.ndarray
+
+
+class Engine:
+    """Serves requests: ``add_request``, then ``step`` until ``has_unfinished`` is False.
+
+    A request that cannot be served is refused by ``add_request`` before anything changes, so the
+    others go on. Not thread-safe: one thread drives it.
+
+    Args:
+        runner: the device side.
+        scheduler: who runs when.
+        limits: what the model says about tokens.
+        tokenizer: for text and stop strings; without it outputs carry token ids only.
+        seed: from which requests without a seed get theirs.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        limits: TokenLimits,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        seed: int = 0,
+    ) -> None:
+        assert limits.vocab_size is not None, "the engine needs the size of the vocabulary"
+        self.runner, self.scheduler, self.limits, self.tokenizer = runner, scheduler, limits, tokenizer
+        self._vocab_size = limits.vocab_size
+        self._seed = seed
+        self._numbers = count()
+        self._samples: dict[str, SampleState] = {}
+        self._groups: dict[str, list[str]] = {}
+        self._ended: list[RequestOutput] = []
+        self._counters = StepCounters()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether another ``step`` has something to do or to report."""
+        return self.scheduler.has_unfinished or bool(self._ended)
+
+    def add_request(
+        self, prompt_token_ids: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
+        """Queue a prompt; returns its id.
+
+        Raises:
+            ValueError: the prompt is empty, too long for the model or the cache, or has tokens outside
+                the vocabulary; the id is in use; parameters do not fit the model.
+        """
+        params = params or SamplingParams()
+        params.validate(self._vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
+        number = next(self._numbers)
+        public_id = f"request-{number}" if request_id is None else request_id
+        if public_id in self._groups:
+            raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
+        seed = derive_seed(self._seed, number) if params.seed is None else params.seed
+        samples = self._make_samples(public_id, prompt_token_ids, params, seed)
+        self.scheduler.add(samples[0])
+        for sibling in samples[1:]:
+            self.scheduler.add(sibling)
+        now = time.perf_counter()
+        eos = tuple(self.limits.eos_token_ids)
+        self._groups[public_id] = [sample.request_id for sample in samples]
+        for sample in samples:
+            sample.times.arrival_s = now
+            self._samples[sample.request_id] = SampleState(sample, public_id, eos, self.tokenizer)
+        return public_id
+
+    def abort(self, request_id: str) -> bool:
+        """End all samples of a request early; False if no unfinished request has this id.
+
+        The next ``step`` reports an output with finish reason ``abort`` for each.
+        """
+        names = list(self._groups.get(request_id, ()))
+        for name in names:
+            self.scheduler.abort(name)
+            self._ended.append(self._samples[name].abort())
+            self._forget(name)
+        return bool(names)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns what it added to each request."""
+        outputs, self._ended = self._ended, []
+        began = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan is None:
+            return outputs
+        sampling = {
+            row.ring_row: self._samples[row.request.request_id].sampling_row() for row in plan.sampled_rows
+        }
+        planned = time.perf_counter()
+        result = self.runner.run(plan, sampling, self._vocab_size)
+        ran = time.perf_counter()
+        self._count(plan, result)
+        outputs += self._commit(plan, result)
+        self._counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
+        self._counters.device_s += ran - planned - result.build_s
+        return outputs
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[list[Completion]]:
+        """Serve prompts to the end; returns the ``n`` samples of each, in order of the prompts.
+
+        Nothing is left behind when a prompt is refused or the loop is interrupted: requests of this
+        call that are still running are aborted.
+
+        Args:
+            params: one for all prompts, or one each.
+            on_output: called with each output as it comes.
+        """
+        prompts = list(prompts)
+        each = (
+            [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        )
+        if len(each) != len(prompts):
+            raise ValueError(f"expected one SamplingParams per prompt, got {len(each)} for {len(prompts)}")
+        done: dict[str, dict[int, Completion]] = {}
+        try:
+            for prompt, one in zip(prompts, each):
+                done[self.add_request(prompt, one)] = {}
+            while any(request_id in self._groups for request_id in done):
+                for output in self.step():
+                    if output.request_id in done:
+                        samples = done[output.request_id]
+                        sample = samples.setdefault(
+                            output.sample_index, Completion(output.request_id, output.sample_index)
+                        )
+                        sample.add(output)
+                    else:
+                        self._ended.append(output)
+                    if on_output is not None:
+                        on_output(output)
+        finally:
+            for request_id in done:
+                self.abort(request_id)
+            self._ended = [output for output in self._ended if output.request_id not in done]
+        return [[samples[index] for index in sorted(samples)] for samples in done.values()]
+
+    def stats(self) -> EngineStats:
+        """A snapshot of what has been done and what is held."""
+        c, leases, memory = self._counters, self.scheduler.leases, self.runner.store.plan
+        return EngineStats(
+            steps=dict(c.steps),
+            num_prompt_tokens=c.num_prompt_tokens,
+            num_output_tokens=c.num_output_tokens,
+            num_padded_tokens=c.num_padded_tokens,
+            num_query_tokens=c.num_query_tokens,
+            num_preemptions=c.num_preemptions,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            used_blocks=leases.blocks.num_used,
+            total_blocks=memory.num_blocks if memory.uses_blocks else 0,
+            used_rows=leases.rows.num_used,
+            total_rows=memory.max_num_seqs,
+            kv_bytes=self.runner.store.num_bytes,
+            held_bytes=self._held_bytes(),
+            full_attention_bytes=memory.full_attention_bytes(self.scheduler.num_cached_tokens),
+            peak_held_bytes=c.peak_held_bytes,
+            peak_full_attention_bytes=c.peak_full_attention_bytes,
+            host_s=c.host_s,
+            device_s=c.device_s,
+            bytes_copied=self.runner.inputs.bytes_copied,
+        )
+
+    def _make_samples(
+        self, public_id: str, prompt: Prompt, params: SamplingParams, seed: int
+    ) -> list[Request]:
+        first = Request(f"{public_id}#0", prompt, params, self.limits, sampling_seed=derive_seed(seed, 0))
+        siblings = [
+            first.sibling(f"{public_id}#{index}", sample_index=index, sampling_seed=derive_seed(seed, index))
+            for index in range(1, params.n)
+        ]
+        return [first, *siblings]
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        logprobs = _logprobs_by_request(plan, result)
+        outputs = []
+        now = time.perf_counter()
+        for committed in self.scheduler.commit(plan, result.token_ids):
+            request = committed.request
+            if request.times.first_token_s is None:
+                request.times.first_token_s = now
+            output = self._samples[request.request_id].take(committed, logprobs.get(request.request_id))
+            if output.is_finished:
+                if not request.is_finished:
+                    self.scheduler.finish(request, output.finish_reason)  # type: ignore[arg-type]
+                request.times.finish_s = now
+                self._forget(request.request_id)
+            outputs.append(output)
+        return outputs
+
+    def _forget(self, name: str) -> None:
+        public_id = self._samples.pop(name).public_id
+        self._groups[public_id].remove(name)
+        if not self._groups[public_id]:
+            del self._groups[public_id]
+
+    def _held_bytes(self) -> int:
+        leases, memory = self.scheduler.leases, self.runner.store.plan
+        return leases.blocks.num_used * memory.block_bytes + leases.rows.num_used * memory.row_bytes
+
+    def _count(self, plan: StepPlan, result: StepResult) -> None:
+        c = self._counters
+        c.steps[str(result.shape.phase)] += 1
+        c.num_prompt_tokens += sum(max(0, row.request.num_prompt_tokens - row.start) for row in plan.rows)
+        c.num_output_tokens += len(result.token_ids)
+        c.num_query_tokens += result.bucket.query_len
+        c.num_padded_tokens += result.bucket.query_len - result.shape.query_len
+        c.num_preemptions += len(plan.preempted)
+        cached = sum(row.end for row in plan.rows)
+        if cached >= c.peak_cached_tokens:
+            c.peak_cached_tokens = cached
+            c.peak_held_bytes = self._held_bytes()
+            c.peak_full_attention_bytes = self.runner.store.plan.full_attention_bytes(cached)
+
+
+def _logprobs_by_request(plan: StepPlan, result: StepResult) -> dict[str, TokenLogprob]:
+    if result.logprobs is None:
+        return {}
+    sampled, rank, top_ids, top = (x.tolist() for x in result.logprobs)
+    found = {}
+    for index, row in enumerate(plan.sampled_rows):
+        width = row.request.params.logprobs
+        if width is not None:
+            best = dict(zip(top_ids[index][:width], top[index][:width]))
+            token = int(result.token_ids[index])
+            found[row.request.request_id] = TokenLogprob(token, sampled[index], rank[index], best)
+    return found

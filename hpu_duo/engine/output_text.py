@@ -1,0 +1,82 @@
+"""Text and log-probabilities of one sample, as its tokens come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpu_duo.engine.outputs import RequestOutput, TokenLogprob
+from hpu_duo.engine.step_plan import CommittedToken
+from hpu_duo.request import FinishReason, Request
+from hpu_duo.sampling import IncrementalDetokenizer, PenaltyState, SamplingRow, StopChecker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class SampleState:
+    """What the engine keeps for one sample besides its ``Request``: penalties, text, stop strings."""
+
+    def __init__(
+        self,
+        request: Request,
+        public_id: str,
+        eos_token_ids: tuple[int, ...],
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.public_id = public_id
+        self.penalties = PenaltyState.from_token_ids(params, request.prompt_token_ids.tolist())
+        self._eos = eos_token_ids
+        self._stop = StopChecker(params) if params.stop else None
+        self._text = None
+        if tokenizer is not None:
+            context = request.prompt_token_ids[-32:].tolist()
+            self._text = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context)
+
+    def sampling_row(self) -> SamplingRow:
+        """How to sample the next token."""
+        request = self.request
+        return SamplingRow(
+            request.params, request.sampling_seed, request.num_output_tokens, self.penalties, self._eos
+        )
+
+    def take(self, committed: CommittedToken, logprob: TokenLogprob | None) -> RequestOutput:
+        """Account for a sampled token; the output says if it ended the sample, by token or by text."""
+        request, token, reason = committed
+        if self.penalties is not None:
+            self.penalties.append(token)
+        stop_reason: str | int | None = None
+        if reason is FinishReason.STOP and token in request.params.stop_token_ids:
+            stop_reason = token
+        text, match = self._push(token, reason)
+        if match is not None:
+            reason, stop_reason = FinishReason.STOP, match
+        return RequestOutput(
+            request_id=self.public_id,
+            sample_index=request.sample_index,
+            token_ids=(token,),
+            text=text,
+            logprobs=() if logprob is None else (logprob,),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+
+    def abort(self) -> RequestOutput:
+        """The last output of a sample that was aborted."""
+        return RequestOutput(self.public_id, self.request.sample_index, (), finish_reason=FinishReason.ABORT)
+
+    def _push(self, token: int, reason: FinishReason | None) -> tuple[str, str | None]:
+        """Text to show now, and the stop string that is complete."""
+        if self._text is None:
+            return "", None
+        shows = reason is not FinishReason.STOP or self.request.params.include_stop_str_in_output
+        text = self._text.push(token) if shows else ""
+        if reason is not None:
+            text += self._text.flush()
+        if self._stop is None:
+            return text, None
+        released = self._stop.push(text, self.request.num_output_tokens)
+        if released.match is not None:
+            return released.text, released.match.stop
+        return released.text + (self._stop.flush() if reason is not None else ""), None

@@ -1,0 +1,159 @@
+"""Carry out planned steps: arrays, bucket, copy, captured forward, sampling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from bias_builders import StepRows
+from graphs import BatchShape, GraphCache, StagedInputs
+from graphs.buffers import FieldSpec
+from hpu_duo.engine.batch import StepGeometry, empty_batch, fill, flatten
+from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.kv.store import KVStore
+from hpu_duo.modeling.step_model import StepModel, run_layer
+from hpu_duo.sampling import SamplingBatch, SamplingRow, TokenLogprobs, sample
+from kernels_ref import StepParts, StepTensors, prepare_step
+
+PREPARE = "prepare"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+        shape, bucket: the exact shape and the one it was padded to.
+        token_ids: int32 ``[len(plan.sampled_rows)]``, in that order.
+        logprobs: CPU tensors with one entry per ``token_ids``, when some request asked.
+        build_s: seconds spent on the host to build the step's arrays.
+    """
+
+    shape: BatchShape
+    bucket: BatchShape
+    token_ids: np.ndarray
+    logprobs: TokenLogprobs | None
+    build_s: float
+
+
+class Runner:
+    """Owns the device side: model, stores, staged inputs and captured graphs.
+
+    Args:
+        graphs: executables by bucket.
+        use_table: pad steps to the buckets of ``graphs``; otherwise each runs at its exact shape.
+        largest: the shape that the staged inputs must hold.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        store: KVStore,
+        geometry: StepGeometry,
+        graphs: GraphCache,
+        *,
+        use_table: bool,
+        largest: BatchShape,
+        device: torch.device,
+    ) -> None:
+        self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
+        self.device = device
+        self._use_table = use_table
+        fields = tuple(
+            FieldSpec(name, lambda bucket, name=name: geometry.field_shapes(bucket)[name])  # type: ignore[misc]
+            for name in geometry.field_shapes(largest)
+        )
+        self.inputs = StagedInputs(fields, [largest], device)
+        self._step_of = lru_cache(maxsize=None if use_table else 1)(self._make_step)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, sampling: Mapping[int, SamplingRow], vocab_size: int) -> StepResult:
+        """Carry out one plan.
+
+        Args:
+            sampling: how to sample for each ring row of ``plan.sampled_rows``.
+        """
+        shape, bucket, logits, build_s = self._forward(plan)
+        wanted = [row.ring_row for row in plan.sampled_rows]
+        if not wanted:
+            return StepResult(shape, bucket, np.zeros(0, np.int32), None, build_s)
+        rows = [sampling.get(row) for row in range(bucket.num_logits)]
+        tokens = sample(logits, SamplingBatch.build(rows, vocab_size))
+        return StepResult(
+            shape,
+            bucket,
+            tokens.token_ids.cpu().numpy()[wanted],
+            None if tokens.logprobs is None else TokenLogprobs(*(x.cpu()[wanted] for x in tokens.logprobs)),
+            build_s,
+        )
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """The logits of one plan by ring row, float ``[N, V]``; nothing is sampled."""
+        return self._forward(plan)[2]
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Callable[[int, int, BatchShape], None] | None = None) -> int:
+        """Capture every bucket of the table, the most expensive first; returns how many."""
+        captured = self.graphs.warm_up(self._step_of, self._padding_only, progress=progress)
+        self.graphs.seal()
+        return captured
+
+    def _forward(self, plan: StepPlan) -> tuple[BatchShape, BatchShape, torch.Tensor, float]:
+        self.store.carry_out(plan.moves)
+        began = time.perf_counter()
+        batch = flatten(_rows(plan), _token_ids(plan), self.geometry.block_size)
+        bucket = self.graphs.resolve(batch.shape) if self._use_table else batch.shape
+        fill(self.inputs.stage(bucket), batch, bucket, self.geometry)
+        build_s = time.perf_counter() - began
+        logits = self.graphs.run(bucket, self._step_of(bucket), self.inputs.copy_in(bucket))
+        return batch.shape, bucket, logits, build_s
+
+    def _padding_only(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
+        """Inputs of a step without rows: only trash is read and written."""
+        fill(self.inputs.stage(bucket), empty_batch(), bucket, self.geometry)
+        return self.inputs.copy_in(bucket)
+
+    def _make_step(self, bucket: BatchShape) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+        parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
+        geometry, model = self.geometry, self.model
+        retrieval_heads, ring_kinds = model.retrieval_heads, model.ring_kinds
+
+        def prepare(tensors: StepTensors) -> Any:
+            return prepare_step(
+                parts, tensors, geometry.block_size, geometry.trash_row, retrieval_heads, ring_kinds
+            )
+
+        prepare_region = self.graphs.region(bucket, PREPARE, prepare)
+        runners: dict[Hashable, Callable[..., Any]] = {
+            kind: self.graphs.region(bucket, kind, run_layer) for kind in model.kinds
+        }
+
+        def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
+            prepared = prepare_region(tensors)
+            return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
+
+        return step
+
+
+def _rows(plan: StepPlan) -> StepRows:
+    rows = plan.rows
+    tables = [row.request.block_table[: row.request.num_blocks] for row in rows]
+    return StepRows(
+        row_id=np.array([row.ring_row for row in rows], np.int32),
+        start=np.array([row.start for row in rows], np.int32),
+        num_new=np.array([row.num_new_tokens for row in rows], np.int32),
+        block_ids=np.concatenate(tables),
+        num_blocks=np.array([len(table) for table in tables], np.int32),
+    )
+
+
+def _token_ids(plan: StepPlan) -> np.ndarray:
+    return np.concatenate([row.request.tokens[row.start : row.end] for row in plan.rows])

@@ -1,0 +1,234 @@
+"""``HPUDuoModel``: load a checkpoint, generate, in transformers' habits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from graphs import BatchShape, BucketTable, MissPolicy
+from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
+from hpu_duo.engine.assembly import assemble
+from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.outputs import Completion, RequestOutput
+from hpu_duo.engine.stats import EngineStats
+from hpu_duo.generation import GenerationRequest, read_generation
+from hpu_duo.modeling.loading import read_config, read_generation_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.generation.streamers import BaseStreamer
+
+    from hpu_duo.heads import HeadPattern
+
+TokenLists = Sequence[Sequence[int]]
+
+
+class HPUDuoModel:
+    """A checkpoint, loaded and ready to generate.
+
+    Attributes:
+        engine: for serving: ``add_request``, ``step``, ``abort``, ``generate`` with ``SamplingParams``.
+        tokenizer: the checkpoint's, or None when it has none.
+        generation_config: the checkpoint's defaults.
+        config: what was asked for.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase | None,
+        generation_config: GenerationConfig,
+        config: EngineConfig,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.generation_config = generation_config
+        self.config = config
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        pattern: HeadPattern | str | Path | None = None,
+        sparsity: float | None = None,
+        threshold: float | None = None,
+        sink: int | None = None,
+        recent: int | None = None,
+        tie_break: Literal["stable", "reference"] = "stable",
+        balance: Literal["global", "per_layer", "per_rank"] = "global",
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        attention: str = "auto",
+        pack_weights: bool | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 2048,
+        max_chunk_rows: int = 1,
+        block_size: int = 128,
+        num_blocks: int | None = None,
+        kv_cache_bytes: int | None = None,
+        graphs: str = "eager",
+        buckets: BucketTable | None = None,
+        on_miss: str = "error",
+        seed: int = 0,
+    ) -> HPUDuoModel:
+        """Load any decoder-only transformers checkpoint from a local directory.
+
+        Args:
+            path: directory with config.json, safetensors and, for text, a tokenizer.
+            pattern: which heads retrieve: a ``HeadPattern``, a directory in DuoAttention's published
+                format, or None: all of them.
+            sparsity, threshold: how to cut the pattern's scores; one of them.
+            sink, recent: window of the streaming heads instead of the pattern's own.
+            tie_break, balance: see ``HeadPattern.binarise``.
+            device: "auto", "cpu", "cuda" or "hpu".
+            dtype: "auto", "float32", "bfloat16" or "float16".
+            attention: "auto", "reference" or "sdpa".
+            pack_weights: see ``ModelConfig``.
+            max_model_len: tokens of prompt and output; None = what model and cache hold.
+            max_num_seqs, max_num_batched_tokens, max_chunk_rows: see ``SchedulerConfig``.
+            block_size, num_blocks, kv_cache_bytes: see ``CacheConfig``.
+            graphs: "eager" or "compile".
+            buckets: table of shapes; None = the default for ``graphs``.
+            on_miss: "error", "capture" or "eager".
+            seed: from which requests without a seed draw.
+
+        Raises:
+            ValueError: a file is missing or unreadable, the architecture cannot be served, or an
+                argument is out of range or does not fit the others.
+        """
+        config = EngineConfig(
+            model=ModelConfig(path, device, dtype, attention, pack_weights),
+            heads=HeadConfig(pattern, sparsity, threshold, sink, recent, tie_break, balance),
+            cache=CacheConfig(block_size, num_blocks, kv_cache_bytes),
+            scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, max_chunk_rows),
+            graph=GraphConfig(graphs, buckets, _miss_policy(on_miss)),
+        )
+        generation_config = read_generation_config(path, read_config(path))
+        eos = read_generation(generation_config, None, {}).eos_token_ids
+        tokenizer = _load_tokenizer(path)
+        engine = assemble(config, frozenset(eos), tokenizer, seed)
+        return cls(engine, tokenizer, generation_config, config)
+
+    def generate(
+        self,
+        inputs: torch.Tensor | TokenLists,
+        attention_mask: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        streamer: BaseStreamer | None = None,
+        **generation_kwargs: Any,
+    ) -> torch.Tensor:
+        """Generate from token ids, with the arguments of transformers' ``generate``.
+
+        Args:
+            inputs: LongTensor ``[B, L]``, left-padded rows allowed, or a list of token-id lists.
+            attention_mask: ``[B, L]``, 0 for left padding; guessed from the pad id when left out.
+            generation_config: instead of the checkpoint's.
+            streamer: gets the prompt and then each token; for one sequence only.
+            generation_kwargs: fields of ``GenerationConfig``, and ``seed``, ``logit_bias``,
+                ``presence_penalty``, ``frequency_penalty``, ``ignore_eos``, ``stop_token_ids``.
+        Returns:
+            LongTensor ``[B * num_return_sequences, max(L) + new]``: the prompt as given, the new
+            tokens, and the pad id to the right of rows that ended early.
+
+        Raises:
+            ValueError: an argument that is unknown, unsupported or out of range, or inputs that
+                cannot be served. Nothing has been generated then.
+        """
+        asked = read_generation(self.generation_config, generation_config, generation_kwargs)
+        rows, prompts = _read_inputs(inputs, attention_mask, asked.pad_token_id)
+        if streamer is not None and len(prompts) * asked.num_samples != 1:
+            raise ValueError(
+                f"a streamer takes one sequence, got {len(prompts)} prompts with "
+                f"{asked.num_samples} samples each"
+            )
+        params = [asked.params_for(len(prompt)) for prompt in prompts]
+        on_output = None
+        if streamer is not None:
+            streamer.put(torch.tensor([rows[0]]))
+            on_output = _feed(streamer)
+        done = self.engine.generate(prompts, params, on_output)
+        if streamer is not None:
+            streamer.end()
+        return _assemble_rows(rows, done, asked)
+
+    def warm_up(self, progress: Callable[[int, int, BatchShape], None] | None = None) -> int:
+        """Capture every bucket of the table now; returns how many were captured."""
+        return self.engine.runner.warm_up(progress)
+
+    def stats(self) -> EngineStats:
+        """Steps by phase string, padding, bytes held and bytes of a full cache, blocks and rows in use."""
+        return self.engine.stats()
+
+
+def _feed(streamer: BaseStreamer) -> Callable[[RequestOutput], None]:
+    def on_output(output: RequestOutput) -> None:
+        if output.token_ids:
+            streamer.put(torch.tensor(output.token_ids))
+
+    return on_output
+
+
+def _assemble_rows(
+    rows: list[list[int]], done: list[list[Completion]], asked: GenerationRequest
+) -> torch.Tensor:
+    filled = [row + sample.token_ids for row, samples in zip(rows, done) for sample in samples]
+    new = max(len(sample.token_ids) for samples in done for sample in samples)
+    width = max(len(row) for row in rows) + new
+    return torch.tensor([row + [asked.pad_token_id] * (width - len(row)) for row in filled])
+
+
+def _read_inputs(
+    inputs: torch.Tensor | TokenLists, attention_mask: torch.Tensor | None, pad: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows as given, and their prompts without left padding."""
+    if isinstance(inputs, torch.Tensor):
+        if inputs.ndim != 2 or inputs.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"expected an integer tensor [B, L] or lists of token ids, got {inputs.dtype} {list(inputs.shape)}"
+            )
+        rows = inputs.tolist()
+        lengths = _prompt_lengths(inputs, attention_mask, pad)
+        prompts = [row[len(row) - length :] for row, length in zip(rows, lengths)]
+    else:
+        if attention_mask is not None:
+            raise ValueError("attention_mask goes with a tensor; lists of token ids need no padding")
+        rows = [list(row) for row in inputs]
+        prompts = rows
+    if not rows:
+        raise ValueError("expected at least one prompt, got none")
+    return rows, prompts
+
+
+def _prompt_lengths(inputs: torch.Tensor, attention_mask: torch.Tensor | None, pad: int) -> list[int]:
+    if attention_mask is None:
+        # As transformers does: leading pad ids are padding. A row of nothing else stays as it is.
+        starts = (inputs != pad).int().argmax(dim=1)
+        return (inputs.shape[1] - starts).tolist()
+    if attention_mask.shape != inputs.shape:
+        raise ValueError(
+            f"expected attention_mask of shape {list(inputs.shape)}, got {list(attention_mask.shape)}"
+        )
+    mask = attention_mask.bool()
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise ValueError("expected left padding: attention_mask of zeros then ones, got a zero after a one")
+    return mask.sum(dim=1).tolist()
+
+
+def _load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
+    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _miss_policy(name: str) -> MissPolicy:
+    try:
+        return MissPolicy(name)
+    except ValueError:
+        known = ", ".join(policy.value for policy in MissPolicy)
+        raise ValueError(f"expected on_miss to be one of {known}, got {name!r}") from None

@@ -1,0 +1,1 @@
+"""Adapting transformers models: probing what they are, attaching stores, running one step."""

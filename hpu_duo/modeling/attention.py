@@ -1,0 +1,144 @@
+"""The attention function that transformers models call, registered under one name.
+
+In normal running it finds the layer's stores on the attention module and the step among the
+keyword arguments of the model's forward. While a model is probed it only takes notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from kernels_ref import LayerCache, LayerSpec, Step, unified_attention
+
+NAME = "hpu_duo"
+LAYER_ATTRIBUTE = "hpu_duo_layer"
+
+# What the attention of a decoder may be told besides tensors, and which of it changes the result.
+_HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
+_HARMLESS = {
+    "cache_position",
+    "dropout",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one layer asked of its attention.
+
+    Attributes:
+        module: the attention module.
+        num_heads, num_kv_heads, head_dim, value_head_dim: read from the tensors.
+        scale: factor of the scores.
+        sliding_window: tokens that a token sees, itself included; None for all.
+        softcap: bound of the scores, or None.
+        has_sinks: whether the layer brings attention-sink logits.
+        unknown: names of arguments that are set and that this function does not know.
+    """
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    has_sinks: bool
+    unknown: tuple[str, ...]
+
+
+@dataclass
+class Probe:
+    """Passed in place of a step: records the calls of one forward, in order."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+
+    def record(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        scale = kwargs.get("scaling")
+        known = _HONOURED | _HARMLESS
+        self.calls.append(
+            AttentionCall(
+                module=module,
+                num_heads=q.shape[1],
+                num_kv_heads=k.shape[1],
+                head_dim=q.shape[3],
+                value_head_dim=v.shape[3],
+                scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+                sliding_window=kwargs.get("sliding_window"),
+                softcap=kwargs.get("softcap"),
+                has_sinks=kwargs.get("s_aux") is not None,
+                unknown=tuple(sorted(n for n, x in kwargs.items() if x is not None and n not in known)),
+            )
+        )
+        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+class AttentionLayer(nn.Module):
+    """The stores of one layer as buffers, so that compiled layers take them as inputs.
+
+    One compiled function then serves all layers whose specs and store shapes are equal.
+    """
+
+    k_blocks: torch.Tensor
+    v_blocks: torch.Tensor
+    k_ring: torch.Tensor
+    v_ring: torch.Tensor
+
+    def __init__(self, spec: LayerSpec, cache: LayerCache) -> None:
+        super().__init__()
+        self.spec = spec
+        for name, tensor in cache._asdict().items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        cache = LayerCache(self.k_blocks, self.v_blocks, self.k_ring, self.v_ring)
+        return unified_attention(q, k, v, cache, step, self.spec, sinks)
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    hpu_duo_step: Step | Probe | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface.
+
+    Args:
+        query, key, value: ``[1, heads, Q, D]``, after rotary embedding.
+        attention_mask: ignored; visibility comes with the step.
+        hpu_duo_step: the step, handed to the model's forward under this name.
+    Returns:
+        ``[1, Q, H, D]`` and no weights.
+    """
+    if isinstance(hpu_duo_step, Probe):
+        return hpu_duo_step.record(module, query, key, value, kwargs), None
+    if hpu_duo_step is None:
+        raise ValueError(f"the attention implementation {NAME!r} needs hpu_duo_step, got none")
+    layer: Callable[..., torch.Tensor] = getattr(module, LAYER_ATTRIBUTE)
+    tokens_first = (x[0].transpose(0, 1) for x in (query, key, value))
+    return layer(*tokens_first, hpu_duo_step, kwargs.get("s_aux"))[None], None
+
+
+AttentionInterface.register(NAME, attention)

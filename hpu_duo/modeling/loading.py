@@ -1,0 +1,103 @@
+"""Read a transformers checkpoint from a directory, or say why it cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from hpu_duo.modeling.attention import NAME
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
+    """The dtype of weights and caches; "auto" is the checkpoint's own.
+
+    Raises:
+        ValueError: a name or type that is not one of ``DTYPES``.
+    """
+    if dtype == "auto":
+        own = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+        return own if isinstance(own, torch.dtype) else DTYPES.get(str(own), torch.float32)
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+        return dtype
+    if isinstance(dtype, str) and dtype.removeprefix("torch.") in DTYPES:
+        return DTYPES[dtype.removeprefix("torch.")]
+    raise ValueError(f"expected dtype 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def read_config(path: str | Path) -> Any:
+    """The model's configuration.
+
+    Raises:
+        ValueError: the directory, its config.json or its weights are missing, the configuration
+            cannot be read, or it is not that of a decoder-only language model.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ValueError(f"expected a directory with a transformers checkpoint, got {str(path)!r}")
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"expected config.json in {directory}, found none")
+    if not any(directory.glob("*.safetensors")):
+        raise ValueError(f"expected *.safetensors weights in {directory}, found none")
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (ValueError, KeyError, TypeError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"cannot read {directory / 'config.json'}: {error}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"expected a decoder-only model, got the encoder-decoder {config.model_type!r}")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"model_type {config.model_type!r} has no causal language model in transformers "
+            f"{transformers.__version__}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError("expected plain weights, got a checkpoint with quantization_config")
+    return config
+
+
+def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model in evaluation mode, with our attention function in place of its own.
+
+    Raises:
+        ValueError: the weights are unreadable, incomplete, or of other shapes than the configuration
+            says, or the architecture does not take its attention function from transformers' interface.
+    """
+    # transformers calls the argument torch_dtype up to 4.55, and dtype after it.
+    name = "dtype" if transformers.__version__.split(".")[0] >= "5" else "torch_dtype"
+    options: dict[str, Any] = {name: dtype, "attn_implementation": NAME, "local_files_only": True}
+    if hasattr(config, "_experts_implementation"):
+        # One batched product over all experts: its shapes do not depend on the routing.
+        options["experts_implementation"] = "batched_mm"
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, config=config, output_loading_info=True, **options
+        )
+    except (ValueError, RuntimeError, OSError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"cannot load the model in {path}: {error}") from error
+    except Exception as error:
+        if type(error).__module__.startswith("safetensors"):
+            raise ValueError(f"cannot read the weights in {path}: {error}") from error
+        raise
+    _check_complete(path, report)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _check_complete(path: str | Path, report: Any) -> None:
+    for what in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(key) for key in (report.get(what) or ()))
+        if names:
+            shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+            raise ValueError(f"the weights in {path} do not fit the configuration: {what} {shown}")
+
+
+def read_generation_config(path: str | Path, config: Any) -> GenerationConfig:
+    """generation_config.json, or what config.json says of special tokens when there is none."""
+    if (Path(path) / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(path, local_files_only=True)
+    return GenerationConfig.from_model_config(config)

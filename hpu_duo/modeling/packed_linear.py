@@ -1,0 +1,74 @@
+"""Linear layers whose bfloat16 weights are packed once for oneDNN (CPU only).
+
+A plain ``F.linear`` on CPU lays the weight out anew in every call. For one token that is most of
+the time of a decode step, because a decode reads every weight once and does little else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+_library = torch.library.Library("hpu_duo", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
+
+
+def _packed_linear(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+
+
+def _packed_linear_fake(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+# The weight is an opaque oneDNN tensor, so the call carries both dispatch keys.
+_library.impl("packed_linear", _packed_linear, "CPU")
+_library.impl("packed_linear", _packed_linear, "MkldnnCPU")
+torch.library.register_fake("hpu_duo::packed_linear", _packed_linear_fake, lib=_library)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this machine's oneDNN multiplies packed weights of ``dtype``."""
+    mkldnn = torch.backends.mkldnn.is_available()
+    return mkldnn and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class PackedLinear(nn.Module):
+    """``nn.Linear`` for inference, with the weight in oneDNN's own layout."""
+
+    packed: torch.Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach().contiguous()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.register_buffer("packed", packed, persistent=False)
+        bias = None if linear.bias is None else linear.bias.detach()
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.hpu_duo.packed_linear(x, self.packed, self.bias, self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, packed"
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replace every bfloat16 ``nn.Linear`` of the model in place; returns how many.
+
+    A weight shared with the embedding table stays there for look-ups and is packed beside it.
+    """
+    targets = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if type(child) is nn.Linear and can_pack(child.weight.dtype)
+    ]
+    for module, name, child in targets:
+        setattr(module, name, PackedLinear(child))
+    return len(targets)

@@ -1,0 +1,100 @@
+"""Find out what a model asks of attention by running one token through it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hpu_duo.modeling.attention import AttentionCall, Probe
+
+_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One decoder layer of a model: its module, its attention module, and what it asks for."""
+
+    module: nn.Module
+    attention: nn.Module
+    call: AttentionCall
+
+
+def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
+    """The decoder layers of a model in order, with what each asks of its attention.
+
+    Heads, windows, soft caps and sinks are read from the attention call itself, so a family
+    needs no code of its own here.
+
+    Raises:
+        ValueError: the model cannot be served; the message says what is missing.
+    """
+    name = type(model).__name__
+    recorder = Probe()
+    device = next(model.parameters()).device
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    with torch.inference_mode():
+        model(
+            input_ids=token,
+            position_ids=token,
+            attention_mask=placeholder_mask(device),
+            use_cache=False,
+            hpu_duo_step=recorder,
+        )
+    calls = recorder.calls
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if len(calls) != num_layers or len({id(call.module) for call in calls}) != num_layers:
+        raise ValueError(
+            f"{name} cannot be served: expected one attention call in each of its {num_layers} layers, "
+            f"got {len(calls)} calls; layers without attention, or that share keys and values, are missing here"
+        )
+    paths = {id(module): path for path, module in model.named_modules()}
+    layers = []
+    for index, call in enumerate(calls):
+        _check_call(f"{name}, layer {index}", call)
+        parent = model.get_submodule(paths[id(call.module)].rpartition(".")[0])
+        layers.append(DecoderLayer(parent, call.module, _with_configured_window(model, index, call)))
+    return tuple(layers)
+
+
+def placeholder_mask(device: torch.device) -> torch.Tensor:
+    """A mask that transformers passes on as it is, without building one of its own.
+
+    Four dimensions mean "prepared by the caller"; our attention function never reads it.
+    """
+    return torch.zeros(1, 1, 1, 1, device=device)
+
+
+def _check_call(where: str, call: AttentionCall) -> None:
+    if call.unknown:
+        raise ValueError(f"{where} cannot be served: unknown attention arguments {', '.join(call.unknown)}")
+    if call.value_head_dim != call.head_dim:
+        raise ValueError(
+            f"{where} cannot be served: keys of size {call.head_dim} with values of size {call.value_head_dim}"
+        )
+    if call.num_heads % call.num_kv_heads:
+        raise ValueError(
+            f"{where} cannot be served: {call.num_heads} query heads do not divide into "
+            f"{call.num_kv_heads} key/value heads"
+        )
+
+
+def _with_configured_window(model: PreTrainedModel, index: int, call: AttentionCall) -> AttentionCall:
+    """Check the layer's type; take its window from the configuration when the call does not name it."""
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return call
+    if types[index] not in _SERVED_LAYER_TYPES:
+        raise ValueError(
+            f"{type(model).__name__}, layer {index} cannot be served: layer type {types[index]!r}, "
+            f"expected one of {', '.join(sorted(_SERVED_LAYER_TYPES))}"
+        )
+    window = None
+    if types[index] == "sliding_attention":
+        window = call.sliding_window or config.sliding_window
+    values: dict[str, Any] = {**call.__dict__, "sliding_window": window}
+    return AttentionCall(**values)

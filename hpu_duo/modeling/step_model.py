@@ -1,0 +1,104 @@
+"""A transformers model that runs flattened steps over our stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from bias_builders import Window
+from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer
+from hpu_duo.modeling.probe import DecoderLayer, placeholder_mask
+from kernels_ref import LayerCache, LayerSpec, Step
+
+LayerRunner = Callable[..., Any]
+
+
+def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """One decoder layer as its class wrote it: the region that backends may compile."""
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+class _Dispatch:
+    """Takes the place of a layer's ``forward``: calls whatever runs layers of its kind in this step."""
+
+    def __init__(self, runners: Mapping[Hashable, LayerRunner], kind: Hashable, layer: nn.Module) -> None:
+        self._runners, self._kind, self._layer = runners, kind, layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runners.get(self._kind, run_layer)(self._layer, *args, **kwargs)
+
+
+class StepModel:
+    """The captured part of a step: tokens in, wanted logits out.
+
+    Attributes:
+        specs: attention of each layer.
+        kinds: distinct kinds of layers; layers of one kind run the same compiled region.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[DecoderLayer],
+        specs: Sequence[LayerSpec],
+        caches: Sequence[LayerCache],
+    ) -> None:
+        self.model = model
+        self.specs = tuple(specs)
+        self._runners: dict[Hashable, LayerRunner] = {}
+        self._mask = placeholder_mask(caches[0].k_blocks.device)
+        for layer, spec, cache in zip(layers, specs, caches):
+            setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache))
+            layer.module.forward = _Dispatch(self._runners, self._kind(layer, spec), layer.module)
+        self.kinds = tuple(dict.fromkeys(self._kind(layer, spec) for layer, spec in zip(layers, specs)))
+
+    @staticmethod
+    def _kind(layer: DecoderLayer, spec: LayerSpec) -> Hashable:
+        # Flags that a family's forward branches on differ from layer to layer as plain attributes.
+        flags = tuple(
+            sorted(
+                (name, value)
+                for module in (layer.module, layer.attention)
+                for name, value in vars(module).items()
+                if isinstance(value, bool | str) and name != "training"
+            )
+        )
+        return (spec, flags)
+
+    @property
+    def retrieval_heads(self) -> tuple[int, ...]:
+        """Distinct positive numbers of retrieval heads."""
+        return tuple(sorted({spec.num_retrieval for spec in self.specs} - {0}))
+
+    @property
+    def ring_kinds(self) -> tuple[tuple[Window, int], ...]:
+        """Distinct (window, number of streaming heads)."""
+        return tuple(sorted({spec.ring_kind for spec in self.specs if spec.num_streaming}))
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        step: Step,
+        logit_index: torch.Tensor,
+        runners: Mapping[Hashable, LayerRunner],
+    ) -> torch.Tensor:
+        """Run all layers over ``[Q]`` tokens and return the logits at ``logit_index``, ``[N, V]``.
+
+        Args:
+            runners: what runs the layers of each kind.
+        """
+        self._runners.clear()
+        self._runners.update(runners)
+        output = self.model(
+            input_ids=token_ids[None],
+            position_ids=step.tensors.positions[None],
+            attention_mask=self._mask,
+            use_cache=False,
+            logits_to_keep=logit_index,
+            hpu_duo_step=step,
+        )
+        return output.logits[0]

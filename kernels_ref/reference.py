@@ -1,0 +1,219 @@
+"""The parts in portable torch: what HPU runs, what CPU can always run, and the oracle of the rest.
+
+Shapes: Q query tokens, N rows, C gathered rings, X blocks, B slots of a block, W slots of a ring,
+T keys, K key/value heads, G query heads of each, D head size. Queries arrive scaled. Static
+shapes throughout: no index is negative, no size depends on data, no mask holds an infinity.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bias_builders import Window, causal_mask, leading_slots, ring_mask
+from kernels_ref.index import as_index, gather
+from kernels_ref.partial import FLOOR, Partial, attend, empty, merge
+from kernels_ref.step import RingStep, StepTensors
+
+QUERY_SLICE = 512
+"""Queries of one slice of the causal part."""
+
+SCORE_BYTES = 64 << 20
+"""Bound of one block of float32 scores: chunks of keys are cut to stay below it."""
+
+UNIQUE_CHUNK = 256
+"""Blocks of the contiguous slice that are read at a time."""
+
+
+def soften(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Float32 scores, squeezed into ``(-softcap, softcap)`` when the model asks for it."""
+    scores = scores.float()
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def causal(
+    q_QKGD: torch.Tensor,
+    k_QKD: torch.Tensor,
+    v_QKD: torch.Tensor,
+    t: StepTensors,
+    window: Window | None,
+    softcap: float | None,
+) -> Partial:
+    """New tokens of multi-token rows against the new keys of their own row.
+
+    Queries are cut into slices. A retrieval slice meets the keys up to its end; a streaming
+    slice only the band that its window can reach, plus the sink tokens of the one row that may
+    have begun before the band.
+    """
+    num_queries = q_QKGD.shape[0]
+    parts = []
+    for begin in range(0, num_queries, QUERY_SLICE):
+        end = min(begin + QUERY_SLICE, num_queries)
+        first = 0 if window is None else max(0, begin - window.recent + 1)
+        k_TKD, v_TKD = k_QKD[first:end], v_QKD[first:end]
+        key_row, key_position = t.causal_row[first:end], t.positions[first:end]
+        if window is not None and window.sink > 0 and first > 0:
+            index, sink_row = _sinks_before(first, t, window)
+            k_TKD = torch.cat([gather(k_QKD, index), k_TKD])
+            v_TKD = torch.cat([gather(v_QKD, index), v_TKD])
+            key_row = torch.cat([sink_row, key_row])
+            key_position = torch.cat([gather(t.positions, index), key_position])
+        visible_ST = causal_mask(
+            t.causal_row[begin:end],
+            t.positions[begin:end],
+            key_row,
+            key_position,
+            no_row=t.row_start.shape[0],
+            window=window,
+        )
+        parts.append(_dense(q_QKGD[begin:end], k_TKD, v_TKD, visible_ST, softcap))
+    return parts[0] if len(parts) == 1 else Partial(*(torch.cat(list(x)) for x in zip(*parts)))
+
+
+def _sinks_before(first: int, t: StepTensors, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flat indices and rows of the sink tokens that lie before flat index ``first``.
+
+    Rows are contiguous, so only the row that owns token ``first`` can reach back across it.
+    Places that hold no such token get the row number of nobody.
+    """
+    no_row = t.row_start.shape[0]
+    owner = t.causal_row[first : first + 1]
+    begins = torch.cat([t.row_query_start, t.row_query_start.new_zeros(1)])
+    index = gather(begins, owner) + torch.arange(window.sink, dtype=owner.dtype, device=owner.device)
+    sink_row = torch.where(index < first, owner, no_row)
+    return torch.clamp(index, max=first - 1), sink_row
+
+
+def shared_blocks(
+    q_QKGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, t: StepTensors, softcap: float | None
+) -> Partial:
+    """Every query against every shared block, a bounded chunk of blocks at a time."""
+    num_queries, num_kv, group, _ = q_QKGD.shape
+    block_size = k_XKBD.shape[2]
+    chunk = max(1, SCORE_BYTES // (4 * num_queries * num_kv * group * block_size))
+    total = empty(q_QKGD)
+    for begin in range(0, t.shared_block.shape[0], chunk):
+        block = t.shared_block[begin : begin + chunk]
+        visible_row_X = t.shared_visible[:, begin : begin + chunk]
+        visible_QXB = leading_slots(gather(visible_row_X, t.row), block_size)
+        used_XB = leading_slots(visible_row_X.amax(dim=0), block_size)
+        k_TKD, v_TKD = _as_keys(gather(k_XKBD, block), gather(v_XKBD, block), used_XB)
+        total = merge(total, _dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), softcap))
+    return total
+
+
+def shared_rings(
+    q_QKGD: torch.Tensor,
+    k_RKWD: torch.Tensor,
+    v_RKWD: torch.Tensor,
+    t: StepTensors,
+    ring: RingStep,
+    window: Window,
+    softcap: float | None,
+) -> Partial:
+    """Tokens of multi-token rows against what their ring held before the step."""
+    used_CW = ring.chunk_position >= 0
+    k_TKD, v_TKD = _as_keys(gather(k_RKWD, t.chunk_row), gather(v_RKWD, t.chunk_row), used_CW)
+    parts = []
+    for q, row, position in zip(
+        q_QKGD.split(QUERY_SLICE), t.causal_row.split(QUERY_SLICE), t.positions.split(QUERY_SLICE)
+    ):
+        visible_QCW = ring_mask(row, position, t.chunk_row, ring.chunk_position, window)
+        parts.append(_dense(q, k_TKD, v_TKD, visible_QCW.flatten(1), softcap))
+    return Partial(*(torch.cat(list(x)) for x in zip(*parts)))
+
+
+def _as_keys(
+    k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, used_XB: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gathered units as one list of keys and values ``[T, K, D]``; unused slots become zero."""
+    keep = used_XB[:, None, :, None]
+    k, v = torch.where(keep, k_XKBD, 0), torch.where(keep, v_XKBD, 0)
+    return k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
+
+
+def _dense(
+    q_QKGD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    visible_QT: torch.Tensor,
+    softcap: float | None,
+) -> Partial:
+    """Queries against one list of keys; the G heads of a group share a product."""
+    num_queries, num_kv, group, dim = q_QKGD.shape
+    q_KSD = q_QKGD.transpose(0, 1).reshape(num_kv, num_queries * group, dim)
+    scores = soften(torch.matmul(q_KSD, k_TKD.permute(1, 2, 0)), softcap)
+    partial = attend(
+        scores.view(num_kv, num_queries, group, -1).flatten(1, 2),
+        visible_QT.repeat_interleave(group, dim=0) if group > 1 else visible_QT,
+        v_TKD.transpose(0, 1),
+    )
+    return Partial(*(x.unflatten(1, (num_queries, group)).transpose(0, 1) for x in partial))
+
+
+def unique_blocks(
+    q_NKGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, t: StepTensors, softcap: float | None
+) -> Partial:
+    """Single-token rows against the blocks that only they read.
+
+    Whole blocks come from the contiguous slice ``[0, NU)`` without a mask: each block meets the
+    query of its owner, and the results are summed by owner. Blocks of nobody are dropped by
+    owner, so whatever they hold cannot leak. Partly filled blocks are gathered and masked.
+    """
+    num_rows = q_NKGD.shape[0]
+    total = _tails(q_NKGD, k_XKBD, v_XKBD, t, softcap)
+    no_query = torch.zeros_like(q_NKGD[:1])
+    queries = torch.cat([q_NKGD, no_query])
+    for begin in range(0, t.owner.shape[0], UNIQUE_CHUNK):
+        owner = t.owner[begin : begin + UNIQUE_CHUNK]
+        k, v = k_XKBD[begin : begin + len(owner)], v_XKBD[begin : begin + len(owner)]
+        scores = soften(torch.matmul(gather(queries, owner), k.transpose(2, 3)), softcap)
+        total = merge(total, sum_by_owner(attend(scores, None, v), owner, num_rows))
+    return total
+
+
+def sum_by_owner(blocks: Partial, owner: torch.Tensor, num_rows: int) -> Partial:
+    """Merge the partials of blocks that belong to the same row: ``[X, ...]`` to ``[N, ...]``."""
+    num_blocks, num_kv, group, dim = blocks.attn.shape
+    owned = (owner < num_rows)[:, None, None]
+    block_max = torch.where(owned, blocks.max, FLOOR)
+    row_max = torch.full((num_rows + 1, num_kv, group), FLOOR, device=owner.device)
+    row_max = row_max.index_reduce(0, as_index(owner), block_max, "amax")
+    weight = torch.exp(block_max - gather(row_max, owner))
+    # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
+    attn = torch.where(owned[..., None], blocks.attn, 0.0) * weight[..., None]
+    total = torch.where(owned, blocks.sum, 0.0) * weight
+    member = (torch.arange(num_rows, dtype=owner.dtype, device=owner.device)[:, None] == owner[None]).float()
+    return Partial(
+        torch.matmul(member, attn.reshape(num_blocks, -1)).view(num_rows, num_kv, group, dim),
+        row_max[:num_rows],
+        torch.matmul(member, total.reshape(num_blocks, -1)).view(num_rows, num_kv, group),
+    )
+
+
+def _tails(
+    q_NKGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, t: StepTensors, softcap: float | None
+) -> Partial:
+    k_NKBD, v_NKBD = gather(k_XKBD, t.tail_block), gather(v_XKBD, t.tail_block)
+    return _own_unit(q_NKGD, k_NKBD, v_NKBD, t.tail_visible, softcap)
+
+
+def unique_rings(
+    q_NKGD: torch.Tensor, k_RKWD: torch.Tensor, v_RKWD: torch.Tensor, ring: RingStep, softcap: float | None
+) -> Partial:
+    """Single-token rows against their ring, which is the contiguous slice ``[0, N)`` of the store."""
+    num_rows = q_NKGD.shape[0]
+    return _own_unit(q_NKGD, k_RKWD[:num_rows], v_RKWD[:num_rows], ring.visible, softcap)
+
+
+def _own_unit(
+    q_NKGD: torch.Tensor,
+    k_NKSD: torch.Tensor,
+    v_NKSD: torch.Tensor,
+    visible_N: torch.Tensor,
+    softcap: float | None,
+) -> Partial:
+    """Row ``n`` against the leading slots of unit ``n``."""
+    visible_NS = leading_slots(visible_N, k_NKSD.shape[2])
+    scores = soften(torch.matmul(q_NKGD, k_NKSD.transpose(2, 3)), softcap)
+    values = torch.where(visible_NS[:, None, :, None], v_NKSD, 0)
+    return attend(scores, visible_NS[:, None, None, :], values)

@@ -1,0 +1,168 @@
+"""Attention of one layer: store, run the parts of the step, merge.
+
+Shapes: Q query tokens, H query heads, K key/value heads of which the first Kr are retrieval
+heads and the other Ks streaming heads, G = H / K, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from bias_builders import Window
+from kernels_ref.impl import Implementation, kernels
+from kernels_ref.index import gather, write
+from kernels_ref.partial import Partial, empty, merge, normalise, select, sink_logits
+from kernels_ref.step import Step
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the attention of a layer needs to know besides tensors; fixed for a captured step.
+
+    Attributes:
+        num_retrieval, num_streaming: key/value heads of each kind (Kr, Ks).
+        group_size: query heads per key/value head.
+        head_dim: size of keys and of values.
+        scale: factor of the scores.
+        window: of the streaming heads; None when there are none.
+        softcap: bound of the scores, None when the model has none.
+        impl: which kernels compute the parts.
+    """
+
+    num_retrieval: int
+    num_streaming: int
+    group_size: int
+    head_dim: int
+    scale: float
+    window: Window | None
+    softcap: float | None
+    impl: Implementation
+
+    @property
+    def ring_kind(self) -> tuple[Window, int]:
+        """Key of this layer's ``RingStep``."""
+        assert self.window is not None, "a layer without streaming heads has no ring"
+        return self.window, self.num_streaming
+
+
+class LayerCache(NamedTuple):
+    """Stores of one layer; sizes of absent head kinds are zero.
+
+    Attributes:
+        k_blocks, v_blocks: ``[num_blocks + 1, Kr, B, D]``; the last block is trash.
+        k_ring, v_ring: ``[R + 1, Ks, W, D]``; the last row is trash.
+    """
+
+    k_blocks: torch.Tensor
+    v_blocks: torch.Tensor
+    k_ring: torch.Tensor
+    v_ring: torch.Tensor
+
+
+def unified_attention(
+    q_QHD: torch.Tensor,
+    k_QKD: torch.Tensor,
+    v_QKD: torch.Tensor,
+    cache: LayerCache,
+    step: Step,
+    spec: LayerSpec,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Store the new keys and values and attend with every head of a layer.
+
+    Args:
+        q_QHD, k_QKD, v_QKD: after rotary embedding; heads in retrieval-first order.
+        cache: written in place.
+        sinks_H: learned attention-sink logit of each query head.
+    Returns:
+        ``[Q, H, D]`` in the dtype of ``q_QHD``; zero for padding.
+    """
+    kr, group = spec.num_retrieval, spec.group_size
+    q_QKGD = (q_QHD * spec.scale).unflatten(1, (-1, group))
+    sinks_KG = None if sinks_H is None else sinks_H.view(-1, group)
+    outputs = []
+    if kr:
+        sinks = None if sinks_KG is None else sinks_KG[:kr]
+        outputs.append(_retrieval(q_QKGD[:, :kr], k_QKD[:, :kr], v_QKD[:, :kr], cache, step, spec, sinks))
+    if spec.num_streaming:
+        sinks = None if sinks_KG is None else sinks_KG[kr:]
+        outputs.append(_streaming(q_QKGD[:, kr:], k_QKD[:, kr:], v_QKD[:, kr:], cache, step, spec, sinks))
+    out_QKGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return out_QKGD.flatten(1, 2)
+
+
+def _retrieval(
+    q_QKGD: torch.Tensor,
+    k_QKD: torch.Tensor,
+    v_QKD: torch.Tensor,
+    cache: LayerCache,
+    step: Step,
+    spec: LayerSpec,
+    sinks_KG: torch.Tensor | None,
+) -> torch.Tensor:
+    run, t, parts = kernels(spec.impl), step.tensors, step.parts
+    index = step.block_index[spec.num_retrieval]
+    write(cache.k_blocks, index, k_QKD)
+    write(cache.v_blocks, index, v_QKD)
+    of_tokens: list[Partial] = []
+    if parts.causal:
+        of_tokens.append(run.causal(q_QKGD, k_QKD, v_QKD, t, None, spec.softcap))
+    if parts.shared and t.shared_block.shape[0]:
+        of_tokens.append(run.shared_blocks(q_QKGD, cache.k_blocks, cache.v_blocks, t, spec.softcap))
+    of_rows = None
+    if parts.unique:
+        q_NKGD = gather(q_QKGD, t.row_token)
+        of_rows = run.unique_blocks(q_NKGD, cache.k_blocks, cache.v_blocks, t, spec.softcap)
+    return _finish(of_tokens, of_rows, step, q_QKGD, sinks_KG)
+
+
+def _streaming(
+    q_QKGD: torch.Tensor,
+    k_QKD: torch.Tensor,
+    v_QKD: torch.Tensor,
+    cache: LayerCache,
+    step: Step,
+    spec: LayerSpec,
+    sinks_KG: torch.Tensor | None,
+) -> torch.Tensor:
+    run, t, parts = kernels(spec.impl), step.tensors, step.parts
+    assert spec.window is not None, "streaming heads need a window"
+    ring = step.rings[spec.ring_kind]
+    of_tokens: list[Partial] = []
+    of_rows = None
+    if parts.unique:
+        write(cache.k_ring, ring.index_before, k_QKD)
+        write(cache.v_ring, ring.index_before, v_QKD)
+        q_NKGD = gather(q_QKGD, t.row_token)
+        of_rows = run.unique_rings(q_NKGD, cache.k_ring, cache.v_ring, ring, spec.softcap)
+    if parts.causal:
+        of_tokens.append(run.causal(q_QKGD, k_QKD, v_QKD, t, spec.window, spec.softcap))
+        if parts.shared:
+            of_tokens.append(
+                run.shared_rings(q_QKGD, cache.k_ring, cache.v_ring, t, ring, spec.window, spec.softcap)
+            )
+        # Only now: the chunk has read what these tokens replace.
+        write(cache.k_ring, ring.index_after, k_QKD)
+        write(cache.v_ring, ring.index_after, v_QKD)
+    return _finish(of_tokens, of_rows, step, q_QKGD, sinks_KG)
+
+
+def _finish(
+    of_tokens: list[Partial],
+    of_rows: Partial | None,
+    step: Step,
+    q_QKGD: torch.Tensor,
+    sinks_KG: torch.Tensor | None,
+) -> torch.Tensor:
+    """Merge what tokens and what rows have seen, add sink logits, normalise: ``[Q, K, G, D]``."""
+    if of_rows is not None:
+        of_tokens = [*of_tokens, select(of_rows, step.single_row)]
+    total = of_tokens[0] if of_tokens else empty(q_QKGD)
+    for partial in of_tokens[1:]:
+        total = merge(total, partial)
+    if sinks_KG is not None:
+        total = sink_logits(sinks_KG, total)
+    return normalise(total, q_QKGD.dtype)
