@@ -30,16 +30,10 @@ class Partial(NamedTuple):
     sum: torch.Tensor
 
 
-def empty(
-    num_queries: int, num_kv_heads: int, group_size: int, head_dim: int, device: torch.device
-) -> Partial:
-    """The partial of a query that sees nothing: neutral in ``merge``, zero in ``normalise``."""
-    shape = (num_queries, num_kv_heads, group_size)
-    return Partial(
-        torch.zeros(*shape, head_dim, device=device),
-        torch.full(shape, FLOOR, device=device),
-        torch.zeros(shape, device=device),
-    )
+def empty(q_QKGD: torch.Tensor) -> Partial:
+    """What queries see that see nothing: neutral in ``merge``, zero in ``normalise``."""
+    attn = torch.zeros_like(q_QKGD, dtype=torch.float32)
+    return Partial(attn, torch.full_like(attn[..., 0], FLOOR), torch.zeros_like(attn[..., 0]))
 
 
 def attend(scores: torch.Tensor, visible: torch.Tensor | None, values: torch.Tensor) -> Partial:
@@ -103,6 +97,5 @@ def sink_logits(logits: torch.Tensor, partial: Partial) -> Partial:
 
 def select(partial: Partial, index: torch.Tensor) -> Partial:
     """Rows of a partial by index; index ``N`` (one past the end) gives the empty partial."""
-    _, kv, group, dim = partial.attn.shape
-    nothing = empty(1, kv, group, dim, partial.attn.device)
+    nothing = empty(partial.attn[:1])
     return Partial(*(torch.cat([part, none]).index_select(0, index) for part, none in zip(partial, nothing)))

@@ -88,7 +88,7 @@ def banded(q_BKGTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float, sink: 
     Chunk n needs the keys of chunks n - 1 and n, and the sink. T must be a multiple of ``recent``.
     """
     B, K, G, T, D = q_BKGTD.shape
-    C = recent
+    C, sink = recent, min(sink, T)
     N = T // C
     assert N * C == T, f"T={T} is not a multiple of recent={recent}"
     q = (q_BKGTD * scale).unflatten(3, (N, C)).transpose(2, 3).reshape(B, K, N, G * C, D)

@@ -75,7 +75,7 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
         # One batched product over all experts: its shapes do not depend on the routing.
         options["experts_implementation"] = "batched_mm"
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, output_loading_info=True, **options
         )
     except (ValueError, RuntimeError, OSError, ImportError, KeyError, TypeError, AttributeError) as error:
@@ -84,6 +84,7 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
         if type(error).__module__.startswith("safetensors"):
             raise ValueError(f"cannot read the weights in {path}: {error}") from error
         raise
+    model, report = loaded
     _check_complete(path, report)
     return model.eval().requires_grad_(False).to(device)
 

@@ -9,7 +9,6 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 def rope_types(config: Any) -> set[str]:
     """The rotary embedding types in a configuration, in its old form or its new one."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return {str(entry.get("rope_type", entry.get("type", "default"))) for entry in _entries(config)}
 
 

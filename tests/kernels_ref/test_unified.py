@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from bias_builders import Window
 from kernels_ref import Implementation, unified_attention
