@@ -1,0 +1,313 @@
+"""Who runs in the next step, first come first served, and what a finished step means for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpu_duo.engine.arrivals import ArrivalOrder
+from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
+from hpu_duo.kv.leases import KVLeases
+from hpu_duo.request import FinishReason, Request, RequestStatus
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """The limits a step must respect.
+
+    Attributes:
+        max_num_batched_tokens: query tokens of a step; at least ``max_num_seqs``, so that every running
+            request can decode in every step.
+        max_num_seqs: requests that run at the same time.
+        block_size: tokens per KV block.
+        num_blocks: KV blocks that can be leased.
+        max_chunk_rows: rows of a step with several new tokens and older context.
+        uses_blocks: False for a model without retrieval heads.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    max_chunk_rows: int = 4
+    uses_blocks: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "block_size", "max_chunk_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs}, "
+                f"got {self.max_num_batched_tokens}"
+            )
+        if self.num_blocks < (1 if self.uses_blocks else 0):
+            raise ValueError(f"num_blocks must hold at least one block, got {self.num_blocks}")
+
+
+class Scheduler:
+    """Plans steps and commits their results, one at a time.
+
+    A step serves decodes first, then prompts that are under way, then waiting requests while they can be
+    admitted; each group in order of arrival. A waiting request never overtakes an earlier one. Decodes
+    always fit, so a long prompt takes only what they leave.
+
+    A request is admitted if a row is free and, besides what every running request still needs for its
+    known tokens and the next one, there are free blocks for all of its own known tokens and one more.
+    Blocks are leased only as tokens are scheduled. When they run out, the latest arrival among the running
+    requests is preempted: it gives everything back, keeps its outputs, and prefills prompt and outputs
+    again later. Nobody is admitted in a step that preempts. The earliest running request is never
+    preempted, so it always makes progress, and everything that fits alone ends.
+
+    Samples of one prompt: siblings wait for the prompt of their parent and then fork its cache up to the
+    last prompt token, which each of them computes again to sample a first token of its own. A sibling that
+    cannot fork at that moment, or whose parent lost its place before, becomes an ordinary request.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.leases = KVLeases(
+            limits.num_blocks, limits.block_size, limits.max_num_seqs, uses_blocks=limits.uses_blocks
+        )
+        self._unfinished: dict[str, Request] = {}
+        self._waiting = ArrivalOrder()
+        self._running = ArrivalOrder()
+        self._followers: dict[str, list[Request]] = {}
+        self._num_arrived = 0
+        self._plan_in_flight: StepPlan | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._unfinished)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no row yet, or no longer; siblings that wait for their parent included."""
+        return len(self._unfinished) - len(self._running)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of running requests whose keys and values are in the cache."""
+        return sum(request.num_computed_tokens for request in self._running)
+
+    def get(self, request_id: str) -> Request | None:
+        """The unfinished request of that name, if there is one."""
+        return self._unfinished.get(request_id)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; a sibling is added after its parent.
+
+        Raises:
+            ValueError: its id is in use, it has been added before, or the blocks of the pool cannot hold
+                it even alone. Nothing has changed then.
+        """
+        if request.request_id in self._unfinished:
+            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
+        if request.arrival >= 0:
+            raise ValueError(f"{request} has been added before")
+        needed = self.leases.num_blocks_for(request.max_cached_tokens)
+        if needed > self.limits.num_blocks:
+            raise ValueError(
+                f"request {request.request_id!r} may cache up to {request.max_cached_tokens} tokens, which "
+                f"need {needed} blocks of {self.limits.block_size}, got {self.limits.num_blocks} blocks"
+            )
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._unfinished[request.request_id] = request
+        if request.parent is not None and self._can_follow(request.parent):
+            request.status = RequestStatus.FOLLOWING
+            self._followers.setdefault(request.parent.request_id, []).append(request)
+        else:
+            self._enqueue(request)
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step and lease what it needs; None when there is nothing to do.
+
+        Raises:
+            ValueError: the previous plan has not been committed.
+        """
+        if self._plan_in_flight is not None:
+            raise ValueError("the previous plan must be committed before the next one is made")
+        step = StepDraft(self.limits.max_num_batched_tokens, self.limits.max_chunk_rows)
+        self._schedule_running(step, are_decodes=True)
+        self._schedule_running(step, are_decodes=False)
+        if not step.preempted:
+            self._admit(step)
+        moves = self.leases.take_copies()
+        if step.is_empty:
+            assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
+            return None
+        self._plan_in_flight = step.finish(moves)
+        return self._plan_in_flight
+
+    def commit(self, plan: StepPlan, token_ids: Sequence[int] | NDArray[np.integer]) -> list[CommittedToken]:
+        """Take in the results of a step: its tokens are cached, and the sampled ones are appended.
+
+        Requests that finish give back what they hold; tokens of requests that were aborted or finished
+        since the plan was made are dropped.
+
+        Args:
+            plan: the plan that ``plan`` returned last.
+            token_ids: one per row of ``plan.sampled_rows``, in that order.
+
+        Raises:
+            ValueError: another plan, or another number of tokens; nothing has changed then.
+        """
+        if plan is not self._plan_in_flight:
+            raise ValueError("only the plan that was made last can be committed, and only once")
+        if len(token_ids) != len(plan.sampled_rows):
+            raise ValueError(f"expected {len(plan.sampled_rows)} sampled tokens, got {len(token_ids)}")
+        self._plan_in_flight = None
+
+        committed = self._append(plan, token_ids)
+        ended = [(done.request, done.finish_reason) for done in committed if done.finish_reason is not None]
+        forking = self._prefilled_parents(plan) if self._followers else []
+        # Room first, then forks, then the parents that ended: until then they hold what is forked.
+        for request, reason in ended:
+            if request not in forking:
+                self._end(request, reason)
+        for parent in forking:
+            self._fork_followers(parent)
+        for request, reason in ended:
+            if request in forking:
+                self._end(request, reason)
+        return committed
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request early, at any time; returns it, or None if no unfinished request has this id.
+
+        Siblings that wait for it become ordinary requests.
+        """
+        request = self._unfinished.get(request_id)
+        if request is not None:
+            self._end(request, FinishReason.ABORT)
+        return request
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End an unfinished request for a reason found outside, such as a stop string.
+
+        Raises:
+            ValueError: the request is not an unfinished one of this scheduler.
+        """
+        if self._unfinished.get(request.request_id) is not request:
+            raise ValueError(f"{request} is not an unfinished request of this scheduler")
+        self._end(request, reason)
+
+    # Planning
+
+    def _schedule_running(self, step: StepDraft, *, are_decodes: bool) -> None:
+        for request in [r for r in self._running if (r.num_uncomputed_tokens == 1) is are_decodes]:
+            self._schedule(request, step)
+
+    def _schedule(self, request: Request, step: StepDraft) -> None:
+        """Give a running request its share of the step, preempting later arrivals for their blocks."""
+        while request.status is RequestStatus.RUNNING:
+            num_new = step.share_of(request)
+            if num_new == 0:
+                return
+            if self.leases.grow(request, request.num_computed_tokens + num_new):
+                step.add(request, num_new)
+                return
+            self._preempt(self._running.last, step)
+
+    def _preempt(self, request: Request, step: StepDraft) -> None:
+        step.preempt(request)
+        self._running.remove(request)
+        self.leases.close(request)
+        request.num_computed_tokens = 0
+        self._enqueue(request)
+        self._release_followers(request)
+
+    def _admit(self, step: StepDraft) -> None:
+        if not self._waiting or not step.num_free_tokens:
+            return
+        num_blocks_due = sum(self.leases.num_blocks_due(request) for request in self._running)
+        while self._waiting and step.num_free_tokens and self.leases.rows.num_free:
+            request = self._waiting.first
+            num_blocks_due += self.leases.num_blocks_due(request)
+            if num_blocks_due > self.leases.blocks.num_free:
+                return
+            self._waiting.remove(request)
+            self.leases.open(request)
+            self._run(request)
+            self._schedule(request, step)
+            num_blocks_due -= request.num_blocks
+
+    # Moving requests along
+
+    def _append(self, plan: StepPlan, token_ids: Sequence[int] | NDArray[np.integer]) -> list[CommittedToken]:
+        sampled = iter(token_ids)
+        committed = []
+        for row in plan.rows:
+            token = int(next(sampled)) if row.wants_token else None
+            if row.request.status is not RequestStatus.RUNNING:
+                continue
+            row.request.num_computed_tokens = row.end
+            if token is not None:
+                committed.append(CommittedToken(row.request, token, row.request.append(token)))
+        return committed
+
+    def _enqueue(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        self._waiting.add(request)
+
+    def _run(self, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        self._running.add(request)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        match request.status:
+            case RequestStatus.RUNNING:
+                self._running.remove(request)
+                self.leases.close(request)
+            case RequestStatus.WAITING:
+                self._waiting.remove(request)
+            case RequestStatus.FOLLOWING:
+                assert request.parent is not None
+                self._followers[request.parent.request_id].remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self._unfinished[request.request_id]
+        self._release_followers(request)
+
+    # Siblings
+
+    def _can_follow(self, parent: Request) -> bool:
+        return (
+            self._unfinished.get(parent.request_id) is parent
+            and parent.num_prompt_tokens > 1
+            and parent.num_computed_tokens < parent.num_prompt_tokens
+            and parent.num_output_tokens == 0
+        )
+
+    def _prefilled_parents(self, plan: StepPlan) -> list[Request]:
+        return [
+            row.request
+            for row in plan.rows
+            if row.request.request_id in self._followers
+            and row.request.status is RequestStatus.RUNNING
+            and row.end >= row.request.num_prompt_tokens
+        ]
+
+    def _release_followers(self, parent: Request) -> None:
+        for child in self._followers.pop(parent.request_id, ()):
+            self._enqueue(child)
+
+    def _fork_followers(self, parent: Request) -> None:
+        num_tokens = parent.num_prompt_tokens - 1
+        is_at_end_of_prompt = parent.num_computed_tokens == parent.num_prompt_tokens
+        for child in self._followers.pop(parent.request_id):
+            if is_at_end_of_prompt and self.leases.fork(parent, child, num_tokens):
+                child.num_computed_tokens = num_tokens
+                self._run(child)
+            else:
+                self._enqueue(child)

@@ -1,0 +1,235 @@
+"""One sequence of tokens being generated: its tokens, its limits and where its cache lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from hpu_duo.sampling.params import SamplingParams
+
+NO_ROW = -1
+_MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
+
+
+class RequestStatus(Enum):
+    """Where a request stands.
+
+    ``WAITING``: queued. ``FOLLOWING``: waits for its parent's prompt, to fork its cache. ``RUNNING``: has
+    a row. ``FINISHED``: has a finish reason and holds nothing.
+    """
+
+    WAITING = "waiting"
+    FOLLOWING = "following"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(str, Enum):
+    """Why a request ended; the values are those of the OpenAI API, plus ``abort``."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """What the model, not the caller, says about tokens.
+
+    Attributes:
+        max_model_len: tokens of prompt and output together that the model may see.
+        eos_token_ids: tokens that end a text.
+        vocab_size: prompt tokens must lie below it; None checks only that they are int32 and not negative.
+    """
+
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    vocab_size: int | None = None
+
+
+@dataclass
+class RequestTimes:
+    """When things happened to a request, in seconds of the engine's clock; None is not yet."""
+
+    arrival_s: float | None = None
+    first_token_s: float | None = None
+    finish_s: float | None = None
+
+
+class Request:
+    """One sequence: a prompt, the tokens sampled for it so far, and its lease of the KV stores.
+
+    A request is data with one writer per part: the scheduler moves it along (``status``, ``arrival``,
+    ``num_computed_tokens``, ``append``), ``KVLeases`` writes ``row``, ``block_table`` and ``num_blocks``,
+    the engine's clock fills ``times``.
+
+    Attributes:
+        tokens: int32 ``[capacity]``; prompt, then outputs; valid up to ``num_tokens``.
+        num_prompt_tokens, num_tokens: tokens of the prompt; of prompt and outputs.
+        num_computed_tokens: leading tokens whose keys and values are in the cache.
+        arrival: rank in order of arrival; -1 until the scheduler has it.
+        row: ring row, ``NO_ROW`` unless running.
+        block_table: int32; valid up to ``num_blocks``.
+        parent, sample_index: for the samples of one prompt: sample 0, which is the parent of all others.
+
+    Args:
+        request_id: unique among unfinished requests.
+        prompt_token_ids: at least one token.
+        params: only ``max_tokens`` (None is up to ``max_model_len``), ``min_tokens``, ``ignore_eos`` and
+            ``stop_token_ids`` are read here.
+        limits: the model's side.
+        sampling_seed: seed of this sequence's random numbers.
+
+    Raises:
+        ValueError: the prompt is empty, leaves no room for a token, or has a token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | NDArray[np.int32],
+        params: SamplingParams,
+        limits: TokenLimits,
+        *,
+        sampling_seed: int = 0,
+    ) -> None:
+        prompt = _checked_prompt(request_id, prompt_token_ids, limits)
+        room = limits.max_model_len - len(prompt)
+        max_new = room if params.max_tokens is None else min(params.max_tokens, room)
+
+        self.request_id = request_id
+        self.params = params
+        self.limits = limits
+        self.sampling_seed = sampling_seed
+        self.parent: Request | None = None
+        self.sample_index = 0
+        self.times = RequestTimes()
+
+        self.tokens = np.zeros(len(prompt) + max_new, dtype=np.int32)
+        self.tokens[: len(prompt)] = prompt
+        self.num_prompt_tokens = len(prompt)
+        self.num_tokens = len(prompt)
+        self.num_computed_tokens = 0
+
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.arrival = -1
+
+        self.row = NO_ROW
+        self.block_table = np.zeros(0, dtype=np.int32)
+        self.num_blocks = 0
+
+        stop_tokens = frozenset(params.stop_token_ids)
+        self._stop_tokens = stop_tokens if params.ignore_eos else stop_tokens | limits.eos_token_ids
+
+    def sibling(self, request_id: str, *, sample_index: int, sampling_seed: int) -> Request:
+        """Another sample of the same prompt, with this request as its parent.
+
+        Raises:
+            ValueError: this request is itself a sibling, or ``sample_index`` is below 1.
+        """
+        if self.parent is not None:
+            raise ValueError(f"siblings are made from sample 0, {self.request_id!r} is {self.sample_index}")
+        if sample_index < 1:
+            raise ValueError(f"sample_index of a sibling must be 1 or more, got {sample_index}")
+        child = Request(
+            request_id, self.prompt_token_ids, self.params, self.limits, sampling_seed=sampling_seed
+        )
+        child.parent, child.sample_index = self, sample_index
+        return child
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text of this model."""
+        return self.limits.eos_token_ids
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The most tokens that ever lie in the cache: the last one a request may sample is never computed."""
+        return len(self.tokens) - 1
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far; also the index of the next one."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens that are not in the cache yet: 1 for a decode, more for a prompt or a resumption."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def prompt_token_ids(self) -> NDArray[np.int32]:
+        """The prompt, a view."""
+        return self.tokens[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> NDArray[np.int32]:
+        """The tokens sampled so far, a view."""
+        return self.tokens[self.num_prompt_tokens : self.num_tokens]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.status is RequestStatus.FINISHED
+
+    def append(self, token: int) -> FinishReason | None:
+        """Add a sampled token; say whether it ends the request.
+
+        A stop token ends it once ``min_tokens`` tokens have been sampled, this one included. The token
+        itself stays in the outputs.
+
+        Raises:
+            ValueError: the request has all the tokens it may have.
+        """
+        if self.num_tokens == len(self.tokens):
+            raise ValueError(f"request {self.request_id!r} already has all of its {len(self.tokens)} tokens")
+        self.tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        if token in self._stop_tokens and self.num_output_tokens >= self.params.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_tokens == len(self.tokens) else None
+
+    def reserve_block_table(self, num_blocks: int) -> None:
+        """Make room for ``num_blocks`` entries in ``block_table``; what it holds is kept."""
+        if num_blocks > len(self.block_table):
+            table = np.zeros(num_blocks, dtype=np.int32)
+            table[: len(self.block_table)] = self.block_table
+            self.block_table = table
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, {self.num_prompt_tokens} + "
+            f"{self.num_output_tokens} tokens, {self.num_computed_tokens} computed)"
+        )
+
+
+def _checked_prompt(
+    request_id: str, prompt_token_ids: Sequence[int] | NDArray[np.int32], limits: TokenLimits
+) -> NDArray[np.int64]:
+    prompt = np.asarray(prompt_token_ids)
+    if prompt.ndim != 1 or prompt.size == 0:
+        raise ValueError(f"request {request_id!r} needs at least one prompt token, got shape {prompt.shape}")
+    if prompt.dtype.kind not in "iu":
+        raise ValueError(f"request {request_id!r} needs integer prompt tokens, got {prompt.dtype}")
+    if len(prompt) >= limits.max_model_len:
+        raise ValueError(
+            f"request {request_id!r} has {len(prompt)} prompt tokens, at most {limits.max_model_len - 1} "
+            f"leave room for an output token in max_model_len={limits.max_model_len}"
+        )
+    largest = _MAX_TOKEN_ID if limits.vocab_size is None else limits.vocab_size - 1
+    if prompt.min() < 0 or prompt.max() > largest:
+        raise ValueError(
+            f"request {request_id!r} has prompt tokens from {prompt.min()} to {prompt.max()}, "
+            f"expected 0 to {largest}"
+        )
+    return prompt

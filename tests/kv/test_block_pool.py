@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hpu_duo.kv.pool import BlockPool
+
+
+def test_blocks_are_handed_out_lowest_free_id_first() -> None:
+    pool = BlockPool(5)
+    assert pool.allocate(4) == [0, 1, 2, 3]
+    pool.release([2, 0])
+    assert pool.allocate(3) == [0, 2, 4]
+
+
+def test_the_trash_block_is_never_handed_out() -> None:
+    pool = BlockPool(3)
+    assert pool.trash_block == 3
+    assert pool.trash_block not in pool.allocate(3)
+
+
+def test_a_shared_block_is_free_only_after_its_last_holder_released_it() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.share(blocks)
+    pool.release(blocks)
+    assert pool.num_free == 1
+    pool.release(blocks)
+    assert pool.num_free == 2
+
+
+def test_asking_for_more_blocks_than_are_free_names_both_and_takes_none() -> None:
+    pool = BlockPool(3)
+    pool.allocate(1)
+    with pytest.raises(ValueError, match="asked for 3 blocks, 2 of 3 are free"):
+        pool.allocate(3)
+    assert pool.num_free == 2
+
+
+@pytest.mark.parametrize("block", [-1, 1, 2])
+def test_a_block_nobody_holds_can_be_neither_shared_nor_released(block: int) -> None:
+    pool = BlockPool(2)
+    pool.allocate(1)
+    with pytest.raises(ValueError, match=f"block {block} is"):
+        pool.share([block])
+    with pytest.raises(ValueError, match=f"block {block} is"):
+        pool.release([block])
+
+
+def test_a_pool_cannot_have_fewer_than_no_blocks() -> None:
+    with pytest.raises(ValueError, match="got -1"):
+        BlockPool(-1)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool against a plain list of who holds what."""
+
+    @initialize(num_blocks=st.integers(0, 12))
+    def create(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.holdings: list[list[int]] = []
+
+    @rule(count=st.integers(0, 5))
+    def allocate(self, count: int) -> None:
+        held = {block for blocks in self.holdings for block in blocks}
+        free = [block for block in range(self.pool.num_blocks) if block not in held]
+        if count > len(free):
+            with pytest.raises(ValueError):
+                self.pool.allocate(count)
+            return
+        blocks = self.pool.allocate(count)
+        assert blocks == free[:count]
+        self.holdings.append(blocks)
+
+    @precondition(lambda self: self.holdings)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.sampled_from(self.holdings))
+        shared = blocks[: data.draw(st.integers(0, len(blocks)))]
+        self.pool.share(shared)
+        self.holdings.append(shared)
+
+    @precondition(lambda self: self.holdings)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.holdings) - 1))
+        self.pool.release(self.holdings.pop(index))
+
+    @invariant()
+    def every_block_has_as_many_holders_as_hold_it(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for block in range(self.pool.num_blocks):
+            assert self.pool.num_holders(block) == sum(block in blocks for blocks in self.holdings)
+        assert self.pool.num_used == len({block for blocks in self.holdings for block in blocks})
+        assert self.pool.num_used + self.pool.num_free == self.pool.num_blocks
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
