@@ -1,0 +1,35 @@
+"""Choosing the next token: parameters, random numbers, the sampler, text out and stop strings.
+
+The engine, once per request: ``SamplingParams.validate``, ``PenaltyState.from_token_ids``,
+``IncrementalDetokenizer``, ``StopChecker``. Once per step: ``SamplingBatch.build`` on the host,
+``sample`` (or the capturable ``sample_tokens``) on the device, then ``PenaltyState.append``.
+"""
+
+from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute, SamplingRow
+from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, special_token_ids
+from hpu_duo.sampling.logprobs import TokenLogprobs
+from hpu_duo.sampling.params import SamplingParams
+from hpu_duo.sampling.penalties import PenaltyState
+from hpu_duo.sampling.rng import derive_seed, uniform
+from hpu_duo.sampling.sampler import SampledTokens, sample, sample_tokens
+from hpu_duo.sampling.stop import Released, StopChecker, StopMatch, is_stop_token
+
+__all__ = [
+    "IncrementalDetokenizer",
+    "PenaltyState",
+    "Released",
+    "SampledTokens",
+    "SamplingBatch",
+    "SamplingParams",
+    "SamplingRoute",
+    "SamplingRow",
+    "StopChecker",
+    "StopMatch",
+    "TokenLogprobs",
+    "derive_seed",
+    "is_stop_token",
+    "sample",
+    "sample_tokens",
+    "special_token_ids",
+    "uniform",
+]

@@ -1,0 +1,241 @@
+"""The host's half of sampling: per-row parameters become two small arrays and a static route."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from hpu_duo.sampling.params import SamplingParams
+from hpu_duo.sampling.penalties import PenaltyState
+from hpu_duo.sampling.positions import PositionList, pad_to_power_of_two
+from hpu_duo.sampling.rng import uniform, wrap_seed
+
+#: Added to the logit of a token that may not be sampled. Finite, so that no row can become NaN, and so large
+#: that it absorbs any logit and bias and still has probability zero at ``MAX_TEMPERATURE``.
+FORBIDDEN = -1e30
+
+#: Above this k a full sort is used for top-k as well.
+MAX_TOPK_WIDTH = 1024
+
+
+class SamplingRow(NamedTuple):
+    """One logit row that belongs to a request.
+
+    Attributes:
+        params: the request's parameters.
+        seed: the stream of the request's draws: any integer, used modulo 2**64.
+        num_output_tokens: tokens generated so far, which is also the number of this draw.
+        penalties: the request's history; required when ``params.needs_penalties``.
+        eos_token_ids: the ids that end the output unless ``params.ignore_eos``.
+    """
+
+    params: SamplingParams
+    seed: int = 0
+    num_output_tokens: int = 0
+    penalties: PenaltyState | None = None
+    eos_token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, order=True)
+class SamplingRoute:
+    """Everything about a batch that decides which operations run, and with which shapes.
+
+    Two batches of equal route run the same captured graph. Which route a row's batch mates cause changes
+    the work done, never the row's token.
+
+    Attributes:
+        num_rows: N, rows with a request or not.
+        vocab_size: V.
+        has_random: some row draws; otherwise every token is an argmax.
+        num_edits: padded number of (token, addend) pairs: logit bias and tokens forbidden by min_tokens.
+        num_seen: padded number of (token, code) pairs of all penalty histories.
+        topk_width: k of the one top-k selection; 0 when no row needs it or ``has_sort``.
+        has_sort: a full sort is needed: some row has top_p, or a k above ``MAX_TOPK_WIDTH``.
+        has_min_p: some row has min_p.
+        num_logprobs: -1 for none, else the padded number of top logprobs (0: the sampled token's only).
+    """
+
+    num_rows: int
+    vocab_size: int
+    has_random: bool = False
+    num_edits: int = 0
+    num_seen: int = 0
+    topk_width: int = 0
+    has_sort: bool = False
+    has_min_p: bool = False
+    num_logprobs: int = -1
+
+    @property
+    def has_row_values(self) -> bool:
+        """The per-row parameters are needed on the device."""
+        return self.has_random or self.num_seen > 0
+
+    @property
+    def num_row_floats(self) -> int:
+        """How many floats at the start of ``SamplingBatch.floats`` are per-row values."""
+        return len(RowTensors._fields) * self.num_rows if self.has_row_values else 0
+
+
+class RowValues(NamedTuple):
+    """The parameters of one row, on the host. The defaults are those of a row without request."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    log_min_p: float = FORBIDDEN
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_k: float = 0.0
+    is_greedy: float = 1.0
+
+
+class RowTensors(NamedTuple):
+    """The same parameters of all rows, on the device, and each row's uniform number; all float32 [N]."""
+
+    temperature: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    top_k: Tensor
+    is_greedy: Tensor
+    uniform: Tensor
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """One step's sampling parameters, ready for two host-to-device copies.
+
+    Attributes:
+        route: the static part.
+        floats: float32 [num_row_floats + num_edits + num_seen]: the fields of ``RowTensors`` one after the
+            other (only if ``route.has_row_values``), then the edit addends, then the seen codes.
+        ints: int32 [num_edits + num_seen]: the flat position ``row * V + token`` of each edit, then of each
+            seen token. Padding has addend or code 0, which changes nothing.
+    """
+
+    route: SamplingRoute
+    floats: npt.NDArray[np.float32]
+    ints: npt.NDArray[np.int32]
+
+    @classmethod
+    def build(cls, rows: Sequence[SamplingRow | None], vocab_size: int) -> SamplingBatch:
+        """Gather the rows of one step.
+
+        Args:
+            rows: one entry per logit row, in the order of the logits; ``None`` for a row without request.
+            vocab_size: V, the width of the logits.
+
+        Raises:
+            ValueError: a row lacks its history or names a token outside the vocabulary, or
+                ``len(rows) * vocab_size`` does not fit in int32.
+        """
+        num_rows = len(rows)
+        if num_rows * vocab_size >= 2**31:
+            raise ValueError(f"expected fewer than 2**31 logits, got {num_rows} rows of {vocab_size}")
+        for row in rows:
+            if row is not None and not (
+                row.params.is_plain_greedy and row.num_output_tokens >= row.params.min_tokens
+            ):
+                break
+        else:
+            return _greedy_batch(num_rows, vocab_size)
+        edits, seen = PositionList(num_rows, vocab_size), PositionList(num_rows, vocab_size)
+        for index, row in enumerate(rows):
+            if row is not None:
+                _collect_edits(edits, index, row)
+                _collect_seen(seen, index, row)
+        values = [_NO_REQUEST if row is None else _row_values(row.params, vocab_size) for row in rows]
+        route = _choose_route(rows, values, vocab_size, edits.padded_size, seen.padded_size)
+        at = route.num_row_floats
+        floats = np.empty(at + route.num_edits + route.num_seen, np.float32)
+        ints = np.empty(route.num_edits + route.num_seen, np.int32)
+        if route.has_row_values:
+            block = floats[:at].reshape(len(RowTensors._fields), num_rows)
+            block[:-1] = np.array(values, dtype=np.float32).T
+            block[-1] = _draw(rows)
+        edits.write(ints[: route.num_edits], floats[at : at + route.num_edits])
+        seen.write(ints[route.num_edits :], floats[at + route.num_edits :])
+        return cls(route, floats, ints)
+
+
+_NO_REQUEST = RowValues()
+
+
+@lru_cache(maxsize=256)
+def _greedy_batch(num_rows: int, vocab_size: int) -> SamplingBatch:
+    floats, ints = np.empty(0, np.float32), np.empty(0, np.int32)
+    floats.setflags(write=False)
+    ints.setflags(write=False)
+    return SamplingBatch(SamplingRoute(num_rows, vocab_size), floats, ints)
+
+
+def _row_values(params: SamplingParams, vocab_size: int) -> RowValues:
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if params.is_greedy:
+        return RowValues(1.0, 1.0, FORBIDDEN, *penalties)
+    log_min_p = math.log(params.min_p) if params.min_p > 0.0 else FORBIDDEN
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    return RowValues(params.temperature, params.top_p, log_min_p, *penalties, top_k, 0.0)
+
+
+def _draw(rows: Sequence[SamplingRow | None]) -> npt.NDArray[np.float32]:
+    seeds = np.array([0 if row is None else wrap_seed(row.seed) for row in rows], dtype=np.uint64)
+    counters = np.array([0 if row is None else row.num_output_tokens for row in rows], dtype=np.int64)
+    return uniform(seeds, counters)
+
+
+def _choose_route(
+    rows: Sequence[SamplingRow | None],
+    values: Sequence[RowValues],
+    vocab_size: int,
+    num_edits: int,
+    num_seen: int,
+) -> SamplingRoute:
+    max_k = int(max(value.top_k for value in values))
+    has_sort = max_k > MAX_TOPK_WIDTH or any(value.top_p < 1.0 for value in values)
+    topk_width = 0 if has_sort or max_k == 0 else min(pad_to_power_of_two(max_k), vocab_size)
+    num_logprobs = max(
+        (-1 if row is None or row.params.logprobs is None else row.params.logprobs) for row in rows
+    )
+    if num_logprobs > 0:
+        num_logprobs = min(1 << (num_logprobs - 1).bit_length(), vocab_size)
+    return SamplingRoute(
+        num_rows=len(rows),
+        vocab_size=vocab_size,
+        has_random=any(value.is_greedy == 0.0 for value in values),
+        num_edits=num_edits,
+        num_seen=num_seen,
+        topk_width=topk_width,
+        has_sort=has_sort,
+        has_min_p=any(value.log_min_p > FORBIDDEN for value in values),
+        num_logprobs=num_logprobs,
+    )
+
+
+def _collect_edits(edits: PositionList, index: int, row: SamplingRow) -> None:
+    params = row.params
+    if params.logit_bias:
+        edits.add(index, *params.bias_arrays)
+    if row.num_output_tokens < params.min_tokens:
+        forbidden = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            forbidden.update(row.eos_token_ids)
+        token_ids = np.array(sorted(forbidden), dtype=np.int32)
+        edits.add(index, token_ids, np.full(len(token_ids), FORBIDDEN, np.float32))
+
+
+def _collect_seen(seen: PositionList, index: int, row: SamplingRow) -> None:
+    if not row.params.needs_penalties:
+        return
+    if row.penalties is None:
+        raise ValueError(f"row {index}: expected a PenaltyState for a request with penalties, got None")
+    seen.add(index, row.penalties.token_ids, row.penalties.codes)

@@ -1,0 +1,133 @@
+"""Text of a growing token sequence, a piece per token, without decoding the whole again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+# A UTF-8 character has at most four bytes. Tokens that still end in a broken character after this many are
+# not waiting for the rest of one.
+_MAX_HELD_TOKENS = 16
+
+# Enough tokens to contain any unfinished character, kept when garbage is cut.
+_TAIL_TOKENS = 8
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer, fast or slow."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    # Any, because transformers declares str | list[str]: batches go through the same method.
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = ..., **kwargs: Any) -> Any: ...
+
+
+def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that ``skip_special_tokens`` leaves out of the text.
+
+    Slow to ask of some tokenizers (each call rebuilds a table), so a server asks once for all requests.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    flagged = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
+    return frozenset(tokenizer.all_special_ids) | flagged
+
+
+class IncrementalDetokenizer:
+    """Turn token ids into text as they come, releasing only text that later tokens cannot change.
+
+    The pieces, with ``flush`` at the end, join to the decoding of all tokens at once (without the clean-up of
+    spaces, which rewrites earlier text). A character split over tokens comes with its last token. One
+    exception: tokenizers with byte fallback turn a whole run of byte tokens into replacement characters when
+    any byte of it is wrong. Characters of the run that were complete before it stay released here, and the
+    number of replacement characters may differ.
+
+    Each token costs two decodings of a window. The window reaches back one released piece, because decoding
+    depends on the left neighbour (the space of a word-start token is dropped at the beginning of a text), and
+    is at most a few dozen tokens whatever the length of the output.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        skip_special_tokens: leave special tokens out.
+        context_ids: the end of the prompt that the output continues. With it a first word-start token keeps
+            its space; without it the output reads as the beginning of a text.
+        special_ids: ``special_token_ids(tokenizer)`` if already at hand.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        context_ids: Sequence[int] = (),
+        special_ids: frozenset[int] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        if not skip_special_tokens:
+            special_ids = frozenset()
+        self._skipped = special_token_ids(tokenizer) if special_ids is None else special_ids
+        # _window = _num_settled tokens of the last released piece, then held tokens
+        # _released = characters of decode(_window) that are out
+        self._window = [i for i in context_ids[-2 * _TAIL_TOKENS :] if i not in self._skipped][-_TAIL_TOKENS:]
+        context = self._decode()
+        self._released = len(context.rstrip(REPLACEMENT))
+        # An unfinished character at the end of the prompt belongs to the output only once it is finished.
+        # Until then its tokens are held too: the window may be cut only between characters.
+        self._num_unfinished = len(context) - self._released
+        self._num_settled = 0 if self._num_unfinished else len(self._window)
+
+    def push(self, token_id: int) -> str:
+        """Add one token and return the text that it settles, often one piece, sometimes none."""
+        # A skipped token must not separate its neighbours: decoding the whole drops it first.
+        if token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        text = self._decode()
+        is_broken = text.endswith(REPLACEMENT)
+        is_overdue = len(self._window) - self._num_settled > _MAX_HELD_TOKENS
+        if is_broken and not is_overdue:
+            return ""
+        # Of garbage, only the last character can still become something else.
+        piece = self._drop_unfinished(text[self._released : len(text) - is_broken])
+        if is_broken:
+            self._cut(len(self._window) - _TAIL_TOKENS)
+            self._num_settled = 0
+        elif piece:
+            self._cut(self._num_settled)
+            self._num_settled = len(self._window)
+        elif is_overdue:
+            del self._window[self._num_settled :]
+        return piece
+
+    def flush(self) -> str:
+        """Return what is still held, a broken character included; call it once, at the end."""
+        text = self._decode()
+        piece = self._drop_unfinished(text[self._released :])
+        self._released = len(text)
+        return piece
+
+    def _drop_unfinished(self, piece: str) -> str:
+        """Leave out the replacement characters that the prompt's text already ends in."""
+        if not piece or not self._num_unfinished:
+            return piece
+        at = 0
+        while at < min(self._num_unfinished, len(piece)) and piece[at] == REPLACEMENT:
+            at += 1
+        self._num_unfinished = 0
+        return piece[at:]
+
+    def _cut(self, num_tokens: int) -> None:
+        """Forget the oldest tokens. The rest is released, but for a broken last character."""
+        del self._window[:num_tokens]
+        text = self._decode()
+        self._released = len(text) - text.endswith(REPLACEMENT)
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(
+            self._window,
+            skip_special_tokens=self._skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return text

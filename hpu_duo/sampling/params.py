@@ -1,0 +1,183 @@
+"""What a request asks of the sampler, checked once when the request is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Integral
+
+import numpy as np
+import numpy.typing as npt
+
+#: Below this temperature a request is greedy: dividing by less only overflows.
+GREEDY_TEMPERATURE = 1e-5
+
+#: Upper bound that keeps a forbidden logit (see ``batch.FORBIDDEN``) at probability zero after the division.
+MAX_TEMPERATURE = 1e6
+
+#: The range of the OpenAI API for ``logit_bias`` values.
+MAX_LOGIT_BIAS = 100.0
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the tokens of one request and when to stop. Names and defaults are those of vLLM.
+
+    The filters act in the order logit bias, min_tokens, penalties, temperature, top_k, top_p, min_p.
+    Instances are immutable, picklable and hashable, and may be shared by many requests.
+
+    Args:
+        n: number of samples per prompt. Greedy samples of one prompt are copies of each other.
+        temperature: 0 (or anything below 1e-5) means greedy.
+        top_k: keep the k most likely tokens; 0 or -1 is off, 1 is greedy. Ties with the k-th are kept.
+        top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 is off.
+        min_p: drop tokens less likely than min_p times the most likely one; 0 is off.
+        repetition_penalty: > 1 discourages tokens of the prompt and the output (multiplicative).
+        presence_penalty, frequency_penalty: subtracted for tokens of the output, once or per occurrence.
+        logit_bias: token id -> addend in [-100, 100]. Keys may be decimal strings, as in JSON.
+        seed: makes the draws of the request reproducible; ``None`` or -1 lets the engine choose.
+        logprobs: ``None`` for none, 0 for the sampled token only, k for the top k as well.
+        max_tokens: most tokens to generate; ``None`` means until the model's length limit.
+        min_tokens: neither EOS, stop ids nor stop strings end the output before this many tokens.
+        ignore_eos: EOS does not end the output.
+        stop: one string or several that end the output. Stored as a tuple.
+        stop_token_ids: token ids that end the output, besides EOS. Stored as a tuple.
+        include_stop_str_in_output: keep the stop string (or stop token's text) in the text.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ValueError: a value is outside its range; the message names the field, the range and the value.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    seed: int | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", _parse_logit_bias(self.logit_bias))
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        _check_int("n", self.n, 1)
+        _check_real("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_int("top_k", self.top_k, -1)
+        _check_real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_real("min_p", self.min_p, 0.0, 1.0)
+        _check_real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        _check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_real(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, Integral)):
+            raise ValueError(f"seed: expected an integer or None, got {self.seed!r}")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens: expected at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop: expected non-empty strings, got {text!r}")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0)
+
+    def validate(self, vocab_size: int) -> None:
+        """Check the fields whose range depends on the model.
+
+        Raises:
+            ValueError: a biased or stop token id is not in ``[0, vocab_size)``, or more logprobs are
+                asked for than there are tokens.
+        """
+        for name, token_ids in (
+            ("logit_bias", list(self.logit_bias or {})),
+            ("stop_token_ids", list(self.stop_token_ids)),
+        ):
+            for token_id in token_ids:
+                if not 0 <= token_id < vocab_size:
+                    raise ValueError(f"{name}: expected token ids in [0, {vocab_size}), got {token_id}")
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise ValueError(f"logprobs: expected at most vocab_size={vocab_size}, got {self.logprobs}")
+
+    @cached_property
+    def is_greedy(self) -> bool:
+        """The most likely token is taken; nothing is drawn and the seed does not matter."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @cached_property
+    def needs_penalties(self) -> bool:
+        """The engine must keep a ``PenaltyState`` for the request."""
+        return self.needs_prompt_history or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @cached_property
+    def needs_prompt_history(self) -> bool:
+        """The penalty depends on the tokens of the prompt too, not only on the output."""
+        return self.repetition_penalty != 1.0
+
+    @cached_property
+    def is_plain_greedy(self) -> bool:
+        """One argmax over the model's logits answers the request, once ``min_tokens`` is reached."""
+        return self.is_greedy and not self.needs_penalties and not self.logit_bias and self.logprobs is None
+
+    @cached_property
+    def bias_arrays(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """``logit_bias`` as token ids int32 [B] and addends float32 [B]."""
+        bias = self.logit_bias or {}
+        return np.fromiter(bias.keys(), np.int32, len(bias)), np.fromiter(
+            bias.values(), np.float32, len(bias)
+        )
+
+
+def _parse_logit_bias(logit_bias: Mapping[int, float] | None) -> dict[int, float] | None:
+    """Copy the mapping, so that the caller cannot change it, with integer keys."""
+    if logit_bias is None:
+        return None
+    parsed: dict[int, float] = {}
+    for key, bias in logit_bias.items():
+        try:
+            token_id = int(key)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"logit_bias: expected integer token ids as keys, got {key!r}") from error
+        if isinstance(key, float) or token_id < 0:
+            raise ValueError(f"logit_bias: expected non-negative integer keys, got {key!r}")
+        if token_id in parsed:
+            raise ValueError(f"logit_bias: expected each token id once, got {token_id} twice")
+        parsed[token_id] = bias
+    return parsed
+
+
+def _check_int(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < low:
+        raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
+
+
+def _check_real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    # NaN fails every comparison, so it is rejected by the range test.
+    if not is_number or not low <= float(value) <= high or (open_low and value == low):  # type: ignore[arg-type]
+        bracket = "(" if open_low else "["
+        raise ValueError(f"{name}: expected a number in {bracket}{low:g}, {high:g}], got {value!r}")

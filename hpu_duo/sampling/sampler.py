@@ -1,0 +1,188 @@
+"""The device's half of sampling: logits and row values become token ids.
+
+Only static shapes, no boolean indexing, no host reads: the whole of ``sample_tokens`` can be captured once
+per ``SamplingRoute``.
+
+A row's token does not depend on its batch mates. The batch decides which operations run, but for each row
+they compute the same kept set (a threshold on its scaled logits, exact whichever selection found it) and then
+draw from it in the same way. The cumulative distribution is summed in integers of 2**-30, so the order in
+which a device adds up a row cannot change it.
+
+Ties: a token whose logit equals that of the last token kept by top-k or top-p is kept too. Greedy rows take
+the lowest token id among equals.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpu_duo.sampling.batch import FORBIDDEN, RowTensors, SamplingBatch, SamplingRoute
+from hpu_duo.sampling.gather import take_column
+from hpu_duo.sampling.logprobs import TokenLogprobs, gather_logprobs
+
+# N logit rows, V vocabulary, K columns of a top-k selection, E edits or seen tokens
+
+# Probability 1 in the integer cumulative distribution. Rounding V of them moves the sum by V / 2 at most, so
+# it stays below 2**31.
+_ONE = float(2**30)
+
+
+class SampledTokens(NamedTuple):
+    """The result of one sampling step, on the device of the logits.
+
+    Attributes:
+        token_ids: int32 [N]. A row without a request holds some id of the vocabulary.
+        logprobs: only when some row asks for logprobs.
+    """
+
+    token_ids: Tensor
+    logprobs: TokenLogprobs | None
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+    """Sample one token per row; at most two small host-to-device copies, no device-to-host read.
+
+    Args:
+        logits: float32, bfloat16 or float16 [N, V], as the model gave them. Not modified.
+        batch: built from the rows of the same order, with the same N and V.
+
+    Raises:
+        ValueError: the shape of the logits is not that of the batch.
+    """
+    expected = (batch.route.num_rows, batch.route.vocab_size)
+    if tuple(logits.shape) != expected:
+        raise ValueError(f"logits: expected shape {expected}, got {tuple(logits.shape)}")
+    # A copy: the arrays of a cached batch are read-only, which torch cannot represent.
+    floats = torch.tensor(batch.floats).to(logits.device)
+    ints = torch.tensor(batch.ints).to(logits.device)
+    return sample_tokens(logits, floats, ints, batch.route)
+
+
+def sample_tokens(logits_NV: Tensor, floats: Tensor, ints: Tensor, route: SamplingRoute) -> SampledTokens:
+    """The capturable part of ``sample``: tensors in, tensors out, every shape given by ``route``.
+
+    Args:
+        logits_NV: float [N, V].
+        floats, ints: the arrays of ``SamplingBatch`` on the device of the logits.
+
+    Source: top-k, Fan et al. 2018 (arXiv:1805.04833); top-p, Holtzman et al. 2020 (arXiv:1904.09751);
+        min-p, Nguyen et al. 2024 (arXiv:2407.01082); repetition penalty, Keskar et al. 2019
+        (arXiv:1909.05858).
+    """
+    scores_NV = logits_NV
+    if route.num_edits or route.has_row_values:
+        scores_NV = logits_NV.float()
+    edits, seen = _split_lists(floats[route.num_row_floats :], ints, route)
+    if route.num_edits:
+        scores_NV = scores_NV + _scatter(*edits, route)
+    if not route.has_row_values:
+        token_ids = scores_NV.argmax(dim=-1).to(torch.int32)
+    else:
+        rows = _split_rows(floats[: route.num_row_floats], route)
+        if route.num_seen:
+            scores_NV = penalize(scores_NV, _scatter(*seen, route), rows)
+        token_ids = scores_NV.argmax(dim=-1).to(torch.int32)
+        if route.has_random:
+            kept_NV = filter_scores(scores_NV / rows.temperature[:, None], rows, route)
+            token_ids = torch.where(rows.is_greedy > 0, token_ids, draw(kept_NV, rows.uniform))
+    if route.num_logprobs < 0:
+        return SampledTokens(token_ids, None)
+    return SampledTokens(token_ids, gather_logprobs(logits_NV, token_ids, route.num_logprobs))
+
+
+def penalize(scores_NV: Tensor, codes_NV: Tensor, rows: RowTensors) -> Tensor:
+    """Apply the three penalties; rows with neutral values come out bit for bit as they went in.
+
+    Args:
+        scores_NV: float32 [N, V].
+        codes_NV: float32 [N, V]: ``2 * occurrences in the output + 1`` for seen tokens, else 0.
+    """
+    repetition = rows.repetition_penalty[:, None]
+    repeated_NV = torch.where(scores_NV > 0, scores_NV / repetition, scores_NV * repetition)
+    scores_NV = torch.where(codes_NV > 0, repeated_NV, scores_NV)
+    counts_NV = torch.floor(codes_NV * 0.5)
+    scores_NV = scores_NV - rows.frequency_penalty[:, None] * counts_NV
+    return scores_NV - rows.presence_penalty[:, None] * (counts_NV > 0).to(scores_NV.dtype)
+
+
+def filter_scores(scaled_NV: Tensor, rows: RowTensors, route: SamplingRoute) -> Tensor:
+    """Put tokens outside top-k, top-p or min-p at ``FORBIDDEN``; the most likely token always stays.
+
+    Args:
+        scaled_NV: float32 [N, V], after temperature.
+    """
+    threshold_N = None
+    if route.has_sort:
+        threshold_N = _threshold_from_sort(scaled_NV, rows)
+    elif route.topk_width:
+        top_NK = torch.topk(scaled_NV, route.topk_width, dim=-1, sorted=True).values
+        threshold_N = _kth_largest(top_NK, rows.top_k)
+    if route.has_min_p:
+        min_p_N = scaled_NV.amax(dim=-1) + rows.log_min_p
+        threshold_N = min_p_N if threshold_N is None else torch.maximum(threshold_N, min_p_N)
+    if threshold_N is None:
+        return scaled_NV
+    return torch.where(scaled_NV >= threshold_N[:, None], scaled_NV, FORBIDDEN)
+
+
+def draw(scores_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """Invert each row's cumulative distribution, in vocabulary order, at the row's uniform number.
+
+    Args:
+        scores_NV: float32 [N, V], unnormalised log probabilities.
+        uniform_N: float32 [N] in (0, 1).
+
+    Returns:
+        int32 [N]; never a token of probability below 2**-31.
+    """
+    cumulative_NV = _cumulative(torch.softmax(scores_NV, dim=-1))
+    total_N = cumulative_NV[:, -1]
+    target_N = torch.minimum((uniform_N * total_N.float()).to(torch.int32), total_N - 1)
+    token_ids = (cumulative_NV <= target_N[:, None]).sum(dim=-1, dtype=torch.int32)
+    # Only NaN logits get past the end; their id must not index past an embedding table.
+    return token_ids.clamp(max=scores_NV.shape[-1] - 1)
+
+
+def _threshold_from_sort(scaled_NV: Tensor, rows: RowTensors) -> Tensor:
+    """The smallest scaled logit kept by both top-k and top-p, float32 [N]."""
+    sorted_NV = torch.sort(scaled_NV, dim=-1, descending=True).values
+    threshold_N = _kth_largest(sorted_NV, rows.top_k)
+    sorted_NV = torch.where(sorted_NV >= threshold_N[:, None], sorted_NV, FORBIDDEN)
+    cumulative_NV = _cumulative(torch.softmax(sorted_NV, dim=-1))
+    wanted_N = (rows.top_p * cumulative_NV[:, -1].float()).to(torch.int32)
+    num_before_N = (cumulative_NV < wanted_N[:, None]).sum(dim=-1, dtype=torch.int32)
+    nucleus_N = take_column(sorted_NV, num_before_N.clamp(max=scaled_NV.shape[-1] - 1))
+    return torch.maximum(threshold_N, torch.where(rows.top_p < 1, nucleus_N, FORBIDDEN))
+
+
+def _kth_largest(descending_NK: Tensor, top_k_N: Tensor) -> Tensor:
+    """The k-th value of each row, or ``FORBIDDEN`` where top-k is off (k = 0)."""
+    kth_N = take_column(descending_NK, (top_k_N - 1).clamp(min=0).to(torch.int32))
+    return torch.where(top_k_N > 0, kth_N, FORBIDDEN)
+
+
+def _cumulative(probs_NV: Tensor) -> Tensor:
+    """Running sum of probabilities in units of 2**-30, int32 [N, V]: exact in any order of summation."""
+    units_NV = (probs_NV * _ONE + 0.5).to(torch.int32)
+    return torch.cumsum(units_NV, dim=-1, dtype=torch.int32)
+
+
+def _split_rows(floats: Tensor, route: SamplingRoute) -> RowTensors:
+    return RowTensors(*floats.view(len(RowTensors._fields), route.num_rows).unbind(0))
+
+
+def _split_lists(
+    floats: Tensor, ints: Tensor, route: SamplingRoute
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(values, positions) of the edits and of the seen tokens."""
+    at = route.num_edits
+    return (floats[:at], ints[:at]), (floats[at:], ints[at:])
+
+
+def _scatter(values_E: Tensor, positions_E: Tensor, route: SamplingRoute) -> Tensor:
+    """A [N, V] matrix that is zero except for the listed values."""
+    flat = torch.zeros(route.num_rows * route.vocab_size, dtype=torch.float32, device=values_E.device)
+    return flat.index_add(0, positions_E, values_E).view(route.num_rows, route.vocab_size)

@@ -1,0 +1,148 @@
+"""When the text or a token ends an output, and which text may be shown meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hpu_duo.sampling.params import SamplingParams
+
+
+class StopMatch(NamedTuple):
+    """A stop string found in the output.
+
+    Attributes:
+        stop: the string.
+        start, end: its character range in the whole output text.
+        cut: length of the text to keep: ``end`` if the stop string is included, else ``start``.
+    """
+
+    stop: str
+    start: int
+    end: int
+    cut: int
+
+
+class Released(NamedTuple):
+    """Text that may be shown now, and the stop string that ended the output, if one did."""
+
+    text: str
+    match: StopMatch | None
+
+
+class StopChecker:
+    """Find stop strings in text that comes in pieces, and hold back what could be the start of one.
+
+    The stop string that is complete first wins; of those complete at the same character, the longest. So the
+    result does not depend on how the text is split into tokens. A string that completes before
+    ``min_tokens`` is reached is ordinary text, but one that only begins before it counts.
+
+    Each character costs amortised constant time per stop string.
+
+    Source: Knuth, Morris and Pratt 1977 (doi:10.1137/0206024).
+
+    Args:
+        params: uses ``stop``, ``include_stop_str_in_output`` and ``min_tokens``.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._include = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        # Longest first, so that the first hit at a character is the longest.
+        self._stops = tuple(sorted(set(params.stop), key=lambda stop: (-len(stop), stop)))
+        self._borders = tuple(_find_borders(stop) for stop in self._stops)
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+        self._num_released = 0
+        self._is_finished = False
+
+    def push(self, text: str, num_output_tokens: int) -> Released:
+        """Add a piece of text.
+
+        Args:
+            text: the next characters of the output, possibly none.
+            num_output_tokens: tokens generated so far, including the one that gave ``text``.
+
+        Returns:
+            The text to show and, if a stop string is complete, where. After a match the checker is
+            finished and the rest of ``text`` is dropped.
+
+        Raises:
+            ValueError: called again after a match.
+        """
+        if self._is_finished:
+            raise ValueError(f"expected no text after a stop string, got {text!r}")
+        if not self._stops:
+            return self._release(text, len(text))
+        is_armed = num_output_tokens >= self._min_tokens
+        pending = self._held + text
+        for at in range(len(self._held), len(pending)):
+            stop = self._advance(pending[at])
+            if stop is not None and is_armed:
+                return self._finish(pending, stop, at + 1)
+        # With the stop string included, its beginning is shown whatever follows.
+        num_held = 0 if self._include else self._longest_prefix
+        return self._release(pending, len(pending) - num_held)
+
+    def flush(self) -> str:
+        """The text still held back, for an output that ends for another reason (length, EOS)."""
+        return self._release(self._held, len(self._held)).text
+
+    @property
+    def _longest_prefix(self) -> int:
+        """Characters at the end of the text that could still become a stop string."""
+        return max(self._matched)
+
+    def _advance(self, char: str) -> str | None:
+        """Follow one character in every stop string; return the longest one that it completes."""
+        completed = None
+        for which, (stop, borders) in enumerate(zip(self._stops, self._borders)):
+            length = self._matched[which]
+            while length and stop[length] != char:
+                length = borders[length]
+            if stop[length] == char:
+                length += 1
+            if length == len(stop):
+                completed = completed or stop
+                length = borders[length]
+            self._matched[which] = length
+        return completed
+
+    def _finish(self, pending: str, stop: str, end: int) -> Released:
+        self._is_finished = True
+        start = end - len(stop)
+        offset = self._num_released
+        # With the stop string included its beginning may already be out, so start is counted from the end.
+        match = StopMatch(stop, offset + start, offset + end, offset + (end if self._include else start))
+        return Released(self._release(pending[:end], end if self._include else start).text, match)
+
+    def _release(self, pending: str, num_chars: int) -> Released:
+        self._held = "" if self._is_finished else pending[num_chars:]
+        self._num_released += num_chars
+        return Released(pending[:num_chars], None)
+
+
+def is_stop_token(
+    params: SamplingParams, token_id: int, num_output_tokens: int, eos_token_ids: Sequence[int]
+) -> bool:
+    """Whether a sampled token ends the output: EOS unless ignored, or one of ``stop_token_ids``.
+
+    Args:
+        num_output_tokens: tokens generated so far, including this one; below ``min_tokens`` nothing ends.
+    """
+    if num_output_tokens < params.min_tokens:
+        return False
+    return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)
+
+
+def _find_borders(text: str) -> list[int]:
+    """``borders[n]``: length of the longest proper prefix of ``text[:n]`` that is also its suffix."""
+    borders = [0] * (len(text) + 1)
+    length = 0
+    for at in range(1, len(text)):
+        while length and text[at] != text[length]:
+            length = borders[length]
+        if text[at] == text[length]:
+            length += 1
+        borders[at + 1] = length
+    return borders
