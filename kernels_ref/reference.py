@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Window, causal_mask, leading_slots, ring_mask
-from kernels_ref.index import as_index, gather
+from kernels_ref.index import gather
 from kernels_ref.partial import FLOOR, Partial, attend, empty, merge
 from kernels_ref.step import RingStep, StepTensors
 
@@ -176,13 +176,15 @@ def sum_by_owner(blocks: Partial, owner: torch.Tensor, num_rows: int) -> Partial
     num_blocks, num_kv, group, dim = blocks.attn.shape
     owned = (owner < num_rows)[:, None, None]
     block_max = torch.where(owned, blocks.max, FLOOR)
-    row_max = torch.full((num_rows + 1, num_kv, group), FLOOR, device=owner.device)
-    row_max = row_max.index_reduce(0, as_index(owner), block_max, "amax")
+    row = torch.arange(num_rows + 1, dtype=owner.dtype, device=owner.device)
+    member_NX = row[:, None] == owner[None]
+    # A masked maximum over all pairs: [N, chunk, H] is small, and it is native everywhere.
+    row_max = torch.where(member_NX[..., None, None], block_max[None], FLOOR).amax(dim=1)
     weight = torch.exp(block_max - gather(row_max, owner))
     # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
     attn = torch.where(owned[..., None], blocks.attn, 0.0) * weight[..., None]
     total = torch.where(owned, blocks.sum, 0.0) * weight
-    member = (torch.arange(num_rows, dtype=owner.dtype, device=owner.device)[:, None] == owner[None]).float()
+    member = member_NX[:num_rows].float()
     return Partial(
         torch.matmul(member, attn.reshape(num_blocks, -1)).view(num_rows, num_kv, group, dim),
         row_max[:num_rows],
