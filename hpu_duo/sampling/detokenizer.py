@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# A UTF-8 character has at most four bytes. Tokens that still end in a broken character after this many are
-# not waiting for the rest of one.
+# A UTF-8 character has at most four bytes.
+_MAX_CHAR_TOKENS = 4
+
+# Tokens that still end in a broken character after this many are not waiting for the rest of one.
 _MAX_HELD_TOKENS = 16
 
 # Enough tokens to contain any unfinished character, kept when garbage is cut.
@@ -70,13 +72,26 @@ class IncrementalDetokenizer:
         self._skipped = special_token_ids(tokenizer) if special_ids is None else special_ids
         # _window = _num_settled tokens of the last released piece, then held tokens
         # _released = characters of decode(_window) that are out
-        self._window = [i for i in context_ids[-2 * _TAIL_TOKENS :] if i not in self._skipped][-_TAIL_TOKENS:]
-        context = self._decode()
-        self._released = len(context.rstrip(REPLACEMENT))
-        # An unfinished character at the end of the prompt belongs to the output only once it is finished.
-        # Until then its tokens are held too: the window may be cut only between characters.
-        self._num_unfinished = len(context) - self._released
-        self._num_settled = 0 if self._num_unfinished else len(self._window)
+        self._window: list[int] = []
+        self._num_settled = self._released = self._num_unfinished = 0
+        for token_id in self._tail(list(context_ids[-_TAIL_TOKENS - _MAX_CHAR_TOKENS :])):
+            self.push(token_id)
+        self._release_context()
+
+    def _tail(self, context_ids: list[int]) -> list[int]:
+        """The last tokens of the context, from the beginning of a character on."""
+        shortest = max(0, len(context_ids) - _TAIL_TOKENS)
+        for start in range(shortest, -1, -1):
+            firsts = (context_ids[start : start + n] for n in range(1, _MAX_CHAR_TOKENS + 1))
+            if any(not self._decode(first).startswith(REPLACEMENT) for first in firsts):
+                return context_ids[start:]
+        return context_ids[shortest:]
+
+    def _release_context(self) -> None:
+        """Count the prompt's text as out, except an unfinished character: the output may finish it."""
+        text = self._decode(self._window)
+        self._released = max(self._released, len(text.rstrip(REPLACEMENT)))
+        self._num_unfinished = len(text) - self._released
 
     def push(self, token_id: int) -> str:
         """Add one token and return the text that it settles, often one piece, sometimes none."""
@@ -84,7 +99,7 @@ class IncrementalDetokenizer:
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
-        text = self._decode()
+        text = self._decode(self._window)
         is_broken = text.endswith(REPLACEMENT)
         is_overdue = len(self._window) - self._num_settled > _MAX_HELD_TOKENS
         if is_broken and not is_overdue:
@@ -103,7 +118,7 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """Return what is still held, a broken character included; call it once, at the end."""
-        text = self._decode()
+        text = self._decode(self._window)
         piece = self._drop_unfinished(text[self._released :])
         self._released = len(text)
         return piece
@@ -121,12 +136,12 @@ class IncrementalDetokenizer:
     def _cut(self, num_tokens: int) -> None:
         """Forget the oldest tokens. The rest is released, but for a broken last character."""
         del self._window[:num_tokens]
-        text = self._decode()
+        text = self._decode(self._window)
         self._released = len(text) - text.endswith(REPLACEMENT)
 
-    def _decode(self) -> str:
+    def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            self._window,
+            token_ids,
             skip_special_tokens=self._skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
