@@ -231,7 +231,9 @@ class Engine:
     def _count(self, plan: StepPlan, result: StepResult) -> None:
         c = self._counters
         c.steps[str(result.shape.phase)] += 1
-        c.num_prompt_tokens += sum(max(0, row.request.num_prompt_tokens - row.start) for row in plan.rows)
+        c.num_prompt_tokens += sum(
+            max(0, min(row.end, row.request.num_prompt_tokens) - row.start) for row in plan.rows
+        )
         c.num_output_tokens += len(result.token_ids)
         c.num_query_tokens += result.bucket.query_len
         c.num_padded_tokens += result.bucket.query_len - result.shape.query_len

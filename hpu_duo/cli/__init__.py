@@ -1,0 +1,8 @@
+"""The command line: ``hpu-duo generate``, ``hpu-duo passkey``, ``hpu-duo doctor``.
+
+Nothing here imports torch before a command needs it, so help and usage errors come at once.
+"""
+
+from hpu_duo.cli.app import main
+
+__all__ = ["main"]

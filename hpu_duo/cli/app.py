@@ -1,0 +1,50 @@
+"""The commands by name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hpu_duo import __version__
+from hpu_duo.cli.doctor import doctor
+from hpu_duo.cli.generate import generate
+from hpu_duo.cli.passkey import passkey
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+app = typer.Typer(
+    name="hpu-duo",
+    help="LLM inference with static shapes for Intel Gaudi and long contexts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # --max_new_tokens is the same as --max-new-tokens, as other tools have it.
+    context_settings={"token_normalize_func": _dashes},
+)
+app.command()(generate)
+app.command()(passkey)
+app.command()(doctor)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"hpu-duo {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """LLM inference with static shapes for Intel Gaudi and long contexts."""
+
+
+def main() -> None:
+    """Entry point of the ``hpu-duo`` script."""
+    app()

@@ -1,0 +1,143 @@
+"""``hpu-duo doctor``: what this machine can run, and why it cannot run the rest."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hpu_duo.cli.options import Json
+
+_NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+_OPTIONAL = ("optimum-habana", "habana-torch-plugin", "triton")
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
+_COMPILERS = ("g++", "clang++", "c++")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        topic: versions, devices, cpu or graphs.
+        is_usable: None for a fact that is neither good nor bad.
+    """
+
+    topic: str
+    name: str
+    is_usable: bool | None
+    detail: str
+
+
+def doctor(as_json: Json = False) -> None:
+    """Print versions, devices and capture backends, and why something is not usable.
+
+    The exit code is 0 if models can run on the CPU of this machine, else 1.
+    """
+    findings = [*_versions(), *_with_torch()]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _show(findings)
+    if not any((f.topic, f.name, f.is_usable) == ("devices", "cpu", True) for f in findings):
+        raise typer.Exit(1)
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("versions", "hpu-duo", None, metadata.version("hpu-duo"))
+    yield Finding("versions", "python", None, f"{platform.python_version()}, {platform.platform()}")
+    for name in _NEEDED:
+        version = _version(name)
+        yield Finding("versions", name, version is not None, version or "not installed, but needed")
+    for name in _OPTIONAL:
+        yield Finding("versions", name, None, _version(name) or "not installed (optional)")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _with_torch() -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        yield Finding("devices", "cpu", False, "torch is not installed")
+        return
+    yield from _devices()
+    yield from _cpu()
+    yield from _graphs()
+
+
+def _devices() -> Iterator[Finding]:
+    from hpu_duo.device import NAMES, problem, resolve_device
+
+    for name in NAMES:
+        reason = problem(name)
+        yield Finding("devices", name, reason is None, reason or "usable")
+    yield Finding("devices", "auto", None, f"is {resolve_device('auto')} here")
+
+
+def _cpu() -> Iterator[Finding]:
+    import torch
+
+    from hpu_duo.modeling.packed_linear import can_pack
+
+    flags = _cpu_flags()
+    found = ", ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of " + ", ".join(_CPU_FLAGS)
+    yield Finding("cpu", "threads", None, f"{torch.get_num_threads()} used by torch")
+    yield Finding(
+        "cpu", "instructions", None, f"torch uses {torch.backends.cpu.get_cpu_capability()}; {found}"
+    )
+    packs = can_pack(torch.bfloat16)
+    detail = "bfloat16 weights are laid out for oneDNN once" if packs else "oneDNN has no bfloat16 here"
+    yield Finding("cpu", "packed weights", packs, detail)
+
+
+def _cpu_flags() -> frozenset[str]:
+    """The instruction sets of the first CPU as Linux names them; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(("flags", "Features")):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def _graphs() -> Iterator[Finding]:
+    from graphs.backends import BACKEND_NAMES
+
+    for name in BACKEND_NAMES:
+        reason = _compile_problem() if name == "compile" else None
+        yield Finding("graphs", name, reason is None, reason or "usable")
+
+
+def _compile_problem() -> str | None:
+    """Why torch.compile cannot build CPU code, or None when it can."""
+    if not any(map(shutil.which, _COMPILERS)):
+        return f"no C++ compiler is on the path ({', '.join(_COMPILERS)})"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return f"the headers of Python {sys.version_info.major}.{sys.version_info.minor} are not installed"
+    return None
+
+
+def _show(findings: list[Finding]) -> None:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    topic = ""
+    for finding in findings:
+        mark = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: ""}[finding.is_usable]
+        table.add_row("" if finding.topic == topic else finding.topic, finding.name, mark, finding.detail)
+        topic = finding.topic
+    Console().print(table)

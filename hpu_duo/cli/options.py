@@ -1,0 +1,180 @@
+"""Options that several commands share, and the model that they describe.
+
+Names are those of vLLM and of optimum-habana's generation example where one exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
+from hpu_duo.cli.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from hpu_duo.llm import HPUDuoModel
+
+DEFAULT_MAX_NUM_SEQS = 32
+
+_HEADS = "Heads"
+_ENGINE = "Engine"
+
+Model = Annotated[
+    Path | None,
+    typer.Option(help="Directory of a transformers checkpoint.", show_default="the built-in model"),
+]
+Pattern = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory of a head pattern in DuoAttention's published format.",
+        show_default="all heads retrieve",
+        rich_help_panel=_HEADS,
+    ),
+]
+Sparsity = Annotated[
+    float | None, typer.Option(help="Share of KV heads that stream, 0 to 1.", rich_help_panel=_HEADS)
+]
+Threshold = Annotated[
+    float | None, typer.Option(help="KV heads with a higher score retrieve.", rich_help_panel=_HEADS)
+]
+Sink = Annotated[
+    int | None,
+    typer.Option(
+        help="First tokens that streaming heads keep.",
+        show_default="the pattern's",
+        rich_help_panel=_HEADS,
+    ),
+]
+Recent = Annotated[
+    int | None,
+    typer.Option(
+        help="Newest tokens that streaming heads keep.",
+        show_default="the pattern's",
+        rich_help_panel=_HEADS,
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or hpu.", rich_help_panel=_ENGINE)]
+Dtype = Annotated[
+    str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=_ENGINE)
+]
+Graphs = Annotated[
+    str, typer.Option(help="How steps are captured: eager or compile.", rich_help_panel=_ENGINE)
+]
+Attention = Annotated[
+    str, typer.Option(help="Attention kernels: auto, reference or sdpa.", rich_help_panel=_ENGINE)
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of prompt and output together.",
+        show_default="what model and cache hold",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxNumSeqs = Annotated[
+    int | None,
+    typer.Option(
+        help="Requests that run at the same time.",
+        show_default=f"as many as there are, at most {DEFAULT_MAX_NUM_SEQS}",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxNumBatchedTokens = Annotated[
+    int,
+    typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=_ENGINE),
+]
+BlockSize = Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=_ENGINE)]
+NumBlocks = Annotated[
+    int | None,
+    typer.Option(help="KV blocks to hold.", show_default="what the requests need", rich_help_panel=_ENGINE),
+]
+KVCacheBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-bytes",
+        "--kv-cache-memory-bytes",
+        metavar="SIZE",
+        help="Memory of the KV cache instead of a number of blocks, such as 4GiB.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Fixes everything that is drawn at random.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text and tables.")]
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Which heads stream."""
+
+    pattern: Path | None
+    sparsity: float | None
+    threshold: float | None
+    sink: int | None
+    recent: int | None
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How steps are computed and how much is held; see ``HPUDuoModel.from_pretrained``."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    graphs: str = "eager"
+    attention: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 2048
+    block_size: int = 128
+    num_blocks: int | None = None
+    kv_cache_bytes: str | None = None
+    seed: int = 0
+
+
+def load_model(
+    path: Path | None, heads: HeadOptions, options: EngineOptions, num_requests: int
+) -> HPUDuoModel:
+    """Load what the options describe.
+
+    Args:
+        path: None is the built-in model, whose own pattern is used when the heads are to be cut
+            and no other pattern is named.
+        num_requests: how many there will be, the default of ``max_num_seqs``.
+
+    Raises:
+        ValueError: the files or the options do not fit together; see ``HPUDuoModel.from_pretrained``.
+    """
+    kv_cache_bytes = None if options.kv_cache_bytes is None else parse_bytes(options.kv_cache_bytes)
+    # Everything that needs torch comes after what can be refused without it.
+    from transformers.utils import logging
+
+    from hpu_duo.llm import HPUDuoModel
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    is_cut = heads.sparsity is not None or heads.threshold is not None
+    return HPUDuoModel.from_pretrained(
+        MODEL_DIR if path is None else path,
+        pattern=PATTERN_DIR if path is None and heads.pattern is None and is_cut else heads.pattern,
+        sparsity=heads.sparsity,
+        threshold=heads.threshold,
+        sink=heads.sink,
+        recent=heads.recent,
+        device=options.device,
+        dtype=options.dtype,
+        attention=options.attention,
+        max_model_len=options.max_model_len,
+        max_num_seqs=_max_num_seqs(options, num_requests),
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        block_size=options.block_size,
+        num_blocks=options.num_blocks,
+        kv_cache_bytes=kv_cache_bytes,
+        graphs=options.graphs,
+        seed=options.seed,
+    )
+
+
+def _max_num_seqs(options: EngineOptions, num_requests: int) -> int:
+    return min(num_requests, DEFAULT_MAX_NUM_SEQS) if options.max_num_seqs is None else options.max_num_seqs

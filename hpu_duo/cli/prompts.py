@@ -1,0 +1,75 @@
+"""Prompts: where they come from, and their token ids."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hpu_duo.llm import HPUDuoModel
+
+STDIN = "-"
+
+
+def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
+    """The texts, then the contents of the files, in the order given.
+
+    Args:
+        files: paths of UTF-8 texts; ``-`` is standard input.
+
+    Raises:
+        ValueError: there is none, a file cannot be read, or standard input is named twice.
+    """
+    if list(files).count(STDIN) > 1:
+        raise ValueError("expected standard input (--file -) at most once")
+    prompts = [*texts, *(_read(name) for name in files)]
+    if not prompts:
+        raise ValueError("expected a prompt: --prompt TEXT, --file PATH, or --file - for standard input")
+    return prompts
+
+
+def _read(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the prompt file {name!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"expected UTF-8 text in {name!r}, got byte {error.object[error.start]:#04x}"
+        ) from error
+
+
+def tokenizer_of(model: HPUDuoModel) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        ValueError: it has none, so text can be neither read nor written.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"expected a tokenizer beside the model in {model.config.model.path}, found none")
+    return model.tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, is_chat: bool = False) -> list[int]:
+    """Token ids of a prompt, with the special tokens that the tokenizer or its chat template adds.
+
+    Args:
+        is_chat: take the text as what the user says, and let the assistant answer.
+
+    Raises:
+        ValueError: a chat is wanted and the tokenizer has no chat template.
+    """
+    if not is_chat:
+        return list(tokenizer(text)["input_ids"])
+    if tokenizer.chat_template is None:
+        raise ValueError("expected a tokenizer with a chat template for --chat, got one without")
+    # As text first: what apply_chat_template returns for ids differs between transformers 4 and 5.
+    said = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+    )
+    return list(tokenizer(said, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,71 @@
+"""``hpu-duo doctor``, ``--version`` and ``--help``."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import Result
+
+from hpu_duo import __version__
+
+Run = Callable[..., Result]
+
+
+def test_the_cpu_is_usable_and_what_is_not_says_why(hpu_duo: Run) -> None:
+    result = hpu_duo("doctor", "--json")
+    assert result.exit_code == 0
+    findings = {(one["topic"], one["name"]): one for one in json.loads(result.stdout)}
+    assert findings["devices", "cpu"]["is_usable"]
+    assert findings["devices", "cuda"]["is_usable"] == torch.cuda.is_available()
+    assert findings["versions", "torch"]["detail"] == torch.__version__
+    assert findings["graphs", "eager"]["is_usable"]
+    assert ("graphs", "compile") in findings
+    for one in findings.values():
+        if one["is_usable"] is False:
+            assert len(one["detail"]) > 10, "a reason, not a word"
+
+
+def test_the_report_for_people_holds_the_same_lines(hpu_duo: Run) -> None:
+    result = hpu_duo("doctor")
+    assert result.exit_code == 0
+    for text in ("versions", "transformers", "devices", "cuda", "packed weights", "compile"):
+        assert text in result.stdout
+
+
+def test_without_a_compiler_only_the_compile_backend_is_lost(
+    hpu_duo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = hpu_duo("doctor", "--json")
+    findings = {(one["topic"], one["name"]): one for one in json.loads(result.stdout)}
+    assert result.exit_code == 0
+    assert findings["graphs", "eager"]["is_usable"]
+    assert not findings["graphs", "compile"]["is_usable"]
+    assert "no C++ compiler" in findings["graphs", "compile"]["detail"]
+
+
+def test_the_version_is_that_of_the_installed_package(hpu_duo: Run) -> None:
+    assert hpu_duo("--version").stdout == f"hpu-duo {__version__}\n"
+    assert metadata.version("hpu-duo") == __version__
+
+
+def test_help_comes_without_importing_torch() -> None:
+    script = """
+import sys
+from typer.testing import CliRunner
+from hpu_duo.cli.app import app
+for arguments in (["--help"], ["generate", "--help"], ["passkey", "--help"], ["doctor", "--help"]):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0 and "Usage" in result.output, result.output
+result = CliRunner().invoke(app, ["generate"])
+assert result.exit_code == 2, result.output
+heavy = {"torch", "transformers", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

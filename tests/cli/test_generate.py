@@ -1,0 +1,203 @@
+"""``hpu-duo generate``: what it prints where, and what it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import Result
+
+Run = Callable[..., Result]
+
+
+def transformers_text(
+    model_dir: Path, tokenizer: PreTrainedTokenizerFast, prompt: str, num_tokens: int
+) -> str:
+    model = LlamaForCausalLM.from_pretrained(model_dir)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    out = model.generate(ids, max_new_tokens=num_tokens, do_sample=False)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_one_prompt_streams_its_text_to_stdout_and_the_table_to_stderr(
+    hpu_duo: Run, model_dir: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    result = hpu_duo("generate", "--model", model_dir, "--prompt", "Once upon", "--max-new-tokens", "8")
+    assert result.exit_code == 0, result.stderr
+    expected = transformers_text(model_dir, tokenizer, "Once upon", 8)
+    assert result.stdout.rstrip("\n") == expected.rstrip("\n")
+    for row in ("prefill", "decode", "steps", "padding", "KV at peak"):
+        assert row in result.stderr
+    assert "c-- x 1" in result.stderr
+    assert "of full attention" in result.stderr
+
+
+def test_several_prompts_are_labelled_in_the_order_given(
+    hpu_duo: Run, model_dir: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("from a file", encoding="utf-8")
+    result = hpu_duo(
+        *("generate", "--model", model_dir, "--max-new-tokens", "6"),
+        *("--file", "-", "--file", tmp_path / "prompt.txt", "--prompt", "first", "--prompt", "second"),
+        stdin=b"from standard input",
+    )
+    assert result.exit_code == 0, result.stderr
+    prompts = ["first", "second", "from standard input", "from a file"]
+    labels = [line for line in result.stdout.split("\n") if line.startswith("--- prompt ")]
+    assert labels == [f"--- prompt {n} of 4 (length): {text}" for n, text in enumerate(prompts, start=1)]
+    for prompt in prompts:
+        assert transformers_text(model_dir, tokenizer, prompt, 6) in result.stdout
+
+
+def test_json_holds_texts_tokens_and_exact_counts(hpu_duo: Run, model_dir: Path) -> None:
+    result = hpu_duo(
+        *("generate", "--model", model_dir, "--prompt", "x" * 100, "--prompt", "y" * 7, "--json"),
+        *("--max-new-tokens", "5", "--ignore-eos", "--max-num-batched-tokens", "32", "--block-size", "16"),
+    )
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert [one["num_prompt_tokens"] for one in told["completions"]] == [100, 7]
+    assert [len(one["token_ids"]) for one in told["completions"]] == [5, 5]
+    assert {one["finish_reason"] for one in told["completions"]} == {"length"}
+    run = told["run"]
+    assert run["prefill"]["num_tokens"] == 107
+    assert run["stats"]["num_output_tokens"] == 10
+    assert run["stats"]["num_steps"] == sum(run["stats"]["steps"].values())
+    assert run["kv_ratio"] >= 1.0, "without streaming heads whole blocks are at least the tokens in them"
+
+
+def test_a_pattern_lowers_the_bytes_held(hpu_duo: Run, model_dir: Path, pattern_dir: Path) -> None:
+    result = hpu_duo(
+        *("generate", "--model", model_dir, "--prompt", "z" * 1000, "--max-new-tokens", "4", "--json"),
+        *("--pattern", pattern_dir, "--sparsity", "0.5", "--block-size", "16"),
+    )
+    assert result.exit_code == 0, result.stderr
+    ratio = json.loads(result.stdout)["run"]["kv_ratio"]
+    blocks, ring, tokens = 63 * 16, 16, 1003
+    assert ratio == pytest.approx((blocks + ring) / (2 * tokens), rel=1e-2)
+
+
+def test_sampled_text_depends_on_the_seed_alone(hpu_duo: Run, model_dir: Path) -> None:
+    def sample(seed: int) -> str:
+        sampling = ("--temperature", "1.5", "--top-k", "100", "--top_p", "0.99", "--seed", str(seed))
+        return hpu_duo("generate", "--model", model_dir, "--prompt", "a", *sampling).stdout
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_output_ends_before_a_stop_text(hpu_duo: Run, model_dir: Path) -> None:
+    common = ("generate", "--model", model_dir, "--prompt", "q", "--max-new-tokens", "12")
+    whole = hpu_duo(*common).stdout.removesuffix("\n")
+    stop = whole[5]
+    assert hpu_duo(*common, "--stop", stop).stdout.removesuffix("\n") == whole.split(stop)[0]
+
+
+def test_chat_wraps_the_prompt_in_the_models_template(
+    hpu_duo: Run, model_dir: Path, chat_model_dir: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    result = hpu_duo(
+        "generate", "--model", chat_model_dir, "--chat", "--prompt", "Hi", "--max-new-tokens", "6"
+    )
+    assert result.exit_code == 0, result.stderr
+    wrapped = "<user>Hi<assistant>"
+    assert result.stdout.rstrip("\n") == transformers_text(model_dir, tokenizer, wrapped, 6).rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected a prompt"),
+        (["--file", "-", "--file", "-"], "at most once"),
+        (["--file", "no-such-file.txt"], "cannot read the prompt file 'no-such-file.txt'"),
+        (["--prompt", ""], "needs at least one prompt token"),
+        (["--prompt", "x" * 5000], "has 5000 prompt tokens"),
+        (["--prompt", "x", "--chat"], "with a chat template"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "max_tokens: expected an integer >= 1, got 0"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature: expected a number in [0, "),
+        (["--prompt", "x", "--temperature", "1", "--top-p", "0"], "top_p: expected a number in (0, 1]"),
+        (["--prompt", "x", "--top-k", "5"], "expected --temperature above 0 with --top-k"),
+        (["--prompt", "x", "--sparsity", "0.5"], "sparsity need a head pattern"),
+        (["--prompt", "x", "--device", "tpu"], "expected device 'auto' or one of cpu, cuda, hpu, got 'tpu'"),
+        (["--prompt", "x", "--dtype", "int3"], "expected dtype 'auto' or one of"),
+        (["--prompt", "x", "--graphs", "magic"], "expected a capture backend"),
+        (["--prompt", "x", "--attention", "magic"], "expected attention to be one of"),
+        (["--prompt", "x", "--block-size", "0"], "expected block_size to be an integer >= 1"),
+        (["--prompt", "x", "--max-num-seqs", "0"], "expected max_num_seqs to be an integer >= 1"),
+        (["--prompt", "x", "--kv-cache-bytes", "4G"], "expected a size in bytes such as 4GiB"),
+        (["--prompt", "x", "--kv-cache-bytes", "1KiB"], "the KV cache needs at least"),
+        (["--prompt", "x", "--kv-cache-bytes", "1GiB", "--num-blocks", "4"], "got both"),
+        (["--prompt", "x", "--max-model-len", "999999"], "expected max_model_len of at most 4096"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    hpu_duo: Run, model_dir: Path, arguments: list[str], message: str
+) -> None:
+    result = hpu_duo("generate", "--model", model_dir, *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("hpu-duo: error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sparsity", "1.5"], "expected sparsity in [0, 1], got 1.5"),
+        (["--sparsity", "0.5", "--threshold", "0.5"], "expected sparsity or threshold, got both"),
+        ([], "needs sparsity or threshold, got neither"),
+        (["--sparsity", "0.5", "--recent", "0"], "expected recent to be an integer >= 1"),
+    ],
+)
+def test_a_bad_choice_of_heads_is_refused(
+    hpu_duo: Run, model_dir: Path, pattern_dir: Path, arguments: list[str], message: str
+) -> None:
+    result = hpu_duo("generate", "--model", model_dir, "--prompt", "x", "--pattern", pattern_dir, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_missing_files_are_named(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
+    no_model = hpu_duo("generate", "--model", tmp_path / "nothing", "--prompt", "x")
+    assert (no_model.exit_code, "expected a directory" in no_model.stderr) == (2, True)
+    no_pattern = hpu_duo(
+        *("generate", "--model", model_dir, "--prompt", "x"),
+        *("--pattern", tmp_path, "--sparsity", "0.5"),
+    )
+    assert (no_pattern.exit_code, "full_attention_heads.tsv" in no_pattern.stderr) == (2, True)
+
+
+def test_text_that_is_not_utf8_is_refused(hpu_duo: Run, model_dir: Path) -> None:
+    result = hpu_duo("generate", "--model", model_dir, "--file", "-", stdin=b"ab\xff")
+    assert result.exit_code == 2
+    assert "expected UTF-8 text in '-', got byte 0xff" in result.stderr
+
+
+def test_unknown_options_exit_with_2(hpu_duo: Run) -> None:
+    assert hpu_duo("generate", "--no-such-option").exit_code == 2
+
+
+def test_ctrl_c_keeps_the_text_and_the_table_and_leaves_no_traceback(model_dir: Path) -> None:
+    command = [sys.executable, "-m", "hpu_duo.cli", "generate", "--model", str(model_dir), "--ignore-eos"]
+    process = subprocess.Popen(
+        [*command, "--prompt", "run", "--max-new-tokens", "4000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert first
+    assert rest.endswith(b"\n")
+    assert b"decode" in errors
+    assert b"Traceback" not in errors

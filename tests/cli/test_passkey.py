@@ -1,0 +1,59 @@
+"""``hpu-duo passkey`` with a model that cannot do it: the task and the verdict, not the skill."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from typer.testing import Result
+
+from hpu_duo.builtin.passkeys import Passkey
+from hpu_duo.cli.passkey import Answer
+
+Run = Callable[..., Result]
+
+
+def test_every_passkey_is_asked_for_after_the_whole_document(
+    hpu_duo: Run, model_dir: Path, pattern_dir: Path
+) -> None:
+    result = hpu_duo(
+        *("passkey", "--model", model_dir, "--pattern", pattern_dir, "--sparsity", "0.5", "--json"),
+        *("--num-tokens", "1200", "--num-passkeys", "3", "--passkey-words", "2", "--block-size", "16"),
+    )
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert len(told["answers"]) == 3
+    assert told["num_right"] == sum(one["is_right"] for one in told["answers"])
+    assert all(1100 < one["num_prompt_tokens"] < 1400 for one in told["answers"])
+    assert all(len(one["expected"].split()) == 2 for one in told["answers"])
+    assert [one["depth"] for one in told["answers"]] == sorted(one["depth"] for one in told["answers"])
+    assert told["run"]["kv_ratio"] < 0.55
+
+
+def test_the_table_shows_expected_and_answered_and_a_verdict_for_each(hpu_duo: Run, model_dir: Path) -> None:
+    result = hpu_duo(
+        *("passkey", "--model", model_dir, "--num-tokens", "600"),
+        *("--num-passkeys", "2", "--passkey-words", "1"),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("✗") == 2
+    assert "0 of 2 passkeys found" in result.stdout
+    assert "What is the passkey for " in result.stdout
+    assert "KV at peak" in result.stdout
+
+
+def test_an_answer_is_right_when_it_is_the_hidden_words_in_order() -> None:
+    hidden = Passkey("Ada", ("otter", "drum"), 0.5)
+    assert Answer(hidden, "otter drum").is_right
+    assert not Answer(hidden, "drum otter").is_right
+    assert not Answer(hidden, "otter drum jar").is_right
+
+
+def test_documents_that_cannot_be_written_are_refused(hpu_duo: Run, model_dir: Path) -> None:
+    for arguments, message in (
+        (("--num-passkeys", "0"), "expected --num-passkeys of at least 1"),
+        (("--num-tokens", "10"), "more tokens are needed"),
+        (("--num-tokens", "9000"), "at most 4095 leave room"),
+    ):
+        result = hpu_duo("passkey", "--model", model_dir, *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
