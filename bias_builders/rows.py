@@ -33,6 +33,7 @@ class StepRows:
 
     @property
     def num_rows(self) -> int:
+        """Requests that run in this step."""
         return len(self.row_id)
 
     @property

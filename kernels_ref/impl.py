@@ -30,7 +30,9 @@ class Kernels(Protocol):
         t: StepTensors,
         window: Window | None,
         softcap: float | None,
-    ) -> Partial: ...
+    ) -> Partial:
+        """New tokens of multi-token rows against the new keys of their own row."""
+        ...
 
     def shared_blocks(
         self,
@@ -39,7 +41,9 @@ class Kernels(Protocol):
         v_XKBD: torch.Tensor,
         t: StepTensors,
         softcap: float | None,
-    ) -> Partial: ...
+    ) -> Partial:
+        """Every query against the blocks that more than one query reads."""
+        ...
 
     def shared_rings(
         self,
@@ -50,7 +54,9 @@ class Kernels(Protocol):
         ring: RingStep,
         window: Window,
         softcap: float | None,
-    ) -> Partial: ...
+    ) -> Partial:
+        """Tokens of multi-token rows against what their ring held before the step."""
+        ...
 
     def unique_blocks(
         self,
@@ -59,7 +65,9 @@ class Kernels(Protocol):
         v_XKBD: torch.Tensor,
         t: StepTensors,
         softcap: float | None,
-    ) -> Partial: ...
+    ) -> Partial:
+        """Single-token rows against the blocks that only they read."""
+        ...
 
     def unique_rings(
         self,
@@ -68,7 +76,9 @@ class Kernels(Protocol):
         v_RKWD: torch.Tensor,
         ring: RingStep,
         softcap: float | None,
-    ) -> Partial: ...
+    ) -> Partial:
+        """Single-token rows against their own ring."""
+        ...
 
 
 def kernels(impl: Implementation) -> Kernels:

@@ -21,10 +21,14 @@ class Tokenizer(Protocol):
     """What is used of a transformers tokenizer, fast or slow."""
 
     @property
-    def all_special_ids(self) -> list[int]: ...
+    def all_special_ids(self) -> list[int]:
+        """Ids of tokens that are no text."""
+        ...
 
     # Any, because transformers declares str | list[str]: batches go through the same method.
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = ..., **kwargs: Any) -> Any: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = ..., **kwargs: Any) -> Any:
+        """The text of the tokens."""
+        ...
 
 
 def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:

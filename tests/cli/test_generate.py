@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ Run = Callable[..., Result]
 def transformers_text(
     model_dir: Path, tokenizer: PreTrainedTokenizerFast, prompt: str, num_tokens: int
 ) -> str:
-    model = LlamaForCausalLM.from_pretrained(model_dir)
+    model: Any = LlamaForCausalLM.from_pretrained(model_dir)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     out = model.generate(ids, max_new_tokens=num_tokens, do_sample=False)
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))

@@ -1,0 +1,58 @@
+# make run: the main job.  make test: lint, types, architecture, tests.  make help: all targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+# torch is installed first and pinned for everything after it, so that no other package pulls a second build in.
+TORCH ?= $(shell grep '^torch' constraints.txt)
+PYTEST_ARGS ?= -n auto
+
+BIN := $(VENV)/bin
+PINNED := $(VENV)/torch.txt
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.PHONY: help run test lint format clean FORCE
+.DEFAULT_GOAL := help
+
+help: ## Show the targets
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+run: $(VENV)/installed ## Install, then find passkeys in a long document with half of the heads streaming
+	$(BIN)/hpu-duo passkey
+
+test: lint ## Install with the development tools, check everything, run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/installed-dev ## Formatting, lint, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/installed-dev ## Format and sort imports
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(VENV)/installed: pyproject.toml $(PINNED)
+	$(BIN)/python -m pip install -q -c $(PINNED) "$(TORCH)"
+	$(BIN)/python -m pip install -q -c $(PINNED) -e .
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml $(PINNED)
+	$(BIN)/python -m pip install -q -c $(PINNED) "$(TORCH)"
+	$(BIN)/python -m pip install -q -c $(PINNED) -e '.[dev]'
+	@touch $@ $(VENV)/installed
+
+# Rewritten only when the wanted torch changes, so that a second make installs nothing.
+$(PINNED): FORCE | $(BIN)/python
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
+	  { echo "expected Python 3.10 to 3.12, got $$($(PYTHON) --version); name one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

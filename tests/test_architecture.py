@@ -1,0 +1,110 @@
+"""The rules that hold for the whole tree: who imports whom, what is optional, who reads the environment."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("hpu_duo", "graphs", "kernels_ref", "bias_builders")
+OPTIONAL = ("triton", "habana_frameworks", "optimum", "matplotlib", "fastapi", "ray")
+LEAVES = ("kernels_ref.triton", "kernels_ref.hpu", "graphs.backends.hpu")
+"""The only modules that may need an optional package to be imported at all."""
+
+READS_ENVIRONMENT = ("hpu_duo.config", "hpu_duo.device")
+INHERITED = ("forward", "extra_repr")
+"""Methods of ``torch.nn.Module`` whose contract is torch's; the class says what it computes."""
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def module_files() -> Iterator[tuple[str, Path]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(part for part in parts if part != "__init__"), path
+
+
+MODULES = dict(module_files())
+
+
+def is_leaf(module: str) -> bool:
+    return any(module == leaf or module.startswith(leaf + ".") for leaf in LEAVES)
+
+
+def definitions(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, Definition]]:
+    """Public classes and functions, and the public methods of public classes."""
+    for child in node.body:
+        if isinstance(child, Definition) and not child.name.startswith("_"):
+            yield prefix + child.name, child
+            if isinstance(child, ast.ClassDef):
+                yield from definitions(child, f"{prefix}{child.name}.")
+
+
+def test_imports_follow_the_arrows_of_the_design() -> None:
+    script = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_module_can_be_imported_without_optional_packages() -> None:
+    modules = [module for module in MODULES if not is_leaf(module) and not module.endswith("__main__")]
+    script = f"""
+import importlib, sys
+from importlib.abc import MetaPathFinder
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL!r}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocked())
+for module in {modules!r}:
+    importlib.import_module(module)
+loaded = set({OPTIONAL!r}) & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_public_names_are_found_without_importing_torch() -> None:
+    script = """
+import sys, hpu_duo
+assert "torch" not in sys.modules
+assert hpu_duo.HeadPattern.__name__ == "HeadPattern"
+assert set(hpu_duo.__all__) >= {"HPUDuoModel", "HeadPattern", "SamplingParams"}
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_configuration_reads_the_environment(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    reads = names & {"environ", "environb", "getenv", "getenvb"}
+    assert not reads or module in READS_ENVIRONMENT, f"{module} reads {reads}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_and_public_name_says_what_it_is(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    silent = [
+        name
+        for name, node in definitions(tree)
+        if not ast.get_docstring(node) and name.rpartition(".")[2] not in INHERITED
+    ]
+    assert ast.get_docstring(tree), f"{module} has no docstring"
+    assert not silent, f"{module}: {', '.join(silent)} have no docstring"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_is_a_drawer_for_odds_and_ends(module: str) -> None:
+    assert module.rpartition(".")[2] not in ("utils", "util", "helpers", "common", "misc")
