@@ -59,8 +59,8 @@ class Scheduler:
     known tokens and the next one, there are free blocks for all of its own known tokens and one more.
     Blocks are leased only as tokens are scheduled. When they run out, the latest arrival among the running
     requests is preempted: it gives everything back, keeps its outputs, and prefills prompt and outputs
-    again later. Nobody is admitted in a step that preempts. The earliest running request is never
-    preempted, so it always makes progress, and everything that fits alone ends.
+    again later; not in the same step, since less is free then than it held. The earliest running request
+    is never preempted, so it always makes progress, and everything that fits alone ends.
 
     Samples of one prompt: siblings wait for the prompt of their parent and then fork its cache up to the
     last prompt token, which each of them computes again to sample a first token of its own. A sibling that
@@ -75,7 +75,7 @@ class Scheduler:
         self._unfinished: dict[str, Request] = {}
         self._waiting = ArrivalOrder()
         self._running = ArrivalOrder()
-        self._followers: dict[str, list[Request]] = {}
+        self._followers: dict[Request, list[Request]] = {}
         self._num_arrived = 0
         self._plan_in_flight: StepPlan | None = None
 
@@ -125,7 +125,7 @@ class Scheduler:
         self._unfinished[request.request_id] = request
         if request.parent is not None and self._can_follow(request.parent):
             request.status = RequestStatus.FOLLOWING
-            self._followers.setdefault(request.parent.request_id, []).append(request)
+            self._followers.setdefault(request.parent, []).append(request)
         else:
             self._enqueue(request)
 
@@ -140,8 +140,7 @@ class Scheduler:
         step = StepDraft(self.limits.max_num_batched_tokens, self.limits.max_chunk_rows)
         self._schedule_running(step, are_decodes=True)
         self._schedule_running(step, are_decodes=False)
-        if not step.preempted:
-            self._admit(step)
+        self._admit(step)
         moves = self.leases.take_copies()
         if step.is_empty:
             assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
@@ -273,7 +272,7 @@ class Scheduler:
                 self._waiting.remove(request)
             case RequestStatus.FOLLOWING:
                 assert request.parent is not None
-                self._followers[request.parent.request_id].remove(request)
+                self._followers[request.parent].remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._unfinished[request.request_id]
@@ -293,19 +292,17 @@ class Scheduler:
         return [
             row.request
             for row in plan.rows
-            if row.request.request_id in self._followers
-            and row.request.status is RequestStatus.RUNNING
-            and row.end >= row.request.num_prompt_tokens
+            if row.request in self._followers and row.end >= row.request.num_prompt_tokens
         ]
 
     def _release_followers(self, parent: Request) -> None:
-        for child in self._followers.pop(parent.request_id, ()):
+        for child in self._followers.pop(parent, ()):
             self._enqueue(child)
 
     def _fork_followers(self, parent: Request) -> None:
         num_tokens = parent.num_prompt_tokens - 1
         is_at_end_of_prompt = parent.num_computed_tokens == parent.num_prompt_tokens
-        for child in self._followers.pop(parent.request_id):
+        for child in self._followers.pop(parent):
             if is_at_end_of_prompt and self.leases.fork(parent, child, num_tokens):
                 child.num_computed_tokens = num_tokens
                 self._run(child)

@@ -286,6 +286,39 @@ def test_siblings_outlive_a_parent_that_is_aborted_in_flight() -> None:
     assert _step(scheduler) == [("c", 0, 4), ("d", 0, 4)]
 
 
+def test_siblings_of_a_parent_preempted_in_its_prompt_become_ordinary_requests() -> None:
+    limits = replace(LIMITS, max_num_batched_tokens=2, max_num_seqs=2, num_blocks=5)
+    scheduler = Scheduler(limits)
+    _add(scheduler, "a", 4, max_tokens=12)
+    parent, child, _ = _add_family(scheduler, 10)
+    while parent.status is not RequestStatus.RUNNING:
+        _step(scheduler)
+    while parent.status is RequestStatus.RUNNING:
+        assert child.status is RequestStatus.FOLLOWING
+        _step(scheduler)
+    assert 0 < scheduler.leases.blocks.num_used <= 4
+    assert child.status is RequestStatus.WAITING
+    assert scheduler.num_waiting == 3
+
+
+def test_siblings_do_not_fork_from_a_parent_that_is_past_its_prompt() -> None:
+    scheduler = Scheduler(LIMITS)
+    parent, *_ = _add_family(scheduler, 4)
+    parent.append(7)
+    assert _step(scheduler) == [("p", 0, 5)]
+    assert _step(scheduler) == [("p", 5, 1), ("c", 0, 4), ("d", 0, 3)]
+
+
+def test_siblings_of_a_new_parent_do_not_fork_from_an_aborted_one_of_the_same_name() -> None:
+    scheduler = Scheduler(LIMITS)
+    _add(scheduler, "p", 4)
+    plan = _plan(scheduler)
+    scheduler.abort("p")
+    _, child, _ = _add_family(scheduler, 4)
+    scheduler.commit(plan, [5])
+    assert child.status is RequestStatus.FOLLOWING
+
+
 def test_a_sibling_added_after_the_prompt_was_computed_is_an_ordinary_request() -> None:
     scheduler = Scheduler(LIMITS)
     parent = _add(scheduler, "p", 4)

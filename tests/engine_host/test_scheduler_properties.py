@@ -142,6 +142,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.start == row.request.num_computed_tokens
             assert row.num_new_tokens >= 1
             assert row.wants_token == (row.end == row.request.num_tokens)
+            if limits.uses_blocks:
+                assert (row.request.num_blocks - 1) * limits.block_size < row.end
 
     def _check_that_running_requests_were_served_first(
         self, plan: StepPlan, before: dict[Request, tuple[RequestStatus, int]]
@@ -167,9 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         admitted = [row.request for row in plan.rows if before[row.request][0] is RequestStatus.WAITING]
         waiting = [r for r in self.unfinished.values() if r.status is RequestStatus.WAITING]
         assert all(a.arrival < w.arrival for a in admitted for w in waiting)
-        if plan.preempted:
-            assert not admitted
-            return
+        assert not set(plan.preempted) & {row.request for row in plan.rows}
         if not waiting or plan.num_tokens == self.limits.max_num_batched_tokens:
             return
         running = [r for r in self.unfinished.values() if r.status is RequestStatus.RUNNING]

@@ -11,7 +11,7 @@ from hpu_duo.kv.plan import LayerKV, MemoryPlan
 def _layers() -> st.SearchStrategy[tuple[LayerKV, ...]]:
     heads = st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(any)
     layer = st.builds(
-        lambda kr_ks, head_dim, ring, value_dim: LayerKV(*kr_ks, head_dim, ring, value_dim),
+        lambda heads, head_dim, ring, value_dim: LayerKV(heads[0], heads[1], head_dim, ring, value_dim),
         heads,
         st.integers(1, 16),
         st.integers(1, 32),
