@@ -1,11 +1,12 @@
 """The attention function that transformers models call, registered under one name.
 
 In normal running it finds the layer's stores on the attention module and the step among the
-keyword arguments of the model's forward. While a model is probed it only takes notes.
+keyword arguments of the model's forward. At load, it takes notes for a probe, or attends for a trial.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,7 @@ class Probe:
     def record(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]
     ) -> torch.Tensor:
+        """Note what a layer asks for; returns zeros in the shape of its output."""
         scale = kwargs.get("scaling")
         known = _HONOURED | _HARMLESS
         self.calls.append(
@@ -87,6 +89,16 @@ class Probe:
             )
         )
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+class Trial(ABC):
+    """Passed in place of a step: attends without stores."""
+
+    @abstractmethod
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[1, heads, Q, D]`` each, and sink logits ``[H]``, to ``[1, Q, H, D]``."""
 
 
 class AttentionLayer(nn.Module):
@@ -120,7 +132,7 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    hpu_duo_step: Step | Probe | None = None,
+    hpu_duo_step: Step | Probe | Trial | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface.
@@ -134,11 +146,25 @@ def attention(
     """
     if isinstance(hpu_duo_step, Probe):
         return hpu_duo_step.record(module, query, key, value, kwargs), None
+    if isinstance(hpu_duo_step, Trial):
+        return hpu_duo_step.attend(module, query, key, value, kwargs.get("s_aux")), None
     if hpu_duo_step is None:
-        raise ValueError(f"the attention implementation {NAME!r} needs hpu_duo_step, got none")
+        raise ValueError(
+            f"the attention implementation {NAME!r} needs hpu_duo_step, got none: it was not given to "
+            "forward, or the model does not pass such arguments on to its attention"
+        )
     layer: Callable[..., torch.Tensor] = getattr(module, LAYER_ATTRIBUTE)
     tokens_first = (x[0].transpose(0, 1) for x in (query, key, value))
-    return layer(*tokens_first, hpu_duo_step, kwargs.get("s_aux"))[None], None
+    # Some families view the result as [1, Q, H * D].
+    return layer(*tokens_first, hpu_duo_step, kwargs.get("s_aux"))[None].contiguous(), None
+
+
+def placeholder_mask(device: torch.device) -> torch.Tensor:
+    """A mask that transformers passes on as it is, without building one of its own.
+
+    Four dimensions mean "prepared by the caller"; our attention function never reads it.
+    """
+    return torch.zeros(1, 1, 1, 1, device=device)
 
 
 AttentionInterface.register(NAME, attention)

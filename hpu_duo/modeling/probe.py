@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpu_duo.modeling.attention import AttentionCall, Probe
+from hpu_duo.modeling.attention import AttentionCall, Probe, placeholder_mask
+from hpu_duo.modeling.refusal import refusing
+from hpu_duo.modeling.trial import try_flat_batch
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -27,45 +29,45 @@ def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     """The decoder layers of a model in order, with what each asks of its attention.
 
     Heads, windows, soft caps and sinks are read from the attention call itself, so a family
-    needs no code of its own here.
+    needs no code of its own here. A trial run then shows that there is nothing else to it.
 
     Raises:
         ValueError: the model cannot be served; the message says what is missing.
     """
     name = type(model).__name__
+    calls = _record_calls(model)
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    if len(calls) != num_layers or len({id(call.module) for call in calls}) != num_layers:
+        raise ValueError(
+            f"{name} cannot be served: expected one attention call in each of its {num_layers} layers, "
+            f"got {len(calls)} calls; layers without attention, or that share keys and values, "
+            "are missing here"
+        )
+    for index, call in enumerate(calls):
+        _check_call(f"{name}, layer {index}", call)
+    calls = [_with_configured_window(model, index, call) for index, call in enumerate(calls)]
+    try_flat_batch(model, calls)
+    paths = {id(module): path for path, module in model.named_modules()}
+    parents = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
+    return tuple(DecoderLayer(parent, call.module, call) for parent, call in zip(parents, calls))
+
+
+@torch.inference_mode()
+def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
+    """One token through the model, asked for as a step asks."""
     recorder = Probe()
     device = next(model.parameters()).device
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    with torch.inference_mode():
+    with refusing(model):
         model(
             input_ids=token,
             position_ids=token,
             attention_mask=placeholder_mask(device),
             use_cache=False,
+            logits_to_keep=token[0],
             hpu_duo_step=recorder,
         )
-    calls = recorder.calls
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if len(calls) != num_layers or len({id(call.module) for call in calls}) != num_layers:
-        raise ValueError(
-            f"{name} cannot be served: expected one attention call in each of its {num_layers} layers, "
-            f"got {len(calls)} calls; layers without attention, or that share keys and values, are missing here"
-        )
-    paths = {id(module): path for path, module in model.named_modules()}
-    layers = []
-    for index, call in enumerate(calls):
-        _check_call(f"{name}, layer {index}", call)
-        parent = model.get_submodule(paths[id(call.module)].rpartition(".")[0])
-        layers.append(DecoderLayer(parent, call.module, _with_configured_window(model, index, call)))
-    return tuple(layers)
-
-
-def placeholder_mask(device: torch.device) -> torch.Tensor:
-    """A mask that transformers passes on as it is, without building one of its own.
-
-    Four dimensions mean "prepared by the caller"; our attention function never reads it.
-    """
-    return torch.zeros(1, 1, 1, 1, device=device)
+    return recorder.calls
 
 
 def _check_call(where: str, call: AttentionCall) -> None:
@@ -73,7 +75,8 @@ def _check_call(where: str, call: AttentionCall) -> None:
         raise ValueError(f"{where} cannot be served: unknown attention arguments {', '.join(call.unknown)}")
     if call.value_head_dim != call.head_dim:
         raise ValueError(
-            f"{where} cannot be served: keys of size {call.head_dim} with values of size {call.value_head_dim}"
+            f"{where} cannot be served: keys of size {call.head_dim} with values of size "
+            f"{call.value_head_dim}"
         )
     if call.num_heads % call.num_kv_heads:
         raise ValueError(

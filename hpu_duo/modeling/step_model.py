@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bias_builders import Window
-from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer
-from hpu_duo.modeling.probe import DecoderLayer, placeholder_mask
+from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer, placeholder_mask
+from hpu_duo.modeling.probe import DecoderLayer
 from kernels_ref import LayerCache, LayerSpec, Step
 
 LayerRunner = Callable[..., Any]

@@ -1,0 +1,55 @@
+"""Every family against transformers' own generation, in float32."""
+
+import pytest
+import torch
+
+from hpu_duo import HPUDuoModel
+from tests.modeling.driving import greedy_logits, teacher_forced
+from tests.modeling.families import BLOCK, FAMILIES, LENGTHS, Zoo, prompts_of
+
+NUM_NEW = 10
+ALL = pytest.mark.parametrize("name", FAMILIES)
+
+
+def load(zoo: Zoo, name: str, num_batched_tokens: int, attention: str = "reference") -> HPUDuoModel:
+    return HPUDuoModel.from_pretrained(
+        zoo.load(name)[1],
+        attention=attention,
+        block_size=BLOCK,
+        max_num_seqs=len(LENGTHS),
+        max_num_batched_tokens=num_batched_tokens,
+        max_model_len=80,
+    )
+
+
+@ALL
+def test_random_checkpoints_follow_their_context(zoo: Zoo, name: str) -> None:
+    """Shows that equal tokens below mean something: no constant answers and no near ties."""
+    model, _ = zoo.load(name)
+    outputs = zoo.greedy(name, NUM_NEW)
+    assert len({tuple(output[:3]) for output in outputs}) >= len(LENGTHS) - 1
+    for prompt, output in zip(prompts_of(), outputs):
+        best = teacher_forced(model, prompt, output).topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > 1e-3
+
+
+@ALL
+@pytest.mark.parametrize("num_batched_tokens", [13, 256])
+def test_greedy_tokens_of_a_mixed_batch_equal_those_of_transformers(
+    zoo: Zoo, name: str, num_batched_tokens: int
+) -> None:
+    served = load(zoo, name, num_batched_tokens)
+    output = served.generate(prompts_of(), max_new_tokens=NUM_NEW)
+    for row, prompt, expected in zip(output, prompts_of(), zoo.greedy(name, NUM_NEW)):
+        assert row[: len(prompt) + NUM_NEW].tolist() == prompt + expected
+
+
+@ALL
+@pytest.mark.parametrize("attention", ["reference", "auto"])
+def test_logits_of_chunked_prompts_are_those_of_one_dense_forward(
+    zoo: Zoo, name: str, attention: str
+) -> None:
+    model, _ = zoo.load(name)
+    served = load(zoo, name, 13, attention)
+    for prompt, (new, logits) in zip(prompts_of(), greedy_logits(served.engine, prompts_of(), NUM_NEW)):
+        torch.testing.assert_close(logits, teacher_forced(model, prompt, new), atol=1e-4, rtol=0)
