@@ -12,6 +12,10 @@ from graphs.backends.base import Inputs, Outputs, Region
 from graphs.shape import BatchShape
 
 
+_SKIP_GUARDS = getattr(torch.compiler, "skip_all_guards_unsafe", None)
+"""From torch 2.8 on; before that guards are always checked."""
+
+
 class CompileBackend:
     """``torch.compile(fullgraph=True, dynamic=False)`` of regions; the step around them stays as it is.
 
@@ -22,11 +26,17 @@ class CompileBackend:
     Every (bucket, region) gets a function with a code object of its own. The compiler keeps its
     variants per code object and tries their guards one after the other; with one variant each, the
     number of buckets costs nothing at run time and no limit on variants is ever reached.
+
+    Args:
+        guards: check before each call that a region's inputs are what it was compiled for, which
+            costs more than the small operators of a layer. Off, the bucket and the region's key
+            vouch for that; on, a violation is a recompilation, which tests can see.
     """
 
     name = "compile"
 
-    def __init__(self) -> None:
+    def __init__(self, guards: bool = False) -> None:
+        self._options = {} if guards or _SKIP_GUARDS is None else {"guard_filter_fn": _SKIP_GUARDS}
         self._regions: dict[tuple[BatchShape, Hashable], Callable[..., object]] = {}
 
     @property
@@ -47,7 +57,7 @@ class CompileBackend:
         place = (shape, key)
         if place not in self._regions:
             self._regions[place] = torch.compile(
-                _private_copy(fn, f"{shape}"), fullgraph=True, dynamic=False
+                _private_copy(fn, f"{shape}"), fullgraph=True, dynamic=False, options=self._options
             )
         return cast(Region, self._regions[place])
 

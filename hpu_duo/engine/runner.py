@@ -21,8 +21,6 @@ from hpu_duo.modeling.step_model import StepModel, run_layer
 from hpu_duo.sampling import SamplingBatch, SamplingRow, TokenLogprobs, sample
 from kernels_ref import StepParts, StepTensors, prepare_step
 
-PREPARE = "prepare"
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -125,19 +123,15 @@ class Runner:
         geometry, model = self.geometry, self.model
         retrieval_heads, ring_kinds = model.retrieval_heads, model.ring_kinds
 
-        def prepare(tensors: StepTensors) -> Any:
-            return prepare_step(
-                parts, tensors, geometry.block_size, geometry.trash_row, retrieval_heads, ring_kinds
-            )
-
-        prepare_region = self.graphs.region(bucket, PREPARE, prepare)
         runners: dict[Hashable, Callable[..., Any]] = {
             kind: self.graphs.region(bucket, kind, run_layer) for kind in model.kinds
         }
 
         def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
             tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
-            prepared = prepare_region(tensors)
+            prepared = prepare_step(
+                parts, tensors, geometry.block_size, geometry.trash_row, retrieval_heads, ring_kinds
+            )
             return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 
         return step

@@ -1,11 +1,7 @@
-"""The parts on CPU with torch's fused flash attention, which also returns the log-sum-exp.
+"""Rows with several new tokens, and decodes that share blocks.
 
-On CPU the host is the device, so the kernels may look at the plan: each multi-token row attends
-over exactly its own keys, mostly without any mask, and pays nothing for padding or for other
-rows. That work is hidden behind operators of static output shape, so captured steps stay static.
-Parts of single-token rows are bound by memory, not by arithmetic: they are the reference's.
-
-Shapes: as in ``kernels_ref.reference``. Scores cannot be soft-capped here.
+The functions here run inside operators: they read the plan, loop over rows, and return partials
+of all queries, empty where a query takes no part.
 """
 
 from __future__ import annotations
@@ -16,19 +12,13 @@ from typing import NamedTuple
 import torch
 
 from bias_builders import Window, leading_slots, sees_streaming
-from kernels_ref.partial import FLOOR, Partial, attend, merge
-from kernels_ref.reference import unique_blocks, unique_rings
-from kernels_ref.step import RingStep, StepTensors
-
-__all__ = ["causal", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings"]
+from kernels_ref.partial import FLOOR, Partial, attend, empty, merge
 
 BAND_SLICE = 256
 """Queries of one slice of the streaming band."""
 
 CONTEXT_BLOCKS = 64
 """Context blocks that are gathered at a time."""
-
-_library = torch.library.Library("hpu_duo_kernels", "FRAGMENT")
 
 
 class _Row(NamedTuple):
@@ -44,66 +34,15 @@ def causal(
     q_QKGD: torch.Tensor,
     k_QKD: torch.Tensor,
     v_QKD: torch.Tensor,
-    t: StepTensors,
-    window: Window | None,
-    softcap: float | None,
-) -> Partial:
-    """New tokens of multi-token rows against the new keys of their own row."""
-    _refuse(softcap)
-    sink, recent = window or (0, 0)
-    row_plan = (t.row_start, t.row_num_new, t.row_query_start)
-    return Partial(*torch.ops.hpu_duo_kernels.causal(q_QKGD, k_QKD, v_QKD, *row_plan, sink, recent))
-
-
-def shared_blocks(
-    q_QKGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, t: StepTensors, softcap: float | None
-) -> Partial:
-    """Every row against the shared blocks that it sees."""
-    _refuse(softcap)
-    row_plan = (t.row_start, t.row_num_new, t.row_query_start)
-    return Partial(
-        *torch.ops.hpu_duo_kernels.shared_blocks(
-            q_QKGD, k_XKBD, v_XKBD, *row_plan, t.shared_block, t.shared_visible
-        )
-    )
-
-
-def shared_rings(
-    q_QKGD: torch.Tensor,
-    k_RKWD: torch.Tensor,
-    v_RKWD: torch.Tensor,
-    t: StepTensors,
-    ring: RingStep,
-    window: Window,
-    softcap: float | None,
-) -> Partial:
-    """Tokens of multi-token rows against what their ring held before the step."""
-    _refuse(softcap)
-    row_plan = (t.row_start, t.row_num_new, t.row_query_start)
-    return Partial(
-        *torch.ops.hpu_duo_kernels.shared_rings(
-            q_QKGD, k_RKWD, v_RKWD, *row_plan, t.chunk_row, ring.chunk_position, *window
-        )
-    )
-
-
-def _refuse(softcap: float | None) -> None:
-    if softcap is not None:
-        raise ValueError(f"the fused CPU attention has no soft cap, got softcap={softcap}")
-
-
-def _causal_op(
-    q_QKGD: torch.Tensor,
-    k_QKD: torch.Tensor,
-    v_QKD: torch.Tensor,
     row_start: torch.Tensor,
     row_num_new: torch.Tensor,
     row_query_start: torch.Tensor,
     sink: int,
     recent: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Partial:
+    """Row by row, causal or in slices of the streaming band."""
     window = Window(sink, recent) if recent else None
-    total = _nothing(q_QKGD)
+    total = empty(q_QKGD)
     for row in _multi_token_rows(row_start, row_num_new, row_query_start):
         q, k, v = (x[row.begin : row.end] for x in (q_QKGD, k_QKD, v_QKD))
         if window is None or len(q) <= window.recent:
@@ -130,7 +69,7 @@ def _band(
         yield begin, _flash(q[begin:end], k_T, v_T, visible=visible)
 
 
-def _shared_blocks_op(
+def shared_blocks(
     q_QKGD: torch.Tensor,
     k_XKBD: torch.Tensor,
     v_XKBD: torch.Tensor,
@@ -139,8 +78,9 @@ def _shared_blocks_op(
     row_query_start: torch.Tensor,
     shared_block: torch.Tensor,
     shared_visible: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    total = _nothing(q_QKGD)
+) -> Partial:
+    """Row by row over the gathered context, a bounded number of blocks at a time."""
+    total = empty(q_QKGD)
     for row in _multi_token_rows(row_start, row_num_new, row_query_start):
         visible = shared_visible[row.number]
         seen = visible.nonzero().flatten()
@@ -201,7 +141,7 @@ def _add_single_rows(
             whole.index_copy_(0, query.long(), merged)
 
 
-def _shared_rings_op(
+def shared_rings(
     q_QKGD: torch.Tensor,
     k_RKWD: torch.Tensor,
     v_RKWD: torch.Tensor,
@@ -212,9 +152,10 @@ def _shared_rings_op(
     chunk_position: torch.Tensor,
     sink: int,
     recent: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Partial:
+    """Row by row over what its ring held before the step."""
     window = Window(sink, recent)
-    total = _nothing(q_QKGD)
+    total = empty(q_QKGD)
     for row in _multi_token_rows(row_start, row_num_new, row_query_start):
         if row.start == 0:
             continue
@@ -281,11 +222,6 @@ def _flash(
     return Partial(attn, largest, total)
 
 
-def _nothing(q_QKGD: torch.Tensor) -> Partial:
-    attn = torch.zeros(q_QKGD.shape, dtype=torch.float32)
-    return Partial(attn, torch.full(attn.shape[:-1], FLOOR), torch.zeros(attn.shape[:-1]))
-
-
 def _put(total: Partial, begin: int, partial: Partial) -> None:
     """Write a slice of queries that had seen nothing so far."""
     for whole, part in zip(total, partial):
@@ -296,28 +232,3 @@ def _add(total: Partial, begin: int, partial: Partial) -> None:
     """Merge a slice of queries into what it has seen so far."""
     end = begin + len(partial.max)
     _put(total, begin, merge(Partial(*(x[begin:end] for x in total)), partial))
-
-
-def _shape_of_partial(q_QKGD: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    attn = q_QKGD.new_empty(q_QKGD.shape, dtype=torch.float32)
-    return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])
-
-
-_ROWS = "Tensor row_start, Tensor row_num_new, Tensor row_query_start"
-for _name, _arguments, _op in (
-    ("causal", f"Tensor q, Tensor k, Tensor v, {_ROWS}, int sink, int recent", _causal_op),
-    (
-        "shared_blocks",
-        f"Tensor q, Tensor k, Tensor v, {_ROWS}, Tensor shared_block, Tensor shared_visible",
-        _shared_blocks_op,
-    ),
-    (
-        "shared_rings",
-        f"Tensor q, Tensor k, Tensor v, {_ROWS}, "
-        "Tensor chunk_row, Tensor chunk_position, int sink, int recent",
-        _shared_rings_op,
-    ),
-):
-    _library.define(f"{_name}({_arguments}) -> (Tensor, Tensor, Tensor)")
-    _library.impl(_name, _op, "CPU")
-    torch.library.register_fake(f"hpu_duo_kernels::{_name}", _shape_of_partial, lib=_library)

@@ -1,0 +1,30 @@
+"""Registering functions of the plan as opaque operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_NAMESPACE = "hpu_duo_kernels"
+_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+
+
+def register(name: str, arguments: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a CPU operator that returns a partial shaped like its first argument.
+
+    Args:
+        arguments: its schema; the first is the queries ``[*, K, G, D]``.
+        function: called with CPU tensors; may read them.
+    """
+    _library.define(f"{name}({arguments}) -> (Tensor, Tensor, Tensor)")
+    _library.impl(name, function, "CPU")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", _shapes, lib=_library)
+    operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    return operator
+
+
+def _shapes(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    attn = queries.new_empty(queries.shape, dtype=torch.float32)
+    return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])
