@@ -7,7 +7,7 @@ TORCH ?= $(shell grep '^torch' constraints.txt)
 PYTEST_ARGS ?= -n auto
 
 BIN := $(VENV)/bin
-PINNED := $(VENV)/torch.txt
+PINNED := $(VENV)/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
@@ -46,9 +46,10 @@ $(VENV)/installed-dev: pyproject.toml $(PINNED)
 	$(BIN)/python -m pip install -q -c $(PINNED) -e '.[dev]'
 	@touch $@ $(VENV)/installed
 
-# Rewritten only when the wanted torch changes, so that a second make installs nothing.
+# Rewritten only when a wanted version changes, so that a second make installs nothing.
 $(PINNED): FORCE | $(BIN)/python
-	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+	@{ grep -Ev '^(#|torch)' constraints.txt; echo '$(TORCH)'; } > $@.new
+	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \

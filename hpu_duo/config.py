@@ -59,7 +59,8 @@ class HeadConfig:
     def __post_init__(self) -> None:
         if self.sparsity is not None and self.threshold is not None:
             raise ValueError(
-                f"expected sparsity or threshold, got both: sparsity={self.sparsity} threshold={self.threshold}"
+                f"expected sparsity or threshold, got both: sparsity={self.sparsity} "
+                f"threshold={self.threshold}"
             )
         if self.sparsity is not None and not 0.0 <= self.sparsity <= 1.0:
             raise ValueError(f"expected sparsity in [0, 1], got {self.sparsity}")

@@ -190,7 +190,8 @@ def _read_inputs(
     if isinstance(inputs, torch.Tensor):
         if inputs.ndim != 2 or inputs.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"expected an integer tensor [B, L] or lists of token ids, got {inputs.dtype} {list(inputs.shape)}"
+                "expected an integer tensor [B, L] or lists of token ids, "
+                f"got {inputs.dtype} {list(inputs.shape)}"
             )
         rows = inputs.tolist()
         lengths = _prompt_lengths(inputs, attention_mask, pad)

@@ -5,6 +5,7 @@ Names are those of vLLM and of optimum-habana's generation example where one exi
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -152,6 +153,8 @@ def load_model(
 
     from hpu_duo.llm import HPUDuoModel
 
+    # torch's notes to developers would stand between the user's text and the table.
+    warnings.filterwarnings("ignore", message=".* is in beta and the API may change", category=UserWarning)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     is_cut = heads.sparsity is not None or heads.threshold is not None
