@@ -57,3 +57,17 @@ def test_documents_that_cannot_be_written_are_refused(hpu_duo: Run, model_dir: P
         result = hpu_duo("passkey", "--model", model_dir, *arguments)
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+def test_the_builtin_model_finds_every_passkey_with_half_of_its_heads_streaming(hpu_duo: Run) -> None:
+    result = hpu_duo("passkey", "--num-tokens", "1500", "--num-passkeys", "3", "--json")
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["num_right"] == 3, told["answers"]
+    assert told["run"]["kv_ratio"] < 0.56
+
+
+def test_it_finds_none_when_all_heads_stream(hpu_duo: Run) -> None:
+    result = hpu_duo("passkey", "--num-tokens", "1500", "--num-passkeys", "3", "--sparsity", "1", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["num_right"] == 0

@@ -1,0 +1,40 @@
+"""The examples run as they are written, and say what their texts promise."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_generate_prints_a_full_answer_for_each_of_its_four_prompts() -> None:
+    lines = run("generate.py").splitlines()
+    assert all(re.fullmatch(r"[A-Z]\w+:( \w+){3}\.", line) for line in lines[:4]), lines
+    assert lines[4].removesuffix("<eos>") == lines[0].partition(":")[2]
+    share = re.fullmatch(r"KV cache: (\d+)% of full attention", lines[5])
+    assert share is not None
+    assert 50 <= int(share[1]) <= 60
+
+
+def test_streaming_heads_halve_the_memory_before_they_cost_an_answer() -> None:
+    lines = run("streaming_heads.py", "--num-tokens", "800", "--num-passkeys", "2").splitlines()[1:]
+    table = {}
+    for line in lines:
+        sparsity, _, _, ratio, right, _, asked = line.split()
+        assert asked == "2"
+        table[sparsity] = (float(ratio.rstrip("%")), int(right))
+    assert list(table) == ["0%", "25%", "50%", "75%", "100%"]
+    ratios = [ratio for ratio, _ in table.values()]
+    assert ratios == sorted(ratios, reverse=True)
+    assert table["0%"][1] == table["50%"][1] == 2
+    assert table["50%"][0] < 60
+    assert table["100%"][1] == 0
