@@ -3,7 +3,7 @@
 from graphs.backends import CaptureBackend, EagerBackend, make_backend
 from graphs.buffers import FieldSlot, FieldSpec, Layout, StagedInputs
 from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy
-from graphs.cost import CostFunction, StepCost
+from graphs.cost import CostFunction, SkippingCost, StepCost
 from graphs.exponential import ExponentialRule
 from graphs.limits import BucketLimits
 from graphs.shape import BatchShape, Phase
@@ -27,6 +27,7 @@ __all__ = [
     "MissPolicy",
     "Padding",
     "Phase",
+    "SkippingCost",
     "StagedInputs",
     "StepCost",
     "make_backend",

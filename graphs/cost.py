@@ -67,3 +67,27 @@ class StepCost:
         if shape.phase.unique:
             cost += self.slot * (shape.num_unique_blocks * self.block_size + ring_slots)
         return cost
+
+
+@dataclass(frozen=True)
+class SkippingCost:
+    """Work of a step whose attention skips padded blocks, in units of one query token.
+
+    That is the CPU path: its attention reads the plan, so what a bucket adds is padded query tokens
+    in the projections and padded rows of logits. Padded blocks cost only the copying of a longer
+    plan, which is counted so that equal buckets rank by size.
+
+    Args:
+        logit: one row of logits, over one query token.
+        step: reading the weights once, over one query token.
+    """
+
+    logit: float = 0.3
+    step: float = 32.0
+
+    def __call__(self, shape: BatchShape) -> float:
+        """Cost of one step at ``shape``."""
+        plan_items = shape.num_unique_blocks + shape.num_shared_blocks * (shape.num_logits + 2)
+        parts = shape.phase.causal + shape.phase.shared + shape.phase.unique
+        work = self.step + shape.query_len + self.logit * shape.num_logits
+        return work + 1e-2 * parts + 1e-6 * plan_items

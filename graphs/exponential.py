@@ -1,7 +1,7 @@
 """A modest default table: sizes that grow geometrically, thinned by cost."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -32,6 +32,8 @@ class ExponentialRule:
             most this many times as much; 1 merges sizes of equal cost only.
         min_query: smallest query size of phases with a causal part; decodes start at 1.
         min_blocks: smallest block count.
+        merge_unique: let a bucket whose unique part has nothing to do stand in for one without that part.
+            That pays where a part without work costs next to nothing.
 
     Raises:
         ValueError: a value outside these ranges.
@@ -41,6 +43,7 @@ class ExponentialRule:
     slack: float = 2.0
     min_query: int = 16
     min_blocks: int = 16
+    merge_unique: bool = False
 
     def __post_init__(self) -> None:
         if self.growth <= 1 or self.slack < 1 or self.min_query < 1 or self.min_blocks < 1:
@@ -64,10 +67,11 @@ class ExponentialRule:
 
     def build(self, limits: BucketLimits, cost: CostFunction) -> tuple[BatchShape, ...]:
         """Return the thinned grid of every reachable phase."""
-        phases = limits.reachable_phases
-        return tuple(
-            bucket for phase in phases for bucket in thin(self.grid(limits, phase), cost, self.slack)
-        )
+        families: dict[Phase, list[BatchShape]] = {}
+        for phase in limits.reachable_phases:
+            family = replace(phase, unique=True) if self.merge_unique else phase
+            families.setdefault(family, []).extend(self.grid(limits, phase))
+        return tuple(bucket for shapes in families.values() for bucket in thin(shapes, cost, self.slack))
 
 
 def thin(shapes: Iterable[BatchShape], cost: CostFunction, slack: float) -> tuple[BatchShape, ...]:

@@ -10,7 +10,16 @@ import torch
 from transformers import PreTrainedModel
 
 from bias_builders import Window
-from graphs import BucketLimits, BucketTable, GraphCache, MissPolicy, StepCost, make_backend
+from graphs import (
+    BucketLimits,
+    BucketTable,
+    ExponentialRule,
+    GraphCache,
+    MissPolicy,
+    SkippingCost,
+    StepCost,
+    make_backend,
+)
 from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, SchedulerConfig
 from hpu_duo.device import resolve_device
 from hpu_duo.engine.batch import StepGeometry
@@ -241,7 +250,7 @@ def _make_runner(
     use_table = config.graph.backend != "eager" or config.graph.table is not None
     table = config.graph.table
     if table is None:
-        table = BucketTable.exponential(limits) if use_table else BucketTable((), StepCost())
+        table = _default_table(limits, model, text_config) if use_table else BucketTable(())
     policy = config.graph.on_miss if use_table else MissPolicy.EAGER
     graphs = GraphCache(make_backend(config.graph.backend), table, policy)
     geometry = StepGeometry(
@@ -256,6 +265,23 @@ def _make_runner(
         largest=limits.largest if not len(table) else limits.largest | table.envelope,
         device=store.layers[0].k_blocks.device,
     )
+
+
+def _default_table(limits: BucketLimits, model: StepModel, text_config: Any) -> BucketTable:
+    first = model.specs[0]
+    if first.impl is Implementation.SDPA:
+        rule = ExponentialRule(slack=1.25, merge_unique=True)
+        logit = text_config.vocab_size / (12 * text_config.hidden_size * len(model.specs))
+        return BucketTable.exponential(limits, rule, SkippingCost(logit))
+    cost = StepCost(
+        block_size=limits.block_size,
+        ring_width=max((spec.window.size for spec in model.specs if spec.window), default=0),
+        hidden_size=text_config.hidden_size,
+        num_layers=len(model.specs),
+        vocab_size=text_config.vocab_size,
+        kv_ratio=1 / first.group_size,
+    )
+    return BucketTable.exponential(limits, cost=cost)
 
 
 def _free_memory_bytes() -> int:
