@@ -18,7 +18,7 @@ SPARSITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def main(
-    num_tokens: Annotated[int, typer.Option(help="Length of the document.")] = 2000,
+    num_tokens: Annotated[int, typer.Option(help="Length of the document.")] = 4000,
     num_passkeys: Annotated[int, typer.Option(help="Passkeys to hide and to ask for.")] = 4,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 32,
 ) -> None:

@@ -18,7 +18,8 @@ def run_table(report: RunReport) -> Table:
     table.add_column(style="dim")
     table.add_column()
     table.add_row("prefill", _speed(report.prefill))
-    table.add_row("decode", _speed(report.decode))
+    num_mixed = stats.num_output_tokens - report.decode.num_tokens
+    table.add_row("decode", f"{_speed(report.decode)} ({num_mixed:,} more came with prefills)")
     steps = "  ".join(f"{phase} x {count}" for phase, count in sorted(stats.steps.items()))
     table.add_row("steps", steps or "none")
     table.add_row("padding", f"{stats.padding:.1%} of the query tokens")
