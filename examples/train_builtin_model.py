@@ -55,7 +55,7 @@ def build(
 def score(
     model_dir: ModelDir = MODEL_DIR,
     pattern_dir: PatternDir = PATTERN_DIR,
-    orders: Annotated[int, typer.Option(help="Random orders in which heads are switched on.")] = 12,
+    orders: Annotated[int, typer.Option(help="Random orders in which heads are switched on.")] = 6,
     threads: Threads = 1,
 ) -> None:
     """Measure the score of every KV head and write the pattern directory."""

@@ -13,7 +13,7 @@ from builtin_training.initialisation import NUM_KV_HEADS, NUM_LAYERS
 from hpu_duo.heads.pattern import HeadPattern
 
 SINK, RECENT = 16, 64
-_TASK = Task(num_tokens=1024, batch_size=6, num_passkeys=(8, 8), passkey_words=(12, 12))
+_TASK = Task(num_tokens=1024, batch_size=4, num_passkeys=(8, 8), passkey_words=(12, 12))
 # Above 2**31, from where the training documents are drawn.
 _DOCUMENT_SEED = 2**41
 
