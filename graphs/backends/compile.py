@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import cast
 
 import torch
+from torch._dynamo.convert_frame import register_bytecode_hook
 
 from graphs.backends.base import Inputs, Outputs, Region
 from graphs.shape import BatchShape
-
-
-_SKIP_GUARDS = getattr(torch.compiler, "skip_all_guards_unsafe", None)
-"""From torch 2.8 on; before that guards are always checked."""
 
 
 class CompileBackend:
@@ -28,15 +25,16 @@ class CompileBackend:
     number of buckets costs nothing at run time and no limit on variants is ever reached.
 
     Args:
-        guards: check before each call that a region's inputs are what it was compiled for, which
-            costs more than the small operators of a layer. Off, the bucket and the region's key
-            vouch for that; on, a violation is a recompilation, which tests can see.
+        guards: let the compiler check before each call that a region's inputs are what it was
+            compiled for; a violation is then a recompilation, which tests can see. Off, the bucket
+            and the region's key vouch for the inputs, and a call goes straight to the compiled code:
+            the checks cost more than all the small operators of a layer.
     """
 
     name = "compile"
 
     def __init__(self, guards: bool = False) -> None:
-        self._options = {} if guards or _SKIP_GUARDS is None else {"guard_filter_fn": _SKIP_GUARDS}
+        self._guards = guards
         self._regions: dict[tuple[BatchShape, Hashable], Callable[..., object]] = {}
 
     @property
@@ -56,13 +54,40 @@ class CompileBackend:
         """
         place = (shape, key)
         if place not in self._regions:
-            self._regions[place] = torch.compile(
-                _private_copy(fn, f"{shape}"), fullgraph=True, dynamic=False, options=self._options
-            )
+            private = _private_copy(fn, f"{shape}")
+            compiled = torch.compile(private, fullgraph=True, dynamic=False)
+            self._regions[place] = compiled if self._guards else _Direct(private, compiled)
         return cast(Region, self._regions[place])
 
 
-def _private_copy(fn: Callable[..., object], label: str) -> Callable[..., object]:
+class _Direct:
+    """A compiled function that is entered without the compiler's checks from its second call on.
+
+    The first call goes through ``torch.compile`` and notes the bytecode that it makes; later calls
+    run that bytecode. Should the compiler stop announcing it, every call takes the checked way.
+    """
+
+    def __init__(self, private: FunctionType, compiled: Callable[..., object]) -> None:
+        self._private, self._compiled = private, compiled
+        self._direct: Callable[..., object] | None = None
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if self._direct is not None:
+            return self._direct(*args, **kwargs)
+        handle = register_bytecode_hook(self._note)
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            handle.remove()
+
+    def _note(self, code: CodeType, new_code: CodeType) -> None:
+        if code is self._private.__code__:
+            self._direct = FunctionType(
+                new_code, self._private.__globals__, self._private.__name__, None, self._private.__closure__
+            )
+
+
+def _private_copy(fn: Callable[..., object], label: str) -> FunctionType:
     """The same function with its own code object, named after its bucket for profiles and logs."""
     if not isinstance(fn, FunctionType):
         raise TypeError(f"expected a plain function to compile, got {type(fn).__name__}")

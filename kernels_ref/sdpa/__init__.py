@@ -14,10 +14,14 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Window
+from kernels_ref import reference
 from kernels_ref.partial import Partial
 from kernels_ref.sdpa import decode, prefill
 from kernels_ref.sdpa.operators import register
 from kernels_ref.step import RingStep, StepTensors
+
+SHORT_SLICE = 8
+"""Blocks up to which the unique part is the reference's."""
 
 _ROWS = "Tensor row_start, Tensor row_num_new, Tensor row_query_start"
 _QKV = "Tensor q, Tensor k, Tensor v"
@@ -78,7 +82,12 @@ def shared_rings(
 def unique_blocks(
     q_NKGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, t: StepTensors, softcap: float | None
 ) -> Partial:
-    """Single-token rows against the blocks that only they read."""
+    """Single-token rows against the blocks that only they read.
+
+    A short slice costs less as plain tensor code, which a compiler fuses, than as an operator.
+    """
+    if t.owner.shape[0] <= SHORT_SLICE:
+        return reference.unique_blocks(q_NKGD, k_XKBD, v_XKBD, t, softcap)
     plan = (t.owner, t.tail_block, t.tail_visible)
     return Partial(*_unique_blocks(q_NKGD, k_XKBD, v_XKBD, *plan, softcap or 0.0))
 

@@ -1,0 +1,292 @@
+"""Side by side on CPU: transformers' ``generate`` and this engine on random models of the 110M class.
+
+    python benchmarks/cpu.py --out benchmarks/results/cpu.md
+
+Every scenario runs both systems alternately in one process, so the ratio of a round compares
+neighbours in time; the table gives the median ratio and its range over the rounds. Weights are
+random: only speed and memory are measured, and both systems generate the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.sampling import SamplingParams
+
+VOCAB = 32_000
+LAYERS = 12
+HEADS = 12
+
+
+@dataclass
+class Row:
+    """One line of the table: ``ratios[i]`` is baseline seconds over ours in round ``i``."""
+
+    scenario: str
+    model: str
+    baseline: str
+    ratios: list[float] = field(default_factory=list)
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def markdown(self) -> str:
+        """The line."""
+        median, low, high = statistics.median(self.ratios), min(self.ratios), max(self.ratios)
+        extra = ", ".join(f"{name} {value:.3g}" for name, value in self.extra.items())
+        return f"| {self.scenario} | {self.model} | {self.baseline} | {median:.2f} | {low:.2f}-{high:.2f} | {extra} |"
+
+
+def make_checkpoint(directory: Path, num_kv_heads: int) -> Path:
+    """A random Llama of the 110M class in bfloat16."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=768,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=num_kv_heads,
+        intermediate_size=2048,
+        vocab_size=VOCAB,
+        max_position_embeddings=32_768,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    path = directory / f"llama-kv{num_kv_heads}"
+    model.save_pretrained(path)
+    return path
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+class Baseline:
+    """transformers' ``generate`` with its fused attention."""
+
+    def __init__(self, path: Path, cache: str) -> None:
+        self.model = LlamaForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
+        self.name = f"transformers, {cache} cache"
+        self._cache = {"cache_implementation": "static"} if cache == "static" else {}
+
+    def generate(self, prompts: list[list[int]], new: int) -> None:
+        """Greedy, exactly ``new`` tokens, one left-padded batch."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        with torch.inference_mode():
+            self.model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                min_new_tokens=new,
+                max_new_tokens=new,
+                pad_token_id=0,
+                **self._cache,
+            )
+
+    def decode_seconds(self, prompts: list[list[int]], new: int) -> float:
+        """Seconds of ``new`` decode steps: a long run minus one that only prefills."""
+        short = seconds(lambda: self.generate(prompts, 1))
+        return seconds(lambda: self.generate(prompts, new + 1)) - short
+
+
+class Ours:
+    """This engine, compiled, with the table that the scenario needs."""
+
+    def __init__(
+        self, path: Path, *, max_num_seqs: int, max_model_len: int, max_tokens: int, **options: object
+    ) -> None:
+        self.model = HPUDuoModel.from_pretrained(
+            path,
+            device="cpu",
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_tokens,
+            graphs="compile",
+            **options,  # type: ignore[arg-type]
+        )
+
+    def run(self, prompts: list[list[int]], new: int | list[int]) -> list[float]:
+        """Serve prompts to the end; returns the seconds of every step."""
+        engine = self.model.engine
+        lengths = new if isinstance(new, list) else [new] * len(prompts)
+        for p, length in zip(prompts, lengths):
+            engine.add_request(p, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True))
+        steps = []
+        while engine.has_unfinished:
+            steps.append(seconds(engine.step))
+        return steps
+
+    def decode_seconds(self, prompts: list[list[int]], new: int) -> float:
+        """Seconds of the last ``new`` steps."""
+        return sum(self.run(prompts, new + 1)[-new:])
+
+    def host_ms_per_step(self, work: Callable[[], object]) -> float:
+        """Milliseconds that the host spends planning and building one step of ``work``."""
+        before = self.model.stats()
+        work()
+        after = self.model.stats()
+        return 1e3 * (after.host_s - before.host_s) / (after.num_steps - before.num_steps)
+
+
+def decode_row(name: str, path: Path, cache: str, context: int, new: int, rounds: int) -> Row:
+    """Single-stream decode at a context."""
+    base = Baseline(path, cache)
+    ours = Ours(path, max_num_seqs=1, max_model_len=context + new + 8, max_tokens=min(8192, context))
+    prompts = [prompt(context, 1)]
+    ours.decode_seconds(prompts, 2)
+    row = Row(name, path.name, base.name)
+    for _ in range(rounds):
+        theirs, mine = base.decode_seconds(prompts, new), ours.decode_seconds(prompts, new)
+        row.ratios.append(theirs / mine)
+    row.extra["our ms a token"] = 1e3 * mine / new
+    return row
+
+
+def prefill_row(path: Path, length: int, rounds: int) -> Row:
+    """A long prompt up to its first token."""
+    base, ours = (
+        Baseline(path, "dynamic"),
+        Ours(path, max_num_seqs=1, max_model_len=length + 8, max_tokens=length),
+    )
+    prompts = [prompt(length, 2)]
+    ours.run([prompt(length, 3)], 1)
+    row = Row(f"prefill of {length}", path.name, base.name)
+    for _ in range(rounds):
+        theirs = seconds(lambda: base.generate(prompts, 1))
+        row.ratios.append(theirs / sum(ours.run(prompts, 1)))
+    return row
+
+
+def mixed_row(path: Path, rounds: int) -> Row:
+    """32 requests of mixed prompt and output lengths; transformers runs them as one padded batch."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(32, 512, (32,), generator=generator).tolist()
+    news = torch.randint(16, 128, (32,), generator=generator).tolist()
+    prompts = [prompt(length, 10 + i) for i, length in enumerate(lengths)]
+    base = Baseline(path, "dynamic")
+    ours = Ours(path, max_num_seqs=32, max_model_len=1024, max_tokens=2048)
+    ours.model.warm_up()
+    row = Row("32 mixed requests", path.name, base.name)
+    for _ in range(rounds):
+        theirs = seconds(lambda: base.generate(prompts, max(news)))
+        row.ratios.append(theirs / sum(ours.run(prompts, news)))
+    stats = ours.model.stats()
+    row.extra["padding"] = stats.padding
+    row.extra["host ms a step"] = ours.host_ms_per_step(lambda: ours.run(prompts, 48))
+    return row
+
+
+def streaming_row(path: Path, num_kv_heads: int, context: int, new: int, rounds: int) -> Row:
+    """Decode with 25 % retrieval heads against full attention, both in this engine."""
+    options = {"max_num_seqs": 1, "max_model_len": context + new + 8, "max_tokens": 4096}
+    full = Ours(path, **options)  # type: ignore[arg-type]
+    pattern = HeadPattern.random(LAYERS, num_kv_heads, 0, sink=64, recent=256)
+    duo = Ours(path, pattern=pattern, sparsity=0.75, **options)  # type: ignore[arg-type]
+    prompts = [prompt(context, 5)]
+    row = Row(f"decode at {context}, 25 % retrieval heads", path.name, "this engine, full attention")
+    seconds_of: dict[str, list[float]] = {"full": [], "duo": []}
+    for name, system in (("full", full), ("duo", duo)):
+        system.run([prompt(4096, 6)], 2)
+        for step in _decode_steps(system, prompts[0], new * rounds):
+            seconds_of[name].append(step)
+    for i in range(rounds):
+        part = slice(i * new, (i + 1) * new)
+        row.ratios.append(sum(seconds_of["full"][part]) / sum(seconds_of["duo"][part]))
+    stats = {name: system.model.stats() for name, system in (("full", full), ("duo", duo))}
+    row.extra["KV bytes, full / ours"] = stats["full"].peak_held_bytes / stats["duo"].peak_held_bytes
+    return row
+
+
+def _decode_steps(system: Ours, tokens: list[int], new: int) -> list[float]:
+    return system.run([tokens], new + 1)[-new:]
+
+
+def report(rows: list[Row], threads: int) -> str:
+    """The dated markdown report."""
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    lines = [
+        f"# CPU side by side, {date.today().isoformat()}",
+        "",
+        f"`python benchmarks/cpu.py` on {cpu} ({torch.backends.cpu.get_cpu_capability()}), {threads} thread(s), "
+        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        "bfloat16. A ratio above 1 means that this engine is faster.",
+        "",
+        "| scenario | model | against | ratio (median) | range | also |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *(row.markdown() for row in rows),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the chosen scenarios and print, and optionally write, the report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ("decode", "mixed", "decode-8k", "prefill-8k", "streaming")
+    parser.add_argument("--only", nargs="*", choices=names, default=list(names))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="markdown file; a JSON file is written beside it")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        print(row.markdown(), flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        gqa, mha = make_checkpoint(Path(folder), 4), make_checkpoint(Path(folder), 12)
+        if "decode" in args.only:
+            for path in (gqa, mha):
+                for cache in ("dynamic", "static"):
+                    add(decode_row("decode at 128", path, cache, 128, 32, args.rounds))
+        if "mixed" in args.only:
+            add(mixed_row(gqa, args.rounds))
+        if "decode-8k" in args.only:
+            for path in (gqa, mha):
+                add(decode_row("decode at 8192", path, "dynamic", 8192, 8, args.rounds))
+        if "prefill-8k" in args.only:
+            add(prefill_row(gqa, 8192, args.rounds))
+        if "streaming" in args.only:
+            add(streaming_row(mha, 12, 16_384, 8, args.rounds))
+    text = report(rows, args.threads)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text)
+        args.out.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
