@@ -36,9 +36,10 @@ class LiveView:
         """Write new text at once."""
         if self._text is not None and output.text:
             self._close_bar()
+            # First, for an interrupt may come at any moment after the text has been seen.
+            self._wrote = True
             self._text.write(output.text)
             self._text.flush()
-            self._wrote = True
 
     def ended(self) -> None:
         """Leave the cursor at the start of a line."""
