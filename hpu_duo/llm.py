@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from graphs import BatchShape, BucketTable, MissPolicy
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
@@ -15,16 +15,14 @@ from hpu_duo.engine.assembly import assemble
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.outputs import Completion, RequestOutput
 from hpu_duo.engine.stats import EngineStats
-from hpu_duo.generation import GenerationRequest, read_generation
-from hpu_duo.modeling.loading import read_config, read_generation_config
+from hpu_duo.generation import TokenLists, as_token_ids, read_generation, read_inputs
+from hpu_duo.modeling.loading import load_tokenizer, read_config, read_generation_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from transformers.generation.streamers import BaseStreamer
 
     from hpu_duo.heads import HeadPattern
-
-TokenLists = Sequence[Sequence[int]]
 
 
 class HPUDuoModel:
@@ -110,26 +108,30 @@ class HPUDuoModel:
             graph=GraphConfig(graphs, buckets, _miss_policy(on_miss)),
         )
         generation_config = read_generation_config(path, read_config(path))
-        eos = read_generation(generation_config, None, {}).eos_token_ids
-        tokenizer = _load_tokenizer(path)
+        eos = as_token_ids(generation_config.eos_token_id)
+        tokenizer = load_tokenizer(path)
         engine = assemble(config, frozenset(eos), tokenizer, seed)
         return cls(engine, tokenizer, generation_config, config)
 
     def generate(
         self,
-        inputs: torch.Tensor | TokenLists,
+        inputs: torch.Tensor | TokenLists | None = None,
         attention_mask: torch.Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         streamer: BaseStreamer | None = None,
+        *,
+        input_ids: torch.Tensor | TokenLists | None = None,
         **generation_kwargs: Any,
     ) -> torch.Tensor:
         """Generate from token ids, with the arguments of transformers' ``generate``.
 
         Args:
             inputs: LongTensor ``[B, L]``, left-padded rows allowed, or a list of token-id lists.
-            attention_mask: ``[B, L]``, 0 for left padding; guessed from the pad id when left out.
-            generation_config: instead of the checkpoint's.
+            attention_mask: ``[B, L]``, 0 for left padding. When left out, leading pad ids are padding if
+                a pad id is known and no end-of-text token.
+            generation_config: goes before the checkpoint's.
             streamer: gets the prompt and then each token; for one sequence only.
+            input_ids: another name of ``inputs``, for what tokenizers return.
             generation_kwargs: fields of ``GenerationConfig``, and ``seed``, ``logit_bias``,
                 ``presence_penalty``, ``frequency_penalty``, ``ignore_eos``, ``stop_token_ids``.
         Returns:
@@ -141,13 +143,15 @@ class HPUDuoModel:
                 cannot be served. Nothing has been generated then.
         """
         asked = read_generation(self.generation_config, generation_config, generation_kwargs)
-        rows, prompts = _read_inputs(inputs, attention_mask, asked.pad_token_id)
+        if (inputs is None) is (input_ids is None):
+            raise ValueError(f"expected inputs or input_ids, got {'neither' if inputs is None else 'both'}")
+        rows, prompts = read_inputs(input_ids if inputs is None else inputs, attention_mask, asked)
         if streamer is not None and len(prompts) * asked.num_samples != 1:
             raise ValueError(
                 f"a streamer takes one sequence, got {len(prompts)} prompts with "
                 f"{asked.num_samples} samples each"
             )
-        params = [asked.params_for(len(prompt)) for prompt in prompts]
+        params = [asked.params_for(len(row)) for row in rows]
         on_output = None
         if streamer is not None:
             streamer.put(torch.tensor([rows[0]]))
@@ -155,7 +159,7 @@ class HPUDuoModel:
         done = self.engine.generate(prompts, params, on_output)
         if streamer is not None:
             streamer.end()
-        return _assemble_rows(rows, done, asked)
+        return _assemble_rows(rows, done, asked.pad_token_id)
 
     def warm_up(self, progress: Callable[[int, int, BatchShape], None] | None = None) -> int:
         """Capture every bucket of the table now; returns how many were captured."""
@@ -174,57 +178,12 @@ def _feed(streamer: BaseStreamer) -> Callable[[RequestOutput], None]:
     return on_output
 
 
-def _assemble_rows(
-    rows: list[list[int]], done: list[list[Completion]], asked: GenerationRequest
-) -> torch.Tensor:
+def _assemble_rows(rows: list[list[int]], done: list[list[Completion]], pad_token_id: int) -> torch.Tensor:
+    """Each row as given and the new tokens of each of its samples, padded on the right: int64 ``[B, L]``."""
     filled = [row + sample.token_ids for row, samples in zip(rows, done) for sample in samples]
     new = max(len(sample.token_ids) for samples in done for sample in samples)
     width = max(len(row) for row in rows) + new
-    return torch.tensor([row + [asked.pad_token_id] * (width - len(row)) for row in filled])
-
-
-def _read_inputs(
-    inputs: torch.Tensor | TokenLists, attention_mask: torch.Tensor | None, pad: int
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Rows as given, and their prompts without left padding."""
-    if isinstance(inputs, torch.Tensor):
-        if inputs.ndim != 2 or inputs.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                "expected an integer tensor [B, L] or lists of token ids, "
-                f"got {inputs.dtype} {list(inputs.shape)}"
-            )
-        rows = inputs.tolist()
-        lengths = _prompt_lengths(inputs, attention_mask, pad)
-        prompts = [row[len(row) - length :] for row, length in zip(rows, lengths)]
-    else:
-        if attention_mask is not None:
-            raise ValueError("attention_mask goes with a tensor; lists of token ids need no padding")
-        rows = [list(row) for row in inputs]
-        prompts = rows
-    if not rows:
-        raise ValueError("expected at least one prompt, got none")
-    return rows, prompts
-
-
-def _prompt_lengths(inputs: torch.Tensor, attention_mask: torch.Tensor | None, pad: int) -> list[int]:
-    if attention_mask is None:
-        # As transformers does: leading pad ids are padding. A row of nothing else stays as it is.
-        starts = (inputs != pad).int().argmax(dim=1)
-        return (inputs.shape[1] - starts).tolist()
-    if attention_mask.shape != inputs.shape:
-        raise ValueError(
-            f"expected attention_mask of shape {list(inputs.shape)}, got {list(attention_mask.shape)}"
-        )
-    mask = attention_mask.bool()
-    if (mask[:, :-1] & ~mask[:, 1:]).any():
-        raise ValueError("expected left padding: attention_mask of zeros then ones, got a zero after a one")
-    return mask.sum(dim=1).tolist()
-
-
-def _load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
-    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return None
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return torch.tensor([row + [pad_token_id] * (width - len(row)) for row in filled])
 
 
 def _miss_policy(name: str) -> MissPolicy:

@@ -50,7 +50,7 @@ class Engine:
         self.runner, self.scheduler, self.limits, self.tokenizer = runner, scheduler, limits, tokenizer
         self._vocab_size = limits.vocab_size
         self._seed = seed
-        self._numbers = count()
+        self._num_added = 0
         self._samples: dict[str, SampleState] = {}
         self._groups: dict[str, list[str]] = {}
         self._ended: list[RequestOutput] = []
@@ -74,15 +74,15 @@ class Engine:
         params.validate(self._vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
-        number = next(self._numbers)
-        public_id = f"request-{number}" if request_id is None else request_id
+        public_id = self._free_id() if request_id is None else request_id
         if public_id in self._groups:
             raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
-        seed = derive_seed(self._seed, number) if params.seed is None else params.seed
+        seed = derive_seed(self._seed, self._num_added) if params.seed is None else params.seed
         samples = self._make_samples(public_id, prompt_token_ids, params, seed)
         self.scheduler.add(samples[0])
         for sibling in samples[1:]:
             self.scheduler.add(sibling)
+        self._num_added += 1
         now = time.perf_counter()
         eos = tuple(self.limits.eos_token_ids)
         self._groups[public_id] = [sample.request_id for sample in samples]
@@ -135,7 +135,8 @@ class Engine:
 
         Args:
             params: one for all prompts, or one each.
-            on_output: called with each output as it comes.
+            on_output: called with each output of this call as it comes. What a step adds to other requests
+                meanwhile is reported by the next ``step``.
         """
         prompts = list(prompts)
         each = (
@@ -144,25 +145,27 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"expected one SamplingParams per prompt, got {len(each)} for {len(prompts)}")
         done: dict[str, dict[int, Completion]] = {}
+        others: list[RequestOutput] = []
         try:
             for prompt, one in zip(prompts, each):
                 done[self.add_request(prompt, one)] = {}
             while any(request_id in self._groups for request_id in done):
-                for output in self.step():
-                    if output.request_id in done:
-                        samples = done[output.request_id]
-                        sample = samples.setdefault(
-                            output.sample_index, Completion(output.request_id, output.sample_index)
-                        )
-                        sample.add(output)
-                    else:
-                        self._ended.append(output)
+                outputs = self.step()
+                others += [output for output in outputs if output.request_id not in done]
+                for output in outputs:
+                    if output.request_id not in done:
+                        continue
+                    samples = done[output.request_id]
+                    sample = samples.setdefault(
+                        output.sample_index, Completion(output.request_id, output.sample_index)
+                    )
+                    sample.add(output)
                     if on_output is not None:
                         on_output(output)
         finally:
             for request_id in done:
                 self.abort(request_id)
-            self._ended = [output for output in self._ended if output.request_id not in done]
+            self._ended = others + [output for output in self._ended if output.request_id not in done]
         return [[samples[index] for index in sorted(samples)] for samples in done.values()]
 
     def stats(self) -> EngineStats:
@@ -190,6 +193,10 @@ class Engine:
             device_s=c.device_s,
             bytes_copied=self.runner.inputs.bytes_copied,
         )
+
+    def _free_id(self) -> str:
+        names = (f"request-{number}" for number in count(self._num_added))
+        return next(name for name in names if name not in self._groups)
 
     def _make_samples(
         self, public_id: str, prompt: Prompt, params: SamplingParams, seed: int

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hpu_duo.modeling.attention import NAME
+
+# What transformers raises about a file, or values in it, that it cannot use.
+_CONFIG_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OSError, StrictDataclassError)
+_WEIGHT_ERRORS = (*_CONFIG_ERRORS, RuntimeError, ImportError, SafetensorError)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,7 +61,7 @@ def read_config(path: str | Path) -> Any:
         raise ValueError(f"expected *.safetensors weights in {directory}, found none")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (ValueError, KeyError, TypeError, OSError, json.JSONDecodeError) as error:
+    except _CONFIG_ERRORS as error:
         raise ValueError(f"cannot read {directory / 'config.json'}: {error}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"expected a decoder-only model, got the encoder-decoder {config.model_type!r}")
@@ -78,12 +92,13 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, output_loading_info=True, **options
         )
-    except (ValueError, RuntimeError, OSError, ImportError, KeyError, TypeError, AttributeError) as error:
+    except _WEIGHT_ERRORS as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise ValueError(
+                f"{config.model_type!r} cannot be served: transformers {transformers.__version__} gives it "
+                "attention classes of its own instead of its attention interface"
+            ) from error
         raise ValueError(f"cannot load the model in {path}: {error}") from error
-    except Exception as error:
-        if type(error).__module__.startswith("safetensors"):
-            raise ValueError(f"cannot read the weights in {path}: {error}") from error
-        raise
     model, report = loaded
     _check_complete(path, report)
     return model.eval().requires_grad_(False).to(device)
@@ -98,7 +113,28 @@ def _check_complete(path: str | Path, report: Any) -> None:
 
 
 def read_generation_config(path: str | Path, config: Any) -> GenerationConfig:
-    """generation_config.json, or what config.json says of special tokens when there is none."""
-    if (Path(path) / "generation_config.json").is_file():
+    """generation_config.json, or what config.json says of special tokens when there is none.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if not (Path(path) / "generation_config.json").is_file():
+        return GenerationConfig.from_model_config(config)
+    try:
         return GenerationConfig.from_pretrained(path, local_files_only=True)
-    return GenerationConfig.from_model_config(config)
+    except _CONFIG_ERRORS as error:
+        raise ValueError(f"cannot read {Path(path) / 'generation_config.json'}: {error}") from error
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer, or None when it has none.
+
+    Raises:
+        ValueError: it has one that cannot be read.
+    """
+    if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (*_CONFIG_ERRORS, ImportError) as error:
+        raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error

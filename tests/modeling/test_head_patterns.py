@@ -1,5 +1,7 @@
 """Streaming heads against a dense oracle that masks each head token by token."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -20,8 +22,8 @@ def make_pattern(mask: np.ndarray, sink: int, recent: int) -> HeadPattern:
     return HeadPattern(mask.astype(np.float32), sink, recent, retrieval=mask)
 
 
-def load(zoo: Zoo, name: str, pattern: HeadPattern, attention: str, **options: int) -> HPUDuoModel:
-    options = {"max_num_seqs": len(LENGTHS), "max_num_batched_tokens": 13, "max_model_len": 80, **options}
+def load(zoo: Zoo, name: str, pattern: HeadPattern, attention: str, **changes: Any) -> HPUDuoModel:
+    options = {"max_num_seqs": len(LENGTHS), "max_num_batched_tokens": 13, "max_model_len": 80, **changes}
     return HPUDuoModel.from_pretrained(
         zoo.load(name)[1], pattern=pattern, attention=attention, block_size=BLOCK, **options
     )

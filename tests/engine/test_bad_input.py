@@ -1,0 +1,250 @@
+"""Bad input: a ``ValueError`` that says what was expected and what came, and the others are served on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.sampling import SamplingParams
+from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing
+from tests.modeling.families import VOCAB, greedy, prompts_of
+
+SCORES = np.array([[0.1, 0.9], [0.4, 0.3]], np.float32)
+RAW = HeadPattern(SCORES, sink=2, recent=6)
+THREE = torch.tensor([[5, 6, 7]])
+TOO_LONG = list(range(5, 90)) * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pattern": RAW}, "sparsity or threshold"),
+        ({"pattern": RAW, "sparsity": 0.5, "threshold": 0.5}, "both"),
+        ({"pattern": RAW, "sparsity": -0.1}, r"\[0, 1\].*-0.1"),
+        ({"pattern": RAW, "sparsity": 1.5}, r"\[0, 1\].*1.5"),
+        ({"pattern": RAW, "sparsity": float("nan")}, "nan"),
+        ({"pattern": RAW, "sparsity": 0.5, "recent": 0}, "recent"),
+        ({"pattern": RAW, "sparsity": 0.5, "sink": -1}, "sink"),
+        ({"pattern": HeadPattern(np.ones((3, 2)), 2, 6), "sparsity": 0.5}, "3.*2|2.*3"),
+        ({"pattern": HeadPattern(np.ones((2, 4)), 2, 6), "sparsity": 0.5}, "4.*2|2.*4"),
+        ({"pattern": "/nowhere/at/all", "sparsity": 0.5}, "nowhere"),
+        ({"sparsity": 0.5}, "pattern"),
+        ({"device": "tpu"}, "tpu"),
+        ({"device": "hpu"}, "habana"),
+        ({"dtype": "int8"}, "int8"),
+        ({"dtype": torch.int32}, "int32"),
+        ({"attention": "flash"}, "flash"),
+        ({"graphs": "magic"}, "magic"),
+        ({"on_miss": "shrug"}, "shrug"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": 2.5}, "block_size"),
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"num_blocks": 10, "kv_cache_bytes": 10}, "both"),
+        ({"kv_cache_bytes": 100}, "bytes"),
+        ({"num_blocks": 2}, "max_model_len"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 3}, "max_num_batched_tokens"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"max_model_len": 100000}, "max_model_len.*100000"),
+        ({"max_chunk_rows": 0}, "max_chunk_rows"),
+        ({"pack_weights": True}, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_at_load(tiny: Tiny, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny.load(**options)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"inputs": [[]]}, "at least one prompt token"),
+        ({"inputs": []}, "at least one prompt"),
+        ({"inputs": torch.zeros(2, 0, dtype=torch.long)}, "at least one prompt token"),
+        ({"inputs": torch.zeros(0, 3, dtype=torch.long)}, "at least one prompt"),
+        ({"inputs": torch.zeros(3, dtype=torch.long)}, r"\[B, L\]"),
+        ({"inputs": torch.zeros(2, 3)}, "float32"),
+        ({"inputs": [5, 6, 7]}, "list of lists"),
+        ({"inputs": "hello"}, "list of lists"),
+        ({"inputs": [[5.5]]}, "5.5"),
+        ({}, "neither"),
+        ({"inputs": [[5]], "input_ids": [[5]]}, "both"),
+        ({"inputs": [[5, VOCAB]]}, f"{VOCAB}.*0 to {VOCAB - 1}"),
+        ({"inputs": [[5, -1]]}, "-1"),
+        ({"inputs": [TOO_LONG]}, "max_model_len"),
+        ({"inputs": [[5], TOO_LONG]}, "max_model_len"),
+        ({"inputs": [[5]], "attention_mask": torch.ones(1, 1)}, "attention_mask"),
+        (
+            {"inputs": THREE, "attention_mask": torch.ones(1, 2)},
+            "attention_mask",
+        ),
+        (
+            {"inputs": THREE, "attention_mask": torch.tensor([[1, 0, 1]])},
+            "left padding",
+        ),
+        (
+            {"inputs": THREE, "attention_mask": torch.zeros(1, 3)},
+            "at least one prompt token",
+        ),
+        ({"inputs": [[5]], "top_p": 0.0}, "top_p"),
+        ({"inputs": [[5]], "do_sample": True, "top_p": 0.0}, "top_p"),
+        ({"inputs": [[5]], "do_sample": True, "top_p": 1.5}, "top_p"),
+        ({"inputs": [[5]], "temperature": -1.0}, "temperature"),
+        ({"inputs": [[5]], "do_sample": True, "temperature": 0.0}, "temperature"),
+        ({"inputs": [[5]], "do_sample": True, "top_k": -3}, "top_k"),
+        ({"inputs": [[5]], "do_sample": True, "min_p": 2.0}, "min_p"),
+        ({"inputs": [[5]], "num_return_sequences": 0}, "num_return_sequences"),
+        ({"inputs": [[5]], "num_return_sequences": -2}, "num_return_sequences"),
+        ({"inputs": [[5]], "max_new_tokens": 0}, "max_new_tokens"),
+        ({"inputs": [[5]], "max_new_tokens": -3}, "max_new_tokens"),
+        ({"inputs": [[5]], "max_new_tokens": 2.5}, "max_new_tokens"),
+        ({"inputs": [[5, 6, 7]], "max_length": 3}, "max_length"),
+        ({"inputs": [[5]], "repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"inputs": [[5]], "logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+        ({"inputs": [[5]], "stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ({"inputs": [[5]], "eos_token_id": VOCAB}, str(VOCAB)),
+        ({"inputs": [[5]], "stop_strings": [""]}, "stop"),
+        ({"inputs": [[5], [6]], "streamer": object()}, "streamer"),
+    ],
+    ids=str,
+)
+def test_bad_calls_are_refused_while_another_request_goes_on(
+    tiny: Tiny, busy: HPUDuoModel, kwargs: dict[str, Any], message: str
+) -> None:
+    engine = busy.engine
+    prompt = prompts_of([13])[0]
+    name = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=6))
+    tokens = [token for output in engine.step() for token in output.token_ids]
+    with pytest.raises(ValueError, match=message):
+        busy.generate(**kwargs)
+    while engine.has_unfinished:
+        for output in engine.step():
+            assert output.request_id == name
+            tokens += output.token_ids
+    assert tokens == greedy(tiny.model, prompt, 6)
+    assert_holds_nothing(busy)
+
+
+@pytest.fixture
+def busy(tiny: Tiny) -> HPUDuoModel:
+    return tiny.load()
+
+
+def test_a_request_id_in_use_is_refused_and_then_free_again(busy: HPUDuoModel) -> None:
+    engine = busy.engine
+    engine.add_request([5, 6], SamplingParams(max_tokens=2), request_id="mine")
+    with pytest.raises(ValueError, match="mine"):
+        engine.add_request([7], request_id="mine")
+    while engine.has_unfinished:
+        engine.step()
+    engine.add_request([7], SamplingParams(max_tokens=1), request_id="mine")
+    while engine.has_unfinished:
+        engine.step()
+    assert_holds_nothing(busy)
+
+
+def test_a_name_taken_by_a_caller_is_not_given_out_again(busy: HPUDuoModel) -> None:
+    engine = busy.engine
+    start = engine.add_request([5], SamplingParams(max_tokens=1))
+    taken = f"request-{int(start.rpartition('-')[2]) + 2}"
+    engine.add_request([5], SamplingParams(max_tokens=1), request_id=taken)
+    assert engine.add_request([5], SamplingParams(max_tokens=1)) not in (start, taken)
+    while engine.has_unfinished:
+        engine.step()
+    assert_holds_nothing(busy)
+
+
+def test_a_prompt_that_the_blocks_can_never_hold_is_refused(tiny: Tiny) -> None:
+    served = tiny.load(num_blocks=3, max_model_len=None)
+    assert served.engine.limits.max_model_len == 3 * 8 + 1
+    with pytest.raises(ValueError, match="max_model_len"):
+        served.generate(prompts_of([25]))
+    assert served.generate(prompts_of([24])).shape == (1, 25)
+
+
+def copy_of(tiny: Tiny, directory: Path) -> Path:
+    directory.mkdir()
+    for file in tiny.path.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no_config": (lambda d: (d / "config.json").unlink(), "config.json"),
+    "no_weights": (lambda d: (d / "model.safetensors").unlink(), "safetensors"),
+    "broken_config": (lambda d: (d / "config.json").write_text("{"), "config.json"),
+    "no_model_type": (lambda d: (d / "config.json").write_text("{}"), "config.json"),
+    "unknown_model_type": (lambda d: edit_json(d / "config.json", model_type="zzz"), "zzz"),
+    "impossible_heads": (lambda d: edit_json(d / "config.json", num_attention_heads=5), "5|shape|size"),
+    "wrong_type_of_a_size": (lambda d: edit_json(d / "config.json", hidden_size="big"), "big"),
+    "other_shapes": (lambda d: edit_json(d / "config.json", intermediate_size=40), "mlp|size"),
+    "missing_layers": (lambda d: edit_json(d / "config.json", num_hidden_layers=3), "missing.*layers.2"),
+    "truncated_weights": (
+        lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:5000]),
+        "weights|model",
+    ),
+    "weights_that_are_not": (lambda d: (d / "model.safetensors").write_text("hello"), "weights|model"),
+    "broken_generation_config": (
+        lambda d: (d / "generation_config.json").write_text("["),
+        "generation_config.json",
+    ),
+    "broken_tokenizer": (lambda d: (d / "tokenizer.json").write_text("{"), "tokenizer"),
+    "tokenizer_that_is_not": (lambda d: (d / "tokenizer.json").write_text('{"a": 1}'), "tokenizer"),
+    "quantised": (
+        lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+        "quantization_config",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_checkpoints_are_refused(tiny: Tiny, tmp_path: Path, damage: str) -> None:
+    directory = copy_of(tiny, tmp_path / "copy")
+    inflict, message = DAMAGE[damage]
+    inflict(directory)
+    with pytest.raises(ValueError, match=message):
+        HPUDuoModel.from_pretrained(directory)
+
+
+def test_a_directory_that_is_none_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match="directory"):
+        HPUDuoModel.from_pretrained(tiny.path / "config.json")
+    with pytest.raises(ValueError, match="nowhere"):
+        HPUDuoModel.from_pretrained("/nowhere/at/all")
+
+
+def test_a_checkpoint_whose_defaults_are_unsupported_loads_and_can_be_overruled(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    directory = copy_of(tiny, tmp_path / "copy")
+    edit_json(directory / "generation_config.json", no_repeat_ngram_size=3, chat_format="of its own")
+    served = HPUDuoModel.from_pretrained(directory, block_size=8, max_num_seqs=2, max_model_len=64)
+    prompt = prompts_of([5])
+    with pytest.raises(ValueError, match="no_repeat_ngram_size"):
+        served.generate(prompt, max_new_tokens=3)
+    output = served.generate(prompt, max_new_tokens=3, no_repeat_ngram_size=0)
+    assert output.tolist() == [prompt[0] + greedy(tiny.model, prompt[0], 3)]
+
+
+def test_stop_strings_without_a_tokenizer_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    directory = copy_of(tiny, tmp_path / "copy")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    served = HPUDuoModel.from_pretrained(directory, block_size=8, max_num_seqs=2, max_model_len=64)
+    with pytest.raises(ValueError, match="tokenizer"):
+        served.generate(prompts_of([5]), stop_strings=["x"])
+    assert served.generate(prompts_of([5]), max_new_tokens=3).shape == (1, 8)
+
+
+def test_a_binarised_pattern_goes_without_sparsity(tiny: Tiny) -> None:
+    assert tiny.load(pattern=PATTERN).generate(prompts_of([5]), max_new_tokens=3).shape == (1, 8)

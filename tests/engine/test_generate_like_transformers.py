@@ -1,0 +1,207 @@
+"""``generate`` in transformers' habits: the same arguments give the same tensor."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GenerationConfig, TextStreamer
+
+from hpu_duo import HPUDuoModel
+from tests.engine.tiny import Tiny, assert_holds_nothing, text_of
+from tests.modeling.families import VOCAB, greedy, prompts_of
+
+PAD = 0
+LENGTHS = [12, 3, 9, 1]
+
+
+def left_padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return tokens, mask
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Tiny) -> HPUDuoModel:
+    return tiny.load()
+
+
+def both(tiny: Tiny, served: HPUDuoModel, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    ours = served.generate(*args, **kwargs)
+    assert_holds_nothing(served)
+    theirs = tiny.model.generate(*args, **kwargs)
+    assert ours.dtype == torch.int64
+    return ours, theirs
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"max_new_tokens": 7},
+        {},
+        {"max_length": 15},
+        {"max_length": 20},
+        {"max_length": 40, "max_new_tokens": 5},
+        {"max_new_tokens": 18, "eos_token_id": list(range(30, 50))},
+        {"max_new_tokens": 18, "eos_token_id": list(range(30, 50)), "min_new_tokens": 6},
+        {"max_new_tokens": 18, "eos_token_id": list(range(30, 50)), "min_length": 20},
+        {"max_new_tokens": 18, "eos_token_id": list(range(10, 80)), "pad_token_id": 2},
+        {"max_new_tokens": 9, "repetition_penalty": 1.8},
+        {"max_new_tokens": 9, "num_beams": 1, "use_cache": True, "return_dict_in_generate": False},
+        {"generation_config": GenerationConfig(max_new_tokens=6, eos_token_id=[40, 41, 42], pad_token_id=5)},
+        {"generation_config": GenerationConfig(max_length=20)},
+    ],
+    ids=lambda kwargs: "-".join(kwargs) or "defaults",
+)
+@pytest.mark.parametrize("with_mask", [True, False])
+def test_left_padded_batches_give_the_tensor_that_transformers_gives(
+    tiny: Tiny, served: HPUDuoModel, kwargs: dict[str, Any], with_mask: bool
+) -> None:
+    tokens, mask = left_padded(prompts_of(LENGTHS, seed=2))
+    if with_mask:
+        kwargs = {**kwargs, "attention_mask": mask}
+    ours, theirs = both(tiny, served, tokens, **kwargs)
+    assert ours.tolist() == theirs.tolist()
+
+
+def test_pad_ids_are_not_guessed_to_be_padding_when_they_may_end_a_text(
+    tiny: Tiny, served: HPUDuoModel
+) -> None:
+    tokens, _ = left_padded(prompts_of(LENGTHS, seed=2))
+    ours, theirs = both(tiny, served, tokens, max_new_tokens=5, eos_token_id=PAD)
+    assert ours.tolist() == theirs.tolist()
+    ours, theirs = both(tiny, served, tokens, max_new_tokens=5, eos_token_id=[5, PAD], pad_token_id=None)
+    assert ours.tolist() == theirs.tolist()
+
+
+def test_what_a_tokenizer_returns_can_be_passed_on(tiny: Tiny, served: HPUDuoModel) -> None:
+    batch = AutoTokenizer.from_pretrained(tiny.path)(
+        ["abc", "xyz"], return_tensors="pt", return_token_type_ids=False
+    )
+    assert served.generate(**batch, max_new_tokens=4).tolist() == (
+        tiny.model.generate(**batch, max_new_tokens=4, do_sample=False).tolist()
+    )
+
+
+def test_lists_of_different_lengths_are_padded_on_the_right(tiny: Tiny, served: HPUDuoModel) -> None:
+    prompts = prompts_of(LENGTHS)
+    output = served.generate(prompts, max_new_tokens=6, pad_token_id=9)
+    assert output.shape == (4, 12 + 6)
+    for row, prompt in zip(output.tolist(), prompts):
+        assert row == prompt + greedy(tiny.model, prompt, 6) + [9] * (12 - len(prompt))
+
+
+def test_num_return_sequences_repeats_each_prompt_with_draws_of_its_own(served: HPUDuoModel) -> None:
+    prompts = prompts_of([6, 6])
+    kwargs: dict[str, Any] = {
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "max_new_tokens": 8,
+        "seed": 1,
+        "temperature": 1.5,
+    }
+    output = served.generate(torch.tensor(prompts), **kwargs)
+    assert output.shape == (6, 14)
+    assert [row[:6] for row in output.tolist()] == [prompts[0]] * 3 + [prompts[1]] * 3
+    assert len({tuple(row) for row in output.tolist()}) == 6
+    assert torch.equal(output, served.generate(torch.tensor(prompts), **kwargs))
+
+
+def test_sampling_follows_the_distribution_that_transformers_samples_from(
+    tiny: Tiny, served: HPUDuoModel
+) -> None:
+    """Frequencies of 400 first tokens, with top_k's default of 50 cut to 4 by the caller."""
+    prompt = prompts_of([5])[0]
+    output = served.generate(
+        [prompt], do_sample=True, temperature=2.0, top_k=4, num_return_sequences=400, max_new_tokens=1, seed=2
+    )
+    counts = torch.bincount(output[:, -1], minlength=VOCAB) / 400
+    with torch.no_grad():
+        logits = tiny.model(torch.tensor([prompt])).logits[0, -1] / 2.0
+    kept = logits.topk(4).indices
+    expected = torch.zeros(VOCAB).index_copy(0, kept, logits[kept].softmax(0))
+    # Four standard deviations of the least certain frequency.
+    assert (counts - expected).abs().max() < 4 * 0.5 / 400**0.5
+    assert counts[expected == 0].sum() == 0
+
+
+def test_a_stop_string_ends_the_row_with_the_token_that_completes_it(tiny: Tiny, served: HPUDuoModel) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny.path)
+    prompt = prompts_of([11], seed=1)[0]
+    new = greedy(tiny.model, prompt, 12)
+    kwargs: dict[str, Any] = {
+        "stop_strings": [text_of(new[4:6])],
+        "max_new_tokens": 12,
+        "tokenizer": tokenizer,
+    }
+    ours, theirs = both(tiny, served, torch.tensor([prompt]), **kwargs)
+    assert ours.tolist() == theirs.tolist() == [prompt + new[:6]]
+
+
+@pytest.mark.parametrize("skip_prompt", [True, False])
+def test_a_text_streamer_prints_what_it_prints_for_transformers(
+    tiny: Tiny, served: HPUDuoModel, capsys: pytest.CaptureFixture[str], skip_prompt: bool
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny.path)
+    prompt = torch.tensor(prompts_of([7]))
+    printed = []
+    for model in (served, tiny.model):
+        model.generate(prompt, streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt), max_new_tokens=9)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != ""
+
+
+def test_a_streamer_prints_nothing_of_other_requests(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    served = tiny.load()
+    tokenizer = AutoTokenizer.from_pretrained(tiny.path)
+    prompt = torch.tensor(prompts_of([7]))
+    served.generate(prompt, streamer=TextStreamer(tokenizer), max_new_tokens=9)
+    alone = capsys.readouterr().out
+    served.engine.add_request(prompts_of([20], seed=5)[0])
+    served.generate(prompt, streamer=TextStreamer(tokenizer), max_new_tokens=9)
+    assert capsys.readouterr().out == alone
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"num_beams": 4},
+        {"num_beams": 2, "num_beam_groups": 2},
+        {"assistant_model": object()},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"logits_processor": [print]},
+        {"stopping_criteria": [print]},
+        {"prefix_allowed_tokens_fn": print},
+        {"inputs_embeds": torch.zeros(1, 2, 3)},
+        {"past_key_values": ()},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[4]]},
+        {"suppress_tokens": [3]},
+        {"guidance_scale": 1.5},
+        {"typical_p": 0.9},
+        {"output_scores": True},
+        {"return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"forced_eos_token_id": 4},
+        {"max_time": 1.0},
+        {"nonsense": 1},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_unsupported_arguments_are_refused_by_name(served: HPUDuoModel, kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        served.generate(prompts_of([4]), **kwargs)
+    assert_holds_nothing(served)
+
+
+def test_unsupported_fields_of_a_generation_config_are_refused_by_name(served: HPUDuoModel) -> None:
+    with pytest.raises(ValueError, match="num_beams"):
+        served.generate(prompts_of([4]), generation_config=GenerationConfig(num_beams=3))
+
+
+def test_arguments_that_ask_for_nothing_are_accepted(tiny: Tiny, served: HPUDuoModel) -> None:
+    prompt = prompts_of([4])
+    output = served.generate(
+        prompt, max_new_tokens=3, streamer=None, assistant_model=None, num_beams=1, no_repeat_ngram_size=0
+    )
+    assert output.tolist() == [prompt[0] + greedy(tiny.model, prompt[0], 3)]

@@ -1,0 +1,81 @@
+"""Bytes: what is held equals the formula, and half of the heads streaming halves it."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+
+from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.sampling import SamplingParams
+from tests.engine.tiny import PATTERN, Tiny
+from tests.modeling.families import BASE, BLOCK, prompts_of, save_random
+
+LAYERS, KV_HEADS, HEAD_DIM, FLOAT = 2, 2, 8, 4
+
+
+def test_held_bytes_are_those_of_leased_blocks_and_rows(tiny: Tiny) -> None:
+    served = tiny.load(pattern=PATTERN, num_blocks=40)
+    engine = served.engine
+    for prompt in prompts_of([30, 9, 17]):
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=20))
+    token = 2 * HEAD_DIM * FLOAT
+    ring = LAYERS * (PATTERN.sink + PATTERN.recent) * token
+    checked = 0
+    while engine.has_unfinished:
+        engine.step()
+        stats = served.stats()
+        rows = engine.scheduler.num_running
+        blocks = sum(
+            -(-request.num_computed_tokens // BLOCK)
+            for name in ("request-0", "request-1", "request-2")
+            if (request := engine.scheduler.get(f"{name}#0")) is not None
+        )
+        assert stats.used_blocks == blocks
+        # One retrieval and one streaming head in each layer.
+        assert stats.held_bytes == blocks * BLOCK * LAYERS * token + rows * ring
+        assert stats.full_attention_bytes == engine.scheduler.num_cached_tokens * LAYERS * KV_HEADS * token
+        checked += blocks > 0
+    assert checked > 15
+    assert served.stats().kv_bytes == 41 * BLOCK * LAYERS * token + 5 * ring
+
+
+def test_kv_bytes_are_those_of_the_tensors(tiny: Tiny) -> None:
+    for pattern in (None, PATTERN):
+        store = tiny.load(pattern=pattern).engine.runner.store
+        assert store.num_bytes == store.plan.total_bytes
+        assert store.num_bytes == sum(x.numel() * x.element_size() for layer in store.layers for x in layer)
+
+
+def test_half_of_the_heads_streaming_at_32k_tokens_hold_less_than_0_51_of_full_attention() -> None:
+    """Llama-3-8B's shape, with the window that its published pattern was trained for."""
+    layer = LayerKV(num_retrieval_heads=4, num_streaming_heads=4, head_dim=128, ring_size=64 + 256)
+    plan = MemoryPlan((layer,) * 32, dtype_bytes=2, block_size=128, max_num_seqs=1, num_blocks=256)
+    assert plan.bytes_per_request(32768) / plan.full_attention_bytes(32768) < 0.51
+
+
+def test_a_real_store_of_32k_tokens_at_half_sparsity_holds_less_than_0_51(tmp_path: Path) -> None:
+    config = LlamaConfig(**{**BASE, "max_position_embeddings": 40000, "num_hidden_layers": 2})
+    save_random(config, tmp_path)
+    scores = np.array([[0.9, 0.1], [0.2, 0.8]], np.float32)
+    served = HPUDuoModel.from_pretrained(
+        tmp_path,
+        pattern=HeadPattern(scores, sink=32, recent=96),
+        sparsity=0.5,
+        attention="auto",
+        max_num_seqs=1,
+        max_num_batched_tokens=4096,
+        max_model_len=32768 + 1,
+    )
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(3, BASE["vocab_size"], (32768,), generator=generator).tolist()
+    engine = served.engine
+    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=1))
+    while engine.has_unfinished:
+        engine.step()
+    stats = served.stats()
+    assert stats.peak_full_attention_bytes == 32768 * LAYERS * KV_HEADS * 2 * HEAD_DIM * FLOAT
+    assert stats.peak_held_bytes / stats.peak_full_attention_bytes < 0.51
+    # The trash block and the trash row included.
+    assert stats.kv_bytes / stats.peak_full_attention_bytes < 0.51

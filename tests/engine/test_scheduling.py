@@ -1,0 +1,41 @@
+"""Who runs in a step, seen from outside: a long prompt never holds up a decode."""
+
+import pytest
+
+from hpu_duo.sampling import SamplingParams
+from tests.engine.tiny import Tiny, assert_holds_nothing
+from tests.modeling.families import prompts_of
+
+
+@pytest.mark.parametrize("max_chunk_rows", [1, 3])
+def test_every_running_decode_is_in_every_step_while_long_prompts_are_prefilled(
+    tiny: Tiny, max_chunk_rows: int
+) -> None:
+    served = tiny.load(max_num_batched_tokens=6, max_chunk_rows=max_chunk_rows)
+    engine = served.engine
+    decode = engine.add_request(prompts_of([3])[0], SamplingParams(temperature=0, max_tokens=40))
+    outputs = engine.step()
+    assert [output.request_id for output in outputs] == [decode]
+    engine.add_request(prompts_of([80])[0], SamplingParams(temperature=0, max_tokens=2))
+    engine.add_request(prompts_of([70])[0], SamplingParams(temperature=0, max_tokens=2))
+    for _ in range(39):
+        outputs = engine.step()
+        assert decode in {output.request_id for output in outputs}
+    assert served.stats().num_prompt_tokens == 3 + 80 + 70
+    while engine.has_unfinished:
+        engine.step()
+    assert_holds_nothing(served)
+
+
+def test_a_step_holds_no_more_tokens_than_its_budget(tiny: Tiny) -> None:
+    served = tiny.load(max_num_batched_tokens=6)
+    engine = served.engine
+    for prompt in prompts_of([30, 2, 17, 9, 5]):
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=6))
+    before = 0
+    while engine.has_unfinished:
+        engine.step()
+        after = served.stats().num_query_tokens
+        assert after - before <= 6
+        before = after
+    assert_holds_nothing(served)
