@@ -47,6 +47,7 @@ class AttentionCall:
         sliding_window: tokens that a token sees, itself included; None for all.
         softcap: bound of the scores, or None.
         has_sinks: whether the layer brings attention-sink logits.
+        mask: what the layer got as its mask.
         unknown: names of arguments that are set and that this function does not know.
     """
 
@@ -59,6 +60,7 @@ class AttentionCall:
     sliding_window: int | None
     softcap: float | None
     has_sinks: bool
+    mask: torch.Tensor | None
     unknown: tuple[str, ...]
 
 
@@ -69,7 +71,13 @@ class Probe:
     calls: list[AttentionCall] = field(default_factory=list)
 
     def record(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        kwargs: dict[str, Any],
     ) -> torch.Tensor:
         """Note what a layer asks for; returns zeros in the shape of its output."""
         scale = kwargs.get("scaling")
@@ -85,6 +93,7 @@ class Probe:
                 sliding_window=kwargs.get("sliding_window"),
                 softcap=kwargs.get("softcap"),
                 has_sinks=kwargs.get("s_aux") is not None,
+                mask=mask,
                 unknown=tuple(sorted(n for n, x in kwargs.items() if x is not None and n not in known)),
             )
         )
@@ -139,13 +148,13 @@ def attention(
 
     Args:
         query, key, value: ``[1, heads, Q, D]``, after rotary embedding.
-        attention_mask: ignored; visibility comes with the step.
+        attention_mask: only noted by a probe; visibility comes with the step.
         hpu_duo_step: the step, handed to the model's forward under this name.
     Returns:
         ``[1, Q, H, D]`` and no weights.
     """
     if isinstance(hpu_duo_step, Probe):
-        return hpu_duo_step.record(module, query, key, value, kwargs), None
+        return hpu_duo_step.record(module, query, key, value, attention_mask, kwargs), None
     if isinstance(hpu_duo_step, Trial):
         return hpu_duo_step.attend(module, query, key, value, kwargs.get("s_aux")), None
     if hpu_duo_step is None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpu_duo.modeling.attention import AttentionCall, Probe, placeholder_mask
+from hpu_duo.modeling.attention import AttentionCall, Probe
 from hpu_duo.modeling.refusal import refusing
 from hpu_duo.modeling.trial import try_flat_batch
+from hpu_duo.modeling.visibility import read_window
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -45,7 +46,7 @@ def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
         )
     for index, call in enumerate(calls):
         _check_call(f"{name}, layer {index}", call)
-    calls = [_with_configured_window(model, index, call) for index, call in enumerate(calls)]
+    calls = [_with_window(model, index, call) for index, call in enumerate(calls)]
     try_flat_batch(model, calls)
     paths = {id(module): path for path, module in model.named_modules()}
     parents = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
@@ -54,7 +55,7 @@ def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
 
 @torch.inference_mode()
 def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
-    """One token through the model, asked for as a step asks."""
+    """One token through the model, which makes a mask of its own for it."""
     recorder = Probe()
     device = next(model.parameters()).device
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -62,7 +63,7 @@ def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
         model(
             input_ids=token,
             position_ids=token,
-            attention_mask=placeholder_mask(device),
+            attention_mask=torch.ones_like(token),
             use_cache=False,
             logits_to_keep=token[0],
             hpu_duo_step=recorder,
@@ -85,19 +86,26 @@ def _check_call(where: str, call: AttentionCall) -> None:
         )
 
 
-def _with_configured_window(model: PreTrainedModel, index: int, call: AttentionCall) -> AttentionCall:
-    """Check the layer's type; take its window from the configuration when the call does not name it."""
+def _with_window(model: PreTrainedModel, index: int, call: AttentionCall) -> AttentionCall:
+    """The call with the window that the layer's mask shows, or else the configuration names."""
+    where = f"{type(model).__name__}, layer {index}"
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
-    if types is None:
-        return call
-    if types[index] not in _SERVED_LAYER_TYPES:
+    if types is not None and types[index] not in _SERVED_LAYER_TYPES:
         raise ValueError(
-            f"{type(model).__name__}, layer {index} cannot be served: layer type {types[index]!r}, "
+            f"{where} cannot be served: layer type {types[index]!r}, "
             f"expected one of {', '.join(sorted(_SERVED_LAYER_TYPES))}"
         )
-    window = None
-    if types[index] == "sliding_attention":
-        window = call.sliding_window or config.sliding_window
-    values: dict[str, Any] = {**call.__dict__, "sliding_window": window}
-    return AttentionCall(**values)
+    seen = read_window(call.mask)
+    if seen is not None:
+        if seen < 0:
+            raise ValueError(
+                f"{where} cannot be served: its mask is neither causal nor a causal sliding window"
+            )
+        return replace(call, sliding_window=None if math.isinf(seen) else int(seen))
+    if types is None:
+        return call
+    is_sliding = types[index] == "sliding_attention"
+    return replace(
+        call, sliding_window=(call.sliding_window or config.sliding_window) if is_sliding else None
+    )

@@ -1,0 +1,65 @@
+"""Ask transformers which keys each layer lets a token see, without building a mask.
+
+transformers hands its mask rule to whoever builds masks for an attention implementation. Ours looks
+through the rule at far positions and passes on what it found, packed in a tensor that travels to
+the layers in place of a mask. So a layer's window is read from what is masked, not from an argument
+or a field of the configuration that a family may set and not use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionMaskInterface
+
+from hpu_duo.modeling.attention import NAME
+
+_FAR = 1 << 24
+_LONGEST = 1 << 22
+# Two positions that no chunk length divides alike.
+_QUERIES = (_FAR, _FAR + 4099)
+_IRREGULAR = -1.0
+
+Rule = Callable[..., torch.Tensor]
+
+
+def look_through(rule: Rule) -> float:
+    """The window of a mask rule: tokens seen, the own one included; infinity when it has no bound.
+
+    Returns:
+        A negative number for a rule that is not causal, or that is not the same window everywhere.
+    """
+    windows = {_window_at(rule, query) for query in _QUERIES}
+    return windows.pop() if len(windows) == 1 else _IRREGULAR
+
+
+def read_window(marker: torch.Tensor | None) -> float | None:
+    """What ``look_through`` found, from the tensor that a layer got as its mask; None when it is another."""
+    is_marker = marker is not None and marker.dtype == torch.float64 and marker.numel() == 1
+    return marker.item() if marker is not None and is_marker else None
+
+
+def _window_at(rule: Rule, query: int) -> float:
+    def sees(distance: int) -> bool:
+        zero = torch.tensor(0)
+        return bool(rule(zero, zero, torch.tensor(query), torch.tensor(query - distance)))
+
+    if sees(-1) or not sees(0):
+        return _IRREGULAR
+    if sees(_LONGEST):
+        return math.inf
+    seen, hidden = 0, _LONGEST
+    while hidden - seen > 1:
+        middle = (seen + hidden) // 2
+        seen, hidden = (middle, hidden) if sees(middle) else (seen, middle)
+    return float(hidden)
+
+
+def _mark(*_: Any, mask_function: Rule, **__: Any) -> torch.Tensor:
+    return torch.full((1, 1, 1, 1), look_through(mask_function), dtype=torch.float64)
+
+
+AttentionMaskInterface.register(NAME, _mark)

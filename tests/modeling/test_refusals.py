@@ -1,0 +1,150 @@
+"""What cannot be served is refused at load, and the message says what is missing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BloomConfig,
+    DeepseekV2Config,
+    DiffLlamaConfig,
+    DogeConfig,
+    FalconConfig,
+    FalconMambaConfig,
+    GPTJConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlavaConfig,
+    MambaConfig,
+    MptConfig,
+    OlmoeConfig,
+    OpenAIGPTConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RobertaConfig,
+    RwkvConfig,
+    StableLmConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hpu_duo import HPUDuoModel
+from hpu_duo.modeling.visibility import look_through
+from tests.modeling.driving import teacher_forced
+from tests.modeling.families import BASE, BLOCK, WINDOW, prompts_of, save_random
+
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+REFUSED: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any], str]] = {
+    "state_space": (MambaConfig, {}, "Mamba.*cannot be served"),
+    "state_space_falcon": (FalconMambaConfig, {}, "FalconMamba.*cannot be served"),
+    "state_space_and_attention": (JambaConfig, EXPERTS, "one attention call in each"),
+    "linear_attention_and_attention": (Qwen3NextConfig, EXPERTS, "one attention call in each"),
+    "recurrence_and_attention": (RecurrentGemmaConfig, {}, "one attention call in each"),
+    "convolutions_and_attention": (
+        Lfm2Config,
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+        "one attention call in each",
+    ),
+    "recurrence": (RwkvConfig, {}, "cannot be served"),
+    "chunked_attention": (Llama4TextConfig, EXPERTS, "chunked_attention"),
+    "two_attentions_in_a_layer": (DiffLlamaConfig, {}, "8 calls"),
+    "biases_by_distance_in_classes_of_its_own": (FalconConfig, {"alibi": True}, "falcon.*attention classes"),
+    "attention_classes_of_its_own": (GPTJConfig, {"rotary_dim": 4}, "gptj.*attention classes"),
+    "biases_by_distance": (MptConfig, {"d_model": 32, "n_heads": 4, "n_layers": 4}, "cannot be served"),
+    "biases_by_distance_from_the_mask": (BloomConfig, {}, "cannot be served"),
+    "no_use_for_a_step": (StableLmConfig, {}, "does not pass such arguments"),
+    "no_positions": (OpenAIGPTConfig, {}, "cannot be served"),
+    "latent_heads_of_two_sizes": (DeepseekV2Config, {**MLA, "v_head_dim": 4, **EXPERTS}, "keys of size 16"),
+    "looks_ahead": (BertConfig, {"is_decoder": False}, "cannot be served"),
+    "positions_counted_from_padding": (RobertaConfig, {"is_decoder": True}, "flat batch"),
+    "biases_by_head": (DogeConfig, {}, "flat batch"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_architectures_that_cannot_be_served_are_refused(tmp_path: Path, name: str) -> None:
+    make_config, changes, message = REFUSED[name]
+    save_random(make_config(**{**BASE, **changes}), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
+
+
+def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        HPUDuoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make_config", "window"),
+    [
+        (lambda: OlmoeConfig(**{**BASE, **EXPERTS, "sliding_window": WINDOW}), None),
+        (lambda: PhimoeConfig(**{**BASE, **EXPERTS, "sliding_window": WINDOW}), WINDOW),
+        (lambda: LlamaConfig(**BASE, sliding_window=WINDOW), None),
+    ],
+    ids=["told_to_attention_but_not_masked", "masked_but_not_told_to_attention", "neither"],
+)
+def test_the_window_is_what_is_masked_whatever_the_configuration_says(
+    tmp_path: Path, make_config: Callable[[], PretrainedConfig], window: int | None
+) -> None:
+    model = save_random(make_config(), tmp_path)
+    served = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
+    assert {spec.window and spec.window.recent for spec in served.engine.runner.model.specs} == {window}
+    prompt = prompts_of([30])[0]
+    new = served.generate([prompt], max_new_tokens=10)[0, 30:].tolist()
+    assert new == teacher_forced(model, prompt, new).argmax(dim=-1).tolist()
+
+
+def causal(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return key <= query
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4096, 131072])
+def test_looking_through_a_mask_rule_finds_its_window(window: int) -> None:
+    def sliding(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return causal(batch, head, query, key) & (key > query - window)
+
+    def chunked(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return causal(batch, head, query, key) & (key // (2 * window) == query // (2 * window))
+
+    assert look_through(sliding) == window
+    assert look_through(chunked) < 0
+
+
+def test_looking_through_a_mask_rule_tells_full_attention_from_attention_that_looks_ahead() -> None:
+    assert look_through(causal) == float("inf")
+    assert look_through(lambda batch, head, query, key: key <= query + 3) < 0
+    assert look_through(lambda batch, head, query, key: key < query) < 0
+
+
+def test_models_that_are_served_stay_on_our_attention_after_the_trial(tmp_path: Path) -> None:
+    save_random(LlamaConfig(**BASE), tmp_path)
+    served = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
+    assert served.engine.runner.model.model.config._attn_implementation == "hpu_duo"
+
+
+def test_multimodal_configurations_are_refused(tmp_path: Path) -> None:
+    text = LlamaConfig(**BASE)
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    vision["model_type"] = "clip_vision_model"
+    config = LlavaConfig(text_config=text.to_dict(), vision_config=vision)
+    AutoModelForCausalLM.from_config(text).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="llava"):
+        HPUDuoModel.from_pretrained(tmp_path)
