@@ -104,7 +104,11 @@ class Engine:
         return bool(names)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns what it added to each request."""
+        """Run one step; returns what it added to each request.
+
+        If the step fails, what was raised goes on to the caller, and the requests compute their tokens anew
+        in the next step.
+        """
         outputs, self._ended = self._ended, []
         began = time.perf_counter()
         plan = self.scheduler.plan()
@@ -114,7 +118,12 @@ class Engine:
             row.ring_row: self._samples[row.request.request_id].sampling_row() for row in plan.sampled_rows
         }
         planned = time.perf_counter()
-        result = self.runner.run(plan, sampling, self._vocab_size)
+        try:
+            result = self.runner.run(plan, sampling, self._vocab_size)
+        except BaseException:
+            self.scheduler.discard(plan)
+            self._ended = outputs
+            raise
         ran = time.perf_counter()
         self._count(plan, result)
         outputs += self._commit(plan, result)

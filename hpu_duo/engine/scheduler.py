@@ -181,6 +181,20 @@ class Scheduler:
                 self._end(request, reason)
         return committed
 
+    def discard(self, plan: StepPlan) -> None:
+        """Take back the plan that was made last, because its step failed; call it instead of ``commit``.
+
+        How far the step came is unknown, so every running request loses its cache and prefills again.
+
+        Raises:
+            ValueError: another plan.
+        """
+        if plan is not self._plan_in_flight:
+            raise ValueError("only the plan that was made last can be discarded, and only once")
+        self._plan_in_flight = None
+        for request in list(self._running):
+            self._restart(request)
+
     def abort(self, request_id: str) -> Request | None:
         """End a request early, at any time; returns it, or None if no unfinished request has this id.
 
@@ -220,6 +234,10 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: StepDraft) -> None:
         step.preempt(request)
+        self._restart(request)
+
+    def _restart(self, request: Request) -> None:
+        """Take everything a running request holds; it keeps its tokens and waits for its turn again."""
         self._running.remove(request)
         self.leases.close(request)
         request.num_computed_tokens = 0

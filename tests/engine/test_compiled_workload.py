@@ -1,0 +1,101 @@
+"""Compiled steps over a warmed table: nothing is compiled, and nothing misses, while requests run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from graphs import CaptureBackend
+from graphs.backends.compile import CompileBackend
+from hpu_duo import HPUDuoModel
+from hpu_duo.sampling import SamplingParams
+from tests.engine.tiny import MAX_LEN, PATTERN, Tiny, assert_holds_nothing
+from tests.modeling.families import VOCAB
+
+NUM_REQUESTS = 200
+
+
+def run_workload(served: HPUDuoModel) -> dict[str, list[int]]:
+    """200 requests of mixed lengths that arrive while others run; some are aborted, some fork."""
+    rng = random.Random(5)
+    engine = served.engine
+    outputs: dict[str, list[int]] = {}
+    waiting = iter(range(NUM_REQUESTS))
+    is_open = True
+    while is_open or engine.has_unfinished:
+        for _ in range(rng.randint(0, 3)):
+            number = next(waiting, None)
+            if number is None:
+                is_open = False
+                break
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 3, 8, 9, 20, 41)))]
+            params = SamplingParams(
+                temperature=rng.choice((0.0, 1.0)),
+                seed=number,
+                n=rng.choice((1, 1, 1, 2)),
+                max_tokens=rng.randint(1, 9),
+                ignore_eos=True,
+            )
+            engine.add_request(prompt, params, request_id=f"r{number}")
+        if rng.random() < 0.03:
+            engine.abort(f"r{rng.randrange(NUM_REQUESTS)}")
+        for output in engine.step():
+            key = f"{output.request_id}#{output.sample_index}"
+            outputs.setdefault(key, []).extend(output.token_ids)
+    assert_holds_nothing(served)
+    return outputs
+
+
+def load(tiny: Tiny, graphs: str | CaptureBackend, attention: str = "sdpa") -> HPUDuoModel:
+    """Few blocks, so that requests are also preempted; a head pattern with two kinds of heads."""
+    return tiny.load(attention=attention, graphs=graphs, pattern=PATTERN, num_blocks=MAX_LEN // 8)
+
+
+@pytest.fixture(scope="module")
+def eager_tokens(tiny: Tiny) -> dict[str, list[int]]:
+    return run_workload(load(tiny, "eager"))
+
+
+@pytest.mark.parametrize("guards", [True, False])
+def test_a_warmed_table_serves_200_requests_without_a_miss_or_a_recompilation(
+    tiny: Tiny, eager_tokens: dict[str, list[int]], guards: bool
+) -> None:
+    served = load(tiny, CompileBackend(guards=guards))
+    graphs = served.engine.runner.graphs
+    assert served.warm_up() == len(graphs.table)
+    assert graphs.is_warm
+    compiled = counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        tokens = run_workload(served)
+    seen = graphs.counters
+    assert (seen.misses, seen.late_captures, seen.eager_runs) == (0, 0, 0)
+    assert counters["stats"]["unique_graphs"] == compiled, "something was compiled while requests ran"
+    assert served.stats().num_preemptions > 0
+    assert tokens == eager_tokens
+
+
+def test_the_portable_attention_traces_into_one_graph_per_bucket_and_kind_of_layer(
+    tiny: Tiny, eager_tokens: dict[str, list[int]]
+) -> None:
+    backend = CompileBackend("eager", guards=True)
+    served = load(tiny, backend, "reference")
+    served.warm_up()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        tokens = run_workload(served)
+    assert backend.num_regions == len(served.engine.runner.graphs.table) * len(
+        served.engine.runner.model.kinds
+    )
+    assert tokens == eager_tokens
+
+
+def test_compiled_layers_write_their_stores_in_place(tiny: Tiny) -> None:
+    served = load(tiny, CompileBackend())
+    layers = served.engine.runner.store.layers
+    addresses = [[tensor.data_ptr() for tensor in layer] for layer in layers]
+    served.engine.generate([[1, 2, 3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=4))
+    assert [[tensor.data_ptr() for tensor in layer] for layer in layers] == addresses
+    assert any(layer.k_blocks[:-1].any() for layer in layers)
+    assert any(layer.k_ring[:-1].any() for layer in layers)
