@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,7 +47,8 @@ class Row:
         """The line."""
         median, low, high = statistics.median(self.ratios), min(self.ratios), max(self.ratios)
         extra = ", ".join(f"{name} {value:.3g}" for name, value in self.extra.items())
-        return f"| {self.scenario} | {self.model} | {self.baseline} | {median:.2f} | {low:.2f}-{high:.2f} | {extra} |"
+        ratio = f"{median:.2f} | {low:.2f}-{high:.2f}"
+        return f"| {self.scenario} | {self.model} | {self.baseline} | {ratio} | {extra} |"
 
 
 def make_checkpoint(directory: Path, num_kv_heads: int) -> Path:
@@ -233,11 +235,14 @@ def report(rows: list[Row], threads: int) -> str:
         ),
         platform.processor(),
     )
+    amx = "with AMX" if torch.cpu._is_amx_tile_supported() else "without AMX"
+    command = " ".join(["python", "benchmarks/cpu.py", *sys.argv[1:]])
     lines = [
         f"# CPU side by side, {date.today().isoformat()}",
         "",
-        f"`python benchmarks/cpu.py` on {cpu} ({torch.backends.cpu.get_cpu_capability()}), {threads} thread(s), "
-        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"`{command}` on {cpu} ({torch.backends.cpu.get_cpu_capability()}, {amx}), {threads} thread(s),",
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__},",
         "bfloat16. A ratio above 1 means that this engine is faster.",
         "",
         "| scenario | model | against | ratio (median) | range | also |",

@@ -2,12 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from graphs.shape import BatchShape
+from graphs.shape import BatchShape, Phase
 
 CostFunction: TypeAlias = Callable[[BatchShape], float]
 """The cost of one step at a shape: positive, in any unit, never lower for a shape that holds another."""
+
+
+@runtime_checkable
+class BroadcastCost(Protocol):
+    """A cost function that also prices many shapes of one phase at once."""
+
+    def __call__(self, shape: BatchShape) -> float:
+        """Cost of one step at ``shape``."""
+
+    def at(
+        self, phase: Phase, query_len: Any, num_shared_blocks: Any, num_unique_blocks: Any, num_logits: Any
+    ) -> Any:
+        """Cost of a step, or of each step when the sizes are arrays of one length."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +69,23 @@ class StepCost:
         """One cached slot of the unique part: its pair, and reading a key and a value of two bytes each."""
         return 1.0 + self.operations_per_byte * self.kv_ratio
 
+    def at(
+        self, phase: Phase, query_len: Any, num_shared_blocks: Any, num_unique_blocks: Any, num_logits: Any
+    ) -> Any:
+        """Cost of a step, or of each step when the sizes are arrays of one length."""
+        cost = self.step + self.token * query_len + self.logit * num_logits
+        ring_slots = num_logits * self.ring_width
+        if phase.causal:
+            cost = cost + query_len**2 / 2
+        if phase.shared:
+            cost = cost + query_len * (num_shared_blocks * self.block_size + ring_slots)
+        if phase.unique:
+            cost = cost + self.slot * (num_unique_blocks * self.block_size + ring_slots)
+        return cost
+
     def __call__(self, shape: BatchShape) -> float:
         """Cost of one step at ``shape``."""
-        cost = self.step + self.token * shape.query_len + self.logit * shape.num_logits
-        ring_slots = shape.num_logits * self.ring_width
-        if shape.phase.causal:
-            cost += shape.query_len**2 / 2
-        if shape.phase.shared:
-            cost += shape.query_len * (shape.num_shared_blocks * self.block_size + ring_slots)
-        if shape.phase.unique:
-            cost += self.slot * (shape.num_unique_blocks * self.block_size + ring_slots)
-        return cost
+        return self.at(shape.phase, *shape.levels[3:])
 
 
 @dataclass(frozen=True)
@@ -85,9 +104,15 @@ class SkippingCost:
     logit: float = 0.3
     step: float = 32.0
 
+    def at(
+        self, phase: Phase, query_len: Any, num_shared_blocks: Any, num_unique_blocks: Any, num_logits: Any
+    ) -> Any:
+        """Cost of a step, or of each step when the sizes are arrays of one length."""
+        plan_items = num_unique_blocks + num_shared_blocks * (num_logits + 2)
+        parts = phase.causal + phase.shared + phase.unique
+        work = self.step + query_len + self.logit * num_logits
+        return work + 1e-2 * parts + 1e-6 * plan_items
+
     def __call__(self, shape: BatchShape) -> float:
         """Cost of one step at ``shape``."""
-        plan_items = shape.num_unique_blocks + shape.num_shared_blocks * (shape.num_logits + 2)
-        parts = shape.phase.causal + shape.phase.shared + shape.phase.unique
-        work = self.step + shape.query_len + self.logit * shape.num_logits
-        return work + 1e-2 * parts + 1e-6 * plan_items
+        return self.at(shape.phase, *shape.levels[3:])

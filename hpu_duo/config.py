@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from graphs import BucketTable, MissPolicy
+from graphs import BucketTable, CaptureBackend, MissPolicy
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
@@ -126,12 +126,12 @@ class GraphConfig:
     """How steps are captured.
 
     Attributes:
-        backend: "eager" or "compile".
+        backend: "eager" or "compile", or a capture backend of your own.
         table: buckets; None = the exponential default, or with "eager" the exact shape of each step.
         on_miss: what happens to a step that no bucket holds.
     """
 
-    backend: str = "eager"
+    backend: str | CaptureBackend = "eager"
     table: BucketTable | None = None
     on_miss: MissPolicy = MissPolicy.ERROR
 

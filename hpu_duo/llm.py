@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import GenerationConfig
 
-from graphs import BatchShape, BucketTable, MissPolicy
+from graphs import BatchShape, BucketTable, CaptureBackend, MissPolicy
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.engine.assembly import assemble
 from hpu_duo.engine.engine import Engine
@@ -70,7 +70,7 @@ class HPUDuoModel:
         block_size: int = 128,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
-        graphs: str = "eager",
+        graphs: str | CaptureBackend = "eager",
         buckets: BucketTable | None = None,
         on_miss: str = "error",
         seed: int = 0,
@@ -91,7 +91,7 @@ class HPUDuoModel:
             max_model_len: tokens of prompt and output; None = what model and cache hold.
             max_num_seqs, max_num_batched_tokens, max_chunk_rows: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes: see ``CacheConfig``.
-            graphs: "eager" or "compile".
+            graphs: "eager" or "compile", or a capture backend of your own.
             buckets: table of shapes; None = the default for ``graphs``.
             on_miss: "error", "capture" or "eager".
             seed: from which requests without a seed draw.

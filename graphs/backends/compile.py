@@ -25,6 +25,7 @@ class CompileBackend:
     number of buckets costs nothing at run time and no limit on variants is ever reached.
 
     Args:
+        compiler: name of the compiler behind ``torch.compile``; "eager" only traces.
         guards: let the compiler check before each call that a region's inputs are what it was
             compiled for; a violation is then a recompilation, which tests can see. Off, the bucket
             and the region's key vouch for the inputs, and a call goes straight to the compiled code:
@@ -33,7 +34,8 @@ class CompileBackend:
 
     name = "compile"
 
-    def __init__(self, guards: bool = False) -> None:
+    def __init__(self, compiler: str = "inductor", guards: bool = False) -> None:
+        self._compiler = compiler
         self._guards = guards
         self._regions: dict[tuple[BatchShape, Hashable], Callable[..., object]] = {}
 
@@ -55,7 +57,7 @@ class CompileBackend:
         place = (shape, key)
         if place not in self._regions:
             private = _private_copy(fn, f"{shape}")
-            compiled = torch.compile(private, fullgraph=True, dynamic=False)
+            compiled = torch.compile(private, backend=self._compiler, fullgraph=True, dynamic=False)
             self._regions[place] = compiled if self._guards else _Direct(private, compiled)
         return cast(Region, self._regions[place])
 

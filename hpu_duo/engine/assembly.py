@@ -247,12 +247,14 @@ def _make_runner(
         uses_blocks=memory.uses_blocks,
         max_chunk_rows=scheduler.max_chunk_rows,
     )
-    use_table = config.graph.backend != "eager" or config.graph.table is not None
+    chosen = config.graph.backend
+    backend = make_backend(chosen) if isinstance(chosen, str) else chosen
+    use_table = backend.name != "eager" or config.graph.table is not None
     table = config.graph.table
     if table is None:
         table = _default_table(limits, model, text_config) if use_table else BucketTable(())
     policy = config.graph.on_miss if use_table else MissPolicy.EAGER
-    graphs = GraphCache(make_backend(config.graph.backend), table, policy)
+    graphs = GraphCache(backend, table, policy)
     geometry = StepGeometry(
         memory.block_size, memory.num_blocks, scheduler.max_num_seqs, scheduler.max_chunk_rows
     )

@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 
 from bias_builders import Window
-from kernels_ref import Implementation, unified_attention
+from kernels_ref import Implementation, reference, sdpa, unified_attention
+from kernels_ref.sdpa import decode, prefill
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 
 QUICK = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
@@ -35,3 +36,91 @@ def test_mixed_steps_equal_dense_attention_although_unused_slots_hold_nan(
     expected = world.dense()
     torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
     assert (out[len(expected) :] == 0).all(), "padded rows are zero"
+
+
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+@settings(QUICK, max_examples=30)
+@given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
+def test_soft_caps_apply_to_the_scores_of_every_part(softcap: float, scenario: Scenario) -> None:
+    world = World(scenario)
+    out = run(world, Implementation.REFERENCE, softcap)
+    expected = world.dense(softcap)
+    torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_fused_attention_refuses_a_soft_cap() -> None:
+    world = World(Scenario((RowSpec(0, 4),), 4, Window(1, 2), 1, 0, 1, 8, (0, 0, 0, 0), False, 0))
+    with pytest.raises(ValueError, match="no soft cap, got softcap=5"):
+        run(world, Implementation.SDPA, 5.0)
+
+
+@ALL
+@settings(QUICK, max_examples=30)
+@given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
+def test_sink_logits_enter_once_per_query(impl: Implementation, scenario: Scenario) -> None:
+    world = World(scenario)
+    sinks = torch.randn(world.num_heads, generator=world.gen) * 2
+    out = run(world, impl, sinks=sinks)
+    expected = world.dense(sinks=sinks)
+    torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@ALL
+def test_long_rows_cross_slices_chunks_and_bands(
+    impl: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every loop of the kernels goes round several times, so that its borders are crossed."""
+    monkeypatch.setattr(reference, "QUERY_SLICE", 8)
+    monkeypatch.setattr(reference, "SCORE_BYTES", 4096)
+    monkeypatch.setattr(reference, "UNIQUE_CHUNK", 3)
+    monkeypatch.setattr(sdpa, "SHORT_SLICE", 2)
+    monkeypatch.setattr(prefill, "BAND_SLICE", 8)
+    monkeypatch.setattr(prefill, "CONTEXT_BLOCKS", 2)
+    monkeypatch.setattr(decode, "BLOCK_CHUNK", 3)
+    rows = (
+        RowSpec(41, 1),
+        RowSpec(37, 30),
+        RowSpec(0, 45),
+        RowSpec(60, 1, 8),
+        RowSpec(3, 20),
+        RowSpec(55, 1),
+    )
+    for window in (Window(0, 5), Window(3, 11), Window(20, 4), Window(2, 70)):
+        for kr, ks in ((1, 1), (2, 0), (0, 2)):
+            world = World(Scenario(rows, 4, window, kr, ks, 2, 8, (3, 2, 2, 1), False, 7))
+            expected = world.dense()
+            out = run(world, impl)[: len(expected)].double()
+            torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+@ALL
+@pytest.mark.parametrize("length", [5, 200])
+def test_one_row_alone_reads_its_blocks_in_a_run_or_scattered(impl: Implementation, length: int) -> None:
+    for seed in range(4):
+        world = World(Scenario((RowSpec(length, 1),), 4, Window(2, 6), 1, 1, 3, 8, (0, 0, 0, 0), False, seed))
+        expected = world.dense()
+        torch.testing.assert_close(run(world, impl).double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@ALL
+def test_bfloat16_stays_close_to_the_exact_result_of_the_same_inputs(impl: Implementation) -> None:
+    rows = (RowSpec(40, 1), RowSpec(30, 12), RowSpec(0, 20))
+    world = World(Scenario(rows, 8, Window(4, 8), 2, 2, 3, 8, (2, 1, 1, 1), False, 11), torch.bfloat16)
+    expected = world.dense()
+    error = (run(world, impl)[: len(expected)].double() - expected).abs()
+    # Values are of size 1 and weights sum to 1: a few roundings of 2**-9 each.
+    assert error.max() < 8 * 2**-9
+    assert error.mean() < 2**-9
+
+
+@ALL
+def test_what_padding_writes_into_trash_never_comes_back(impl: Implementation) -> None:
+    scenario = Scenario((RowSpec(5, 1), RowSpec(6, 4)), 4, Window(1, 3), 1, 1, 1, 8, (6, 2, 2, 2), True, 3)
+    outputs = []
+    for rubbish in (torch.nan, 0.0, 1e30):
+        world = World(scenario)
+        for store in world.cache:
+            store[-1] = rubbish
+        outputs.append(run(world, impl))
+    torch.testing.assert_close(outputs[0], outputs[1], atol=0, rtol=0)
+    torch.testing.assert_close(outputs[1], outputs[2], atol=0, rtol=0)

@@ -1,0 +1,183 @@
+"""The reachable shapes of a scheduler, cut into boxes of nearly equal cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphs.cost import CostFunction
+from graphs.limits import BucketLimits
+from graphs.planner.levels import LOGITS, QUERY, SHARED, UNIQUE, Bools, Floats, Levels, price
+from graphs.shape import Phase
+
+_SIZES = (QUERY, SHARED, UNIQUE, LOGITS)
+_GROWTH = 2.0**0.25
+_RATIOS = (1.08, 1.1, 1.12, 1.15, 1.2, 1.25, 1.3, 1.4, 1.6, 2.0)
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Boxes that together hold every reachable shape: ``lowest <= shape <= highest`` in one of them.
+
+    Attributes:
+        lowest, highest: corners, int64 ``[n, 7]``; both are reachable shapes.
+        floor, ceiling: their costs, float64 ``[n]``.
+    """
+
+    lowest: Levels
+    highest: Levels
+    floor: Floats
+    ceiling: Floats
+
+    def __len__(self) -> int:
+        return len(self.floor)
+
+    @classmethod
+    def within(cls, limits: BucketLimits, cost: CostFunction, most: int = 4000) -> Cells:
+        """The finest boxes of at most about ``most`` in number.
+
+        Each phase starts as one box and is halved, along the size that changes its cost most, until no
+        box costs more at its top than a small multiple of what it costs at its bottom. Cuts lie on common
+        geometric ladders, so that boxes of different parts and phases line up and one bucket serves many.
+        """
+        for ratio in _RATIOS:
+            pieces: list[Cells] = []
+            for phase in limits.reachable_phases:
+                piece = _cut(limits, phase, cost, ratio, most - sum(map(len, pieces)))
+                if piece is None:
+                    break
+                pieces.append(piece)
+            else:
+                return _joined(pieces)
+        return _joined([_whole(limits, phase, cost) for phase in limits.reachable_phases])
+
+
+def lowest_of(limits: BucketLimits, phase: Phase) -> tuple[int, int, int, int]:
+    """Smallest sizes ``(Q, NS, NU, N)`` of a phase: a row with several tokens has two at least."""
+    fewest = (3 if phase.unique else 2) if phase.causal else 1
+    return fewest, 0, 0, 1
+
+
+def reachable_corners(lowest: Levels, highest: Levels) -> tuple[Levels, Levels, Bools]:
+    """Pull the corners of boxes onto the reachable shapes inside.
+
+    A row has at least one token, so a step with a causal part has no more logit rows than query tokens;
+    without it every row has one token, and rows can only be missing between them.
+
+    Returns:
+        ``(lowest, highest, is_reachable)``; the last is False for boxes without any reachable shape.
+    """
+    low, high = lowest.copy(), highest.copy()
+    is_causal = lowest[:, 0] == 1
+    small, large = np.where(is_causal, LOGITS, QUERY), np.where(is_causal, QUERY, LOGITS)
+    row = np.arange(len(lowest))
+    low[row, large] = np.maximum(low[row, large], low[row, small])
+    high[row, small] = np.minimum(high[row, small], high[row, large])
+    is_reachable = (low <= high).all(axis=1)
+    return low, high, is_reachable
+
+
+def _ladder(high: int) -> Levels:
+    """Where boxes may be cut: after each of these sizes."""
+    steps = int(np.ceil(np.log(max(high, 1)) / np.log(_GROWTH))) + 1
+    points = np.unique(np.rint(_GROWTH ** np.arange(steps)).astype(np.int64))
+    return np.concatenate([[0], points[points < high]])
+
+
+def _whole(limits: BucketLimits, phase: Phase, cost: CostFunction) -> Cells:
+    highest = np.array([limits.largest_of(phase).levels], dtype=np.int64)
+    lowest = highest.copy()
+    lowest[0, QUERY:] = lowest_of(limits, phase)
+    lowest, highest, _ = reachable_corners(lowest, highest)
+    return Cells(lowest, highest, price(cost, lowest), price(cost, highest))
+
+
+def _joined(pieces: list[Cells]) -> Cells:
+    return Cells(
+        np.concatenate([piece.lowest for piece in pieces]),
+        np.concatenate([piece.highest for piece in pieces]),
+        np.concatenate([piece.floor for piece in pieces]),
+        np.concatenate([piece.ceiling for piece in pieces]),
+    )
+
+
+def _cut(limits: BucketLimits, phase: Phase, cost: CostFunction, ratio: float, most: int) -> Cells | None:
+    """Halve the box of one phase until each piece keeps to ``ratio``; None when that takes too many."""
+    root = _whole(limits, phase, cost)
+    ladders = {column: _ladder(int(root.highest[0, column])) for column in _SIZES}
+    done: list[Cells] = []
+    todo = root
+    while len(todo):
+        cut_column, cut_after = _best_cuts(todo, cost, ladders)
+        is_done = (todo.ceiling <= ratio * todo.floor) | (cut_column < 0)
+        done.append(_select(todo, is_done))
+        rest = _select(todo, ~is_done)
+        if sum(map(len, done)) + 2 * len(rest) > most:
+            return None
+        todo = _halve(rest, cut_column[~is_done], cut_after[~is_done], cost)
+    return _joined(done)
+
+
+def _select(cells: Cells, mask: Bools) -> Cells:
+    return Cells(cells.lowest[mask], cells.highest[mask], cells.floor[mask], cells.ceiling[mask])
+
+
+def _best_cuts(cells: Cells, cost: CostFunction, ladders: dict[int, Levels]) -> tuple[Levels, Levels]:
+    """For each box the column to cut, -1 = none, and the size after which to cut."""
+    best = np.zeros(len(cells))
+    column_of = np.full(len(cells), -1, dtype=np.int64)
+    after_of = np.zeros(len(cells), dtype=np.int64)
+    for column, ladder in ladders.items():
+        first = np.searchsorted(ladder, cells.lowest[:, column], side="left")
+        last = np.searchsorted(ladder, cells.highest[:, column], side="left") - 1
+        lowered = cells.highest.copy()
+        lowered[:, column] = cells.lowest[:, column]
+        # A price that does not move still counts a little: boxes of equal cost need no cut at all.
+        gain = cells.ceiling / price(cost, lowered)
+        is_better = (first <= last) & (gain > best)
+        best[is_better] = gain[is_better]
+        column_of[is_better] = column
+        middle = np.clip((first + last) // 2, 0, len(ladder) - 1)
+        after_of[is_better] = ladder[middle][is_better]
+    return column_of, after_of
+
+
+def _halve(cells: Cells, column: Levels, after: Levels, cost: CostFunction) -> Cells:
+    row = np.arange(len(cells))
+    below, above = cells.highest.copy(), cells.lowest.copy()
+    below[row, column] = after
+    above[row, column] = after + 1
+    lowest, highest, is_reachable = reachable_corners(
+        np.concatenate([cells.lowest, above]), np.concatenate([below, cells.highest])
+    )
+    lowest, highest = lowest[is_reachable], highest[is_reachable]
+    return Cells(lowest, highest, price(cost, lowest), price(cost, highest))
+
+
+def grid_cells(axes: dict[int, Levels], limits: BucketLimits, phase: Phase) -> Iterator[tuple[Levels, Levels]]:
+    """Boxes between neighbouring sizes on given axes, some at a time.
+
+    Args:
+        axes: ascending sizes of each of the columns Q, NS, NU and N; boxes end at each of them and at
+            the limits.
+    """
+    lowest, largest = lowest_of(limits, phase), limits.largest_of(phase).levels
+    highs, lows = [], []
+    for column, low in zip(_SIZES, lowest):
+        inside = axes[column][(axes[column] >= low) & (axes[column] < largest[column])]
+        high = np.concatenate([inside, [largest[column]]])
+        highs.append(high)
+        lows.append(np.concatenate([[low], inside + 1]))
+    letters = np.array(largest[:QUERY], dtype=np.int64)
+    for low_query, high_query in zip(lows[0], highs[0]):
+        box_high = _product(letters, [np.array([high_query]), *highs[1:]])
+        box_low = _product(letters, [np.array([low_query]), *lows[1:]])
+        box_low, box_high, is_reachable = reachable_corners(box_low, box_high)
+        yield box_low[is_reachable], box_high[is_reachable]
+
+
+def _product(letters: Levels, columns: list[Levels]) -> Levels:
+    grid = np.stack(np.meshgrid(*columns, indexing="ij"), axis=-1).reshape(-1, len(columns))
+    return np.concatenate([np.broadcast_to(letters, (len(grid), QUERY)), grid], axis=1)

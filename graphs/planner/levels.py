@@ -1,0 +1,68 @@
+"""Many shapes as rows of integers, so that they can be compared and priced together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.cost import BroadcastCost, CostFunction
+from graphs.shape import BatchShape, Phase
+
+# n, m shapes; the 7 columns are those of ``BatchShape.levels``: c, s, u, Q, NS, NU, N.
+Levels = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+QUERY, SHARED, UNIQUE, LOGITS = 3, 4, 5, 6
+_ROWS_AT_ONCE = 1 << 14
+
+
+def to_levels(shapes: Iterable[BatchShape]) -> Levels:
+    """Shapes as int64 ``[n, 7]``."""
+    return np.array([shape.levels for shape in shapes], dtype=np.int64).reshape(-1, 7)
+
+
+def to_shapes(levels: Levels) -> tuple[BatchShape, ...]:
+    """Rows of int64 ``[n, 7]`` as shapes."""
+    rows = levels.tolist()
+    return tuple(BatchShape(Phase(bool(c), bool(s), bool(u)), *sizes) for c, s, u, *sizes in rows)
+
+
+def price(cost: CostFunction, levels: Levels) -> Floats:
+    """The cost of every row, float64 ``[n]``."""
+    if not isinstance(cost, BroadcastCost):
+        return np.array([cost(shape) for shape in to_shapes(levels)], dtype=np.float64)
+    prices = np.empty(len(levels))
+    code = levels[:, 0] * 4 + levels[:, 1] * 2 + levels[:, 2]
+    for number, phase in enumerate(Phase.all()):
+        rows = np.flatnonzero(code == number)
+        if len(rows):
+            sizes = levels[rows, QUERY:].astype(np.float64)
+            prices[rows] = cost.at(phase, *sizes.T)
+    return prices
+
+
+def holds(buckets: Levels, shapes: Levels) -> Bools:
+    """Which bucket holds which shape, bool ``[m, n]``."""
+    held = np.ones((len(buckets), len(shapes)), dtype=np.bool_)
+    for column in range(buckets.shape[1]):
+        held &= buckets[:, column, None] >= shapes[None, :, column]
+    return held
+
+
+def cheapest(buckets: Levels, prices: Floats, shapes: Levels) -> NDArray[np.int64]:
+    """The number of the cheapest bucket that holds each shape, -1 = none, int64 ``[n]``.
+
+    Ties go to the smaller bucket, as in ``BucketTable.fit``.
+    """
+    found = np.full(len(shapes), -1, dtype=np.int64)
+    if not len(buckets):
+        return found
+    order = np.lexsort((*buckets.T[::-1], prices))
+    for start in range(0, len(shapes), _ROWS_AT_ONCE):
+        held = holds(buckets[order], shapes[start : start + _ROWS_AT_ONCE])
+        first = order[held.argmax(axis=0)]
+        found[start : start + _ROWS_AT_ONCE] = np.where(held.any(axis=0), first, -1)
+    return found
