@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from bias_builders import Window
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer, placeholder_mask
+from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.probe import DecoderLayer
 from kernels_ref import LayerCache, LayerSpec, Step
 
@@ -51,23 +52,14 @@ class StepModel:
         self.specs = tuple(specs)
         self._runners: dict[Hashable, LayerRunner] = {}
         self._mask = placeholder_mask(caches[0].k_blocks.device)
+        kinds: dict[LayerKind, LayerKind] = {}
         for layer, spec, cache in zip(layers, specs, caches):
             setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache))
-            layer.module.forward = _Dispatch(self._runners, self._kind(layer, spec), layer.module)
-        self.kinds = tuple(dict.fromkeys(self._kind(layer, spec) for layer, spec in zip(layers, specs)))
-
-    @staticmethod
-    def _kind(layer: DecoderLayer, spec: LayerSpec) -> Hashable:
-        # Flags that a family's forward branches on differ from layer to layer as plain attributes.
-        flags = tuple(
-            sorted(
-                (name, value)
-                for module in (layer.module, layer.attention)
-                for name, value in vars(module).items()
-                if isinstance(value, bool | str) and name != "training"
-            )
-        )
-        return (spec, flags)
+            kind = LayerKind(layer.module, spec)
+            # Equal kinds become one object, which dictionaries find without comparing.
+            kind = kinds.setdefault(kind, kind)
+            layer.module.forward = _Dispatch(self._runners, kind, layer.module)
+        self.kinds = tuple(kinds)
 
     @property
     def retrieval_heads(self) -> tuple[int, ...]:
