@@ -131,7 +131,10 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 def save_random(config: PretrainedConfig, directory: Path, seed: int = 0) -> Any:
     """A random float32 model, saved without end-of-text tokens; returned as transformers has it."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.random.fork_rng():
+        # Some families draw one-dimensional parameters, such as sink logits, that are only shifted below.
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     randomise(model, seed)
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.save_pretrained(directory)
