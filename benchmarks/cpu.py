@@ -23,7 +23,13 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.sampling import SamplingParams
@@ -83,38 +89,62 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+class _Clock(StoppingCriteria):
+    """Notes when each token of ``generate`` is there; stops nothing."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 class Baseline:
     """transformers' ``generate`` with its fused attention."""
 
-    def __init__(self, path: Path, cache: str) -> None:
+    def __init__(self, path: Path, cache: str = "dynamic") -> None:
         self.model = LlamaForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
         self.name = f"transformers, {cache} cache"
-        self._cache = {"cache_implementation": "static"} if cache == "static" else {}
+        self._options = {"cache_implementation": "static"} if cache == "static" else {}
+        self._session: dict[str, object] = {}
 
-    def generate(self, prompts: list[list[int]], new: int) -> None:
-        """Greedy, exactly ``new`` tokens, one left-padded batch."""
+    def generate(self, prompts: list[list[int]], new: int) -> list[float]:
+        """Greedy, exactly ``new`` tokens, one left-padded batch; returns when each token was there."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        return self._generate(ids, new, attention_mask=mask, **self._options)
+
+    def open(self, tokens: list[int]) -> None:
+        """Prefill a prompt and keep its cache, for ``decode``."""
+        self._session = {"ids": torch.tensor([tokens]), "cache": DynamicCache()}
+        self.decode(1)
+
+    def decode(self, new: int) -> float:
+        """Seconds of ``new`` further tokens of the open prompt."""
+        ids, cache = self._session["ids"], self._session["cache"]
+        began = time.perf_counter()
+        times = self._generate(ids, new, past_key_values=cache)
+        return times[-1] - began
+
+    def _generate(self, ids: object, new: int, **options: object) -> list[float]:
+        clock = _Clock()
         with torch.inference_mode():
-            self.model.generate(
+            self._session["ids"] = self.model.generate(
                 ids,
-                attention_mask=mask,
                 do_sample=False,
                 min_new_tokens=new,
                 max_new_tokens=new,
                 pad_token_id=0,
-                **self._cache,
+                stopping_criteria=StoppingCriteriaList([clock]),
+                **options,
             )
-
-    def decode_seconds(self, prompts: list[list[int]], new: int) -> float:
-        """Seconds of ``new`` decode steps: a long run minus one that only prefills."""
-        short = seconds(lambda: self.generate(prompts, 1))
-        return seconds(lambda: self.generate(prompts, new + 1)) - short
+        return clock.times
 
 
 class Ours:
-    """This engine, compiled, with the table that the scenario needs."""
+    """This engine, compiled, with the default table for its limits."""
 
     def __init__(
         self, path: Path, *, max_num_seqs: int, max_model_len: int, max_tokens: int, **options: object
@@ -129,20 +159,31 @@ class Ours:
             **options,  # type: ignore[arg-type]
         )
 
-    def run(self, prompts: list[list[int]], new: int | list[int]) -> list[float]:
-        """Serve prompts to the end; returns the seconds of every step."""
-        engine = self.model.engine
+    def run(self, prompts: list[list[int]], new: int | list[int]) -> None:
+        """Serve prompts to the end."""
         lengths = new if isinstance(new, list) else [new] * len(prompts)
         for p, length in zip(prompts, lengths):
-            engine.add_request(p, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True))
-        steps = []
-        while engine.has_unfinished:
-            steps.append(seconds(engine.step))
-        return steps
+            self._add(p, length)
+        while self.model.engine.has_unfinished:
+            self.model.engine.step()
 
-    def decode_seconds(self, prompts: list[list[int]], new: int) -> float:
-        """Seconds of the last ``new`` steps."""
-        return sum(self.run(prompts, new + 1)[-new:])
+    def open(self, tokens: list[int], new: int) -> None:
+        """Prefill a prompt that may grow by ``new`` tokens, for ``decode``."""
+        engine = self.model.engine
+        self._add(tokens, new)
+        while not any(output.token_ids for output in engine.step()):
+            pass
+
+    def decode(self, new: int) -> float:
+        """Seconds of ``new`` steps of the open prompt."""
+        began = time.perf_counter()
+        for _ in range(new):
+            self.model.engine.step()
+        return time.perf_counter() - began
+
+    def _add(self, tokens: list[int], new: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+        self.model.engine.add_request(tokens, params)
 
     def host_ms_per_step(self, work: Callable[[], object]) -> float:
         """Milliseconds that the host spends planning and building one step of ``work``."""
@@ -152,32 +193,47 @@ class Ours:
         return 1e3 * (after.host_s - before.host_s) / (after.num_steps - before.num_steps)
 
 
-def decode_row(name: str, path: Path, cache: str, context: int, new: int, rounds: int) -> Row:
-    """Single-stream decode at a context."""
-    base = Baseline(path, cache)
-    ours = Ours(path, max_num_seqs=1, max_model_len=context + new + 8, max_tokens=min(8192, context))
-    prompts = [prompt(context, 1)]
-    ours.decode_seconds(prompts, 2)
-    row = Row(name, path.name, base.name)
+def decode_row(path: Path, context: int, new: int, rounds: int) -> Row:
+    """Single-stream decode at a context; both prompts stay open, so a round times decoding alone."""
+    total = (rounds + 1) * new + 2
+    base = Baseline(path)
+    ours = Ours(path, max_num_seqs=1, max_model_len=context + total, max_tokens=min(4096, context))
+    tokens = prompt(context, 1)
+    base.open(tokens)
+    ours.open(tokens, total)
+    row = Row(f"decode at {context}", path.name, base.name)
+    base.decode(new)
+    ours.decode(new)
     for _ in range(rounds):
-        theirs, mine = base.decode_seconds(prompts, new), ours.decode_seconds(prompts, new)
+        theirs, mine = base.decode(new), ours.decode(new)
         row.ratios.append(theirs / mine)
-    row.extra["our ms a token"] = 1e3 * mine / new
+    return row
+
+
+def static_row(path: Path, context: int, new: int, rounds: int) -> Row:
+    """Single-stream decode against transformers' static cache."""
+    base = Baseline(path, "static")
+    ours = Ours(path, max_num_seqs=1, max_model_len=context + (rounds + 1) * new + 2, max_tokens=context)
+    tokens = prompt(context, 1)
+    ours.open(tokens, (rounds + 1) * new + 2)
+    ours.decode(new)
+    row = Row(f"decode at {context}", path.name, base.name)
+    for _ in range(rounds):
+        times = base.generate([tokens], new + 1)
+        row.ratios.append((times[-1] - times[0]) / ours.decode(new))
     return row
 
 
 def prefill_row(path: Path, length: int, rounds: int) -> Row:
     """A long prompt up to its first token."""
-    base, ours = (
-        Baseline(path, "dynamic"),
-        Ours(path, max_num_seqs=1, max_model_len=length + 8, max_tokens=length),
-    )
+    base = Baseline(path)
+    ours = Ours(path, max_num_seqs=1, max_model_len=length + 8, max_tokens=length)
     prompts = [prompt(length, 2)]
     ours.run([prompt(length, 3)], 1)
     row = Row(f"prefill of {length}", path.name, base.name)
     for _ in range(rounds):
         theirs = seconds(lambda: base.generate(prompts, 1))
-        row.ratios.append(theirs / sum(ours.run(prompts, 1)))
+        row.ratios.append(theirs / seconds(lambda: ours.run(prompts, 1)))
     return row
 
 
@@ -187,13 +243,13 @@ def mixed_row(path: Path, rounds: int) -> Row:
     lengths = torch.randint(32, 512, (32,), generator=generator).tolist()
     news = torch.randint(16, 128, (32,), generator=generator).tolist()
     prompts = [prompt(length, 10 + i) for i, length in enumerate(lengths)]
-    base = Baseline(path, "dynamic")
+    base = Baseline(path)
     ours = Ours(path, max_num_seqs=32, max_model_len=1024, max_tokens=2048)
     ours.model.warm_up()
     row = Row("32 mixed requests", path.name, base.name)
     for _ in range(rounds):
         theirs = seconds(lambda: base.generate(prompts, max(news)))
-        row.ratios.append(theirs / sum(ours.run(prompts, news)))
+        row.ratios.append(theirs / seconds(lambda: ours.run(prompts, news)))
     stats = ours.model.stats()
     row.extra["padding"] = stats.padding
     row.extra["host ms a step"] = ours.host_ms_per_step(lambda: ours.run(prompts, 48))
@@ -202,27 +258,20 @@ def mixed_row(path: Path, rounds: int) -> Row:
 
 def streaming_row(path: Path, num_kv_heads: int, context: int, new: int, rounds: int) -> Row:
     """Decode with 25 % retrieval heads against full attention, both in this engine."""
-    options = {"max_num_seqs": 1, "max_model_len": context + new + 8, "max_tokens": 4096}
+    length = context + (rounds + 1) * new + 2
+    options = {"max_num_seqs": 1, "max_model_len": length, "max_tokens": 4096}
     full = Ours(path, **options)  # type: ignore[arg-type]
     pattern = HeadPattern.random(LAYERS, num_kv_heads, 0, sink=64, recent=256)
     duo = Ours(path, pattern=pattern, sparsity=0.75, **options)  # type: ignore[arg-type]
-    prompts = [prompt(context, 5)]
+    tokens = prompt(context, 5)
     row = Row(f"decode at {context}, 25 % retrieval heads", path.name, "this engine, full attention")
-    seconds_of: dict[str, list[float]] = {"full": [], "duo": []}
-    for name, system in (("full", full), ("duo", duo)):
-        system.run([prompt(4096, 6)], 2)
-        for step in _decode_steps(system, prompts[0], new * rounds):
-            seconds_of[name].append(step)
-    for i in range(rounds):
-        part = slice(i * new, (i + 1) * new)
-        row.ratios.append(sum(seconds_of["full"][part]) / sum(seconds_of["duo"][part]))
-    stats = {name: system.model.stats() for name, system in (("full", full), ("duo", duo))}
-    row.extra["KV bytes, full / ours"] = stats["full"].peak_held_bytes / stats["duo"].peak_held_bytes
+    for system in (full, duo):
+        system.open(tokens, (rounds + 1) * new + 2)
+        system.decode(new)
+    for _ in range(rounds):
+        row.ratios.append(full.decode(new) / duo.decode(new))
+    row.extra["KV bytes, full / ours"] = full.model.stats().held_bytes / duo.model.stats().held_bytes
     return row
-
-
-def _decode_steps(system: Ours, tokens: list[int], new: int) -> list[float]:
-    return system.run([tokens], new + 1)[-new:]
 
 
 def report(rows: list[Row], threads: int) -> str:
@@ -275,13 +324,13 @@ def main() -> None:
         gqa, mha = make_checkpoint(Path(folder), 4), make_checkpoint(Path(folder), 12)
         if "decode" in args.only:
             for path in (gqa, mha):
-                for cache in ("dynamic", "static"):
-                    add(decode_row("decode at 128", path, cache, 128, 32, args.rounds))
+                add(decode_row(path, 128, 32, args.rounds))
+                add(static_row(path, 128, 32, args.rounds))
         if "mixed" in args.only:
             add(mixed_row(gqa, args.rounds))
         if "decode-8k" in args.only:
             for path in (gqa, mha):
-                add(decode_row("decode at 8192", path, "dynamic", 8192, 8, args.rounds))
+                add(decode_row(path, 8192, 8, args.rounds))
         if "prefill-8k" in args.only:
             add(prefill_row(gqa, 8192, args.rounds))
         if "streaming" in args.only:

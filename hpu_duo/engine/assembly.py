@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from bias_builders import Window
 from graphs import (
     BucketLimits,
     BucketTable,
+    CaptureBackend,
     ExponentialRule,
     GraphCache,
     MissPolicy,
@@ -21,7 +21,8 @@ from graphs import (
     make_backend,
 )
 from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, SchedulerConfig
-from hpu_duo.device import resolve_device
+from hpu_duo import sim
+from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.runner import Runner
@@ -54,23 +55,31 @@ def assemble(
             or this machine.
     """
     device = resolve_device(config.model.device)
+    runtime = runtime_for(device)
+    # Where every operator is compiled, looking a model over is cheaper on the host.
+    first_device = torch.device("cpu") if runtime.compiles_operators else device
     hf_config = read_config(config.model.path)
     dtype = resolve_dtype(config.model.dtype, hf_config)
     text_config = hf_config.get_text_config()
     max_len = _wanted_len(config.scheduler, text_config)
-    model = load_model(config.model.path, hf_config, dtype, device)
+    model = load_model(config.model.path, hf_config, dtype, first_device)
     layers = probe(model)
     pattern = resolve_pattern(config.heads, layers)
     layouts, windows = assign_heads(layers, pattern, max_len)
-    memory = plan_memory(layers, layouts, windows, config.cache, config.scheduler, max_len, dtype)
+    free_bytes = runtime.free_bytes() - (0 if first_device == device else _weight_bytes(model))
+    memory = plan_memory(
+        layers, layouts, windows, config.cache, config.scheduler, max_len, dtype, free_bytes=free_bytes
+    )
     max_len = _held_len(config.scheduler, memory, max_len)
 
     permute_heads([layer.attention for layer in layers], layouts, layers[0].call.head_dim)
-    _pack(config.model.pack_weights, model, dtype, device)
+    _pack(config, model, layers, dtype, device)
+    runtime.place(model)
     store = KVStore(memory, dtype, device)
     impl = choose_kernels(config.model.attention, device, layers)
     specs = [_spec(*each, impl) for each in zip(layers, layouts, windows)]
-    runner = _make_runner(config, StepModel(model, layers, specs, store.layers), store, max_len, text_config)
+    step_model = StepModel(model, layers, specs, store.layers)
+    runner = _make_runner(config, step_model, store, max_len, text_config, runtime)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -144,8 +153,10 @@ def plan_memory(
     scheduler: SchedulerConfig,
     max_len: int,
     dtype: torch.dtype,
+    *,
+    free_bytes: int,
 ) -> MemoryPlan:
-    """The sizes of all stores."""
+    """The sizes of all stores, in up to ``free_bytes`` unless the user has said otherwise."""
     kv = tuple(
         LayerKV(layout.num_retrieval, layout.num_streaming, layer.call.head_dim, window.size if window else 0)
         for layer, layout, window in zip(layers, layouts, windows)
@@ -162,7 +173,7 @@ def plan_memory(
         plan = MemoryPlan.from_budget(kv, kv_cache_bytes=cache.kv_cache_bytes, **sizes)
         return replace(plan, num_blocks=min(plan.num_blocks, wanted))
     plan = MemoryPlan(kv, num_blocks=wanted, **sizes)
-    budget = _free_memory_bytes() * 2 // 5
+    budget = free_bytes * 2 // 5
     if plan.total_bytes <= budget:
         return plan
     return MemoryPlan.from_budget(kv, kv_cache_bytes=budget, **sizes)
@@ -211,14 +222,23 @@ def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> i
     return held + 1
 
 
-def _pack(wanted: bool | None, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+def _pack(
+    config: EngineConfig,
+    model: PreTrainedModel,
+    layers: tuple[DecoderLayer, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    wanted = config.model.pack_weights
     possible = device.type == "cpu" and can_pack(dtype)
     if wanted and not possible:
         raise ValueError(
             f"pack_weights needs bfloat16 on a CPU whose oneDNN supports it, got {dtype} on {device}"
         )
     if possible and wanted is not False:
-        pack_linears(model)
+        # One request at a time and compiled: its decodes read weights fastest as they lie.
+        is_vector = config.scheduler.max_num_seqs == 1 and _backend(config).name == "compile"
+        pack_linears(model, vector=[layer.module for layer in layers] if is_vector else [])
 
 
 def _spec(layer: DecoderLayer, layout: HeadLayout, window: Window | None, impl: Implementation) -> LayerSpec:
@@ -235,7 +255,12 @@ def _spec(layer: DecoderLayer, layout: HeadLayout, window: Window | None, impl: 
 
 
 def _make_runner(
-    config: EngineConfig, model: StepModel, store: KVStore, max_len: int, text_config: Any
+    config: EngineConfig,
+    model: StepModel,
+    store: KVStore,
+    max_len: int,
+    text_config: Any,
+    runtime: DeviceRuntime,
 ) -> Runner:
     memory, scheduler = store.plan, config.scheduler
     limits = BucketLimits(
@@ -247,12 +272,12 @@ def _make_runner(
         uses_blocks=memory.uses_blocks,
         max_chunk_rows=scheduler.max_chunk_rows,
     )
-    chosen = config.graph.backend
-    backend = make_backend(chosen) if isinstance(chosen, str) else chosen
-    use_table = backend.name != "eager" or config.graph.table is not None
+    backend = _backend(config)
+    use_table = backend.name != "eager" or runtime.compiles_operators or config.graph.table is not None
     table = config.graph.table
     if table is None:
         table = _default_table(limits, model, text_config) if use_table else BucketTable(())
+    _check_table(table, limits)
     policy = config.graph.on_miss if use_table else MissPolicy.EAGER
     graphs = GraphCache(backend, table, policy)
     geometry = StepGeometry(
@@ -266,7 +291,28 @@ def _make_runner(
         use_table=use_table,
         largest=limits.largest if not len(table) else limits.largest | table.envelope,
         device=store.layers[0].k_blocks.device,
+        runtime=runtime,
+        max_model_len=max_len,
     )
+
+
+def _check_table(table: BucketTable, limits: BucketLimits) -> None:
+    """A bucket may not point beyond the stores; one with more query tokens than a step has is allowed."""
+    for bucket in table:
+        if bucket.num_unique_blocks > limits.max_unique_blocks or bucket.num_logits > limits.max_num_seqs:
+            raise ValueError(
+                f"expected buckets of at most {limits.max_unique_blocks} unique blocks and "
+                f"{limits.max_num_seqs} logit rows, which the stores have, got {bucket}"
+            )
+
+
+def _backend(config: EngineConfig) -> CaptureBackend:
+    chosen = config.graph.backend
+    if str(config.model.device) == SIMULATED and isinstance(chosen, str):
+        if chosen != "eager":
+            raise ValueError(f"the simulated HPU captures steps in its own way, got graphs={chosen!r}")
+        return sim.SimBackend(sim.install())
+    return make_backend(chosen) if isinstance(chosen, str) else chosen
 
 
 def _default_table(limits: BucketLimits, model: StepModel, text_config: Any) -> BucketTable:
@@ -286,5 +332,5 @@ def _default_table(limits: BucketLimits, model: StepModel, text_config: Any) -> 
     return BucketTable.exponential(limits, cost=cost)
 
 
-def _free_memory_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _weight_bytes(model: PreTrainedModel) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

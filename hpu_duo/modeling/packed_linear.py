@@ -1,10 +1,12 @@
-"""Linear layers whose bfloat16 weights are packed once for oneDNN (CPU only).
+"""Linear layers for decoding on CPU in bfloat16: packed once for oneDNN, or read as they lie.
 
 A plain ``F.linear`` on CPU lays the weight out anew in every call. For one token that is most of
 the time of a decode step, because a decode reads every weight once and does little else.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -58,11 +60,35 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
 
 
-def pack_linears(model: nn.Module) -> int:
+class VectorLinear(nn.Module):
+    """``nn.Linear`` that a compiled step of one token turns into a plain sum of products.
+
+    The compiler makes one pass over the weight of it, which reads memory faster than oneDNN does
+    for a single row. Longer steps, and steps that are not compiled, take the ordinary product.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() != x.shape[-1] or not torch.compiler.is_compiling():
+            return nn.functional.linear(x, self.weight, self.bias)
+        y = (x.flatten().float() * self.weight.float()).sum(dim=-1)
+        if self.bias is not None:
+            y = y + self.bias.float()
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def pack_linears(model: nn.Module, *, vector: Collection[nn.Module] = ()) -> int:
     """Replace every bfloat16 ``nn.Linear`` of the model in place; returns how many.
 
     A weight shared with the embedding table stays there for look-ups and is packed beside it.
+
+    Args:
+        vector: modules whose linears become ``VectorLinear`` instead of being packed.
     """
+    as_vectors = {id(module) for parent in vector for module in parent.modules()}
     targets = [
         (module, name, child)
         for module in model.modules()
@@ -70,5 +96,5 @@ def pack_linears(model: nn.Module) -> int:
         if type(child) is nn.Linear and can_pack(child.weight.dtype)
     ]
     for module, name, child in targets:
-        setattr(module, name, PackedLinear(child))
+        setattr(module, name, VectorLinear(child) if id(child) in as_vectors else PackedLinear(child))
     return len(targets)

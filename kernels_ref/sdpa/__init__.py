@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from bias_builders import Window
+from bias_builders import Window, leading_slots
 from kernels_ref import reference
 from kernels_ref.partial import Partial
-from kernels_ref.sdpa import decode, prefill
+from kernels_ref.sdpa import decode, prefill, short
 from kernels_ref.sdpa.operators import register
 from kernels_ref.step import RingStep, StepTensors
 
@@ -86,6 +86,8 @@ def unique_blocks(
 
     A short slice costs less as plain tensor code, which a compiler fuses, than as an operator.
     """
+    if short.fits(q_NKGD, (t.owner.shape[0] + 1) * k_XKBD.shape[2]):
+        return short.unique_blocks(q_NKGD, k_XKBD, v_XKBD, t, softcap)
     if t.owner.shape[0] <= SHORT_SLICE:
         return reference.unique_blocks(q_NKGD, k_XKBD, v_XKBD, t, softcap)
     plan = (t.owner, t.tail_block, t.tail_visible)
@@ -96,6 +98,9 @@ def unique_rings(
     q_NKGD: torch.Tensor, k_RKWD: torch.Tensor, v_RKWD: torch.Tensor, ring: RingStep, softcap: float | None
 ) -> Partial:
     """Single-token rows against their rings."""
+    if short.fits(q_NKGD, k_RKWD.shape[2]):
+        visible = leading_slots(ring.visible, k_RKWD.shape[2])
+        return short.attend_units(q_NKGD, k_RKWD[:1], v_RKWD[:1], visible, softcap)
     return Partial(*_unique_rings(q_NKGD, k_RKWD, v_RKWD, ring.visible, softcap or 0.0))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from graphs import CaptureBackend
+from graphs import BucketTable, CaptureBackend, GraphMissError
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
@@ -99,3 +99,20 @@ def test_compiled_layers_write_their_stores_in_place(tiny: Tiny) -> None:
     assert [[tensor.data_ptr() for tensor in layer] for layer in layers] == addresses
     assert any(layer.k_blocks[:-1].any() for layer in layers)
     assert any(layer.k_ring[:-1].any() for layer in layers)
+
+
+@pytest.mark.parametrize("shape", ["--u/q4/s0/u13/l4", "--u/q8/s0/u12/l8"])
+def test_a_table_that_points_beyond_the_stores_is_refused(tiny: Tiny, shape: str) -> None:
+    table = BucketTable.from_strings([shape])
+    with pytest.raises(ValueError, match="at most 12 unique blocks and 4 logit rows") as raised:
+        tiny.load(graphs="compile", buckets=table, num_blocks=12, max_num_seqs=4)
+    assert shape in str(raised.value)
+
+
+def test_a_miss_names_the_shape_and_leaves_the_engine_serving(tiny: Tiny) -> None:
+    table = BucketTable.from_strings(["--u/q1/s0/u12/l1", "c--/q8/s0/u0/l1"])
+    served = tiny.load(graphs=CompileBackend("eager"), buckets=table, num_blocks=12)
+    with pytest.raises(GraphMissError, match="no bucket holds c--/q9"):
+        served.engine.generate([[1] * 9], SamplingParams(temperature=0.0, max_tokens=2))
+    done = served.engine.generate([[1] * 8], SamplingParams(temperature=0.0, max_tokens=2))
+    assert len(done[0][0].token_ids) == 2

@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 
 from bias_builders import Window
-from kernels_ref import Implementation, reference, sdpa, unified_attention
-from kernels_ref.sdpa import decode, prefill
+from kernels_ref import Implementation, StepParts, reference, sdpa, unified_attention
+from kernels_ref.sdpa import decode, prefill, short
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 
 QUICK = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
@@ -124,3 +124,20 @@ def test_what_padding_writes_into_trash_never_comes_back(impl: Implementation) -
         outputs.append(run(world, impl))
     torch.testing.assert_close(outputs[0], outputs[1], atol=0, rtol=0)
     torch.testing.assert_close(outputs[1], outputs[2], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_fused_form_of_one_short_row_equals_dense_attention(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for length in (0, 3, 4, 21, 200):
+        world = World(
+            Scenario((RowSpec(length, 1),), 4, Window(2, 6), 1, 1, 3, 8, (0, 2, 3, 0), True, length)
+        )
+        assert short.fits(world.queries, 4) is True
+        # All parts run: the fused operators of the other parts have nothing to do, and no soft cap.
+        q, k, v, step = world.inputs()
+        step = step._replace(parts=StepParts(causal=False, shared=False, unique=True))
+        out = unified_attention(q, k, v, world.cache, step, world.spec(Implementation.SDPA, softcap))
+        torch.testing.assert_close(out.double(), world.dense(softcap), atol=2e-5, rtol=2e-5)
