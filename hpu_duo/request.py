@@ -56,21 +56,11 @@ class TokenLimits:
     vocab_size: int | None = None
 
 
-@dataclass
-class RequestTimes:
-    """When things happened to a request, in seconds of the engine's clock; None is not yet."""
-
-    arrival_s: float | None = None
-    first_token_s: float | None = None
-    finish_s: float | None = None
-
-
 class Request:
     """One sequence: a prompt, the tokens sampled for it so far, and its lease of the KV stores.
 
     A request is data with one writer per part: the scheduler moves it along (``status``, ``arrival``,
-    ``num_computed_tokens``, ``append``), ``KVLeases`` writes ``row``, ``block_table`` and ``num_blocks``,
-    the engine's clock fills ``times``.
+    ``num_computed_tokens``, ``append``), ``KVLeases`` writes ``row``, ``block_table`` and ``num_blocks``.
 
     Attributes:
         tokens: int32 ``[capacity]``; prompt, then outputs; valid up to ``num_tokens``.
@@ -112,7 +102,6 @@ class Request:
         self.sampling_seed = sampling_seed
         self.parent: Request | None = None
         self.sample_index = 0
-        self.times = RequestTimes()
 
         self.tokens = np.zeros(len(prompt) + max_new, dtype=np.int32)
         self.tokens[: len(prompt)] = prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
@@ -14,9 +15,9 @@ from hpu_duo.engine.outputs import Completion, RequestOutput, TokenLogprob
 from hpu_duo.engine.runner import Runner, StepResult
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.stats import EngineStats, StepCounters
-from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.request import Request, TokenLimits
-from hpu_duo.sampling import SamplingParams, derive_seed
+from hpu_duo.engine.step_plan import CommittedToken, StepPlan
+from hpu_duo.request import FinishReason, Request, TokenLimits
+from hpu_duo.sampling import SamplingParams, derive_seed, special_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,12 +55,14 @@ class Engine:
         self._samples: dict[str, SampleState] = {}
         self._groups: dict[str, list[str]] = {}
         self._ended: list[RequestOutput] = []
+        self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
+        self._special_ids = None if tokenizer is None else special_token_ids(tokenizer)
         self._counters = StepCounters()
 
     @property
     def has_unfinished(self) -> bool:
         """Whether another ``step`` has something to do or to report."""
-        return self.scheduler.has_unfinished or bool(self._ended)
+        return self.scheduler.has_unfinished or bool(self._ended) or bool(self._uncollected)
 
     def add_request(
         self, prompt_token_ids: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -79,16 +82,14 @@ class Engine:
             raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
         seed = derive_seed(self._seed, self._num_added) if params.seed is None else params.seed
         samples = self._make_samples(public_id, prompt_token_ids, params, seed)
+        # Everything that may fail comes before anything changes.
+        states = [self._state_of(sample, public_id) for sample in samples]
         self.scheduler.add(samples[0])
         for sibling in samples[1:]:
             self.scheduler.add(sibling)
         self._num_added += 1
-        now = time.perf_counter()
-        eos = tuple(self.limits.eos_token_ids)
         self._groups[public_id] = [sample.request_id for sample in samples]
-        for sample in samples:
-            sample.times.arrival_s = now
-            self._samples[sample.request_id] = SampleState(sample, public_id, eos, self.tokenizer)
+        self._samples.update((state.request.request_id, state) for state in states)
         return public_id
 
     def abort(self, request_id: str) -> bool:
@@ -107,29 +108,44 @@ class Engine:
         """Run one step; returns what it added to each request.
 
         If the step fails, what was raised goes on to the caller, and the requests compute their tokens anew
-        in the next step.
+        in the next step. If a sampled token cannot be turned into text, its request ends as aborted. Outputs
+        that could not be returned then come with the next step.
         """
         outputs, self._ended = self._ended, []
-        began = time.perf_counter()
-        plan = self.scheduler.plan()
-        if plan is None:
-            return outputs
-        sampling = {
-            row.ring_row: self._samples[row.request.request_id].sampling_row() for row in plan.sampled_rows
-        }
-        planned = time.perf_counter()
         try:
+            # Tokens that an interrupted step had sampled.
+            self._collect(outputs)
+            self._run(outputs)
+        except BaseException:
+            self._ended = outputs + self._ended
+            raise
+        return outputs
+
+    def _run(self, outputs: list[RequestOutput]) -> None:
+        began = time.perf_counter()
+        plan = None
+        try:
+            plan = self.scheduler.plan()
+            if plan is None:
+                return
+            sampling = {
+                row.ring_row: self._samples[row.request.request_id].sampling_row()
+                for row in plan.sampled_rows
+            }
+            planned = time.perf_counter()
             result = self.runner.run(plan, sampling, self._vocab_size)
         except BaseException:
-            self.scheduler.discard(plan)
-            self._ended = outputs
+            if plan is not None:
+                self.scheduler.discard(plan)
             raise
         ran = time.perf_counter()
         self._count(plan, result)
-        outputs += self._commit(plan, result)
+        logprobs = _logprobs_by_request(plan, result)
+        for committed in self.scheduler.commit(plan, result.token_ids):
+            self._uncollected.append((committed, logprobs.get(committed.request.request_id)))
+        self._collect(outputs)
         self._counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
         self._counters.device_s += ran - planned - result.build_s
-        return outputs
 
     def generate(
         self,
@@ -217,22 +233,33 @@ class Engine:
         ]
         return [first, *siblings]
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        logprobs = _logprobs_by_request(plan, result)
-        outputs = []
-        now = time.perf_counter()
-        for committed in self.scheduler.commit(plan, result.token_ids):
+    def _state_of(self, sample: Request, public_id: str) -> SampleState:
+        return SampleState(
+            sample, public_id, tuple(self.limits.eos_token_ids), self.tokenizer, self._special_ids
+        )
+
+    def _collect(self, outputs: list[RequestOutput]) -> None:
+        """Turn sampled tokens into outputs, one by one, so that an interruption loses none of the others."""
+        while self._uncollected:
+            committed, logprob = self._uncollected.popleft()
             request = committed.request
-            if request.times.first_token_s is None:
-                request.times.first_token_s = now
-            output = self._samples[request.request_id].take(committed, logprobs.get(request.request_id))
-            if output.is_finished:
-                if not request.is_finished:
-                    self.scheduler.finish(request, output.finish_reason)  # type: ignore[arg-type]
-                request.times.finish_s = now
-                self._forget(request.request_id)
+            state = self._samples.get(request.request_id)
+            if state is None:
+                continue  # aborted before its token was collected
+            try:
+                output = state.take(committed, logprob)
+            except BaseException:
+                self._end(request, FinishReason.ABORT)
+                self._ended.append(state.abort())
+                raise
+            if output.finish_reason is not None:
+                self._end(request, output.finish_reason)
             outputs.append(output)
-        return outputs
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if not request.is_finished:
+            self.scheduler.finish(request, reason)
+        self._forget(request.request_id)
 
     def _forget(self, name: str) -> None:
         public_id = self._samples.pop(name).public_id

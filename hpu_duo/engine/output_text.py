@@ -22,6 +22,7 @@ class SampleState:
         public_id: str,
         eos_token_ids: tuple[int, ...],
         tokenizer: PreTrainedTokenizerBase | None,
+        special_ids: frozenset[int] | None = None,
     ) -> None:
         params = request.params
         self.request = request
@@ -32,7 +33,7 @@ class SampleState:
         self._text = None
         if tokenizer is not None:
             context = request.prompt_token_ids[-32:].tolist()
-            self._text = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context)
+            self._text = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context, special_ids)
 
     def sampling_row(self) -> SamplingRow:
         """How to sample the next token."""

@@ -89,12 +89,14 @@ def pack_linears(model: nn.Module, *, vector: Collection[nn.Module] = ()) -> int
         vector: modules whose linears become ``VectorLinear`` instead of being packed.
     """
     as_vectors = {id(module) for parent in vector for module in parent.modules()}
+    # Names only: a list of the layers themselves would keep all plain weights until the end.
     targets = [
-        (module, name, child)
+        (module, name)
         for module in model.modules()
         for name, child in module.named_children()
         if type(child) is nn.Linear and can_pack(child.weight.dtype)
     ]
-    for module, name, child in targets:
+    for module, name in targets:
+        child = getattr(module, name)
         setattr(module, name, VectorLinear(child) if id(child) in as_vectors else PackedLinear(child))
     return len(targets)

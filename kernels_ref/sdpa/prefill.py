@@ -200,7 +200,9 @@ def _flash(
     num_kv, group = q_SKGD.shape[1:3]
     bias = None
     if visible is not None:
-        bias = torch.zeros(visible.shape, dtype=q_SKGD.dtype).masked_fill_(~visible, FLOOR)[None, None]
+        # The kernel adds the bias in the dtype of the queries; float16 ends before our floor.
+        lowest = max(FLOOR, torch.finfo(q_SKGD.dtype).min)
+        bias = torch.zeros(visible.shape, dtype=q_SKGD.dtype).masked_fill_(~visible, lowest)[None, None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_SKGD.flatten(1, 2).transpose(0, 1)[None],
         k_TKD.transpose(0, 1)[None],
