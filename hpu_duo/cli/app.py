@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from hpu_duo import __version__
+from hpu_duo.cli.capacity import capacity
 from hpu_duo.cli.doctor import doctor
 from hpu_duo.cli.generate import generate
+from hpu_duo.cli.many_values import ManyValues
 from hpu_duo.cli.passkey import passkey
 
 
@@ -28,6 +30,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(passkey)
 app.command()(doctor)
+app.command(cls=ManyValues)(capacity)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -1,0 +1,159 @@
+"""``hpu-duo capacity``: what fits on Gaudi, and how fast it would be, from a config.json alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.options import Json
+
+if TYPE_CHECKING:
+    from hpu_duo.cost import Capacity, ModelSize, Serving
+
+DEFAULT_SPARSITIES = [0.0, 0.5, 0.75]
+DEFAULT_KV_FORMATS = ["bf16", "fp8"]
+DEFAULT_CONTEXTS = (8_192, 32_768, 131_072, 524_288)
+
+_HEADS = "Heads"
+_MEMORY = "Memory and steps"
+
+
+def capacity(
+    model: Annotated[
+        Path, typer.Option(help="Directory with a config.json, or the file; no weights needed.")
+    ],
+    hardware: Annotated[str, typer.Option(help="gaudi2 or gaudi3.")] = "gaudi3",
+    devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Format of the weights of layers: bf16 or fp8.")] = "bf16",
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Lengths of context, in tokens.",
+            show_default="8192 32768 131072 524288, as the model allows",
+        ),
+    ] = None,
+    sparsity: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Shares of KV heads that stream; 0 is full attention.",
+            show_default="0 0.5 0.75",
+            rich_help_panel=_HEADS,
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Formats of keys and values.", show_default="bf16 fp8", rich_help_panel=_MEMORY),
+    ] = None,
+    sink: Annotated[
+        int, typer.Option(help="First tokens that streaming heads keep.", rich_help_panel=_HEADS)
+    ] = 128,
+    recent: Annotated[
+        int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=_HEADS)
+    ] = 256,
+    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=_MEMORY)] = 128,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Requests that run at once even if more fit.", rich_help_panel=_MEMORY)
+    ] = 256,
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=_MEMORY),
+    ] = 8192,
+    memory_utilization: Annotated[
+        float,
+        typer.Option(help="Share of the memory left by weights that may be used.", rich_help_panel=_MEMORY),
+    ] = 0.9,
+    graph_memory: Annotated[
+        float,
+        typer.Option(help="Share of that for graphs instead of the KV cache.", rich_help_panel=_MEMORY),
+    ] = 0.1,
+    png: Annotated[
+        Path | None, typer.Option(help="Also draw it; needs matplotlib.", show_default="no picture")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Requests that fit and predicted speed on Gaudi, against context, sparsity and KV format.
+
+    Computed from public figures of Gaudi 2 and 3; this project has not measured any Gaudi.
+    """
+    with user_errors():
+        if png is not None:
+            check_drawing(png)
+        from hpu_duo.cost import Format, Serving, find_hardware
+        from hpu_duo.cost import capacity as compute
+
+        serving = Serving(
+            find_hardware(hardware),
+            num_devices=devices,
+            weights=Format.parse(dtype),
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            memory_utilization=memory_utilization,
+            graph_memory=graph_memory,
+            sink=sink,
+            recent=recent,
+        )
+        formats = [Format.parse(text) for text in kv_cache_dtype or DEFAULT_KV_FORMATS]
+        # transformers is slow to import: everything that can be refused without it comes first.
+        from hpu_duo.cost.read_model import read_model
+
+        size = read_model(model)
+        contexts = context or default_contexts(size.max_positions)
+        found = [
+            compute(size, serving, share, one, contexts)
+            for share in sparsity or DEFAULT_SPARSITIES
+            for one in formats
+        ]
+        if png is not None:
+            from hpu_duo.cli.capacity_plot import draw
+
+            draw(size, serving, found, png)
+    if as_json:
+        typer.echo(json.dumps(report_fields(size, serving, found), indent=2))
+    else:
+        from hpu_duo.cli.capacity_tables import print_report
+
+        print_report(size, serving, found)
+
+
+def default_contexts(max_positions: int) -> list[int]:
+    """Those of ``DEFAULT_CONTEXTS`` that the model serves, or all of its positions when it serves none."""
+    return [context for context in DEFAULT_CONTEXTS if context <= max_positions] or [max_positions]
+
+
+def check_drawing(png: Path) -> None:
+    """Raise ValueError unless a picture can be made and written there."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib, which is not installed: pip install 'hpu-duo[plot]'")
+    if png.suffix.lower() != ".png":
+        raise ValueError(f"expected a file name that ends in .png, got {str(png)!r}")
+    if not png.parent.is_dir():
+        raise ValueError(f"expected an existing directory for the picture, got {str(png.parent)!r}")
+
+
+def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> dict[str, Any]:
+    """The report for programs: bytes, seconds, tokens per second."""
+    from hpu_duo.cost import FITTED, published_rows, split_rows
+    from hpu_duo.cost.fit import median_error
+
+    hardware = asdict(serving.hardware)
+    return {
+        "model": {
+            "name": model.name,
+            "num_params": model.num_params,
+            "weight_bytes": model.weight_bytes(serving.weights),
+            "max_positions": model.max_positions,
+        },
+        "serving": {**asdict(serving), "hardware": hardware, "weights": serving.weights.value},
+        "kv_cache_bytes": serving.kv_budget_bytes(model),
+        "capacities": [{**asdict(each), "kv_format": each.kv_format.value} for each in found],
+        "efficiency": asdict(FITTED),
+        "held_out_median_error": median_error(split_rows(published_rows())[1], FITTED),
+        "is_measured_by_this_project": False,
+    }

@@ -1,0 +1,122 @@
+"""How many requests fit into device memory, how fast they would be, and how long warm-up would take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphs import BucketLimits, BucketTable, StepCost
+from hpu_duo.cost.deployment import Deployment, Serving
+from hpu_duo.cost.hardware import Format
+from hpu_duo.cost.model import ModelSize
+
+SECONDS_PER_GRAPH = (0.7, 14.0)
+"""What warming up one graph takes: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2, documentation of
+vllm-gaudi) to 14 s each for 126 (vllm-gaudi, pull request 1160)."""
+
+
+@dataclass(frozen=True)
+class CapacityPoint:
+    """One length of context.
+
+    Attributes:
+        context: tokens of each request in the cache.
+        num_requests: that fit at once.
+        bytes_per_request: whole blocks and the ring row.
+        num_running: of those, at most ``max_num_seqs``.
+        tokens_per_s: predicted for all running requests together while decoding; None when none fits.
+        tokens_per_s_alone: predicted for a single request; None when none fits.
+        first_token_s: predicted to compute a prompt of that length, alone and in chunks; None when none fits.
+    """
+
+    context: int
+    num_requests: int
+    bytes_per_request: int
+    num_running: int
+    tokens_per_s: float | None
+    tokens_per_s_alone: float | None
+    first_token_s: float | None
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Graphs of the exponential bucket table, and the seconds they would take at published paces."""
+
+    num_graphs: int
+    low_s: float
+    high_s: float
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one choice of streaming heads and KV format gives.
+
+    Attributes:
+        sparsity: share of KV heads that stream, in layers without a sliding window.
+        kv_format: of keys and values.
+        points: one for each context, in the order asked for.
+        warm_up: for the longest of these contexts; None when not one request of it fits.
+    """
+
+    sparsity: float
+    kv_format: Format
+    points: tuple[CapacityPoint, ...]
+    warm_up: WarmUp | None
+
+
+def capacity(
+    model: ModelSize, serving: Serving, sparsity: float, kv_format: Format, contexts: Sequence[int]
+) -> Capacity:
+    """Requests that fit, predicted speeds and warm-up, for each length of context.
+
+    The longest context is also the longest request that memory and graphs are planned for.
+
+    Raises:
+        ValueError: no contexts, one below 1 token, or what ``Deployment`` refuses.
+    """
+    if not contexts or min(contexts) < 1:
+        raise ValueError(f"expected contexts of 1 token or more, got {list(contexts)}")
+    deployment = Deployment(model, serving, sparsity, kv_format, max(contexts))
+    points = tuple(_point(deployment, context) for context in contexts)
+    return Capacity(sparsity, kv_format, points, _warm_up(deployment))
+
+
+def _point(deployment: Deployment, context: int) -> CapacityPoint:
+    fits = deployment.count_requests(context)
+    running = min(fits, deployment.serving.max_num_seqs)
+    return CapacityPoint(
+        context=context,
+        num_requests=fits,
+        bytes_per_request=deployment.plan(1, 1).bytes_per_request(context),
+        num_running=running,
+        tokens_per_s=deployment.decode_tokens_per_s(running, context) if fits else None,
+        tokens_per_s_alone=deployment.decode_tokens_per_s(1, context) if fits else None,
+        first_token_s=deployment.first_token_s(context) if fits else None,
+    )
+
+
+def _warm_up(deployment: Deployment) -> WarmUp | None:
+    if deployment.count_requests(deployment.max_len) < 1:
+        return None
+    model, serving = deployment.model, deployment.serving
+    num_rows = min(serving.max_num_seqs, deployment.count_requests(serving.block_size))
+    num_blocks = deployment.count_blocks(num_rows)
+    limits = BucketLimits(
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=serving.max_num_batched_tokens,
+        max_model_len=deployment.max_len,
+        block_size=serving.block_size,
+        num_blocks=num_blocks,
+        uses_blocks=num_blocks > 0,
+    )
+    cost = StepCost(
+        block_size=serving.block_size,
+        ring_width=max(layer.ring_size for layer in deployment.kv_layers),
+        hidden_size=model.hidden_size,
+        num_layers=len(model.layers),
+        vocab_size=model.vocab_size,
+        kv_ratio=model.layers[0].num_kv_heads / model.layers[0].num_heads,
+    )
+    num_graphs = len(BucketTable.exponential(limits, cost=cost).buckets)
+    low, high = SECONDS_PER_GRAPH
+    return WarmUp(num_graphs, num_graphs * low, num_graphs * high)

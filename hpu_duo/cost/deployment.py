@@ -1,0 +1,145 @@
+"""A model on accelerators, with some of its heads streaming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpu_duo.cost.fitted import FITTED
+from hpu_duo.cost.hardware import Format, Hardware
+from hpu_duo.cost.model import ModelSize
+from hpu_duo.cost.roofline import Seconds, predict_seconds
+from hpu_duo.cost.work import Formats, Step, step_work
+from hpu_duo.kv.plan import LayerKV, MemoryPlan
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a model is served on, and how memory is shared out.
+
+    Attributes:
+        hardware: of each device.
+        num_devices: that share weights, heads and work evenly (tensor parallel).
+        weights: format of the weights of layers.
+        block_size: tokens of a KV block.
+        max_num_seqs: requests that run at once even if more fit.
+        max_num_batched_tokens: of one step; longer prompts are cut into chunks.
+        memory_utilization: share of the memory left by weights that may be used.
+        graph_memory: share of that which graphs and activations get instead of the KV cache.
+        sink, recent: tokens that streaming heads keep.
+    """
+
+    hardware: Hardware
+    num_devices: int = 1
+    weights: Format = Format.BF16
+    block_size: int = 128
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    memory_utilization: float = 0.9
+    graph_memory: float = 0.1
+    sink: int = 128
+    recent: int = 256
+
+    def __post_init__(self) -> None:
+        self.hardware.check_devices(self.num_devices)
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ValueError(f"expected memory_utilization in (0, 1], got {self.memory_utilization}")
+        if not 0.0 <= self.graph_memory < 1.0:
+            raise ValueError(f"expected graph_memory in [0, 1), got {self.graph_memory}")
+
+    def kv_budget_bytes(self, model: ModelSize) -> int:
+        """Bytes for the KV cache on all devices together.
+
+        Raises:
+            ValueError: the weights alone do not fit, or KV heads do not divide among the devices.
+        """
+        model.check_split(self.num_devices)
+        memory = self.num_devices * self.hardware.memory_bytes
+        weight_bytes = model.weight_bytes(self.weights)
+        if weight_bytes >= memory:
+            raise ValueError(
+                f"the {self.weights.value} weights of {model.name} take {weight_bytes / _GIB:.1f} GiB, "
+                f"{self.num_devices} x {self.hardware.title} have {memory / _GIB:.1f} GiB"
+            )
+        return int((memory - weight_bytes) * self.memory_utilization * (1.0 - self.graph_memory))
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model as it is served.
+
+    Attributes:
+        model: its sizes.
+        serving: on what.
+        sparsity: share of KV heads that stream, in layers without a sliding window.
+        kv_format: of keys and values.
+        max_len: tokens of the longest request.
+
+    Raises:
+        ValueError: the model does not fit or split, the sparsity is not between 0 and 1, or ``max_len`` is
+            not between 1 and the positions of the model.
+    """
+
+    model: ModelSize
+    serving: Serving
+    sparsity: float
+    kv_format: Format
+    max_len: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_len <= self.model.max_positions:
+            raise ValueError(
+                f"expected contexts of 1 to {self.model.max_positions} tokens, the positions of "
+                f"{self.model.name}, got {self.max_len}"
+            )
+        # Each refuses what cannot be served; better here than at first use.
+        _ = self.kv_bytes, self.kv_layers
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache on all devices together."""
+        return self.serving.kv_budget_bytes(self.model)
+
+    @cached_property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        """What each layer keeps."""
+        return self.model.kv_layers(self.sparsity, self.serving.sink, self.serving.recent, self.max_len)
+
+    def plan(self, num_rows: int, num_blocks: int) -> MemoryPlan:
+        """The KV tensors, all devices together, for so many ring rows and blocks."""
+        return MemoryPlan(
+            self.kv_layers, self.kv_format.num_bytes, self.serving.block_size, num_rows, num_blocks
+        )
+
+    def count_requests(self, context: int) -> int:
+        """Requests of ``context`` tokens whose blocks and rows fit, with the trash of both."""
+        one = self.plan(1, 1)
+        return max(0, (self.kv_bytes - one.block_bytes - one.row_bytes) // one.bytes_per_request(context))
+
+    def count_blocks(self, num_rows: int) -> int:
+        """Blocks that fit next to ``num_rows`` ring rows, with the trash of both; 0 without need."""
+        one = self.plan(1, 1)
+        if not one.uses_blocks:
+            return 0
+        return max(0, (self.kv_bytes - (num_rows + 1) * one.row_bytes) // one.block_bytes - 1)
+
+    def step_seconds(self, step: Step) -> Seconds:
+        """Predicted time of a step."""
+        formats = Formats(self.serving.weights, self.kv_format)
+        work = step_work(self.model, self.kv_layers, formats, step)
+        return predict_seconds(work, self.serving.hardware, self.serving.num_devices, FITTED)
+
+    def decode_tokens_per_s(self, num_requests: int, context: int) -> float:
+        """Predicted tokens per second of all requests, each of ``context`` tokens with the new one."""
+        return num_requests / self.step_seconds(Step(num_requests, context - 1)).total
+
+    def first_token_s(self, num_tokens: int) -> float:
+        """Predicted seconds to compute one prompt, alone, in chunks of ``max_num_batched_tokens``."""
+        size = self.serving.max_num_batched_tokens
+        chunks = (Step(1, start, min(size, num_tokens - start)) for start in range(0, num_tokens, size))
+        return sum(self.step_seconds(chunk).total for chunk in chunks)

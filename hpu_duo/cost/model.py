@@ -1,0 +1,155 @@
+"""The sizes of a model that its cost depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpu_duo.cost.hardware import Format
+from hpu_duo.heads.binarise import check_sparsity, round_half_up
+from hpu_duo.kv.plan import LayerKV
+
+
+@dataclass(frozen=True)
+class AttentionSize:
+    """Attention of one layer: query heads, KV heads, their size, and the sliding window if it has one."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"expected num_heads to be a multiple of {self.num_kv_heads} KV heads, got {self.num_heads}"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"expected a window of 1 token or more, got {self.window}")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Weights of which a token uses a part.
+
+    Attributes:
+        num_params: of all experts of all layers.
+        num_experts: of one layer.
+        num_per_token: experts that a token is sent to.
+    """
+
+    num_params: int = 0
+    num_experts: int = 1
+    num_per_token: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_params < 0 or not 1 <= self.num_per_token <= self.num_experts:
+            raise ValueError(f"expected 1 <= num_per_token <= num_experts and num_params >= 0, got {self}")
+
+    @property
+    def share_per_token(self) -> float:
+        """Part of the experts that one token uses."""
+        return self.num_per_token / self.num_experts
+
+    def share_read(self, num_tokens: int) -> float:
+        """Part of the experts that at least one of ``num_tokens`` tokens uses, if routing is uniform."""
+        return 1.0 - (1.0 - self.share_per_token) ** num_tokens
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A decoder-only model as bytes and operations see it.
+
+    Attributes:
+        name: for reports.
+        layers: attention of each decoder layer.
+        hidden_size, vocab_size: of the model.
+        matrix_params: weights that every token is multiplied with, without output head and experts.
+        other_params: what is only looked up or added: embedding table, norms, biases. The table is not
+            counted here when the output head is the same tensor.
+        max_positions: tokens of the longest request.
+        experts: of mixture-of-experts layers.
+    """
+
+    name: str
+    layers: tuple[AttentionSize, ...]
+    hidden_size: int
+    vocab_size: int
+    matrix_params: int
+    other_params: int
+    max_positions: int
+    experts: Experts = Experts()
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("expected at least one layer, got none")
+        for name in ("hidden_size", "vocab_size", "matrix_params", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+
+    @property
+    def head_params(self) -> int:
+        """Weights of the output head."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def num_params(self) -> int:
+        """All weights."""
+        return self.matrix_params + self.head_params + self.other_params + self.experts.num_params
+
+    def weight_bytes(self, weights: Format) -> int:
+        """Bytes of all weights when layers are stored in ``weights`` and the rest in bf16.
+
+        Output head, embedding table, norms and biases stay in bf16, as checkpoints in fp8 have them.
+        """
+        in_layers = self.matrix_params + self.experts.num_params
+        return in_layers * weights.num_bytes + (self.head_params + self.other_params) * Format.BF16.num_bytes
+
+    @cached_property
+    def num_full_kv_heads(self) -> int:
+        """KV heads of the layers without a sliding window: those that a head pattern can let stream."""
+        return sum(layer.num_kv_heads for layer in self.layers if layer.window is None)
+
+    def check_split(self, num_devices: int) -> None:
+        """Raise ValueError unless the KV heads of every layer divide evenly among the devices."""
+        for layer in self.layers:
+            if layer.num_kv_heads % num_devices:
+                raise ValueError(
+                    f"expected a number of devices that divides {layer.num_kv_heads} KV heads, "
+                    f"got {num_devices}"
+                )
+
+    def kv_layers(self, sparsity: float, sink: int, recent: int, max_len: int) -> tuple[LayerKV, ...]:
+        """What each layer keeps when a share of the KV heads streams.
+
+        Retrieval heads are as many as a head pattern keeps of the ``n`` heads of layers without a window,
+        ``round(n * (1 - sparsity))``, spread evenly; which heads they are changes no byte. Layers with a
+        window shorter than ``max_len`` keep it whatever the sparsity.
+
+        Raises:
+            ValueError: sparsity outside 0 to 1, ``sink`` below 0, ``recent`` or ``max_len`` below 1.
+        """
+        check_sparsity(sparsity)
+        if sink < 0 or recent < 1 or max_len < 1:
+            raise ValueError(
+                f"expected sink >= 0, recent >= 1 and max_len >= 1, got {sink}, {recent} and {max_len}"
+            )
+        num_retrieval = round_half_up(self.num_full_kv_heads, sparsity)
+        ring = min(sink + recent, max_len)
+        kept: list[LayerKV] = []
+        seen = 0
+        for layer in self.layers:
+            num_kv, dim = layer.num_kv_heads, layer.head_dim
+            if layer.window is not None:
+                is_short = layer.window < max_len
+                kept.append(LayerKV(0, num_kv, dim, layer.window) if is_short else LayerKV(num_kv, 0, dim, 0))
+                continue
+            # Heads [0, seen) hold floor(seen * share) retrieval heads: no layer is off by more than one.
+            before = seen * num_retrieval // self.num_full_kv_heads
+            seen += num_kv
+            kept_heads = seen * num_retrieval // self.num_full_kv_heads - before
+            kept.append(LayerKV(kept_heads, num_kv - kept_heads, dim, ring if kept_heads < num_kv else 0))
+        return tuple(kept)

@@ -1,0 +1,138 @@
+"""The sizes of a model from its config.json, without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hpu_duo.cost.model import AttentionSize, Experts, ModelSize
+from hpu_duo.modeling.rope import positions_served
+
+# What transformers raises about a file, or values in it, that it cannot use.
+_CONFIG_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OSError, StrictDataclassError)
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+
+
+def read_model(path: str | Path) -> ModelSize:
+    """The sizes of the model that a config.json describes.
+
+    Parameters are counted on a model without storage, so this takes no memory and less than a second.
+
+    Args:
+        path: the file, or a directory that holds it. Nothing else is read.
+
+    Raises:
+        ValueError: the file is missing, cannot be read, or describes something whose cache is not keys
+            and values of decoder layers.
+    """
+    given = Path(path)
+    file = given / "config.json" if given.is_dir() else given
+    if not file.is_file():
+        raise ValueError(f"expected config.json or a directory with it, got {str(path)!r}")
+    try:
+        config = AutoConfig.from_pretrained(file, local_files_only=True)
+    except _CONFIG_ERRORS as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    text = config.get_text_config()
+    name = (given if given.is_dir() else given.parent).resolve().name
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"expected a decoder-only model, got the encoder-decoder {config.model_type!r}")
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"model_type {text.model_type!r} has no causal language model in transformers "
+            f"{transformers.__version__}"
+        )
+    try:
+        layers = _layers(text)
+        max_positions = positions_served(text)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(text)
+    except _CONFIG_ERRORS as error:
+        raise ValueError(f"cannot size the model of {file}: {error}") from error
+    return _count(name, model, text, layers, max_positions)
+
+
+def _layers(config: Any) -> tuple[AttentionSize, ...]:
+    for unknown in ("kv_lora_rank", "num_kv_shared_layers", "attention_chunk_size"):
+        if getattr(config, unknown, None):
+            raise ValueError(f"{config.model_type!r} has {unknown}, which the cost model does not cover")
+    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    for value in (num_layers, num_heads, num_kv_heads, head_dim):
+        if not isinstance(value, int):
+            raise ValueError(f"expected the same heads in every layer, got {value!r}")
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["full_attention" if window is None else "sliding_attention"] * num_layers
+    unserved = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unserved or len(types) != num_layers:
+        raise ValueError(
+            f"expected {num_layers} layers of full_attention or sliding_attention, got {len(types)} layers"
+            + (f" with {', '.join(unserved)}" if unserved else "")
+        )
+    return tuple(
+        AttentionSize(num_heads, num_kv_heads, head_dim, window if kind == "sliding_attention" else None)
+        for kind in types
+    )
+
+
+def _count(
+    name: str, model: PreTrainedModel, config: Any, layers: tuple[AttentionSize, ...], max_positions: int
+) -> ModelSize:
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"expected {type(model).__name__} to have an output head, found none")
+    looked_up = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    # One tensor, even where a model without storage has not been told so.
+    tied = getattr(config, "tie_word_embeddings", False) or head.weight is table.weight
+    num_matrix = num_experts = num_other = 0
+    for path, parameter in model.named_parameters():
+        if parameter is head.weight or (tied and parameter is table.weight):
+            continue
+        if ".experts." in path:
+            num_experts += parameter.numel()
+        elif parameter.dim() > 1 and id(parameter) not in looked_up:
+            num_matrix += parameter.numel()
+        else:
+            num_other += parameter.numel()
+    vocab_size, hidden_size = head.weight.shape
+    return ModelSize(
+        name=name,
+        layers=layers,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        matrix_params=num_matrix,
+        other_params=num_other,
+        max_positions=max_positions,
+        experts=_experts(config, num_experts),
+    )
+
+
+def _experts(config: Any, num_params: int) -> Experts:
+    if not num_params:
+        return Experts()
+    found = [
+        next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+        for names in (_NUM_EXPERTS, _EXPERTS_PER_TOKEN)
+    ]
+    if found[0] is None or found[1] is None:
+        raise ValueError(
+            f"{config.model_type!r} has experts, but its configuration does not say how many, and how many "
+            "a token uses"
+        )
+    return Experts(num_params, found[0], found[1])

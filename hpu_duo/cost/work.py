@@ -1,0 +1,133 @@
+"""Bytes and operations of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields
+
+from hpu_duo.cost.hardware import Format
+from hpu_duo.cost.model import ModelSize
+from hpu_duo.kv.plan import LayerKV
+
+OPERATIONS_PER_SCORE = 15.0
+"""Vector operations of one attention score: scale, mask, maximum, exponential, sum. An estimate, 10 to 20."""
+
+_ALL_REDUCES_PER_LAYER = 2
+_ACTIVATION_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step asks of a device, all devices together; additive, and scaled by a number of steps.
+
+    Attributes:
+        bf16_ops, fp8_ops: matrix operations by format.
+        vector_ops: operations of the vector engine on attention scores.
+        weight_bytes: weights read.
+        kv_bytes: keys and values read.
+        reduced_bytes: activations that devices sum among each other, if there are several.
+        num_layer_calls: decoder layers run, each of which has to be launched.
+    """
+
+    bf16_ops: float = 0.0
+    fp8_ops: float = 0.0
+    vector_ops: float = 0.0
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    reduced_bytes: float = 0.0
+    num_layer_calls: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        names = (field.name for field in fields(self))
+        return Work(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    def __mul__(self, times: float) -> Work:
+        return Work(*(getattr(self, field.name) * times for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows that all compute the same number of new tokens on top of the same context.
+
+    Attributes:
+        num_rows: requests.
+        context: tokens of each that are in the cache already.
+        new_tokens: tokens of each that the step computes, 1 for decoding.
+    """
+
+    num_rows: int
+    context: int
+    new_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1 or self.context < 0 or self.new_tokens < 1:
+            raise ValueError(f"expected num_rows >= 1, context >= 0 and new_tokens >= 1, got {self}")
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all rows."""
+        return self.num_rows * self.new_tokens
+
+    def scores(self, window: int | None) -> int:
+        """Query-key pairs of one head of one row, when a token sees ``window`` newest ones or all."""
+        first, last = self.context + 1, self.context + self.new_tokens
+        if window is None or last <= window:
+            return (first + last) * self.new_tokens // 2
+        rising = max(0, window - first + 1)
+        return (first + first + rising - 1) * rising // 2 + window * (self.new_tokens - rising)
+
+    def keys(self, window: int | None) -> int:
+        """Tokens of one row whose keys and values a head reads."""
+        last = self.context + self.new_tokens
+        return last if window is None else min(last, window + self.new_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How weights of layers, and keys and values, are stored and multiplied."""
+
+    weights: Format = Format.BF16
+    kv: Format = Format.BF16
+
+
+def step_work(model: ModelSize, kv_layers: tuple[LayerKV, ...], formats: Formats, step: Step) -> Work:
+    """The work of one step; one row of logits is computed for each request.
+
+    Attention is multiplied in the format of keys and values, the output head in bf16.
+
+    Raises:
+        ValueError: ``kv_layers`` is not one entry for each layer of the model.
+    """
+    if len(kv_layers) != len(model.layers):
+        raise ValueError(f"expected {len(model.layers)} KV layers, got {len(kv_layers)}")
+    tokens, experts = step.num_tokens, model.experts
+    ops = {Format.BF16: 2.0 * model.head_params * step.num_rows, Format.FP8: 0.0}
+    ops[formats.weights] += (
+        2.0 * tokens * (model.matrix_params + experts.num_params * experts.share_per_token)
+    )
+    weights = formats.weights.num_bytes * (
+        model.matrix_params + experts.num_params * experts.share_read(tokens)
+    )
+    scores = kv_bytes = 0.0
+    for (layer, kv), count in Counter(zip(model.layers, kv_layers)).items():
+        group = layer.num_heads // layer.num_kv_heads
+        windows = ((kv.num_retrieval_heads, None), (kv.num_streaming_heads, kv.ring_size))
+        layer_scores = step.num_rows * group * sum(num * step.scores(window) for num, window in windows)
+        keys = step.num_rows * sum(num * step.keys(window) for num, window in windows)
+        # One product of head_dim for the score, one for the value it weighs.
+        ops[formats.kv] += count * 2.0 * layer_scores * kv.elements_per_head
+        scores += count * layer_scores
+        kv_bytes += count * keys * kv.elements_per_head * formats.kv.num_bytes
+    return Work(
+        bf16_ops=ops[Format.BF16],
+        fp8_ops=ops[Format.FP8],
+        vector_ops=scores * OPERATIONS_PER_SCORE,
+        weight_bytes=weights + model.head_params * Format.BF16.num_bytes,
+        kv_bytes=kv_bytes,
+        reduced_bytes=_ALL_REDUCES_PER_LAYER
+        * len(model.layers)
+        * tokens
+        * model.hidden_size
+        * _ACTIVATION_BYTES,
+        num_layer_calls=len(model.layers),
+    )

@@ -1,0 +1,151 @@
+"""``hpu-duo capacity`` from a config.json alone."""
+
+import json
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner, Result
+
+from hpu_duo.cli.app import app
+from hpu_duo.cli.capacity_tables import hardware_table, print_report
+from hpu_duo.cost import GAUDI2, GAUDI3, Format, Serving, capacity
+from tests.cost.sizes import LLAMA_3_1_8B, tiny
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "Llama-3.1-8B"
+    LlamaConfig(**LLAMA_3_1_8B).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def hpu_duo(config_dir: Path) -> Run:
+    def run(*arguments: str | Path) -> Result:
+        words = ["capacity", "--model", str(config_dir), *map(str, arguments)]
+        return CliRunner().invoke(app, words, env={"COLUMNS": "120"})
+
+    return run
+
+
+def test_the_tables_show_every_context_choice_and_the_caveat(hpu_duo: Run) -> None:
+    result = hpu_duo("--hardware", "gaudi2")
+    assert result.exit_code == 0, result.stderr
+    words = " ".join(result.stdout.split())
+    for text in ("Gaudi 2", "8.03G parameters", "8,192", "131,072", "none bf16", "75% fp8", "graphs"):
+        assert text in words
+    assert "524,288" not in words
+    assert "this project has not measured any Gaudi" in words
+    assert "longer contexts and streaming heads are extrapolated" in words
+
+
+def test_json_holds_what_the_library_computes(hpu_duo: Run, config_dir: Path) -> None:
+    from hpu_duo.cost.read_model import read_model
+
+    result = hpu_duo("--devices", "2", "--sparsity", "0", "0.5", "--context", "8192", "4096", "--json")
+    assert result.exit_code == 0, result.stderr
+    fields = json.loads(result.stdout)
+    assert fields["is_measured_by_this_project"] is False
+    assert fields["held_out_median_error"] < 0.25
+    assert [(one["sparsity"], one["kv_format"]) for one in fields["capacities"]] == [
+        (0.0, "bf16"),
+        (0.0, "fp8"),
+        (0.5, "bf16"),
+        (0.5, "fp8"),
+    ]
+    serving = Serving(GAUDI3, num_devices=2)
+    expected = capacity(read_model(config_dir), serving, 0.5, Format.FP8, (8192, 4096))
+    for found, point in zip(fields["capacities"][3]["points"], expected.points, strict=True):
+        assert found == point.__dict__
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--context", "100", "200", "300"),
+        ("--context", "100", "--context", "200", "300"),
+        ("--context=100", "200", "--sparsity", "0", "--context", "300"),
+    ],
+)
+def test_several_values_may_follow_one_name(hpu_duo: Run, arguments: tuple[str, ...]) -> None:
+    fields = json.loads(hpu_duo(*arguments, "--json").stdout)
+    assert [point["context"] for point in fields["capacities"][0]["points"]] == [100, 200, 300]
+
+
+def test_underscores_are_as_good_as_dashes(hpu_duo: Run) -> None:
+    fields = json.loads(hpu_duo("--kv_cache_dtype", "fp8", "bf16", "--json").stdout)
+    assert [one["kv_format"] for one in fields["capacities"][:2]] == ["fp8", "bf16"]
+
+
+def test_a_picture_is_written(hpu_duo: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    # At 524,288 tokens of full attention in bf16 nothing fits on one device.
+    LlamaConfig(**{**LLAMA_3_1_8B, "max_position_embeddings": 2**20}).save_pretrained(tmp_path)
+    png = tmp_path / "capacity.png"
+    result = hpu_duo(
+        "--model", tmp_path, "--hardware", "gaudi2", "--context", "8192", "1048576", "--png", png
+    )
+    assert result.exit_code == 0, result.stderr
+    content = png.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n")
+    width, height = struct.unpack(">II", content[16:24])
+    assert width > 1000
+    assert height > 500
+
+
+def test_without_matplotlib_a_picture_is_refused_and_tables_are_not(
+    hpu_duo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("hpu_duo.cli.capacity.find_spec", lambda name: None)
+    refused = hpu_duo("--png", tmp_path / "a.png")
+    assert refused.exit_code == 2
+    assert "pip install 'hpu-duo[plot]'" in refused.stderr
+    assert hpu_duo("--context", "100").exit_code == 0
+    assert "matplotlib" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--hardware", "gaudi1"), "expected hardware gaudi2 or gaudi3, got 'gaudi1'"),
+        (("--devices", "3"), "divides 8 KV heads, got 3"),
+        (("--devices", "0"), "expected 1 to 8 Gaudi 3 devices, got 0"),
+        (("--dtype", "int4"), "expected the format bf16 or fp8, got 'int4'"),
+        (("--kv-cache-dtype", "bf16", "fp4"), "expected the format bf16 or fp8, got 'fp4'"),
+        (("--sparsity", "0.5", "1.5"), "expected sparsity in [0, 1], got 1.5"),
+        (("--context", "1000", "200000"), "expected contexts of 1 to 131072 tokens"),
+        (("--context", "0"), "expected contexts of 1 token or more"),
+        (("--recent", "0"), "recent >= 1"),
+        (("--memory-utilization", "1.5"), "expected memory_utilization in (0, 1], got 1.5"),
+        (("--model", "/no/such/place"), "expected config.json or a directory with it"),
+        (("--png", "picture.jpg"), "ends in .png"),
+        (("--png", "/no/such/place/a.png"), "expected an existing directory"),
+    ],
+)
+def test_bad_input_is_one_sentence(hpu_duo: Run, arguments: tuple[str, ...], complaint: str) -> None:
+    result = hpu_duo(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+    assert result.stderr.startswith("hpu-duo: error: ")
+    assert not result.stdout
+
+
+def test_a_word_that_belongs_to_no_option_is_refused(hpu_duo: Run) -> None:
+    result = hpu_duo("--hardware", "gaudi3", "gaudi2")
+    assert result.exit_code == 2
+    assert "unexpected extra argument" in result.stderr
+
+
+def test_the_parts_of_the_report_can_be_used_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    serving = Serving(GAUDI2)
+    print_report(tiny(), serving, [capacity(tiny(), serving, 0.5, Format.BF16, (100,))])
+    assert "tiny on 1 x Gaudi 2" in capsys.readouterr().out
+    assert hardware_table(GAUDI3).row_count == 4

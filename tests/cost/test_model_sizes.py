@@ -1,0 +1,164 @@
+"""Sizes from a config.json against the models that transformers makes of the same configuration."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, T5Config
+
+from hpu_duo.cost import AttentionSize, Experts, Format, ModelSize
+from hpu_duo.cost.published import dense_model, published_rows
+from hpu_duo.cost.read_model import read_model
+from hpu_duo.heads import HeadPattern
+from tests.cost.sizes import LLAMA_3_1_8B, models, tiny
+from tests.modeling.families import FAMILIES
+
+
+def save(config: PretrainedConfig, directory: Path) -> Path:
+    config.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_of_a_family_is_counted_once(name: str, tmp_path: Path) -> None:
+    config = FAMILIES[name]()
+    size = read_model(save(config, tmp_path))
+    model = AutoModelForCausalLM.from_config(config)
+    assert size.num_params == model.num_parameters()
+    assert size.weight_bytes(Format.BF16) == 2 * model.num_parameters()
+    linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    if not size.experts.num_params and name != "gpt2":
+        assert size.matrix_params + size.head_params == linear
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_are_apart_from_what_every_token_reads(name: str, tmp_path: Path) -> None:
+    config = FAMILIES[name]()
+    experts = read_model(save(config, tmp_path)).experts
+    assert (experts.num_experts, experts.num_per_token) == (4, 2)
+    assert experts.share_read(1) == pytest.approx(0.5)
+    assert experts.share_read(10_000) == pytest.approx(1.0)
+    model = AutoModelForCausalLM.from_config(config)
+    counted = sum(
+        parameter.numel() for path, parameter in model.named_parameters() if "experts" in path.split(".")
+    )
+    assert experts.num_params == counted
+
+
+def test_windows_are_those_of_the_layers(tmp_path: Path) -> None:
+    sliding = read_model(save(FAMILIES["mistral_sliding"](), tmp_path / "a"))
+    partly = read_model(save(FAMILIES["qwen2_partly_sliding"](), tmp_path / "b"))
+    full = read_model(save(FAMILIES["mistral"](), tmp_path / "c"))
+    assert [layer.window for layer in sliding.layers] == [11] * 4
+    assert [layer.window for layer in partly.layers] == [None, None, 11, 11]
+    assert [layer.window for layer in full.layers] == [None] * 4
+
+
+def test_llama_3_1_8b_has_the_bytes_that_a_start_up_log_shows(tmp_path: Path) -> None:
+    """14.97 GiB of weights, 16 MiB per block of 128: documentation of vllm-gaudi, Gaudi 2, bf16."""
+    size = read_model(save(LlamaConfig(**LLAMA_3_1_8B), tmp_path / "Llama-3.1-8B"))
+    assert size.name == "Llama-3.1-8B"
+    assert size.num_params == 8_030_261_248
+    assert size.weight_bytes(Format.BF16) / 2**30 == pytest.approx(14.97, abs=0.02)
+    assert size.max_positions == 131_072
+
+
+def test_models_of_published_rows_are_those_of_their_configurations(tmp_path: Path) -> None:
+    for row in {row.model.name: row for row in published_rows()}.values():
+        size, first = row.model, row.model.layers[0]
+        layers = len(size.layers)
+        attention = 2 * size.hidden_size * first.head_dim * (first.num_heads + first.num_kv_heads)
+        config = LlamaConfig(
+            hidden_size=size.hidden_size,
+            intermediate_size=(size.matrix_params // layers - attention) // (3 * size.hidden_size),
+            num_hidden_layers=layers,
+            num_attention_heads=first.num_heads,
+            num_key_value_heads=first.num_kv_heads,
+            vocab_size=size.vocab_size,
+            max_position_embeddings=size.max_positions,
+        )
+        assert read_model(save(config, tmp_path / size.name)) == size
+
+
+def test_published_models_have_the_parameters_that_their_names_promise() -> None:
+    billions = {row.model.name: row.model.num_params / 1e9 for row in published_rows()}
+    assert billions == pytest.approx(
+        {
+            "Llama-2-7B": 6.74,
+            "Llama-2-13B": 13.02,
+            "Llama-2-70B": 68.98,
+            "Llama-3.1-8B": 8.03,
+            "Llama-3.1-70B": 70.55,
+            "Mistral-7B": 7.24,
+        },
+        abs=0.01,
+    )
+
+
+@given(models(), st.floats(0, 1), st.integers(0, 64), st.integers(1, 256), st.integers(1, 4000))
+def test_as_many_heads_stream_as_a_head_pattern_would_have(
+    model: ModelSize, sparsity: float, sink: int, recent: int, max_len: int
+) -> None:
+    kept = model.kv_layers(sparsity, sink, recent, max_len)
+    for layer, kv in zip(model.layers, kept, strict=True):
+        assert kv.num_retrieval_heads + kv.num_streaming_heads == layer.num_kv_heads
+        if layer.window is not None:
+            assert kv.num_streaming_heads == (layer.num_kv_heads if layer.window < max_len else 0)
+        if kv.num_streaming_heads:
+            assert kv.ring_size == (min(sink + recent, max_len) if layer.window is None else layer.window)
+    full = [kv for layer, kv in zip(model.layers, kept) if layer.window is None]
+    num_full = sum(kv.num_retrieval_heads + kv.num_streaming_heads for kv in full)
+    if num_full:
+        pattern = HeadPattern.random(1, num_full, seed=0).binarise(sparsity=sparsity)
+        assert sum(kv.num_retrieval_heads for kv in full) == int(pattern.mask.sum())
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "expected config.json"),
+        ("{", "cannot read"),
+        ('{"model_type": "no_such_model"}', "cannot read"),
+        ('{"architectures": ["X"]}', "cannot read"),
+        (T5Config(), "encoder-decoder"),
+        (LlamaConfig(num_attention_heads=3, num_key_value_heads=2, hidden_size=24), "multiple of 2 KV heads"),
+        ('{"model_type": "deepseek_v3"}', "kv_lora_rank"),
+        ('{"model_type": "mamba"}', "cannot size"),
+        ('{"model_type": "vit"}', "no causal language model"),
+    ],
+)
+def test_a_configuration_that_cannot_be_sized_is_refused(
+    tmp_path: Path, content: Any, complaint: str
+) -> None:
+    if isinstance(content, PretrainedConfig):
+        content = json.dumps(content.to_diff_dict())
+    if content is not None:
+        (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=complaint):
+        read_model(tmp_path)
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 3 KV heads"):
+        AttentionSize(8, 3, 64)
+    with pytest.raises(ValueError, match="window of 1 token"):
+        AttentionSize(8, 4, 64, window=0)
+    with pytest.raises(ValueError, match="num_per_token <= num_experts"):
+        Experts(10, 4, 5)
+    with pytest.raises(ValueError, match="at least one layer"):
+        tiny(layers=())
+    with pytest.raises(ValueError, match="matrix_params >= 1"):
+        tiny(matrix_params=0)
+    with pytest.raises(ValueError, match="divides 2 KV heads, got 4"):
+        tiny().check_split(4)
+    with pytest.raises(ValueError, match="recent >= 1"):
+        tiny().kv_layers(0.5, 0, 0, 10)
+    with pytest.raises(ValueError, match="format bf16 or fp8"):
+        Format.parse("int4")
+    assert Format.parse("bfloat16") is Format.BF16
+    with pytest.raises(TypeError):
+        dense_model("unknown sizes", layers=3)  # type: ignore[call-arg]
