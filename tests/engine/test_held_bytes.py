@@ -1,8 +1,10 @@
 """Bytes: what is held equals the formula, and half of the heads streaming halves it."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig
 
@@ -79,3 +81,13 @@ def test_a_real_store_of_32k_tokens_at_half_sparsity_holds_less_than_0_51(tmp_pa
     assert stats.peak_held_bytes / stats.peak_full_attention_bytes < 0.51
     # The trash block and the trash row included.
     assert stats.kv_bytes / stats.peak_full_attention_bytes < 0.51
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_blocks": 10**12}, {"max_num_seqs": 10**9, "num_blocks": 12, "pattern": PATTERN}]
+)
+def test_a_cache_larger_than_the_free_memory_is_refused_before_it_is_allocated(
+    tiny: Tiny, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"asked to take \d+ bytes .* only \d+ bytes are free"):
+        tiny.load(**{"max_num_batched_tokens": 10**9, **options})
