@@ -59,13 +59,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    amx = "with AMX" if torch.cpu._is_amx_tile_supported() else "without AMX"
     lines = [
         f"# Layout of the block store, {date.today().isoformat()}",
         "",
-        f"`python benchmarks/block_layout.py`, {args.threads} thread(s), {torch.backends.cpu.get_cpu_capability()}, "
-        f"{'with' if torch.cpu._is_amx_tile_supported() else 'without'} AMX,",
-        f"Python {platform.python_version()}, torch {torch.__version__}. Time of a decode step's attention as a "
-        "multiple of head-major.",
+        f"`python benchmarks/block_layout.py`, {args.threads} thread(s), "
+        f"{torch.backends.cpu.get_cpu_capability()}, {amx}, Python {platform.python_version()},",
+        f"torch {torch.__version__}. Time of a decode step's attention as a multiple of head-major.",
         "",
         "| query / KV heads | context | head-major | slot-major | fused, contiguous slots |",
         "| --- | --- | --- | --- | --- |",
