@@ -20,7 +20,7 @@ class ModelConfig:
 
     Attributes:
         path: directory of a transformers checkpoint.
-        device: "auto", "cpu", "cuda" or "hpu".
+        device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.sim``).
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         attention: "auto", "reference" or "sdpa"; "auto" is "sdpa" on CPU where the model allows it.
         pack_weights: lay linear weights out for oneDNN once (bfloat16 on CPU); None = where possible.

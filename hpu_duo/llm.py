@@ -84,7 +84,7 @@ class HPUDuoModel:
             sparsity, threshold: how to cut the pattern's scores; one of them.
             sink, recent: window of the streaming heads instead of the pattern's own.
             tie_break, balance: see ``HeadPattern.binarise``.
-            device: "auto", "cpu", "cuda" or "hpu".
+            device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.sim``).
             dtype: "auto", "float32", "bfloat16" or "float16".
             attention: "auto", "reference" or "sdpa".
             pack_weights: see ``ModelConfig``.

@@ -14,11 +14,12 @@ import torch
 from bias_builders import StepRows
 from graphs import BatchShape, GraphCache, StagedInputs
 from graphs.buffers import FieldSpec
+from hpu_duo.device import DeviceRuntime
 from hpu_duo.engine.batch import StepGeometry, empty_batch, fill, flatten
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
-from hpu_duo.sampling import SamplingBatch, SamplingRow, TokenLogprobs, sample
+from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRow, TokenLogprobs, sample, static_routes
 from kernels_ref import StepParts, StepTensors, prepare_step
 
 
@@ -47,6 +48,8 @@ class Runner:
         graphs: executables by bucket.
         use_table: pad steps to the buckets of ``graphs``; otherwise each runs at its exact shape.
         largest: the shape that the staged inputs must hold.
+        runtime: what is particular about the device.
+        max_model_len: most tokens of a request.
     """
 
     def __init__(
@@ -59,10 +62,13 @@ class Runner:
         use_table: bool,
         largest: BatchShape,
         device: torch.device,
+        runtime: DeviceRuntime,
+        max_model_len: int,
     ) -> None:
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
-        self.device = device
+        self.device, self.runtime = device, runtime
         self._use_table = use_table
+        self._max_model_len = max_model_len
         fields = tuple(
             FieldSpec(name, lambda bucket, name=name: geometry.field_shapes(bucket)[name])  # type: ignore[misc]
             for name in geometry.field_shapes(largest)
@@ -77,19 +83,18 @@ class Runner:
         Args:
             sampling: how to sample for each ring row of ``plan.sampled_rows``.
         """
-        shape, bucket, logits, build_s = self._forward(plan)
-        wanted = [row.ring_row for row in plan.sampled_rows]
-        if not wanted:
-            return StepResult(shape, bucket, np.zeros(0, np.int32), None, build_s)
-        rows = [sampling.get(row) for row in range(bucket.num_logits)]
-        tokens = sample(logits, SamplingBatch.build(rows, vocab_size))
-        return StepResult(
-            shape,
-            bucket,
-            tokens.token_ids.cpu().numpy()[wanted],
-            None if tokens.logprobs is None else TokenLogprobs(*(x.cpu()[wanted] for x in tokens.logprobs)),
-            build_s,
-        )
+        with self.runtime.step():
+            shape, bucket, logits, build_s = self._forward(plan)
+            wanted = [row.ring_row for row in plan.sampled_rows]
+            if not wanted:
+                return StepResult(shape, bucket, np.zeros(0, np.int32), None, build_s)
+            began = time.perf_counter()
+            rows = [sampling.get(row) for row in range(bucket.num_logits)]
+            batch = SamplingBatch.build(rows, vocab_size, is_static=self.runtime.compiles_operators)
+            build_s += time.perf_counter() - began
+            tokens = _read(sample(logits, batch))
+        logprobs = None if tokens.logprobs is None else TokenLogprobs(*(x[wanted] for x in tokens.logprobs))
+        return StepResult(shape, bucket, tokens.token_ids.numpy()[wanted], logprobs, build_s)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -98,10 +103,23 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int, BatchShape], None] | None = None) -> int:
-        """Capture every bucket of the table, the most expensive first; returns how many."""
+        """Capture every bucket of the table, the most expensive first; returns how many.
+
+        Where every operator of a new shape is compiled, what steps do around their graphs is run too.
+        """
         captured = self.graphs.warm_up(self._step_of, self._padding_only, progress=progress)
+        if self.runtime.compiles_operators and self._use_table:
+            self._warm_up_operators()
         self.graphs.seal()
         return captured
+
+    def _warm_up_operators(self) -> None:
+        vocab_size = self.model.model.config.get_text_config().vocab_size
+        self.store.warm_up()
+        for bucket in {bucket.num_logits: bucket for bucket in self.graphs.table}.values():
+            logits = self.graphs.run(bucket, self._step_of(bucket), self._padding_only(bucket))
+            for route in static_routes(bucket.num_logits, vocab_size, self._max_model_len):
+                _read(sample(logits, SamplingBatch.padding(route)))
 
     def _forward(self, plan: StepPlan) -> tuple[BatchShape, BatchShape, torch.Tensor, float]:
         self.store.carry_out(plan.moves)
@@ -135,6 +153,20 @@ class Runner:
             return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 
         return step
+
+
+def _read(tokens: SampledTokens) -> SampledTokens:
+    """The same on the host, by one device-to-host copy."""
+    if tokens.logprobs is None:
+        return SampledTokens(tokens.token_ids.cpu(), None)
+    sampled, rank, top_ids, top = tokens.logprobs
+    # Token ids and ranks are exact in float32: both are at most the vocabulary's size.
+    columns = (tokens.token_ids[:, None], rank[:, None], sampled[:, None], top_ids, top)
+    table = torch.cat([column.float() for column in columns], dim=1).cpu()
+    ids, rank, top_ids = (
+        part.to(torch.int32) for part in (table[:, 0], table[:, 1], table[:, 3 : 3 + top_ids.shape[1]])
+    )
+    return SampledTokens(ids, TokenLogprobs(table[:, 2], rank, top_ids, table[:, 3 + top_ids.shape[1] :]))
 
 
 def _rows(plan: StepPlan) -> StepRows:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from hpu_duo.kv.copies import BlockCopy, Copy
+from hpu_duo.kv.copies import BlockCopy, Copy, RowCopy
 from hpu_duo.kv.plan import MemoryPlan
 from kernels_ref import LayerCache
+from kernels_ref.index import as_index, gather
+
+_COPY_SIZES = (8, 4, 2, 1)
+"""Blocks or rows that move at a time: few sizes, because a device compiles each one."""
 
 
 class KVStore:
@@ -39,10 +43,43 @@ class KVStore:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer)
 
     def carry_out(self, copies: Iterable[Copy]) -> None:
-        """Copy blocks and rows within the stores, one after the other."""
-        for copy in copies:
-            for layer in self.layers:
-                stores = layer[:2] if isinstance(copy, BlockCopy) else layer[2:]
-                for store in stores:
-                    if store.shape[0]:
-                        store[copy.dst].copy_(store[copy.src])
+        """Copy blocks and rows within the stores, as if one after the other."""
+        for part in split_copies(tuple(copies)):
+            self._carry_out_at_once(part)
+
+    def warm_up(self) -> None:
+        """Run every size of copy once, from trash to trash."""
+        for size in _COPY_SIZES:
+            self._carry_out_at_once([BlockCopy(self.plan.num_blocks, self.plan.num_blocks)] * size)
+            self._carry_out_at_once([RowCopy(self.plan.max_num_seqs, self.plan.max_num_seqs)] * size)
+
+    def _carry_out_at_once(self, copies: Sequence[Copy]) -> None:
+        index = torch.tensor(
+            [[copy.src for copy in copies], [copy.dst for copy in copies]], dtype=torch.int32
+        )
+        source, target = index.to(self.layers[0].k_blocks.device).unbind()
+        for layer in self.layers:
+            stores = layer[:2] if isinstance(copies[0], BlockCopy) else layer[2:]
+            for store in stores:
+                if store.shape[0]:
+                    store.index_copy_(0, as_index(target), gather(store, source))
+
+
+def split_copies(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
+    """Cut copies into runs of one kind and of few sizes, each of which may be carried out at once.
+
+    Within a run, no copy reads or overwrites what an earlier one wrote.
+    """
+    begin = 0
+    while begin < len(copies):
+        first, end = copies[begin], begin + 1
+        written = {first.dst}
+        while end < len(copies) and type(copies[end]) is type(first):
+            copy = copies[end]
+            if copy.src in written or copy.dst in written:
+                break
+            written.add(copy.dst)
+            end += 1
+        size = next(size for size in _COPY_SIZES if size <= end - begin)
+        yield copies[begin : begin + size]
+        begin += size

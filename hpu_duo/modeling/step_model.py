@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class StepModel:
         self.model = model
         self.specs = tuple(specs)
         self._runners: dict[Hashable, LayerRunner] = {}
+        # Where it is not given, transformers counts it anew in each step, as int64.
+        self._takes_cache_position = "cache_position" in signature(model.forward).parameters
         self._mask = placeholder_mask(caches[0].k_blocks.device)
         kinds: dict[LayerKind, LayerKind] = {}
         for layer, spec, cache in zip(layers, specs, caches):
@@ -85,9 +88,11 @@ class StepModel:
         """
         self._runners.clear()
         self._runners.update(runners)
+        positions = step.tensors.positions
         output = self.model(
             input_ids=token_ids[None],
-            position_ids=step.tensors.positions[None],
+            position_ids=positions[None],
+            **({"cache_position": positions} if self._takes_cache_position else {}),
             attention_mask=self._mask,
             use_cache=False,
             logits_to_keep=logit_index,

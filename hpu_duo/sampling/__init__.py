@@ -5,7 +5,7 @@ The engine, once per request: ``SamplingParams.validate``, ``PenaltyState.from_t
 ``sample`` (or the capturable ``sample_tokens``) on the device, then ``PenaltyState.append``.
 """
 
-from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute, SamplingRow
+from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute, SamplingRow, static_route, static_routes
 from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, special_token_ids
 from hpu_duo.sampling.logprobs import TokenLogprobs
 from hpu_duo.sampling.params import SamplingParams
@@ -31,5 +31,7 @@ __all__ = [
     "sample",
     "sample_tokens",
     "special_token_ids",
+    "static_route",
+    "static_routes",
     "uniform",
 ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -127,12 +127,15 @@ class SamplingBatch:
     ints: npt.NDArray[np.int32]
 
     @classmethod
-    def build(cls, rows: Sequence[SamplingRow | None], vocab_size: int) -> SamplingBatch:
+    def build(
+        cls, rows: Sequence[SamplingRow | None], vocab_size: int, *, is_static: bool = False
+    ) -> SamplingBatch:
         """Gather the rows of one step.
 
         Args:
             rows: one entry per logit row, in the order of the logits; ``None`` for a row without request.
             vocab_size: V, the width of the logits.
+            is_static: widen the route to one of few, for devices that compile each; see ``static_route``.
 
         Raises:
             ValueError: a row lacks its history or names a token outside the vocabulary, or
@@ -155,6 +158,8 @@ class SamplingBatch:
                 _collect_seen(seen, index, row)
         values = [_NO_REQUEST if row is None else _row_values(row.params, vocab_size) for row in rows]
         route = _choose_route(rows, values, vocab_size, edits.padded_size, seen.padded_size)
+        if is_static:
+            route = static_route(route)
         at = route.num_row_floats
         floats = np.empty(at + route.num_edits + route.num_seen, np.float32)
         ints = np.empty(route.num_edits + route.num_seen, np.int32)
@@ -166,7 +171,61 @@ class SamplingBatch:
         seen.write(ints[route.num_edits :], floats[at + route.num_edits :])
         return cls(route, floats, ints)
 
+    @classmethod
+    def padding(cls, route: SamplingRoute) -> SamplingBatch:
+        """A batch without requests that takes a given route, to warm it up."""
+        floats = np.zeros(route.num_row_floats + route.num_edits + route.num_seen, np.float32)
+        if route.has_row_values:
+            block = floats[: route.num_row_floats].reshape(len(RowTensors._fields), route.num_rows)
+            block[:-1] = np.array(_NO_REQUEST, dtype=np.float32)[:, None]
+            block[-1] = 0.5
+        return cls(route, floats, np.zeros(route.num_edits + route.num_seen, np.int32))
 
+
+def static_route(route: SamplingRoute) -> SamplingRoute:
+    """The one of few routes that does all that ``route`` does, and more.
+
+    There are two kinds: every row plainly greedy, and everything at once. What a row does not ask for
+    leaves it as it is, so its token is the same. Lists grow by steps of four, and reported logprobs, if
+    any, by steps of two from eight.
+    """
+    if route == SamplingRoute(route.num_rows, route.vocab_size):
+        return route
+    size = _MIN_STATIC_LIST
+    while size < max(route.num_edits, route.num_seen):
+        size *= 4
+    num_logprobs = route.num_logprobs
+    if num_logprobs >= 0:
+        num_logprobs = min(max(num_logprobs, _MIN_STATIC_LOGPROBS), route.vocab_size)
+    return replace(
+        route,
+        has_random=True,
+        num_edits=size,
+        num_seen=size,
+        topk_width=0,
+        has_sort=True,
+        has_min_p=True,
+        num_logprobs=num_logprobs,
+    )
+
+
+def static_routes(num_rows: int, vocab_size: int, max_len: int) -> Iterator[SamplingRoute]:
+    """The routes to warm up for ``num_rows`` rows: those of requests of up to ``max_len`` tokens.
+
+    Longer lists of edits than ``num_rows * max_len``, and more than eight logprobs, are left out.
+    """
+    plain = SamplingRoute(num_rows, vocab_size)
+    yield plain
+    longest = static_route(replace(plain, num_seen=num_rows * min(max_len, vocab_size))).num_seen
+    size = _MIN_STATIC_LIST
+    while size <= longest:
+        yield static_route(replace(plain, num_seen=size))
+        size *= 4
+    yield static_route(replace(plain, num_logprobs=0))
+
+
+_MIN_STATIC_LIST = 64
+_MIN_STATIC_LOGPROBS = 8
 _NO_REQUEST = RowValues()
 
 

@@ -1,0 +1,92 @@
+"""Devices: what is there, what a name means here, and what the engine asks of a device."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from hpu_duo import sim
+from hpu_duo.device.runtime import CpuRuntime, CudaRuntime, DeviceRuntime
+
+__all__ = [
+    "NAMES",
+    "SIMULATED",
+    "CpuRuntime",
+    "CudaRuntime",
+    "DeviceRuntime",
+    "cuda_problem",
+    "hpu_problem",
+    "problem",
+    "resolve_device",
+    "runtime_for",
+]
+
+SIMULATED = "hpu-sim"
+"""The name that asks for the simulated HPU; its tensors then report ``hpu:0``."""
+
+NAMES = ("cpu", "cuda", "hpu", SIMULATED)
+
+
+def hpu_problem() -> str | None:
+    """Why HPU cannot be used, or None when it can.
+
+    Designed from public sources; no Gaudi has run this.
+    """
+    if importlib.util.find_spec("habana_frameworks") is None:
+        return "the package habana_frameworks is not installed"
+    from hpu_duo.device import habana
+
+    return None if habana.is_available() else "habana_frameworks is installed, but finds no device"
+
+
+def cuda_problem() -> str | None:
+    """Why CUDA cannot be used, or None when it can."""
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    return None if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
+def problem(name: str) -> str | None:
+    """Why a device cannot be used, or None when it can."""
+    reasons = {"cpu": lambda: None, "cuda": cuda_problem, "hpu": hpu_problem, SIMULATED: sim.problem}
+    return reasons[name]()
+
+
+def resolve_device(name: str | torch.device) -> torch.device:
+    """The device for a name; "auto" takes the first of HPU, CUDA and CPU that is usable.
+
+    "hpu-sim" gives this process a simulated ``hpu:0``, see ``hpu_duo.sim``.
+
+    Raises:
+        ValueError: an unknown name, or a device that is not usable here: nothing falls back.
+    """
+    text = str(name)
+    if text == "auto":
+        text = next(candidate for candidate in ("hpu", "cuda", "cpu") if problem(candidate) is None)
+    kind = text.partition(":")[0]
+    if kind not in NAMES:
+        raise ValueError(f"expected device 'auto' or one of {', '.join(NAMES)}, got {text!r}")
+    reason = problem(kind)
+    if reason is not None:
+        raise ValueError(f"device {text!r} was asked for, but {reason}")
+    if kind == SIMULATED:
+        sim.install()
+        return torch.device("hpu", 0)
+    return torch.device(text)
+
+
+def runtime_for(device: torch.device) -> DeviceRuntime:
+    """What the engine asks of a device that ``resolve_device`` returned."""
+    match device.type:
+        case "cpu":
+            return CpuRuntime()
+        case "cuda":
+            return CudaRuntime(device)
+        case _:
+            simulated = sim.installed()
+            if simulated is not None:
+                return sim.SimRuntime(simulated)
+            from hpu_duo.device.habana import HabanaRuntime
+
+            return HabanaRuntime()

@@ -1,0 +1,135 @@
+"""Gaudi: the environment that its software reads at import, and the calls that the engine needs.
+
+Written from public sources (the open PyTorch bridge 1.19, vllm-gaudi, docs.habana.ai); no Gaudi has run
+it. A stand-in of ``habana_frameworks`` exercises it in the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+_ENVIRONMENT = {
+    # One process drives one device, and weights are not shared between graphs of several.
+    "PT_HPU_WEIGHT_SHARING": "0",
+}
+_LAZY_ENVIRONMENT = {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"}
+_LAZY = "PT_HPU_LAZY_MODE"
+_INFERENCE_SWITCHES = ("hpu_inference_set_env", "hpu_set_inference_env", "hpu_set_env")
+"""What the switch to inference was called, newest name first."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of device memory: what may be used, what is in use, and the most that ever was."""
+
+    limit: int
+    in_use: int
+    peak: int
+
+
+def prepare_environment(lazy: bool | None = None) -> Mapping[str, str]:
+    """Set what the vendor's packages read once, when they are first imported.
+
+    A variable that the user has set stays as it is. The mode is always set, since its default differs
+    between software versions.
+
+    Args:
+        lazy: lazy mode or eager mode; None = what the user has set, or else eager mode.
+    Returns:
+        The variables and their values now.
+
+    Raises:
+        ValueError: another mode than the one that is set by the user, or already in use.
+    """
+    found = os.environ.get(_LAZY)
+    wanted = found if lazy is None else str(int(lazy))
+    if found is not None and (found != "0") != (wanted != "0"):
+        raise ValueError(f"expected {_LAZY}={wanted} for this capture backend, got {_LAZY}={found}")
+    if found is None and "habana_frameworks.torch" in sys.modules and wanted != str(int(_is_lazy())):
+        raise ValueError(f"{_LAZY}={wanted} is needed, but habana_frameworks was imported in the other mode")
+    values = {_LAZY: wanted or "0", **_ENVIRONMENT}
+    if values[_LAZY] != "0":
+        values |= _LAZY_ENVIRONMENT
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+    return {name: os.environ[name] for name in values}
+
+
+def is_available() -> bool:
+    """Whether the vendor's packages, which must be installed, find a device."""
+    prepare_environment()
+    import habana_frameworks.torch.hpu as hpu
+
+    return bool(hpu.is_available())
+
+
+def _is_lazy() -> bool:
+    from habana_frameworks.torch.utils.internal import is_lazy
+
+    return bool(is_lazy())
+
+
+class HabanaRuntime:
+    """See ``DeviceRuntime``.
+
+    Args:
+        lazy: see ``prepare_environment``.
+
+    Raises:
+        ValueError: see ``prepare_environment``.
+    """
+
+    compiles_operators = True
+    collectives = "hccl"
+
+    def __init__(self, lazy: bool | None = None) -> None:
+        prepare_environment(lazy)
+        import habana_frameworks.torch.core as core
+        import habana_frameworks.torch.hpu as hpu
+
+        self._core, self._hpu = core, hpu
+        self.is_lazy = _is_lazy()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """In lazy mode, launch what the step has collected; in eager mode it has been launched."""
+        yield
+        if self.is_lazy:
+            self._core.mark_step()
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """A new stream, for reading results back while the next step runs."""
+        return self._hpu.stream(self._hpu.Stream())
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        self._hpu.synchronize()
+
+    def free_bytes(self) -> int:
+        """The limit less what is in use."""
+        return int(self._hpu.mem_get_info()[0])
+
+    def memory(self) -> DeviceMemory:
+        """What the device's allocator counts."""
+        stats = self._hpu.memory_stats()
+        return DeviceMemory(stats["Limit"], stats["InUse"], stats["MaxInUse"])
+
+    def place(self, module: nn.Module) -> None:
+        """Switch to inference, then move the module.
+
+        Raises:
+            ValueError: this version of the vendor's packages has no known switch.
+        """
+        found = next((name for name in _INFERENCE_SWITCHES if hasattr(self._core, name)), None)
+        if found is None:
+            raise ValueError(
+                f"expected habana_frameworks.torch.core to have one of {', '.join(_INFERENCE_SWITCHES)}"
+            )
+        getattr(self._core, found)()
+        module.to("hpu")

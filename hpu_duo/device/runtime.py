@@ -1,0 +1,121 @@
+"""What the engine asks of a device, and the answers of CPU and CUDA."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class DeviceRuntime(Protocol):
+    """The few things that devices do differently."""
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether operators are collected, and launched at the end of a step."""
+        ...
+
+    @property
+    def compiles_operators(self) -> bool:
+        """Whether each operator of a new shape is compiled, also outside of captured steps.
+
+        Then steps are padded to a table, sampling takes few routes, and models are looked over on CPU.
+        """
+        ...
+
+    @property
+    def collectives(self) -> str:
+        """What torch.distributed calls the device's backend."""
+        ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around everything that one engine step does on the device."""
+        ...
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """Queue what is inside on another stream; ``synchronize`` waits for it too."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything that was launched."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody uses."""
+        ...
+
+    def place(self, module: nn.Module) -> None:
+        """Move a module's parameters and buffers to the device, in place."""
+        ...
+
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+class CpuRuntime:
+    """Nothing to launch, nothing to wait for."""
+
+    is_lazy = False
+    compiles_operators = False
+    collectives = "gloo"
+
+    def step(self) -> AbstractContextManager[None]:
+        """Nothing happens around a step."""
+        return nullcontext()
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """There is one stream."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the caller's back."""
+
+    def free_bytes(self) -> int:
+        """Memory of the machine that programs can have, what caches would give back included."""
+        if _MEMINFO.is_file():
+            entries = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+            return int(entries["MemAvailable"].split()[0]) * 1024
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def place(self, module: nn.Module) -> None:
+        """Move the module to host memory."""
+        module.to("cpu")
+
+
+class CudaRuntime:
+    """torch's own functions.
+
+    Args:
+        device: which CUDA device.
+    """
+
+    is_lazy = False
+    compiles_operators = False
+    collectives = "nccl"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def step(self) -> AbstractContextManager[None]:
+        """Nothing happens around a step."""
+        return nullcontext()
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """A new stream."""
+        return torch.cuda.stream(torch.cuda.Stream(self._device))
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        torch.cuda.synchronize(self._device)
+
+    def free_bytes(self) -> int:
+        """What the driver calls free."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def place(self, module: nn.Module) -> None:
+        """Move the module."""
+        module.to(self._device)

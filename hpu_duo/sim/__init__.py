@@ -1,0 +1,34 @@
+"""A simulated HPU: the real engine on stock torch, with tensors that report ``hpu:0``.
+
+``HPUDuoModel.from_pretrained(path, device="hpu-sim")`` is all that most callers need; ``watch`` counts
+what steps do, and ``allow`` lets a rule be broken. Numbers are those of the CPU. Steps that do what an
+HPU does badly, wrongly or not at all raise ``HpuRuleViolation``.
+
+It proves discipline and numerics. It does not prove that Synapse compiles anything, nor speed, nor
+device memory.
+"""
+
+from hpu_duo.sim.capture import SimBackend
+from hpu_duo.sim.installation import allow, install, installed, problem, watch
+from hpu_duo.sim.report import NOT_PROVEN, SimReport, StepTraffic
+from hpu_duo.sim.rules import HpuRuleViolation, Rule
+from hpu_duo.sim.runtime import SimRuntime
+from hpu_duo.sim.simulated import SimulatedHpu
+from hpu_duo.sim.tensor import SimTensor
+
+__all__ = [
+    "NOT_PROVEN",
+    "HpuRuleViolation",
+    "Rule",
+    "SimBackend",
+    "SimReport",
+    "SimRuntime",
+    "SimTensor",
+    "SimulatedHpu",
+    "StepTraffic",
+    "allow",
+    "install",
+    "installed",
+    "problem",
+    "watch",
+]

@@ -1,0 +1,128 @@
+"""What the simulated device knows of each torch operator: which rules concern it, how to run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch._ops import OpOverload
+
+_DYNAMIC = frozenset(
+    {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc"}
+)
+_SCATTERS = frozenset(
+    {"index_put", "index_put_", "_index_put_impl_", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+    | {"scatter_reduce", "scatter_reduce_", "put", "put_", "masked_scatter", "masked_scatter_"}
+)
+_WIDE_RESULTS = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "topk", "kthvalue", "mode"})
+"""Operators that have indices among their results, and no form that returns them as int32."""
+
+_NARROWING = frozenset({"_to_copy", "copy_", "clone", "detach", "lift_fresh", "alias"})
+_INDEX_ARGUMENT = {
+    "index_select": (2, 1),
+    "index_copy": (2, 1),
+    "index_copy_": (2, 1),
+    "index_add": (2, 1),
+    "index_add_": (2, 1),
+    "index_fill": (2, 1),
+    "index_fill_": (2, 1),
+    "gather": (2, 1),
+    "embedding": (1, None),
+    "take": (1, None),
+}
+"""Where the index is, and where the dimension that it counts along; None: the first."""
+
+_LONG_ON_CPU = frozenset({"index_copy", "index_copy_", "index_fill", "index_fill_", "gather", "take"})
+_RESIZING = frozenset({"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_"})
+
+
+class Transfer(Enum):
+    """How an operator may cross between host and device."""
+
+    NONE = "none"
+    TO_COPY = "to_copy"
+    COPY = "copy"
+    READ = "read"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator overload.
+
+    Attributes:
+        name: as torch prints it.
+        is_composite: made of other operators, which are looked at instead.
+        is_view: returns views and launches nothing.
+        written: positions of positional arguments that it changes.
+        written_names: keyword arguments that it changes.
+        transfer: how it may cross the bus.
+        is_dynamic: the size of its result depends on values.
+        is_scatter: writes to scattered places.
+        may_make_wide, may_take_wide: 64-bit results or operands are its only form, or about to end.
+        index: position of an index argument, and of the dimension; None for an operator without.
+        takes_index_list: ``aten.index`` and its relatives, with a list of indices.
+        needs_long: torch's CPU kernel insists on int64 for this index.
+    """
+
+    name: str
+    is_composite: bool
+    is_view: bool
+    written: tuple[int, ...]
+    written_names: tuple[str, ...]
+    transfer: Transfer
+    is_dynamic: bool
+    is_scatter: bool
+    may_make_wide: bool
+    may_take_wide: bool
+    index: tuple[int, int | None] | None
+    takes_index_list: bool
+    needs_long: bool
+
+
+def describe(func: OpOverload) -> Operator:
+    """Read an operator's schema and look it up in the tables of this file.
+
+    Raises:
+        NotImplementedError: it changes the shape of a tensor in place.
+    """
+    name = func._schema.name.partition("::")[2]
+    if name in _RESIZING:
+        raise NotImplementedError(f"the simulated HPU has no {func}, which reshapes a tensor in place")
+    arguments = func._schema.arguments
+    written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    names = [a.name for a in arguments]
+    is_view = not written and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+    )
+    return Operator(
+        name=str(func),
+        is_composite=_is_composite(func),
+        is_view=is_view,
+        written=tuple(names.index(a.name) for a in written if not a.kwarg_only),
+        written_names=tuple(a.name for a in written if a.kwarg_only),
+        transfer=_transfer(name),
+        is_dynamic=name in _DYNAMIC or func is torch.ops.aten.repeat_interleave.Tensor,
+        is_scatter=name in _SCATTERS,
+        may_make_wide=is_view or name in _WIDE_RESULTS,
+        may_take_wide=is_view or name in _NARROWING,
+        index=_INDEX_ARGUMENT.get(name),
+        takes_index_list=name in ("index", "index_put", "index_put_", "_index_put_impl_"),
+        needs_long=name in _LONG_ON_CPU,
+    )
+
+
+def _is_composite(func: OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _transfer(name: str) -> Transfer:
+    match name:
+        case "_to_copy":
+            return Transfer.TO_COPY
+        case "copy_":
+            return Transfer.COPY
+        case "_local_scalar_dense" | "equal":
+            return Transfer.READ
+        case _:
+            return Transfer.NONE

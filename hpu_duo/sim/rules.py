@@ -1,0 +1,58 @@
+"""What a step may not do on an HPU, and the error that names who did it."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+
+
+class Rule(str, Enum):
+    """One rule each; the value is what a report calls it.
+
+    ``DYNAMIC_SHAPE``: the size of a result depends on values, so the host must wait for it and every
+    size is compiled anew. ``BOOLEAN_INDEX``: the same, hidden in an index. ``MIXED_DEVICES``: a tensor
+    in host memory meets one on the device. ``WIDE_DTYPE``: an int64 or float64 tensor, which the device
+    narrows silently. ``BAD_INDEX``: an index below zero or past the end, undefined on the device.
+    ``VIEW_WRITE``: a write through a view of a part of a tensor, which graphs cannot hold. ``SCATTER``:
+    ``index_put`` and ``scatter``, slow or not native. ``HOST_IN_GRAPH``: a transfer or a wait inside a
+    captured graph. ``GRAPH_CHANGED``: a replay that computes something else than was captured.
+    """
+
+    DYNAMIC_SHAPE = "data-dependent output shape"
+    BOOLEAN_INDEX = "index that is a boolean mask"
+    MIXED_DEVICES = "operands on two devices"
+    WIDE_DTYPE = "64-bit tensor"
+    BAD_INDEX = "index out of range"
+    VIEW_WRITE = "write through a partial view"
+    SCATTER = "scattered write"
+    HOST_IN_GRAPH = "host transfer inside a graph"
+    GRAPH_CHANGED = "replay differs from capture"
+
+
+class HpuRuleViolation(RuntimeError):
+    """A step did what an HPU does badly, wrongly or not at all.
+
+    Attributes:
+        rule: which rule.
+        operator: the torch operator, for example ``aten.nonzero.default``.
+        source: file, line and function that called it: the innermost frame outside torch.
+    """
+
+    def __init__(self, rule: Rule, operator: str, detail: str) -> None:
+        self.rule, self.operator, self.source = rule, operator, calling_line()
+        super().__init__(f"{rule.value}: {operator} at {self.source}: {detail}")
+
+
+def calling_line() -> str:
+    """The innermost line of Python outside torch and this package, as ``path:line in function``."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<")):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"

@@ -1,0 +1,61 @@
+"""What the engine asks of a device, answered by the simulated one."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from hpu_duo.sim.rules import Rule
+from hpu_duo.sim.simulated import SimulatedHpu
+
+
+class SimRuntime:
+    """See ``hpu_duo.device.DeviceRuntime``. Memory is that of the host: nothing is simulated there."""
+
+    is_lazy = False
+    compiles_operators = True
+    collectives = "gloo"
+
+    def __init__(self, device: SimulatedHpu) -> None:
+        self._device = device
+
+    def step(self) -> AbstractContextManager[None]:
+        """Counts per step are taken inside."""
+        return self._device.step()
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """There is one stream."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the caller's back."""
+
+    def free_bytes(self) -> int:
+        """Free host memory."""
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    @torch.no_grad()
+    def place(self, module: nn.Module) -> None:
+        """Replace parameters and buffers by device tensors; shared ones stay shared.
+
+        ``module.to`` would write into the old parameters and thereby lose the kind of tensor. 64-bit
+        buffers are let through: a device narrows them once, and a step that reads one breaks the rule.
+        """
+        placed: dict[int, torch.Tensor] = {}
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in placed:
+                data = self._device.upload(tensor.detach())
+                is_parameter = isinstance(tensor, nn.Parameter)
+                placed[id(tensor)] = nn.Parameter(data, requires_grad=False) if is_parameter else data
+            return placed[id(tensor)]
+
+        with self._device.allow(Rule.WIDE_DTYPE):
+            for part in module.modules():
+                for held in (part._parameters, part._buffers):
+                    for name, tensor in held.items():
+                        if tensor is not None and tensor.device.type != "hpu":
+                            held[name] = move(tensor)  # type: ignore[assignment]

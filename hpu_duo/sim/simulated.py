@@ -1,0 +1,303 @@
+"""The simulated device: runs operators on CPU, checks the rules, keeps count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from hpu_duo.sim.journal import Journal, Watch
+from hpu_duo.sim.operators import Operator, Transfer, describe
+from hpu_duo.sim.rules import HpuRuleViolation, Rule
+from hpu_duo.sim.tensor import HPU, SimTensor
+
+_CPU = torch.device("cpu")
+_WIDE = (torch.int64, torch.float64, torch.complex128)
+_MASKS = (torch.bool, torch.uint8)
+
+
+class _Call:
+    """One operator call: its host arguments, and what it was called with.
+
+    Attributes:
+        sims: operands on the device.
+        strays: operands in host memory that are more than scalars.
+        signature: what a recipe is made of.
+    """
+
+    def __init__(self) -> None:
+        self.sims: list[SimTensor] = []
+        self.strays: list[torch.Tensor] = []
+        self.signature: list[Any] = []
+
+    def unwrap(self, value: Any) -> Any:
+        """The value with host data in place of device tensors, and the CPU in place of the device."""
+        if type(value) is SimTensor:
+            self.sims.append(value)
+            self.signature.append(value.signature)
+            return value.host
+        if isinstance(value, torch.Tensor):
+            if value.dim():
+                self.strays.append(value)
+                self.signature.append((tuple(value.shape), value.dtype))
+            else:
+                self.signature.append((value.item(), value.dtype))
+            return value
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.unwrap, value))
+        if isinstance(value, torch.device):
+            return _CPU
+        # 1, 1.0 and True are equal, and different recipes.
+        self.signature.append((type(value), value))
+        return value
+
+
+class SimulatedHpu:
+    """The one device ``hpu:0`` of this process.
+
+    Args:
+        journal: where everything is counted.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self._allowed: frozenset[Rule] = frozenset()
+        self._known: dict[OpOverload, Operator] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._graph: list[int] | None = None
+
+    # What others ask of the device
+
+    @contextmanager
+    def watch(self) -> Iterator[Watch]:
+        """Count what happens inside the context."""
+        with self.journal.attached() as watch:
+            yield watch
+
+    @contextmanager
+    def allow(self, *rules: Rule) -> Iterator[None]:
+        """Let rules be broken inside the context; watches count how often."""
+        before = self._allowed
+        self._allowed = before | set(rules)
+        try:
+            yield
+        finally:
+            self._allowed = before
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of an engine, for the counts per step."""
+        for watch in self.journal.watches:
+            watch.begin_step()
+        yield
+        for watch in self.journal.watches:
+            watch.end_step()
+
+    @contextmanager
+    def graph(self) -> Iterator[list[int]]:
+        """A captured region: yields the numbers of its operators, in order.
+
+        Inside, nothing may cross the bus and nothing may wait.
+        """
+        assert self._graph is None, "a graph cannot hold another one"
+        self._graph = []
+        try:
+            yield self._graph
+        finally:
+            self._graph = None
+
+    def upload(self, host: torch.Tensor) -> SimTensor:
+        """A copy of a host tensor on the device."""
+        self._cross(host, "h2d", "upload")
+        return SimTensor(host.clone())
+
+    def break_rule(self, rule: Rule, operator: str, detail: str) -> None:
+        """Raise, or count where the rule is allowed to be broken.
+
+        Raises:
+            HpuRuleViolation: it is not.
+        """
+        if rule not in self._allowed:
+            raise HpuRuleViolation(rule, operator, detail)
+        for watch in self.journal.watches:
+            watch.excuse(rule)
+
+    # Operators
+
+    def make(self, func: OpOverload) -> Callable[..., SimTensor]:
+        """The device's kernel of a factory function such as ``aten.arange``."""
+        launches = not func._schema.name.startswith("aten::empty")
+
+        def kernel(*args: Any, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> SimTensor:
+            made = SimTensor(func(*args, device=_CPU, **kwargs))
+            if made.dtype in _WIDE:
+                self.break_rule(Rule.WIDE_DTYPE, str(func), f"makes {made.dtype}")
+            if launches:
+                self._launch((func, str(args), made.signature))
+            return made
+
+        return kernel
+
+    def copy_from(
+        self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
+        """The device's kernel of ``aten._copy_from``, which torch calls where it bypasses subclasses."""
+        return self._copy("aten._copy_from", target, source)
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator with at least one tensor of this device among its arguments.
+
+        Raises:
+            HpuRuleViolation: it breaks a rule.
+        """
+        operator = self._known.get(func)
+        if operator is None:
+            operator = self._known[func] = describe(func)
+        if operator.is_composite:
+            return func.decompose(*args, **kwargs)
+        match operator.transfer:
+            case Transfer.COPY:
+                return self._copy(operator.name, args[0], args[1])
+            case Transfer.TO_COPY if _leaves(kwargs):
+                return self._download(operator.name, func, args, kwargs)
+            case Transfer.READ:
+                return self._read(operator.name, func, args)
+        return self._compute(func, operator, args, kwargs)
+
+    def _compute(
+        self, func: OpOverload, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        call = _Call()
+        host_args = [call.unwrap(arg) for arg in args]
+        host_kwargs = {name: call.unwrap(value) for name, value in kwargs.items()}
+        host_kwargs.pop("pin_memory", None)
+        self._check(operator, call, args, kwargs)
+        if operator.needs_long and operator.index is not None:
+            # A limit of torch's CPU kernels, not of the device.
+            host_args[operator.index[0]] = host_args[operator.index[0]].long()
+        result = func(*host_args, **host_kwargs)
+        if not operator.is_view:
+            self._launch((func, *call.signature))
+        if _leaves(kwargs):
+            return result
+        return self._wrap(operator, call.sims, result)
+
+    def _wrap(self, operator: Operator, sims: list[SimTensor], result: Any) -> Any:
+        if isinstance(result, torch.Tensor):
+            for sim in sims:
+                if sim.host is result:
+                    return sim
+            if result.dtype in _WIDE and not operator.may_make_wide:
+                self.break_rule(Rule.WIDE_DTYPE, operator.name, f"makes {result.dtype}")
+            return SimTensor(result)
+        if isinstance(result, list | tuple):
+            return type(result)([self._wrap(operator, sims, each) for each in result])
+        return result
+
+    def _launch(self, signature: tuple[Any, ...]) -> None:
+        number = self._numbers.setdefault(signature, len(self._numbers))
+        if self._graph is None:
+            self.journal.launch_alone(number)
+        else:
+            self._graph.append(number)
+            self.journal.launch_inside()
+
+    # Crossing the bus
+
+    def _copy(self, name: str, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        host_target = target.host if isinstance(target, SimTensor) else target
+        host_source = source.host if isinstance(source, SimTensor) else source
+        if isinstance(target, SimTensor) and isinstance(source, SimTensor):
+            self._check_written(name, target)
+            self._launch((name, target.signature, source.signature))
+        elif isinstance(target, SimTensor):
+            if not host_target.is_contiguous():
+                self.break_rule(Rule.VIEW_WRITE, name, "a transfer into memory that is not contiguous")
+            self._cross(host_source, "h2d", name)
+        else:
+            self._cross(host_source, "d2h", name)
+        host_target.copy_(host_source)
+        return target
+
+    def _download(
+        self, name: str, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor:
+        host = args[0].host
+        self._cross(host, "d2h", name)
+        return func(host, *args[1:], **kwargs)
+
+    def _read(self, name: str, func: OpOverload, args: tuple[Any, ...]) -> Any:
+        self._cross(args[0].host if func is torch.ops.aten._local_scalar_dense.default else None, "d2h", name)
+        return func(*(arg.host if isinstance(arg, SimTensor) else arg for arg in args))
+
+    def _cross(self, host: torch.Tensor | None, way: str, name: str) -> None:
+        if self._graph is not None:
+            self.break_rule(Rule.HOST_IN_GRAPH, name, "host and device meet inside a captured graph")
+        num_bytes = 1 if host is None else host.nbytes
+        if way == "d2h":
+            self.journal.count(d2h_reads=1, d2h_bytes=num_bytes)
+            return
+        assert host is not None, "an upload has data"
+        if host.dtype in _WIDE:
+            self.break_rule(Rule.WIDE_DTYPE, name, f"uploads {host.dtype}")
+        if num_bytes:
+            self.journal.count(h2d_copies=1, h2d_bytes=num_bytes)
+
+    # Rules
+
+    def _check(
+        self, operator: Operator, call: _Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        name = operator.name
+        if operator.is_dynamic and kwargs.get("output_size") is None:
+            self.break_rule(Rule.DYNAMIC_SHAPE, name, "the size of the result depends on values")
+        if call.strays:
+            shapes = ", ".join(str(tuple(stray.shape)) for stray in call.strays)
+            self.break_rule(Rule.MIXED_DEVICES, name, f"operands {shapes} are in host memory")
+        if not operator.may_take_wide:
+            for sim in call.sims:
+                if sim.signature[-1] in _WIDE:
+                    self.break_rule(Rule.WIDE_DTYPE, name, f"takes {sim.dtype} {tuple(sim.shape)}")
+        if operator.is_scatter:
+            self.break_rule(Rule.SCATTER, name, "use index_copy_, index_add or where")
+        if operator.index is not None:
+            position, along = operator.index
+            source = args[0]
+            size = source.shape[0] if along is None else source.shape[args[along]]
+            self._check_index(name, args[position], size)
+        if operator.takes_index_list:
+            for dim, index in enumerate(args[1]):
+                if index is not None:
+                    self._check_index(name, index, args[0].shape[dim])
+        for position in operator.written:
+            self._check_written(name, args[position])
+        for keyword in operator.written_names:
+            self._check_written(name, kwargs[keyword])
+
+    def _check_index(self, name: str, index: torch.Tensor, size: int) -> None:
+        if index.dtype in _MASKS:
+            self.break_rule(Rule.BOOLEAN_INDEX, name, f"a mask of shape {tuple(index.shape)}")
+            return
+        host = index.host if isinstance(index, SimTensor) else index
+        if host.numel():
+            low, high = torch.aminmax(host)
+            if low < 0 or high >= size:
+                self.break_rule(
+                    Rule.BAD_INDEX,
+                    name,
+                    f"expected indices in [0, {size}), got {low.item()} to {high.item()}",
+                )
+
+    def _check_written(self, name: str, target: Any) -> None:
+        for tensor in target if isinstance(target, list | tuple) else (target,):
+            if isinstance(tensor, SimTensor) and tensor.is_partial_view:
+                self.break_rule(Rule.VIEW_WRITE, name, f"writes {tuple(tensor.shape)} of a larger tensor")
+
+
+def _leaves(kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator is asked to put its result somewhere else."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != HPU.type

@@ -1,0 +1,74 @@
+"""Tensors that report ``hpu:0`` and keep their data in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+HPU = torch.device("hpu", 0)
+
+Signature = tuple[Any, ...]
+_dispatch: list[Callable[..., Any]] = []
+
+
+class SimTensor(torch.Tensor):
+    """A tensor of the simulated device.
+
+    Attributes:
+        host: the data, a CPU tensor of the same shape, strides and dtype. For the simulation only.
+        signature: shape, strides, offset and dtype: what a recipe depends on.
+    """
+
+    host: torch.Tensor
+    signature: Signature
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> SimTensor:
+        # A view that is an inference tensor may not be taken of one that is none, so none ever is.
+        if torch.is_inference_mode_enabled():
+            with torch._C._InferenceMode(False):
+                return _wrapper(cls, host)
+        return _wrapper(cls, host)
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+        self.signature = (host.size(), host.stride(), host.storage_offset(), host.dtype)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch[0](func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SimTensor({tuple(self.shape)}, dtype={self.dtype}, device='hpu:0')"
+
+    def tolist(self) -> Any:
+        """The values as Python numbers: a device-to-host read."""
+        return self.cpu().tolist()
+
+    @property
+    def is_partial_view(self) -> bool:
+        """Whether it covers only a part of the memory of the tensor that it is a view of."""
+        return self.host.untyped_storage().nbytes() != self.host.nbytes
+
+
+def _wrapper(cls: type[SimTensor], host: torch.Tensor) -> SimTensor:
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        host.size(),
+        strides=host.stride(),
+        storage_offset=host.storage_offset(),
+        dtype=host.dtype,
+        device=HPU,
+        requires_grad=False,
+    )
+
+
+def connect(dispatch: Callable[..., Any]) -> None:
+    """Say who runs operators of these tensors: called once, when the device is installed."""
+    _dispatch[:] = [dispatch]

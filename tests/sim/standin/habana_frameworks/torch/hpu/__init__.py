@@ -1,0 +1,43 @@
+"""Stand-in of ``habana_frameworks.torch.hpu``; as there, graphs exist in lazy mode only."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from habana_frameworks.torch.calls import CALLS
+from habana_frameworks.torch.utils.internal import is_lazy
+
+if is_lazy():
+    from habana_frameworks.torch.hpu.graphs import wrap_in_hpu_graph as wrap_in_hpu_graph
+
+_LIMIT, _IN_USE, _PEAK = 1000, 300, 450
+
+
+def is_available() -> bool:
+    """There is one device."""
+    return True
+
+
+def synchronize() -> None:
+    """Waits for nothing, and counts."""
+    CALLS["synchronize"] += 1
+
+
+def memory_stats() -> dict[str, int]:
+    """The keys of the vendor's allocator that are used."""
+    return {"Limit": _LIMIT, "InUse": _IN_USE, "MaxInUse": _PEAK}
+
+
+def mem_get_info() -> tuple[int, int]:
+    """Free bytes and all bytes."""
+    return _LIMIT - _IN_USE, _LIMIT
+
+
+class Stream:
+    """A stream without a device."""
+
+
+@contextmanager
+def stream(which: Stream) -> Iterator[None]:
+    """Counts the streams that were entered."""
+    CALLS["stream"] += 1
+    yield

@@ -1,0 +1,211 @@
+"""The device layer over a stand-in of the vendor's package, which keys and overwrites as documented."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpu_duo import sim
+from hpu_duo.device import NAMES, CpuRuntime, hpu_problem, problem, resolve_device, runtime_for
+from hpu_duo.device.habana import DeviceMemory, HabanaRuntime, prepare_environment
+
+STANDIN = Path(__file__).parent / "standin"
+VARIABLES = ("PT_HPU_LAZY_MODE", "PT_HPU_WEIGHT_SHARING", "PT_HPU_ENABLE_LAZY_COLLECTIVES")
+
+
+@pytest.fixture
+def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in can be imported, for the first time, and no variable of its is set."""
+    forget()
+    for name in VARIABLES:
+        # Set first, so that what the device layer sets is undone as well.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.syspath_prepend(str(STANDIN))
+    yield
+    forget()
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:
+        del sys.modules[name]
+
+
+def calls() -> Counter[str]:
+    return importlib.import_module("habana_frameworks.torch.calls").CALLS
+
+
+def test_without_the_vendors_package_hpu_says_so() -> None:
+    assert hpu_problem() == "the package habana_frameworks is not installed"
+    with pytest.raises(ValueError, match="'hpu' was asked for, but the package habana_frameworks is not"):
+        resolve_device("hpu")
+
+
+def test_every_name_is_usable_or_says_why_not() -> None:
+    assert NAMES == ("cpu", "cuda", "hpu", "hpu-sim")
+    for name in NAMES:
+        reason = problem(name)
+        if reason is not None:
+            with pytest.raises(ValueError, match=re.escape(reason)):
+                resolve_device(name)
+    with pytest.raises(
+        ValueError, match="expected device 'auto' or one of cpu, cuda, hpu, hpu-sim, got 'tpu'"
+    ):
+        resolve_device("tpu")
+    assert isinstance(runtime_for(resolve_device("cpu")), CpuRuntime)
+
+
+@pytest.mark.usefixtures("vendor")
+def test_with_the_vendors_package_hpu_is_found_and_goes_first() -> None:
+    assert hpu_problem() is None
+    assert resolve_device("auto") == torch.device("hpu")
+    assert resolve_device("hpu:0") == torch.device("hpu", 0)
+
+
+@pytest.mark.usefixtures("vendor")
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_environment_is_set_before_the_first_import(lazy: bool) -> None:
+    runtime = HabanaRuntime(lazy)
+    assert runtime.is_lazy is lazy
+    assert os.environ["PT_HPU_LAZY_MODE"] == str(int(lazy))
+    assert os.environ["PT_HPU_WEIGHT_SHARING"] == "0"
+    assert os.environ.get("PT_HPU_ENABLE_LAZY_COLLECTIVES") == ("true" if lazy else None)
+
+
+@pytest.mark.usefixtures("vendor")
+def test_eager_mode_is_asked_for_by_name_and_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepare_environment()["PT_HPU_LAZY_MODE"] == "0"
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+    monkeypatch.setenv("PT_HPU_WEIGHT_SHARING", "1")
+    assert prepare_environment() == {
+        "PT_HPU_LAZY_MODE": "1",
+        "PT_HPU_WEIGHT_SHARING": "1",
+        "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true",
+    }
+    with pytest.raises(ValueError, match=r"expected PT_HPU_LAZY_MODE=0 .*, got PT_HPU_LAZY_MODE=1"):
+        prepare_environment(lazy=False)
+
+
+@pytest.mark.usefixtures("vendor")
+def test_a_mode_cannot_change_after_the_import() -> None:
+    assert not HabanaRuntime(lazy=False).is_lazy
+    with pytest.raises(ValueError, match="expected PT_HPU_LAZY_MODE=1"):
+        HabanaRuntime(lazy=True)
+    del os.environ["PT_HPU_LAZY_MODE"]
+    with pytest.raises(ValueError, match="was imported in the other mode"):
+        HabanaRuntime(lazy=True)
+
+
+@pytest.mark.usefixtures("vendor")
+@pytest.mark.parametrize(("lazy", "marks"), [(False, 0), (True, 2)])
+def test_a_lazy_step_ends_by_launching_what_it_collected(lazy: bool, marks: int) -> None:
+    runtime = HabanaRuntime(lazy)
+    for _ in range(2):
+        with runtime.step():
+            assert not calls()["mark_step"] or lazy
+    with pytest.raises(ZeroDivisionError), runtime.step():
+        raise ZeroDivisionError
+    assert calls()["mark_step"] == marks
+    assert calls()["mark_step without effect"] == 0
+
+
+@pytest.mark.usefixtures("vendor")
+def test_memory_and_waiting_are_asked_of_the_vendor() -> None:
+    runtime = HabanaRuntime()
+    assert runtime.free_bytes() == 700
+    assert runtime.memory() == DeviceMemory(limit=1000, in_use=300, peak=450)
+    with runtime.side_stream():
+        runtime.synchronize()
+    assert (calls()["stream"], calls()["synchronize"]) == (1, 1)
+
+
+@pytest.mark.usefixtures("vendor")
+def test_placing_a_model_switches_to_inference_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = HabanaRuntime()
+    seen: list[Any] = []
+    monkeypatch.setattr(nn.Linear, "to", lambda self, device: seen.append((device, calls()["inference"])))
+    runtime.place(nn.Linear(2, 2))
+    assert seen == [("hpu", 1)]
+    core = importlib.import_module("habana_frameworks.torch.core")
+    monkeypatch.delattr(core, "hpu_inference_set_env")
+    with pytest.raises(ValueError, match=r"to have one of hpu_inference_set_env, .*hpu_set_env"):
+        runtime.place(nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("vendor")
+def test_a_process_has_a_real_hpu_or_a_simulated_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpu_duo.sim.installation._installed", [])
+    with pytest.raises(ValueError, match="either a real HPU or a simulated one"):
+        sim.install()
+    with pytest.raises(ValueError, match="'hpu-sim' was asked for, but habana_frameworks is installed"):
+        resolve_device("hpu-sim")
+
+
+def test_the_simulated_hpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpu_duo.sim.installation._installed", [])
+    monkeypatch.setattr("hpu_duo.sim.guard.shutil.which", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and none of g\+\+"):
+        resolve_device("hpu-sim")
+
+
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor, phase: str = "c--", num_blocks: float = 0) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.fixture
+def wrapped(vendor: None) -> nn.Module:
+    HabanaRuntime(lazy=True)
+    graphs = importlib.import_module("habana_frameworks.torch.hpu")
+    return graphs.wrap_in_hpu_graph(Doubling(), disable_tensor_cache=True)
+
+
+def test_the_stand_in_has_no_graphs_in_eager_mode(vendor: None) -> None:
+    HabanaRuntime(lazy=False)
+    assert not hasattr(importlib.import_module("habana_frameworks.torch.hpu"), "wrap_in_hpu_graph")
+
+
+def test_the_stand_in_captures_by_shape_and_python_scalar_and_not_by_dtype(wrapped: nn.Module) -> None:
+    for size, phase, num_blocks in [
+        (8, "c--", 0),
+        (8, "c--", 0),
+        (8, "csu", 4),
+        (8, "csu", 5),
+        (16, "csu", 4),
+    ]:
+        wrapped(torch.zeros(size), phase, num_blocks=num_blocks)
+    assert (calls()["capture"], calls()["replay"]) == (4, 1)
+    wrapped(torch.zeros(8, dtype=torch.int32), "c--", num_blocks=0)
+    wrapped(torch.zeros(8), "c--", num_blocks=False)
+    assert (calls()["capture"], calls()["replay"]) == (4, 3)
+
+
+def test_the_stand_in_refuses_what_cannot_be_hashed(wrapped: nn.Module) -> None:
+    with pytest.raises(TypeError, match="unhashable"):
+        wrapped(torch.zeros(8), {1, 2})
+
+
+def test_the_stand_in_overwrites_results_at_the_next_replay(wrapped: nn.Module) -> None:
+    first = wrapped(torch.ones(3))
+    assert first.tolist() == [2, 2, 2]
+    assert wrapped(torch.full((3,), 5.0)) is first
+    assert first.tolist() == [10, 10, 10]
+    assert wrapped(torch.ones(3), warmup_mode=True).tolist() == [10, 10, 10]
+    assert wrapped(torch.ones(3), bypass_hpu_graphs=True).tolist() == [2, 2, 2]
+
+
+def test_the_stand_in_computes_garbage_in_compile_only_mode(wrapped: nn.Module) -> None:
+    bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
+    with bridge.env_setting("PT_COMPILE_ONLY_MODE", True):
+        assert wrapped(torch.ones(3)).isnan().all()
+    assert wrapped(torch.ones(3)).tolist() == [2, 2, 2]

@@ -1,0 +1,167 @@
+"""The real engine on the simulated HPU: the tokens of the CPU, and nothing that a device could not do."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hpu_duo import HeadPattern, HPUDuoModel, sim
+from hpu_duo.request import FinishReason
+from hpu_duo.sampling import SamplingParams, static_routes
+from hpu_duo.sim import HpuRuleViolation, Rule
+from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, tokens_of
+from tests.modeling.families import VOCAB, Zoo, prompts_of
+
+pytestmark = pytest.mark.usefixtures("device")
+
+LIMITS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "num_blocks": 13,
+    "max_model_len": 48,
+}
+Done = dict[tuple[int, int], tuple[list[int], FinishReason]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, how to sample from each, and a seed for arrivals and aborts."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    seed: int
+
+    @classmethod
+    def random(cls, num_requests: int, seed: int) -> Workload:
+        rng = random.Random(seed)
+        lengths = [rng.choice((1, 2, 7, 8, 9, 16, rng.randint(1, 40))) for _ in range(num_requests)]
+        return cls(prompts_of(lengths, seed=seed), [_params(rng) for _ in lengths], seed)
+
+    def run(self, served: HPUDuoModel) -> Done:
+        """Submit a few at a time and abort some; arrivals depend on nothing but the seed."""
+        rng, engine = random.Random(self.seed), served.engine
+        pending = list(enumerate(zip(self.prompts, self.params)))[::-1]
+        tokens: dict[tuple[int, int], list[int]] = {}
+        done: Done = {}
+        while pending or engine.has_unfinished:
+            for _ in range(rng.randrange(5)):
+                if pending:
+                    number, (prompt, params) = pending.pop()
+                    engine.add_request(prompt, params, request_id=str(number))
+            if rng.random() < 0.1:
+                engine.abort(str(rng.randrange(len(self.prompts))))
+            for output in engine.step():
+                key = (int(output.request_id), output.sample_index)
+                tokens.setdefault(key, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    done[key] = (tokens[key], output.finish_reason)
+        assert_holds_nothing(served)
+        return done
+
+
+def _params(rng: random.Random) -> SamplingParams:
+    common: dict[str, Any] = {"max_tokens": rng.randint(1, 8), "seed": rng.randrange(1000)}
+    match rng.randrange(8):
+        case 0:
+            return SamplingParams(temperature=1.5, top_k=20, min_p=0.01, **common)
+        case 1:
+            return SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.3, n=3, **common)
+        case 2:
+            return SamplingParams(
+                temperature=1.1, frequency_penalty=0.7, logit_bias={7: 3.0}, n=2, min_tokens=1, **common
+            )
+        case 3:
+            return SamplingParams(temperature=0, logprobs=rng.choice((0, 5, 8)), **common)
+        case _:
+            return SamplingParams(temperature=0, **common)
+
+
+def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(tiny: Tiny) -> None:
+    work = Workload.random(300, seed=2)
+    served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
+    runner = served.engine.runner
+    assert runner.device == torch.device("hpu", 0)
+    assert {tensor.device for layer in runner.store.layers for tensor in layer} == {runner.device}
+    assert {parameter.device for parameter in runner.model.model.parameters()} == {runner.device}
+    assert served.warm_up() == len(runner.graphs.table)
+
+    with sim.watch() as seen:
+        done = work.run(served)
+    report, stats = seen.report(), served.stats()
+    assert (report.new_graphs, report.new_recipes) == (0, 0)
+    assert (runner.graphs.counters.misses, runner.graphs.counters.late_captures) == (0, 0)
+    assert report.max_reads == 1
+    assert not report.excused
+    assert len(report.steps) == stats.num_steps == sum(report.graph_runs.values())
+    assert report.between == sim.StepTraffic()
+
+    num_rows = LIMITS["max_num_seqs"]
+    longest = max(route.num_seen for route in static_routes(num_rows, VOCAB, LIMITS["max_model_len"]))
+    sampling = 4 * (9 * num_rows + 2 * longest) + 4 * 2 * longest
+    copies = 8 * 3 * num_rows
+    assert report.max_h2d_bytes <= runner.inputs.capacity_bytes + sampling + copies
+    assert report.max_d2h_bytes <= 4 * num_rows * (3 + 2 * 8)
+
+    assert stats.num_preemptions > 0
+    reasons = [reason for _, reason in done.values()]
+    assert 0 < reasons.count(FinishReason.ABORT) < len(reasons) // 3
+    on_cpu = tiny.load(device="cpu", pattern=PATTERN, buckets=runner.graphs.table, **LIMITS)
+    assert work.run(on_cpu) == done
+    assert on_cpu.stats().num_preemptions == stats.num_preemptions
+
+
+@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
+def test_logprobs_come_with_the_one_read_of_a_step(tiny: Tiny, pattern: HeadPattern | None) -> None:
+    prompts = prompts_of([5, 12], seed=4)
+    params = [
+        SamplingParams(temperature=0, max_tokens=4, logprobs=3),
+        SamplingParams(temperature=1.3, seed=5, max_tokens=4, logprobs=0),
+    ]
+    served = tiny.load(device="hpu-sim", pattern=pattern)
+    with sim.watch() as seen:
+        done = served.engine.generate(prompts, params)
+    assert seen.report().max_reads == 1
+    on_cpu = tiny.load(device="cpu", pattern=pattern, buckets=served.engine.runner.graphs.table)
+    for (got,), (expected,) in zip(done, on_cpu.engine.generate(prompts, params)):
+        assert got.token_ids == expected.token_ids
+        assert got.logprobs == expected.logprobs
+
+
+def test_another_capture_backend_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match="captures steps in its own way, got graphs='compile'"):
+        tiny.load(device="hpu-sim", graphs="compile")
+
+
+def test_the_cpu_attention_kernels_are_refused(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match="'sdpa' is torch's CPU kernel"):
+        tiny.load(device="hpu-sim", attention="sdpa")
+
+
+def test_routing_of_experts_is_the_known_exception_and_can_be_allowed(tmp_path: Path) -> None:
+    _, path = Zoo(tmp_path).load("mixtral")
+    limits: dict[str, Any] = {
+        "block_size": 8,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 8,
+        "max_model_len": 24,
+    }
+    prompts, params = prompts_of([5, 11], seed=6), SamplingParams(temperature=0, max_tokens=3)
+    limits["max_model_len"] = 24
+    served = HPUDuoModel.from_pretrained(path, device="hpu-sim", **limits)
+    with pytest.raises(HpuRuleViolation, match="transformers") as caught:
+        served.engine.generate(prompts, params)
+    assert caught.value.rule is Rule.WIDE_DTYPE
+    if transformers.__version__ < "5":
+        pytest.skip("before 5, transformers also needs shapes that depend on the routing")
+    with sim.watch() as seen, sim.allow(Rule.WIDE_DTYPE):
+        done = served.engine.generate(prompts, params)
+    assert set(seen.report().excused) == {Rule.WIDE_DTYPE}
+    table = served.engine.runner.graphs.table
+    on_cpu = HPUDuoModel.from_pretrained(path, device="cpu", attention="reference", buckets=table, **limits)
+    assert tokens_of(done) == tokens_of(on_cpu.engine.generate(prompts, params))

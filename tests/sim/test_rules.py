@@ -1,0 +1,192 @@
+"""The simulated device computes what the CPU computes, and refuses what an HPU cannot do well."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from hpu_duo import sim
+from hpu_duo.sim import HpuRuleViolation, Rule
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+def on_device(host: Tensor) -> Tensor:
+    return host.to("hpu")
+
+
+def ints(*values: int) -> Tensor:
+    return on_device(torch.tensor(values, dtype=torch.int32))
+
+
+def table() -> Tensor:
+    return on_device(torch.arange(12, dtype=torch.float32).view(4, 3))
+
+
+BAD: dict[str, tuple[Rule, Callable[[], object]]] = {
+    "nonzero": (Rule.DYNAMIC_SHAPE, lambda: table().nonzero()),
+    "masked_select": (Rule.DYNAMIC_SHAPE, lambda: table().masked_select(table() > 1)),
+    "unique": (Rule.DYNAMIC_SHAPE, lambda: table().unique()),
+    "unique of rows": (Rule.DYNAMIC_SHAPE, lambda: table().unique(dim=0)),
+    "repeats as a tensor": (Rule.DYNAMIC_SHAPE, lambda: table().repeat_interleave(ints(1, 2, 0, 1), dim=0)),
+    "mask as index": (Rule.BOOLEAN_INDEX, lambda: table()[table() > 1]),
+    "mask as assignment": (Rule.SCATTER, lambda: table().__setitem__(table() > 1, 0.0)),
+    "host operand": (Rule.MIXED_DEVICES, lambda: table() + torch.ones(3)),
+    "host index": (Rule.MIXED_DEVICES, lambda: table().index_select(0, torch.tensor([1]))),
+    "int64 factory": (Rule.WIDE_DTYPE, lambda: torch.arange(3, device="hpu")),
+    "int64 upload": (Rule.WIDE_DTYPE, lambda: on_device(torch.tensor([1, 2]))),
+    "int64 sum": (Rule.WIDE_DTYPE, lambda: (table() > 1).sum()),
+    "int64 cast": (Rule.WIDE_DTYPE, lambda: ints(1).long()),
+    "float64 cast": (Rule.WIDE_DTYPE, lambda: table().double()),
+    "int64 operand": (Rule.WIDE_DTYPE, lambda: table().argmax(dim=-1) + 1),
+    "negative index": (Rule.BAD_INDEX, lambda: table().index_select(0, ints(0, -1))),
+    "index past the end": (Rule.BAD_INDEX, lambda: table().index_select(1, ints(3))),
+    "negative write": (
+        Rule.BAD_INDEX,
+        lambda: table().index_copy_(0, ints(-1), torch.ones(1, 3, device="hpu")),
+    ),
+    "negative token": (Rule.BAD_INDEX, lambda: nn.functional.embedding(ints(-1), table())),
+    "negative fancy index": (Rule.BAD_INDEX, lambda: table()[:, ints(0, -2)]),
+    "write to a row": (Rule.VIEW_WRITE, lambda: table()[1].zero_()),
+    "copy to a row": (Rule.VIEW_WRITE, lambda: table()[1].copy_(table()[2])),
+    "add to a slice": (Rule.VIEW_WRITE, lambda: table()[:, 1:].add_(1)),
+    "out into a slice": (
+        Rule.VIEW_WRITE,
+        lambda: torch.add(ints(1, 2), ints(3, 4), out=torch.zeros(4, dtype=torch.int32, device="hpu")[:2]),
+    ),
+    "scattered write": (Rule.SCATTER, lambda: table().index_put((ints(0), ints(1)), table()[0, :1])),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_rule_names_the_operator_and_the_line_that_broke_it(name: str) -> None:
+    rule, break_it = BAD[name]
+    with pytest.raises(HpuRuleViolation) as caught, torch.inference_mode():
+        break_it()
+    assert caught.value.rule is rule
+    assert caught.value.operator.startswith("aten.")
+    assert __file__ in caught.value.source
+    assert caught.value.source.endswith("in <lambda>") or "on_device" in caught.value.source
+    assert rule.value in str(caught.value)
+    assert caught.value.operator in str(caught.value)
+
+
+GOOD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda x, i: x @ x.t(),
+    "linear": lambda x, i: nn.functional.linear(x, x, x[:, 0]),
+    "softmax": lambda x, i: torch.softmax(x, dim=-1),
+    "where with a scalar": lambda x, i: torch.where(x > 3, x, 0),
+    "gathered rows": lambda x, i: x.index_select(0, i),
+    "gathered columns": lambda x, i: x[:, i],
+    "written rows": lambda x, i: x.index_copy_(0, i, x.index_select(0, i) * 2),
+    "written through a whole view": lambda x, i: x.view(2, 6).index_copy_(0, i[:1] - 1, x.view(2, 6)[1:] * 2),
+    "summed by index": lambda x, i: x.index_add(0, i, x[:2]),
+    "narrowed argmax": lambda x, i: x.argmax(dim=-1).to(torch.int32) + 1,
+    "sorted": lambda x, i: torch.sort(x, dim=-1, descending=True).values,
+    "counted": lambda x, i: (x > 3).sum(dim=-1, dtype=torch.int32),
+    "repeated": lambda x, i: x.repeat_interleave(2, dim=1),
+    "embedded": lambda x, i: nn.functional.embedding(i, x),
+    "made": lambda x, i: (
+        torch.arange(3, dtype=torch.int32, device=x.device) + x.new_zeros(3) + torch.eye(3).to(x)
+    ),
+    "normalised": lambda x, i: nn.functional.rms_norm(x, (3,)),
+}
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("name", GOOD)
+def test_good_operators_give_the_numbers_of_the_cpu(name: str, inference: bool) -> None:
+    host = torch.randn(4, 3, generator=torch.Generator().manual_seed(3)) * 4
+    index = torch.tensor([1, 2], dtype=torch.int32)
+    with torch.inference_mode(inference), torch.no_grad():
+        got = GOOD[name](on_device(host), on_device(index))
+        assert got.device == torch.device("hpu", 0)
+        # torch's CPU index_copy_ insists on int64.
+        expected = GOOD[name](host.clone(), index.long() if "written" in name else index)
+        assert got.dtype == expected.dtype
+        assert got.cpu().equal(expected)
+
+
+def test_a_write_is_seen_through_every_view_of_the_tensor() -> None:
+    store = torch.zeros(2, 3, device="hpu")
+    row = store[1]
+    store.view(-1, 1).index_copy_(0, ints(4), torch.ones(1, 1, device="hpu"))
+    assert row.tolist() == [0, 1, 0]
+
+
+def test_transfers_and_waits_are_counted_in_bytes() -> None:
+    with sim.watch() as seen:
+        x = torch.ones(2, 3).to("hpu")
+        torch.zeros(8, device="hpu")[2:5].copy_(torch.ones(3))
+        assert bool((x > 0).all())
+        x.cpu()
+        x.to(torch.bfloat16).tolist()
+    traffic = seen.report().between
+    assert (traffic.h2d_copies, traffic.h2d_bytes) == (2, 24 + 12)
+    assert (traffic.d2h_reads, traffic.d2h_bytes) == (3, 1 + 24 + 12)
+
+
+def test_a_recipe_is_new_once_for_each_shape_stride_dtype_and_scalar() -> None:
+    def new_recipes(act: Callable[[], object]) -> int:
+        with sim.watch() as seen:
+            act()
+        return seen.report().new_recipes
+
+    x = torch.zeros(5, 7, device="hpu")
+    square = torch.zeros(5, 5, device="hpu")
+    assert new_recipes(lambda: x * 0.125) == 1
+    assert new_recipes(lambda: x * 0.125) == 0
+    assert new_recipes(lambda: x * 0.25) == 1
+    assert new_recipes(lambda: x[:4] * 0.125) == 1
+    assert new_recipes(lambda: x[1:] * 0.125) == 1
+    assert new_recipes(lambda: square * 0.125) == 1
+    assert new_recipes(lambda: square.t() * 0.125) == 1
+    assert new_recipes(lambda: x.view(7, 5)) == 0
+
+
+def test_an_allowed_rule_is_counted_instead_of_raised() -> None:
+    with sim.watch() as seen, sim.allow(Rule.DYNAMIC_SHAPE):
+        with pytest.raises(HpuRuleViolation, match="64-bit"):
+            table().nonzero()
+        with sim.allow(Rule.WIDE_DTYPE):
+            assert table().nonzero().shape == (11, 2)
+    assert seen.report().excused == {Rule.DYNAMIC_SHAPE: 2, Rule.WIDE_DTYPE: 1}
+    with pytest.raises(HpuRuleViolation, match="data-dependent"):
+        table().nonzero()
+
+
+def test_reshaping_in_place_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="resize_"):
+        table().resize_(2, 2)
+
+
+def test_a_placed_module_keeps_shared_weights_shared() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("positions", torch.arange(4))
+
+    tied = Tied()
+    expected = tied.head(tied.embed(torch.tensor([1, 4])))
+    sim.SimRuntime(sim.install()).place(tied)
+    assert tied.head.weight is tied.embed.weight
+    assert isinstance(tied.head.weight, nn.Parameter)
+    assert tied.positions.device.type == "hpu"
+    assert tied.head(tied.embed(ints(1, 4))).cpu().equal(expected)
+
+
+def test_a_report_says_what_it_does_not_prove() -> None:
+    with sim.watch() as seen:
+        table()
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(seen.report())
+    for text in (shown.get(), str(seen.report())):
+        assert "host to device" in text
+        assert "not show that Synapse compiles" in text
+        assert "nor speed, nor device memory" in text
