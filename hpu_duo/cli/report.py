@@ -26,6 +26,9 @@ def run_table(report: RunReport) -> Table:
     table.add_row("KV at peak", _kv(stats.peak_held_bytes, stats.peak_full_attention_bytes))
     if stats.num_preemptions:
         table.add_row("preempted", f"{stats.num_preemptions} times, for lack of blocks")
+    if stats.num_graph_misses or stats.num_late_captures:
+        missed = f"{stats.num_graph_misses} shapes outside the table, {stats.num_late_captures} captured late"
+        table.add_row("graphs", missed)
     return table
 
 

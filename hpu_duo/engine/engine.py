@@ -22,6 +22,8 @@ from hpu_duo.sampling import SamplingParams, derive_seed, special_token_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from graphs.recording import ShapeRecorder
+
 Prompt = Sequence[int] | np.ndarray
 
 
@@ -58,6 +60,7 @@ class Engine:
         self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
         self._special_ids = None if tokenizer is None else special_token_ids(tokenizer)
         self._counters = StepCounters()
+        self.recorder: ShapeRecorder | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -140,6 +143,8 @@ class Engine:
             raise
         ran = time.perf_counter()
         self._count(plan, result)
+        if self.recorder is not None:
+            self.recorder.add(result.shape)
         logprobs = _logprobs_by_request(plan, result)
         for committed in self.scheduler.commit(plan, result.token_ids):
             self._uncollected.append((committed, logprobs.get(committed.request.request_id)))
@@ -196,6 +201,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of what has been done and what is held."""
         c, leases, memory = self._counters, self.scheduler.leases, self.runner.store.plan
+        graphs = self.runner.graphs.counters
         return EngineStats(
             steps=dict(c.steps),
             num_prompt_tokens=c.num_prompt_tokens,
@@ -203,6 +209,8 @@ class Engine:
             num_padded_tokens=c.num_padded_tokens,
             num_query_tokens=c.num_query_tokens,
             num_preemptions=c.num_preemptions,
+            num_graph_misses=graphs.misses,
+            num_late_captures=graphs.late_captures,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             used_blocks=leases.blocks.num_used,

@@ -16,6 +16,8 @@ class EngineStats:
             tokens sampled.
         num_padded_tokens, num_query_tokens: query tokens that were padding, and all that ran.
         num_preemptions: requests that lost their place for lack of blocks.
+        num_graph_misses: steps whose shape no bucket held.
+        num_late_captures: planned buckets captured only when a request needed them.
         num_running, num_waiting: requests now.
         used_blocks, total_blocks, used_rows, total_rows: leases now.
         kv_bytes: bytes that the stores take.
@@ -32,6 +34,8 @@ class EngineStats:
     num_padded_tokens: int
     num_query_tokens: int
     num_preemptions: int
+    num_graph_misses: int
+    num_late_captures: int
     num_running: int
     num_waiting: int
     used_blocks: int

@@ -79,7 +79,9 @@ def test_a_warmed_table_serves_200_requests_without_a_miss_or_a_recompilation(
     seen = graphs.counters
     assert (seen.misses, seen.late_captures, seen.eager_runs) == (0, 0, 0)
     assert counters["stats"]["unique_graphs"] == compiled, "something was compiled while requests ran"
-    assert served.stats().num_preemptions > 0
+    stats = served.stats()
+    assert (stats.num_graph_misses, stats.num_late_captures) == (0, 0)
+    assert stats.num_preemptions > 0
     assert tokens == eager_tokens
 
 
