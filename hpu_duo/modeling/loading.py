@@ -24,6 +24,10 @@ from hpu_duo.modeling.attention import NAME
 _CONFIG_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OSError, StrictDataclassError)
 _WEIGHT_ERRORS = (*_CONFIG_ERRORS, RuntimeError, ImportError, SafetensorError)
 
+_IS_5 = int(transformers.__version__.split(".")[0]) >= 5
+
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,7 +76,24 @@ def read_config(path: str | Path) -> Any:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("expected plain weights, got a checkpoint with quantization_config")
+    _check_sizes(directory, config.get_text_config())
     return config
+
+
+def _check_sizes(directory: Path, config: Any) -> None:
+    # Versions before 5 take any value for a size, and fail in the middle of a layer.
+    for name in _SIZES:
+        size = getattr(config, name, 1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"expected {name} to be an integer >= 1 in {directory / 'config.json'}, got {size!r}"
+            )
+
+
+def dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The argument of transformers' ``from_pretrained``, by its name in the installed version."""
+    # Called torch_dtype up to 4.55; dtype after it, with the old name understood until 5.
+    return {"dtype" if _IS_5 else "torch_dtype": dtype}
 
 
 def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -82,9 +103,10 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
         ValueError: the weights are unreadable, incomplete, or of other shapes than the configuration
             says, or the architecture does not take its attention function from transformers' interface.
     """
-    # transformers calls the argument torch_dtype up to 4.55, and dtype after it.
-    name = "dtype" if transformers.__version__.split(".")[0] >= "5" else "torch_dtype"
-    options: dict[str, Any] = {name: dtype, "attn_implementation": NAME, "local_files_only": True}
+    options: dict[str, Any] = {**dtype_option(dtype), "attn_implementation": NAME, "local_files_only": True}
+    if _IS_5:
+        # Reported below with both shapes; older versions raise an error that has them.
+        options["ignore_mismatched_sizes"] = True
     if hasattr(config, "_experts_implementation"):
         # One batched product over all experts: its shapes do not depend on the routing.
         options["experts_implementation"] = "batched_mm"
@@ -92,6 +114,8 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, output_loading_info=True, **options
         )
+    except SafetensorError as error:
+        raise ValueError(f"expected whole *.safetensors files in {path}, got: {error}") from error
     except _WEIGHT_ERRORS as error:
         if isinstance(error, KeyError) and error.args == (NAME,):
             raise ValueError(
@@ -105,11 +129,14 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
 
 
 def _check_complete(path: str | Path, report: Any) -> None:
-    for what in ("missing_keys", "mismatched_keys"):
-        names = sorted(str(key) for key in (report.get(what) or ()))
-        if names:
-            shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-            raise ValueError(f"the weights in {path} do not fit the configuration: {what} {shown}")
+    mismatched = sorted(
+        f"{key} of shape {list(expected)}, got {list(got)}"
+        for key, got, expected in report["mismatched_keys"]
+    )
+    missing = sorted(f"{key}, got none" for key in report["missing_keys"])
+    if wrong := mismatched + missing:
+        shown = "; ".join(wrong[:5]) + ("; ..." if len(wrong) > 5 else "")
+        raise ValueError(f"the weights in {path} do not fit the configuration: expected {shown}")
 
 
 def read_generation_config(path: str | Path, config: Any) -> GenerationConfig:

@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Cohere2Config,
-    CohereConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GenerationConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    Phi3Config,
-    PhiConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 BLOCK = 8
 WINDOW = 11
@@ -60,60 +37,88 @@ LLAMA3 = {
 }
 
 
-def _of(config: type[PretrainedConfig], **changes: Any) -> Callable[[], PretrainedConfig]:
-    return lambda: config(**{**BASE, **changes})
+IS_5 = int(transformers.__version__.split(".")[0]) >= 5
+"""Older versions lack some families, and serve fewer of those they have; only what they have is tested."""
 
 
-FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": _of(LlamaConfig),
-    "llama_mha": _of(LlamaConfig, num_key_value_heads=4),
-    "llama_mqa": _of(LlamaConfig, num_key_value_heads=1),
-    "llama3_rope": _of(LlamaConfig, rope_scaling=LLAMA3),
-    "llama_biases_tied": _of(LlamaConfig, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "mistral": _of(MistralConfig, sliding_window=None),
-    "mistral_sliding": _of(MistralConfig, sliding_window=WINDOW),
-    "qwen2": _of(Qwen2Config),
+def make_config(name: str, **fields: Any) -> PretrainedConfig:
+    """A configuration by the name of its class."""
+    config: PretrainedConfig = getattr(transformers, name)(**fields)
+    return config
+
+
+def is_known(name: str) -> bool:
+    """Whether the installed transformers has this configuration class; none may be missing from 5 on."""
+    known = hasattr(transformers, name)
+    assert known or not IS_5, f"transformers {transformers.__version__} has no {name}"
+    return known
+
+
+def _of(name: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+    return name, {**BASE, **changes}
+
+
+_ALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": _of("LlamaConfig"),
+    "llama_mha": _of("LlamaConfig", num_key_value_heads=4),
+    "llama_mqa": _of("LlamaConfig", num_key_value_heads=1),
+    "llama3_rope": _of("LlamaConfig", rope_scaling=LLAMA3),
+    "llama_biases_tied": _of("LlamaConfig", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "mistral": _of("MistralConfig", sliding_window=None),
+    "mistral_sliding": _of("MistralConfig", sliding_window=WINDOW),
+    "qwen2": _of("Qwen2Config"),
     "qwen2_partly_sliding": _of(
-        Qwen2Config, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+        "Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
-    "qwen3": _of(Qwen3Config, head_dim=16),
-    "gemma2": _of(Gemma2Config, head_dim=8, query_pre_attn_scalar=12, sliding_window=WINDOW),
+    "qwen3": _of("Qwen3Config", head_dim=16),
+    "gemma2": _of("Gemma2Config", head_dim=8, query_pre_attn_scalar=12, sliding_window=WINDOW),
     "gemma3": _of(
-        Gemma3TextConfig,
+        "Gemma3TextConfig",
         head_dim=8,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "phi3": _of(Phi3Config, sliding_window=None),
-    "phi3_sliding": _of(Phi3Config, sliding_window=WINDOW),
+    "phi3": _of("Phi3Config", sliding_window=None),
+    "phi3_sliding": _of("Phi3Config", sliding_window=WINDOW),
     "granite": _of(
-        GraniteConfig,
+        "GraniteConfig",
         embedding_multiplier=3.0,
         attention_multiplier=0.2,
         residual_multiplier=0.7,
         logits_scaling=0.5,
     ),
-    "olmo2": _of(Olmo2Config),
-    "olmo3": _of(Olmo3Config, sliding_window=WINDOW),
-    "smollm3": _of(SmolLM3Config, no_rope_layers=[1, 0, 1, 0]),
+    "olmo2": _of("Olmo2Config"),
+    "olmo3": _of("Olmo3Config", sliding_window=WINDOW),
+    "smollm3": _of("SmolLM3Config", no_rope_layers=[1, 0, 1, 0]),
     "gpt_oss": _of(
-        GptOssConfig,
+        "GptOssConfig",
         head_dim=8,
         sliding_window=WINDOW,
         num_local_experts=4,
         num_experts_per_tok=2,
         rope_scaling=None,
     ),
-    "mixtral": _of(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "mixtral": _of("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "qwen3_moe": _of(
-        Qwen3MoeConfig, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+        "Qwen3MoeConfig", head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
     ),
-    "cohere": _of(CohereConfig, logit_scale=1.0),
-    "cohere2": _of(Cohere2Config, sliding_window=WINDOW, logit_scale=1.0),
-    "starcoder2": _of(Starcoder2Config, sliding_window=None),
-    "phi": _of(PhiConfig, partial_rotary_factor=0.5),
-    "gpt_neox": _of(GPTNeoXConfig, rotary_pct=0.5),
-    "gpt2": _of(GPT2Config),
+    "cohere": _of("CohereConfig", logit_scale=1.0),
+    "cohere2": _of("Cohere2Config", sliding_window=WINDOW, logit_scale=1.0),
+    "starcoder2": _of("Starcoder2Config", sliding_window=None),
+    "phi": _of("PhiConfig", partial_rotary_factor=0.5),
+    "gpt_neox": _of("GPTNeoXConfig", rotary_pct=0.5),
+    "gpt2": _of("GPT2Config"),
+}
+# Its layers pass on no arguments to their attention before 5, so it is refused there.
+_SERVED_FROM_5 = {"gpt2"}
+
+# Its experts are separate parameters before 5, so a seed draws another model there. No near ties in either.
+_SEEDS = {"mixtral": 1}
+
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    name: partial(make_config, of_class, **fields)
+    for name, (of_class, fields) in _ALL.items()
+    if is_known(of_class) and (IS_5 or name not in _SERVED_FROM_5)
 }
 
 
@@ -166,7 +171,7 @@ class Zoo:
 
     def _make(self, name: str) -> tuple[Any, Path]:
         directory = self._root / name
-        return save_random(FAMILIES[name](), directory), directory
+        return save_random(FAMILIES[name](), directory, _SEEDS.get(name, 0)), directory
 
     def _greedy(self, name: str, num_new: int) -> list[list[int]]:
         """transformers' tokens for ``prompts_of()``."""

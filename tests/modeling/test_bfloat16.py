@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.modeling.loading import dtype_option
 from tests.modeling.dense_oracle import oracle_logits
 from tests.modeling.driving import greedy_logits, teacher_forced
 from tests.modeling.families import BLOCK, VOCAB, prompts_of, save_random
@@ -33,10 +34,11 @@ def make_checkpoint(directory: Path, seed: int) -> tuple[Any, Any]:
         for parameter in model.parameters():
             parameter.mul_(0.3 if parameter.ndim >= 2 else 1.0)
     model.to(torch.bfloat16).save_pretrained(directory)
-    return (
-        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager"),
-        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager"),
+    exact, rounded = (
+        AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", **dtype_option(dtype))
+        for dtype in (torch.float32, torch.bfloat16)
     )
+    return exact, rounded
 
 
 def load(directory: Path, attention: str, **options: Any) -> HPUDuoModel:

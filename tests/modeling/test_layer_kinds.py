@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig, SmolLM3C
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.modeling.layer_kind import LayerKind
-from tests.modeling.families import BASE, BLOCK, Zoo, greedy, prompts_of, save_random
+from tests.modeling.families import BASE, BLOCK, FAMILIES, IS_5, Zoo, greedy, prompts_of, save_random
 
 EXPERTS = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -27,6 +27,8 @@ def num_kinds(path: Path, **options: Any) -> int:
     [("llama", 1), ("smollm3", 2), ("gemma3", 2), ("qwen2_partly_sliding", 2), ("gpt2", 1), ("qwen3_moe", 1)],
 )
 def test_families_have_as_many_kinds_as_their_layers_differ(zoo: Zoo, name: str, expected: int) -> None:
+    if name not in FAMILIES:
+        pytest.skip("not served with the installed transformers")
     assert num_kinds(zoo.load(name)[1]) == expected
 
 
@@ -40,7 +42,10 @@ def test_each_split_into_retrieval_and_streaming_heads_is_a_kind(zoo: Zoo) -> No
     "make_config",
     [
         lambda: SmolLM3Config(**{**BASE, "no_rope_layers": [1, 0, 1, 0]}),
-        lambda: Qwen3MoeConfig(**{**BASE, **EXPERTS, "mlp_only_layers": [0, 2]}),
+        pytest.param(
+            lambda: Qwen3MoeConfig(**{**BASE, **EXPERTS, "mlp_only_layers": [0, 2]}),
+            marks=pytest.mark.skipif(not IS_5, reason="before 5, only a loop over the chosen experts"),
+        ),
         lambda: LlamaConfig(**BASE),
     ],
     ids=["rope_or_not", "experts_or_not", "all_alike"],

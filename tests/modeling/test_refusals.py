@@ -8,31 +8,12 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    BertConfig,
-    BloomConfig,
-    DeepseekV2Config,
-    DiffLlamaConfig,
-    DogeConfig,
-    FalconConfig,
-    FalconMambaConfig,
-    GPTJConfig,
     GptOssConfig,
-    JambaConfig,
-    Lfm2Config,
-    Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
-    MambaConfig,
-    MptConfig,
     OlmoeConfig,
-    OpenAIGPTConfig,
     PhimoeConfig,
     PretrainedConfig,
-    Qwen3NextConfig,
-    RecurrentGemmaConfig,
-    RobertaConfig,
-    RwkvConfig,
-    StableLmConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -40,42 +21,63 @@ from transformers import (
 from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.visibility import look_through
 from tests.modeling.driving import teacher_forced
-from tests.modeling.families import BASE, BLOCK, WINDOW, prompts_of, save_random
+from tests.modeling.families import BASE, BLOCK, IS_5, WINDOW, is_known, make_config, prompts_of, save_random
 
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
-REFUSED: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any], str]] = {
-    "state_space": (MambaConfig, {}, "Mamba.*cannot be served"),
-    "state_space_falcon": (FalconMambaConfig, {}, "FalconMamba.*cannot be served"),
-    "state_space_and_attention": (JambaConfig, EXPERTS, "one attention call in each"),
-    "linear_attention_and_attention": (Qwen3NextConfig, EXPERTS, "one attention call in each"),
-    "recurrence_and_attention": (RecurrentGemmaConfig, {}, "one attention call in each"),
+OWN_CLASSES = "attention classes of its own"
+FROM_5 = pytest.mark.skipif(not IS_5, reason="refused with transformers before 5, as shown above")
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "state_space": ("MambaConfig", {}, "Mamba.*cannot be served"),
+    "state_space_falcon": ("FalconMambaConfig", {}, "FalconMamba.*cannot be served"),
+    "state_space_and_attention": (
+        "JambaConfig",
+        {**EXPERTS, "use_mamba_kernels": False},
+        "one attention call in each",
+    ),
+    "linear_attention_and_attention": ("Qwen3NextConfig", EXPERTS, "one attention call in each"),
+    "recurrence_and_attention": ("RecurrentGemmaConfig", {}, "one attention call in each"),
     "convolutions_and_attention": (
-        Lfm2Config,
+        "Lfm2Config",
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
         "one attention call in each",
     ),
-    "recurrence": (RwkvConfig, {}, "cannot be served"),
-    "chunked_attention": (Llama4TextConfig, EXPERTS, "chunked_attention"),
-    "two_attentions_in_a_layer": (DiffLlamaConfig, {}, "8 calls"),
-    "biases_by_distance_in_classes_of_its_own": (FalconConfig, {"alibi": True}, "falcon.*attention classes"),
-    "attention_classes_of_its_own": (GPTJConfig, {"rotary_dim": 4}, "gptj.*attention classes"),
-    "biases_by_distance": (MptConfig, {"d_model": 32, "n_heads": 4, "n_layers": 4}, "cannot be served"),
-    "biases_by_distance_from_the_mask": (BloomConfig, {}, "cannot be served"),
-    "no_use_for_a_step": (StableLmConfig, {}, "does not pass such arguments"),
-    "no_positions": (OpenAIGPTConfig, {}, "cannot be served"),
-    "latent_heads_of_two_sizes": (DeepseekV2Config, {**MLA, "v_head_dim": 4, **EXPERTS}, "keys of size 16"),
-    "looks_ahead": (BertConfig, {"is_decoder": False}, "cannot be served"),
-    "positions_counted_from_padding": (RobertaConfig, {"is_decoder": True}, "flat batch"),
-    "biases_by_head": (DogeConfig, {}, "flat batch"),
+    "recurrence": ("RwkvConfig", {}, "cannot be served"),
+    "chunked_attention": ("Llama4TextConfig", EXPERTS, "chunked_attention"),
+    "two_attentions_in_a_layer": ("DiffLlamaConfig", {}, "8 calls" if IS_5 else OWN_CLASSES),
+    "biases_by_distance_in_classes_of_its_own": (
+        "FalconConfig",
+        {"alibi": True},
+        "falcon.*attention classes",
+    ),
+    "attention_classes_of_its_own": ("GPTJConfig", {"rotary_dim": 4}, "gptj.*attention classes"),
+    "biases_by_distance": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 4}, "cannot be served"),
+    "biases_by_distance_from_the_mask": ("BloomConfig", {}, "cannot be served"),
+    "no_use_for_a_step": ("StableLmConfig", {}, "does not pass such arguments" if IS_5 else OWN_CLASSES),
+    "no_positions": ("OpenAIGPTConfig", {}, "cannot be served"),
+    "latent_heads_of_two_sizes": ("DeepseekV2Config", {**MLA, "v_head_dim": 4, **EXPERTS}, "keys of size 16"),
+    "looks_ahead": ("BertConfig", {"is_decoder": False}, "cannot be served"),
+    "positions_counted_from_padding": (
+        "RobertaConfig",
+        {"is_decoder": True},
+        "flat batch" if IS_5 else OWN_CLASSES,
+    ),
+    "biases_by_head": ("DogeConfig", {}, "flat batch"),
 }
+if not IS_5:
+    REFUSED |= {
+        "gpt2": ("GPT2Config", {}, "does not pass such arguments"),
+        "olmoe": ("OlmoeConfig", EXPERTS, OWN_CLASSES),
+        "phimoe": ("PhimoeConfig", EXPERTS, OWN_CLASSES),
+    }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [name for name, (of_class, *_) in REFUSED.items() if is_known(of_class)])
 def test_architectures_that_cannot_be_served_are_refused(tmp_path: Path, name: str) -> None:
-    make_config, changes, message = REFUSED[name]
-    save_random(make_config(**{**BASE, **changes}), tmp_path)
+    of_class, changes, message = REFUSED[name]
+    save_random(make_config(of_class, **{**BASE, **changes}), tmp_path)
     with pytest.raises(ValueError, match=message):
         HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
 
@@ -98,18 +100,22 @@ def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make_config", "window"),
+    ("make_sliding", "window"),
     [
-        (lambda: OlmoeConfig(**{**BASE, **EXPERTS, "sliding_window": WINDOW}), None),
-        (lambda: PhimoeConfig(**{**BASE, **EXPERTS, "sliding_window": WINDOW}), WINDOW),
+        pytest.param(
+            lambda: OlmoeConfig(**{**BASE, **EXPERTS, "sliding_window": WINDOW}), None, marks=FROM_5
+        ),
+        pytest.param(
+            lambda: PhimoeConfig(**{**BASE, **EXPERTS, "sliding_window": WINDOW}), WINDOW, marks=FROM_5
+        ),
         (lambda: LlamaConfig(**{**BASE, "sliding_window": WINDOW}), None),
     ],
     ids=["told_to_attention_but_not_masked", "masked_but_not_told_to_attention", "neither"],
 )
 def test_the_window_is_what_is_masked_whatever_the_configuration_says(
-    tmp_path: Path, make_config: Callable[[], PretrainedConfig], window: int | None
+    tmp_path: Path, make_sliding: Callable[[], PretrainedConfig], window: int | None
 ) -> None:
-    model = save_random(make_config(), tmp_path)
+    model = save_random(make_sliding(), tmp_path)
     served = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
     assert {spec.window and spec.window.recent for spec in served.engine.runner.model.specs} == {window}
     prompt = prompts_of([30])[0]
