@@ -10,6 +10,7 @@ device memory.
 
 from hpu_duo.sim.capture import SimBackend
 from hpu_duo.sim.installation import allow, install, installed, problem, watch
+from hpu_duo.sim.journal import Watch
 from hpu_duo.sim.report import NOT_PROVEN, SimReport, StepTraffic
 from hpu_duo.sim.rules import HpuRuleViolation, Rule
 from hpu_duo.sim.runtime import SimRuntime
@@ -26,6 +27,7 @@ __all__ = [
     "SimTensor",
     "SimulatedHpu",
     "StepTraffic",
+    "Watch",
     "allow",
     "install",
     "installed",

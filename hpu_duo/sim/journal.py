@@ -61,11 +61,11 @@ class Watch:
 
 @dataclass
 class Journal:
-    """All that the device has compiled, and whoever watches.
+    """What the device has compiled outside of graphs, and whoever watches.
 
     Attributes:
         recipes: number of each operator that ran alone.
-        graphs: the operators of each captured graph, by label.
+        watches: those that count now.
     """
 
     recipes: set[int] = field(default_factory=set)
