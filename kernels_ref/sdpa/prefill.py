@@ -42,8 +42,13 @@ def causal(
 ) -> Partial:
     """Row by row, causal or in slices of the streaming band."""
     window = Window(sink, recent) if recent else None
+    rows = list(_multi_token_rows(row_start, row_num_new, row_query_start))
+    fills_step = len(rows) == 1 and (rows[0].begin, rows[0].end) == (0, len(q_QKGD))
+    if fills_step and (window is None or len(q_QKGD) <= window.recent):
+        # One prompt without padding, the usual long prefill: its result is the whole result.
+        return _flash(q_QKGD, k_QKD, v_QKD, is_causal=True)
     total = empty(q_QKGD)
-    for row in _multi_token_rows(row_start, row_num_new, row_query_start):
+    for row in rows:
         q, k, v = (x[row.begin : row.end] for x in (q_QKGD, k_QKD, v_QKD))
         if window is None or len(q) <= window.recent:
             _put(total, row.begin, _flash(q, k, v, is_causal=True))

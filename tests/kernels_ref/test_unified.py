@@ -144,3 +144,10 @@ def test_the_fused_form_of_one_short_row_equals_dense_attention(
         step = step._replace(parts=StepParts(causal=False, shared=False, unique=True))
         out = unified_attention(q, k, v, world.cache, step, world.spec(Implementation.SDPA, softcap))
         torch.testing.assert_close(out.double(), world.dense(softcap), atol=2e-5, rtol=2e-5)
+
+
+@ALL
+def test_one_prompt_that_fills_the_step_is_attended_whole(impl: Implementation) -> None:
+    for window in (Window(2, 6), Window(0, 40)):
+        world = World(Scenario((RowSpec(0, 33),), 4, window, 1, 1, 3, 8, (0, 0, 0, 1), False, 5))
+        torch.testing.assert_close(run(world, impl).double(), world.dense(), atol=2e-5, rtol=2e-5)
