@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from numbers import Real
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -34,6 +37,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _one_of("attention", self.attention, ("auto", "reference", "sdpa"))
+        if not isinstance(self.path, str | PathLike):
+            raise ValueError(f"expected path to be a directory, got {type(self.path).__name__}")
+        if self.pack_weights is not None and not isinstance(self.pack_weights, bool):
+            raise ValueError(f"expected pack_weights to be True, False or None, got {self.pack_weights!r}")
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,8 @@ class HeadConfig:
         sparsity: share of key/value heads that stream; or
         threshold: heads with a score above it are retrieval heads.
         sink, recent: window of the streaming heads; None = the pattern's own.
-        tie_break, balance: see ``HeadPattern.binarise``.
+        tie_break, balance: see ``HeadPattern.binarise``. Not "per_rank": one engine drives one device,
+            and its heads are not cut into slices.
     """
 
     pattern: HeadPattern | str | Path | None = None
@@ -54,9 +62,31 @@ class HeadConfig:
     sink: int | None = None
     recent: int | None = None
     tie_break: Literal["stable", "reference"] = "stable"
-    balance: Literal["global", "per_layer", "per_rank"] = "global"
+    balance: Literal["global", "per_layer"] = "global"
 
     def __post_init__(self) -> None:
+        is_path = isinstance(self.pattern, str | PathLike)
+        if self.pattern is not None and not is_path and not hasattr(self.pattern, "binarise"):
+            raise ValueError(
+                f"expected pattern to be a HeadPattern or a directory, got {type(self.pattern).__name__}"
+            )
+        self._check_cut()
+        if self.pattern is None:
+            given = [n for n in ("sparsity", "threshold", "sink", "recent") if getattr(self, n) is not None]
+            if given:
+                verb = "need" if len(given) > 1 else "needs"
+                raise ValueError(f"{' and '.join(given)} {verb} a head pattern, got pattern=None")
+
+    def _check_cut(self) -> None:
+        _one_of("tie_break", self.tie_break, ("stable", "reference"))
+        if self.balance == "per_rank":
+            raise ValueError(
+                "balance 'per_rank' is for tensor-parallel ranks, and an engine serves on one device: "
+                "expected global, per_layer, or a pattern that HeadPattern.binarise has cut"
+            )
+        _one_of("balance", self.balance, ("global", "per_layer"))
+        for name in ("sparsity", "threshold"):
+            _finite(name, getattr(self, name))
         if self.sparsity is not None and self.threshold is not None:
             raise ValueError(
                 f"expected sparsity or threshold, got both: sparsity={self.sparsity} "
@@ -64,10 +94,6 @@ class HeadConfig:
             )
         if self.sparsity is not None and not 0.0 <= self.sparsity <= 1.0:
             raise ValueError(f"expected sparsity in [0, 1], got {self.sparsity}")
-        if self.pattern is None:
-            given = [n for n in ("sparsity", "threshold", "sink", "recent") if getattr(self, n) is not None]
-            if given:
-                raise ValueError(f"{', '.join(given)} need a head pattern, got pattern=None")
 
 
 @dataclass(frozen=True)
@@ -135,6 +161,14 @@ class GraphConfig:
     table: BucketTable | None = None
     on_miss: MissPolicy = MissPolicy.ERROR
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.backend, str) and not hasattr(self.backend, "capture"):
+            raise ValueError(
+                f"expected graphs to be eager, compile or a capture backend, got {self.backend!r}"
+            )
+        if self.table is not None and not isinstance(self.table, BucketTable):
+            raise ValueError(f"expected buckets to be a BucketTable, got {type(self.table).__name__}")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -150,6 +184,12 @@ class EngineConfig:
 def _at_least(name: str, value: int, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
+
+
+def _finite(name: str, value: float | None) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (is_number and math.isfinite(value)):
+        raise ValueError(f"expected {name} to be a finite number, got {value!r}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -58,7 +58,7 @@ class HPUDuoModel:
         sink: int | None = None,
         recent: int | None = None,
         tie_break: Literal["stable", "reference"] = "stable",
-        balance: Literal["global", "per_layer", "per_rank"] = "global",
+        balance: Literal["global", "per_layer"] = "global",
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         attention: str = "auto",
@@ -100,6 +100,8 @@ class HPUDuoModel:
             ValueError: a file is missing or unreadable, the architecture cannot be served, or an
                 argument is out of range or does not fit the others.
         """
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"expected seed to be an integer, got {seed!r}")
         config = EngineConfig(
             model=ModelConfig(path, device, dtype, attention, pack_weights),
             heads=HeadConfig(pattern, sparsity, threshold, sink, recent, tie_break, balance),
@@ -108,7 +110,7 @@ class HPUDuoModel:
             graph=GraphConfig(graphs, buckets, _miss_policy(on_miss)),
         )
         generation_config = read_generation_config(path, read_config(path))
-        eos = as_token_ids(generation_config.eos_token_id)
+        eos = as_token_ids("eos_token_id", generation_config.eos_token_id)
         tokenizer = load_tokenizer(path)
         engine = assemble(config, frozenset(eos), tokenizer, seed)
         return cls(engine, tokenizer, generation_config, config)
@@ -130,7 +132,8 @@ class HPUDuoModel:
             attention_mask: ``[B, L]``, 0 for left padding. When left out, leading pad ids are padding if
                 a pad id is known and no end-of-text token.
             generation_config: goes before the checkpoint's.
-            streamer: gets the prompt and then each token; for one sequence only.
+            streamer: gets the prompt once its first token is there, and then each token; for one sequence
+                only. Its ``end`` is called even if the call fails, so that no reader waits for more.
             input_ids: another name of ``inputs``, for what tokenizers return.
             generation_kwargs: fields of ``GenerationConfig``, and ``seed``, ``logit_bias``,
                 ``presence_penalty``, ``frequency_penalty``, ``ignore_eos``, ``stop_token_ids``.
@@ -142,23 +145,40 @@ class HPUDuoModel:
             ValueError: an argument that is unknown, unsupported or out of range, or inputs that
                 cannot be served. Nothing has been generated then.
         """
+        if streamer is None:
+            return self._generate(inputs, input_ids, attention_mask, generation_config, generation_kwargs)
+        if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+            raise ValueError(
+                f"streamer: expected an object with the methods put and end, got {type(streamer).__name__}"
+            )
+        try:
+            return self._generate(
+                inputs, input_ids, attention_mask, generation_config, generation_kwargs, streamer
+            )
+        finally:
+            streamer.end()
+
+    def _generate(
+        self,
+        inputs: torch.Tensor | TokenLists | None,
+        input_ids: torch.Tensor | TokenLists | None,
+        attention_mask: torch.Tensor | None,
+        generation_config: GenerationConfig | None,
+        generation_kwargs: dict[str, Any],
+        streamer: BaseStreamer | None = None,
+    ) -> torch.Tensor:
         asked = read_generation(self.generation_config, generation_config, generation_kwargs)
         if (inputs is None) is (input_ids is None):
             raise ValueError(f"expected inputs or input_ids, got {'neither' if inputs is None else 'both'}")
         rows, prompts = read_inputs(input_ids if inputs is None else inputs, attention_mask, asked)
+        params = [asked.params_for(len(row)) for row in rows]
         if streamer is not None and len(prompts) * asked.num_samples != 1:
             raise ValueError(
                 f"a streamer takes one sequence, got {len(prompts)} prompts with "
                 f"{asked.num_samples} samples each"
             )
-        params = [asked.params_for(len(row)) for row in rows]
-        on_output = None
-        if streamer is not None:
-            streamer.put(torch.tensor([rows[0]]))
-            on_output = _feed(streamer)
+        on_output = None if streamer is None else _feed(streamer, rows[0])
         done = self.engine.generate(prompts, params, on_output)
-        if streamer is not None:
-            streamer.end()
         return _assemble_rows(rows, done, asked.pad_token_id)
 
     def warm_up(self, progress: Callable[[int, int, BatchShape], None] | None = None) -> int:
@@ -170,8 +190,13 @@ class HPUDuoModel:
         return self.engine.stats()
 
 
-def _feed(streamer: BaseStreamer) -> Callable[[RequestOutput], None]:
+def _feed(streamer: BaseStreamer, prompt: list[int]) -> Callable[[RequestOutput], None]:
+    """Hands on the prompt with the first output: only then has the request been accepted."""
+    unread = [prompt]
+
     def on_output(output: RequestOutput) -> None:
+        if unread:
+            streamer.put(torch.tensor([unread.pop()]))
         if output.token_ids:
             streamer.put(torch.tensor(output.token_ids))
 

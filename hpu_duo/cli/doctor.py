@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
-import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -22,7 +19,6 @@ from hpu_duo.cli.options import Json
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _OPTIONAL = ("optimum-habana", "habana-torch-plugin", "triton")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
-_COMPILERS = ("g++", "clang++", "c++")
 
 
 @dataclass(frozen=True)
@@ -117,20 +113,11 @@ def _cpu_flags() -> frozenset[str]:
 
 def _graphs() -> Iterator[Finding]:
     from graphs.backends import BACKEND_NAMES
+    from graphs.backends.toolchain import cpu_compile_problem
 
     for name in BACKEND_NAMES:
-        reason = _compile_problem() if name == "compile" else None
+        reason = cpu_compile_problem() if name == "compile" else None
         yield Finding("graphs", name, reason is None, reason or "usable")
-
-
-def _compile_problem() -> str | None:
-    """Why torch.compile cannot build CPU code, or None when it can."""
-    if not any(map(shutil.which, _COMPILERS)):
-        return f"no C++ compiler is on the path ({', '.join(_COMPILERS)})"
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not header.is_file():
-        return f"the headers of Python {sys.version_info.major}.{sys.version_info.minor} are not installed"
-    return None
 
 
 def _show(findings: list[Finding]) -> None:

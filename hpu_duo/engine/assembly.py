@@ -21,6 +21,7 @@ from graphs import (
     make_backend,
 )
 from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, SchedulerConfig
+from graphs.backends.toolchain import cpu_compile_problem
 from hpu_duo import sim
 from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
 from hpu_duo.engine.batch import StepGeometry
@@ -237,7 +238,7 @@ def _pack(
         )
     if possible and wanted is not False:
         # One request at a time and compiled: its decodes read weights fastest as they lie.
-        is_vector = config.scheduler.max_num_seqs == 1 and _backend(config).name == "compile"
+        is_vector = config.scheduler.max_num_seqs == 1 and _backend(config, device).name == "compile"
         pack_linears(model, vector=[layer.module for layer in layers] if is_vector else [])
 
 
@@ -272,7 +273,7 @@ def _make_runner(
         uses_blocks=memory.uses_blocks,
         max_chunk_rows=scheduler.max_chunk_rows,
     )
-    backend = _backend(config)
+    backend = _backend(config, store.layers[0].k_blocks.device)
     use_table = backend.name != "eager" or runtime.compiles_operators or config.graph.table is not None
     table = config.graph.table
     if table is None:
@@ -306,12 +307,14 @@ def _check_table(table: BucketTable, limits: BucketLimits) -> None:
             )
 
 
-def _backend(config: EngineConfig) -> CaptureBackend:
+def _backend(config: EngineConfig, device: torch.device) -> CaptureBackend:
     chosen = config.graph.backend
     if str(config.model.device) == SIMULATED and isinstance(chosen, str):
         if chosen != "eager":
             raise ValueError(f"the simulated HPU captures steps in its own way, got graphs={chosen!r}")
         return sim.SimBackend(sim.install())
+    if chosen == "compile" and device.type == "cpu" and (problem := cpu_compile_problem()) is not None:
+        raise ValueError(f"graphs='compile' cannot build code for the CPU here: {problem}")
     return make_backend(chosen) if isinstance(chosen, str) else chosen
 
 

@@ -76,7 +76,9 @@ class Engine:
             ValueError: the prompt is empty, too long for the model or the cache, or has tokens outside
                 the vocabulary; the id is in use; parameters do not fit the model.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params: expected SamplingParams or None, got {type(params).__name__}")
         params.validate(self._vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model was loaded without one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,14 +105,10 @@ class GenerationRequest:
         c = self.config
         if c.do_sample and c.temperature == 0:
             raise ValueError("temperature: expected a value above 0 with do_sample=True, got 0")
-        if (
-            isinstance(self.num_samples, bool)
-            or not isinstance(self.num_samples, int)
-            or self.num_samples < 1
-        ):
-            raise ValueError(f"num_return_sequences: expected an integer >= 1, got {self.num_samples!r}")
+        _check_count("num_return_sequences", self.num_samples, 1)
         max_new = self._max_new_tokens(input_len)
-        min_new = _or(c.min_new_tokens, max(_or(c.min_length, 0) - input_len, 0))
+        min_length = _check_count("min_length", _or(c.min_length, 0), 0)
+        min_new = _check_count("min_new_tokens", _or(c.min_new_tokens, max(min_length - input_len, 0)), 0)
         params = SamplingParams(
             n=self.num_samples,
             temperature=_or(c.temperature, 1.0),
@@ -121,8 +118,11 @@ class GenerationRequest:
             max_tokens=max_new,
             min_tokens=min(min_new, max_new),
             repetition_penalty=_or(c.repetition_penalty, 1.0),
-            stop=_or(c.stop_strings, ()),
-            stop_token_ids=(*self.eos_token_ids, *_or(self.ours.get("stop_token_ids"), ())),
+            stop=_read_stop_strings(c.stop_strings),
+            stop_token_ids=(
+                *self.eos_token_ids,
+                *as_token_ids("stop_token_ids", self.ours.get("stop_token_ids")),
+            ),
             include_stop_str_in_output=True,
             ignore_eos=True,
             **{k: v for k, v in self.ours.items() if v is not None and k not in _STOPPING},
@@ -135,8 +135,8 @@ class GenerationRequest:
         if c.max_new_tokens is None and c.max_length is None:
             return DEFAULT_NEW_TOKENS
         if c.max_new_tokens is not None:
-            return _check_count("max_new_tokens", c.max_new_tokens)
-        if _check_count("max_length", c.max_length) <= input_len:
+            return _check_count("max_new_tokens", c.max_new_tokens, 1)
+        if _check_count("max_length", c.max_length, 1) <= input_len:
             raise ValueError(
                 f"max_length: expected more than the {input_len} prompt tokens, got {c.max_length}"
             )
@@ -149,8 +149,11 @@ def read_generation(
     """Merge the model's defaults, a ``GenerationConfig`` and keyword arguments, the last one first.
 
     Raises:
-        ValueError: an argument that is unknown, or known to transformers and not supported here.
+        ValueError: an argument that is unknown, known to transformers and not supported here, or of a
+            type that says nothing about tokens.
     """
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise ValueError(f"generation_config: expected a GenerationConfig, got {type(given).__name__}")
     fields = set(GenerationConfig().to_dict())
     unknown = sorted(
         name
@@ -175,19 +178,50 @@ def read_generation(
     for name in _HONOURED:
         setattr(config, name, asked.get(name))
     ours = {name: value for name, value in kwargs.items() if name in _OURS}
-    eos = as_token_ids(config.eos_token_id)
-    pad = config.pad_token_id
+    _check_ours(ours)
+    eos = as_token_ids("eos_token_id", config.eos_token_id)
+    pad = None if config.pad_token_id is None else _as_token_id("pad_token_id", config.pad_token_id)
     guesses_padding = pad is not None and pad not in eos
     if pad is None:
         pad = eos[0] if eos else 0
-    return GenerationRequest(config, ours, int(pad), () if ours.get("ignore_eos") else eos, guesses_padding)
+    return GenerationRequest(config, ours, pad, () if ours.get("ignore_eos") else eos, guesses_padding)
 
 
-def as_token_ids(value: Any) -> tuple[int, ...]:
-    """A field that holds no token id, one, or several."""
+def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The field ``name`` that holds no token id, one, or several.
+
+    Raises:
+        ValueError: anything else.
+    """
     if value is None:
         return ()
-    return tuple(int(token) for token in value) if isinstance(value, list | tuple) else (int(value),)
+    several = value if isinstance(value, list | tuple) else (value,)
+    return tuple(_as_token_id(name, token) for token in several)
+
+
+def _as_token_id(name: str, value: Any) -> int:
+    try:
+        token = operator.index(value)
+    except TypeError:
+        token = -1
+    if token < 0 or isinstance(value, bool):
+        raise ValueError(f"{name}: expected a token id, an integer >= 0, got {value!r}")
+    return token
+
+
+def _check_ours(ours: Mapping[str, Any]) -> None:
+    bias, ignores = ours.get("logit_bias"), ours.get("ignore_eos")
+    if bias is not None and not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias: expected a mapping from token ids to numbers, got {bias!r}")
+    if ignores is not None and not isinstance(ignores, bool):
+        raise ValueError(f"ignore_eos: expected True or False, got {ignores!r}")
+
+
+def _read_stop_strings(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _or(value, ())
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"stop_strings: expected a string or a list of strings, got {value!r}")
+    return tuple(texts)
 
 
 def _set_fields(config: GenerationConfig | None) -> dict[str, Any]:
@@ -209,9 +243,9 @@ def _is_neutral(name: str, value: Any) -> bool:
     return value is not True and name in _NEUTRAL and value == _NEUTRAL[name]
 
 
-def _check_count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+def _check_count(name: str, value: Any, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name}: expected an integer >= {minimum}, got {value!r}")
     return value
 
 

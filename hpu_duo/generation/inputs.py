@@ -59,6 +59,8 @@ def _prompt_lengths(
     inputs: torch.Tensor, attention_mask: torch.Tensor | None, asked: GenerationRequest
 ) -> list[int]:
     if attention_mask is not None:
+        if not isinstance(attention_mask, torch.Tensor):
+            raise ValueError(f"attention_mask: expected a tensor, got {type(attention_mask).__name__}")
         if attention_mask.shape != inputs.shape:
             raise ValueError(
                 f"expected attention_mask of shape {list(inputs.shape)}, got {list(attention_mask.shape)}"

@@ -49,9 +49,17 @@ def write_directory(
         np.savetxt(directory / RETRIEVAL_FILE, retrieval, fmt="%d", delimiter="\t")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected UTF-8 text in {path}, got: {error}") from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    try:
+        config = json.loads(text)
     except ValueError as error:
         raise ValueError(f"expected JSON in {path}, got: {error}") from error
     if not isinstance(config, dict):
@@ -65,7 +73,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_table(path: Path) -> NDArray[np.float64]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = _read_text(path).splitlines()
     try:
         rows = [[float(cell) for cell in line.split("\t")] for line in lines if line.strip()]
     except ValueError as error:

@@ -37,11 +37,18 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
     """The dtype of weights and caches; "auto" is the checkpoint's own.
 
     Raises:
-        ValueError: a name or type that is not one of ``DTYPES``.
+        ValueError: a name or type that is not one of ``DTYPES``, be it the checkpoint's.
     """
-    if dtype == "auto":
-        own = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-        return own if isinstance(own, torch.dtype) else DTYPES.get(str(own), torch.float32)
+    if isinstance(dtype, str) and dtype == "auto":
+        # Without a word on it, transformers takes weights for float32 as well.
+        own = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or "float32"
+        name = str(own).removeprefix("torch.")
+        if name not in DTYPES:
+            raise ValueError(
+                f"expected a checkpoint of dtype {', '.join(DTYPES)}, got {name}; "
+                "name the dtype to serve it in instead of 'auto'"
+            )
+        return DTYPES[name]
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
     if isinstance(dtype, str) and dtype.removeprefix("torch.") in DTYPES:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import TextStreamer
 
+from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing
@@ -53,6 +55,25 @@ TOO_LONG = list(range(5, 90)) * 2
         ({"max_model_len": 100000}, "max_model_len.*100000"),
         ({"max_chunk_rows": 0}, "max_chunk_rows"),
         ({"pack_weights": True}, "bfloat16"),
+        ({"pack_weights": "yes"}, "pack_weights.*True, False or None, got 'yes'"),
+        ({"pattern": RAW, "sparsity": "half"}, r"sparsity.*number.*'half'"),
+        ({"pattern": RAW, "sparsity": True}, r"sparsity.*number.*True"),
+        ({"pattern": RAW, "threshold": "x"}, "threshold.*number.*'x'"),
+        ({"pattern": RAW, "threshold": float("nan")}, "threshold.*number.*nan"),
+        ({"pattern": 5}, "pattern.*HeadPattern or a directory.*int"),
+        ({"pattern": SCORES}, "pattern.*HeadPattern or a directory.*ndarray"),
+        ({"recent": 4}, "recent needs a head pattern"),
+        ({"sink": 1, "recent": 4}, "sink and recent need a head pattern"),
+        ({"tie_break": "nonsense"}, "tie_break.*stable, reference.*'nonsense'"),
+        ({"pattern": PATTERN, "tie_break": "nonsense"}, "tie_break.*stable, reference.*'nonsense'"),
+        ({"balance": "nonsense"}, "balance.*global, per_layer.*'nonsense'"),
+        ({"pattern": PATTERN, "balance": "nonsense"}, "balance.*global, per_layer.*'nonsense'"),
+        ({"pattern": RAW, "sparsity": 0.5, "balance": "per_rank"}, "per_rank.*ranks.*one device"),
+        ({"graphs": None}, "graphs.*eager.*None"),
+        ({"graphs": 5}, "graphs.*eager.*5"),
+        ({"buckets": 5}, "buckets.*BucketTable.*int"),
+        ({"seed": None}, "seed.*integer.*None"),
+        ({"seed": "x"}, "seed.*integer.*'x'"),
     ],
     ids=str,
 )
@@ -110,7 +131,23 @@ def test_bad_options_are_refused_at_load(tiny: Tiny, options: dict[str, Any], me
         ({"inputs": [[5]], "stop_token_ids": [VOCAB]}, "stop_token_ids"),
         ({"inputs": [[5]], "eos_token_id": VOCAB}, str(VOCAB)),
         ({"inputs": [[5]], "stop_strings": [""]}, "stop"),
-        ({"inputs": [[5], [6]], "streamer": object()}, "streamer"),
+        ({"inputs": [[5], [6]], "streamer": TextStreamer(None)}, "streamer takes one sequence.*2 prompts"),
+        ({"inputs": [[5]], "streamer": "x"}, "streamer.*put and end.*str"),
+        ({"inputs": THREE, "attention_mask": [[1, 1, 1]]}, "attention_mask.*tensor.*list"),
+        ({"inputs": [[5]], "min_new_tokens": "a"}, "min_new_tokens.*integer >= 0.*'a'"),
+        ({"inputs": [[5]], "min_length": "x"}, "min_length.*integer >= 0.*'x'"),
+        ({"inputs": [[5]], "min_length": -3}, "min_length.*integer >= 0.*-3"),
+        ({"inputs": [[5]], "stop_strings": 5}, "stop_strings.*strings.*5"),
+        ({"inputs": [[5]], "stop_strings": [5]}, "stop_strings.*strings.*5"),
+        ({"inputs": [[5]], "stop_token_ids": 5.5}, "stop_token_ids.*token id.*5.5"),
+        ({"inputs": [[5]], "stop_token_ids": ["x"]}, "stop_token_ids.*token id.*'x'"),
+        ({"inputs": [[5]], "logit_bias": [1]}, r"logit_bias.*token ids to.*\[1\]"),
+        ({"inputs": [[5]], "eos_token_id": [[1]]}, r"eos_token_id.*token id.*\[1\]"),
+        ({"inputs": [[5]], "eos_token_id": "x"}, "eos_token_id.*token id.*'x'"),
+        ({"inputs": [[5]], "eos_token_id": 2.7}, "eos_token_id.*token id.*2.7"),
+        ({"inputs": [[5]], "pad_token_id": [0]}, r"pad_token_id.*token id.*\[0\]"),
+        ({"inputs": [[5]], "pad_token_id": -1}, "pad_token_id.*token id.*-1"),
+        ({"inputs": [[5]], "generation_config": {}}, "generation_config.*GenerationConfig.*dict"),
     ],
     ids=str,
 )
@@ -134,6 +171,21 @@ def test_bad_calls_are_refused_while_another_request_goes_on(
 @pytest.fixture
 def busy(tiny: Tiny) -> HPUDuoModel:
     return tiny.load()
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0}, 5, "x"], ids=str)
+def test_parameters_of_another_type_are_refused(busy: HPUDuoModel, params: Any) -> None:
+    with pytest.raises(ValueError, match=f"SamplingParams.*{type(params).__name__}"):
+        busy.engine.add_request([5], params)
+    assert_holds_nothing(busy)
+
+
+def test_one_stop_token_may_be_given_bare(tiny: Tiny, busy: HPUDuoModel) -> None:
+    prompt = prompts_of([13])[0]
+    new = greedy(tiny.model, prompt, 6)
+    stop = next(token for token in new[1:] if token != new[0])
+    expected = new[: new.index(stop) + 1]
+    assert busy.generate([prompt], max_new_tokens=6, stop_token_ids=stop)[0, 13:].tolist() == expected
 
 
 def test_a_request_id_in_use_is_refused_and_then_free_again(busy: HPUDuoModel) -> None:
@@ -268,6 +320,39 @@ def test_stop_strings_without_a_tokenizer_are_refused(tiny: Tiny, tmp_path: Path
     with pytest.raises(ValueError, match="tokenizer"):
         served.generate(prompts_of([5]), stop_strings=["x"])
     assert served.generate(prompts_of([5]), max_new_tokens=3).shape == (1, 8)
+
+
+def test_a_checkpoint_of_an_undocumented_dtype_needs_another_to_be_named(tiny: Tiny, tmp_path: Path) -> None:
+    directory = copy_of(tiny, tmp_path / "copy")
+    name = next(n for n in json.loads((directory / "config.json").read_text()) if n.endswith("dtype"))
+    edit_json(directory / "config.json", **{name: "float64"})
+    with pytest.raises(ValueError, match=r"float32, bfloat16, float16, got float64"):
+        HPUDuoModel.from_pretrained(directory, block_size=8, max_num_seqs=2, max_model_len=64)
+    served = HPUDuoModel.from_pretrained(
+        directory, block_size=8, max_num_seqs=2, max_model_len=64, dtype="float32"
+    )
+    assert served.generate(prompts_of([5]), max_new_tokens=3).shape == (1, 8)
+
+
+def test_a_pattern_table_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
+    RAW.save(tmp_path)
+    (tmp_path / "full_attention_heads.tsv").write_bytes(b"0.5\t\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"expected UTF-8 text in .*full_attention_heads.tsv, got"):
+        HeadPattern.load(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "full_attention_heads.tsv").write_text("0.5\t0.5\n")
+    with pytest.raises(ValueError, match=r"config\.json, got"):
+        HeadPattern.load(tmp_path)
+
+
+def test_compiling_without_a_compiler_is_refused_at_load(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"graphs='compile'.*no C\+\+ compiler"):
+        tiny.load(graphs="compile")
+    # This one only traces.
+    assert tiny.load(graphs=CompileBackend(compiler="eager")).stats().num_running == 0
 
 
 def test_a_binarised_pattern_goes_without_sparsity(tiny: Tiny) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import AutoTokenizer, GenerationConfig, TextIteratorStreamer, TextStreamer
 
 from hpu_duo import HPUDuoModel
 from tests.engine.tiny import Tiny, assert_holds_nothing, text_of
@@ -160,6 +160,58 @@ def test_a_streamer_prints_nothing_of_other_requests(tiny: Tiny, capsys: pytest.
     served.engine.add_request(prompts_of([20], seed=5)[0])
     served.generate(prompt, streamer=TextStreamer(tokenizer), max_new_tokens=9)
     assert capsys.readouterr().out == alone
+
+
+class Recorder:
+    """A streamer that notes what it gets, and may fail at the n-th thing."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.got: list[Any] = []
+        self._fails_at = fails_at
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.got) == self._fails_at:
+            raise RuntimeError("the reader is gone")
+        self.got.append(value.tolist())
+
+    def end(self) -> None:
+        self.got.append("end")
+
+
+def test_a_streamer_gets_the_prompt_then_each_token_then_the_end(tiny: Tiny, served: HPUDuoModel) -> None:
+    prompt, streamer = prompts_of([7])[0], Recorder()
+    served.generate([prompt], streamer=streamer, max_new_tokens=3)
+    assert streamer.got == [[prompt], *([token] for token in greedy(tiny.model, prompt, 3)), "end"]
+
+
+@pytest.mark.parametrize("prompt", [[5, VOCAB], list(range(5, 90)) * 2, []], ids=["unknown", "long", "empty"])
+def test_a_streamer_gets_nothing_of_a_refused_prompt_but_the_end(
+    served: HPUDuoModel, prompt: list[int]
+) -> None:
+    streamer = Recorder()
+    with pytest.raises(ValueError):
+        served.generate([prompt], streamer=streamer, max_new_tokens=3)
+    assert streamer.got == ["end"]
+    assert_holds_nothing(served)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_a_streamer_is_ended_when_generation_is_interrupted(served: HPUDuoModel, fails_at: int) -> None:
+    streamer = Recorder(fails_at)
+    with pytest.raises(RuntimeError, match="the reader is gone"):
+        served.generate(prompts_of([7]), streamer=streamer, max_new_tokens=3)
+    assert len(streamer.got) == fails_at + 1
+    assert streamer.got[-1] == "end"
+    assert_holds_nothing(served)
+
+
+def test_the_reader_of_a_text_iterator_is_let_go_when_the_prompt_is_refused(
+    tiny: Tiny, served: HPUDuoModel
+) -> None:
+    streamer = TextIteratorStreamer(AutoTokenizer.from_pretrained(tiny.path), timeout=20)
+    with pytest.raises(ValueError, match="temperature"):
+        served.generate(prompts_of([7]), streamer=streamer, temperature=-1.0)
+    assert "".join(streamer) == ""
 
 
 @pytest.mark.parametrize(
