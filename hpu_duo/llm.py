@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import GenerationConfig
 
-from graphs import BatchShape, BucketTable, CaptureBackend, MissPolicy
+from graphs import BatchShape, BucketTable, CaptureBackend, MissPolicy, StepCost
+from graphs.bucket_file import read_table
+from graphs.recording import ShapeRecorder
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.engine.assembly import assemble
 from hpu_duo.engine.engine import Engine
@@ -71,8 +73,9 @@ class HPUDuoModel:
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
         graphs: str | CaptureBackend = "eager",
-        buckets: BucketTable | None = None,
+        buckets: BucketTable | str | Path | None = None,
         on_miss: str = "error",
+        record_shapes: str | Path | None = None,
         seed: int = 0,
     ) -> HPUDuoModel:
         """Load any decoder-only transformers checkpoint from a local directory.
@@ -92,14 +95,18 @@ class HPUDuoModel:
             max_num_seqs, max_num_batched_tokens, max_chunk_rows: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes: see ``CacheConfig``.
             graphs: "eager" or "compile", or a capture backend of your own.
-            buckets: table of shapes; None = the default for ``graphs``.
+            buckets: table of shapes, or a file with one, such as ``hpu-duo plan`` writes; None = the
+                default for ``graphs``.
             on_miss: "error", "capture" or "eager".
+            record_shapes: file to which the exact shape of every step is appended, to plan from.
             seed: from which requests without a seed draw.
 
         Raises:
             ValueError: a file is missing or unreadable, the architecture cannot be served, or an
                 argument is out of range or does not fit the others.
         """
+        if isinstance(buckets, str | Path):
+            buckets = read_table(buckets, StepCost(block_size=block_size))
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"expected seed to be an integer, got {seed!r}")
         config = EngineConfig(
@@ -113,6 +120,8 @@ class HPUDuoModel:
         eos = as_token_ids("eos_token_id", generation_config.eos_token_id)
         tokenizer = load_tokenizer(path)
         engine = assemble(config, frozenset(eos), tokenizer, seed)
+        if record_shapes is not None:
+            engine.recorder = ShapeRecorder(record_shapes)
         return cls(engine, tokenizer, generation_config, config)
 
     def generate(

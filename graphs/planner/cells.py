@@ -75,7 +75,7 @@ def reachable_corners(lowest: Levels, highest: Levels) -> tuple[Levels, Levels, 
     row = np.arange(len(lowest))
     low[row, large] = np.maximum(low[row, large], low[row, small])
     high[row, small] = np.minimum(high[row, small], high[row, large])
-    is_reachable = (low <= high).all(axis=1)
+    is_reachable: Bools = np.asarray((low <= high).all(axis=1))
     return low, high, is_reachable
 
 
@@ -156,7 +156,9 @@ def _halve(cells: Cells, column: Levels, after: Levels, cost: CostFunction) -> C
     return Cells(lowest, highest, price(cost, lowest), price(cost, highest))
 
 
-def grid_cells(axes: dict[int, Levels], limits: BucketLimits, phase: Phase) -> Iterator[tuple[Levels, Levels]]:
+def grid_cells(
+    axes: dict[int, Levels], limits: BucketLimits, phase: Phase
+) -> Iterator[tuple[Levels, Levels]]:
     """Boxes between neighbouring sizes on given axes, some at a time.
 
     Args:

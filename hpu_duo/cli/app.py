@@ -12,6 +12,7 @@ from hpu_duo.cli.doctor import doctor
 from hpu_duo.cli.generate import generate
 from hpu_duo.cli.many_values import ManyValues
 from hpu_duo.cli.passkey import passkey
+from hpu_duo.cli.plan import plan
 
 
 def _dashes(name: str) -> str:
@@ -31,6 +32,7 @@ app.command()(generate)
 app.command()(passkey)
 app.command()(doctor)
 app.command(cls=ManyValues)(capacity)
+app.command()(plan)
 
 
 def _show_version(is_asked: bool) -> None:

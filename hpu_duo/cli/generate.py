@@ -80,6 +80,8 @@ def generate(
     block_size: opt.BlockSize = 128,
     num_blocks: opt.NumBlocks = None,
     kv_cache_bytes: opt.KVCacheBytes = None,
+    buckets: opt.Buckets = None,
+    record_shapes: opt.RecordShapes = None,
 ) -> None:
     """Continue one prompt, streaming its text, or several of them in one batch.
 
@@ -110,6 +112,8 @@ def generate(
                 block_size=block_size,
                 num_blocks=num_blocks,
                 kv_cache_bytes=kv_cache_bytes,
+                buckets=buckets,
+                record_shapes=record_shapes,
                 seed=seed,
             ),
             len(prompts),

@@ -102,6 +102,23 @@ KVCacheBytes = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+Buckets = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the shapes to capture, as hpu-duo plan writes it.",
+        show_default="made from the limits",
+        rich_help_panel=_ENGINE,
+    ),
+]
+RecordShapes = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Append the exact shape of every step to this file, to plan from.",
+        show_default="not recorded",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Fixes everything that is drawn at random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text and tables.")]
 
@@ -131,6 +148,8 @@ class EngineOptions:
     block_size: int = 128
     num_blocks: int | None = None
     kv_cache_bytes: str | None = None
+    buckets: Path | None = None
+    record_shapes: Path | None = None
     seed: int = 0
 
 
@@ -175,6 +194,8 @@ def load_model(
         num_blocks=options.num_blocks,
         kv_cache_bytes=kv_cache_bytes,
         graphs=options.graphs,
+        buckets=options.buckets,
+        record_shapes=options.record_shapes,
         seed=options.seed,
     )
 

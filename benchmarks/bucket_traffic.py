@@ -1,0 +1,98 @@
+"""Shapes of a mixed synthetic workload, planned by the real scheduler; no model is needed for that."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from bias_builders import StepRows
+from graphs import BucketLimits
+from graphs.recording import ShapeRecorder
+from hpu_duo.engine.batch import flatten
+from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.request import Request, TokenLimits
+from hpu_duo.sampling import SamplingParams
+
+# Share of the requests, median and spread (sigma of the logarithm) of prompt tokens, the same of outputs.
+KINDS = (
+    (0.55, (400, 0.9), (220, 0.7)),  # chat
+    (0.25, (3_000, 0.5), (160, 0.6)),  # retrieved passages
+    (0.10, (1_500, 0.6), (1_200, 0.6)),  # code and reasoning
+    (0.10, (40_000, 0.9), (300, 0.6)),  # long documents
+)
+SHARE_WITH_SAMPLES = 0.02
+NUM_SAMPLES = 4
+PERIOD = 2_000
+"""Steps between two rush hours: the load swings from nearly idle to more than can be served."""
+
+
+@dataclass
+class Workload:
+    """Draws requests for a deployment."""
+
+    limits: BucketLimits
+    rng: random.Random
+    num_made: int = 0
+
+    def request(self) -> list[Request]:
+        """One request with all of its samples."""
+        kinds, weights = [kind[1:] for kind in KINDS], [kind[0] for kind in KINDS]
+        prompt, output = self.rng.choices(kinds, weights)[0]
+        most = self.limits.max_model_len
+        held = self.limits.num_blocks * self.limits.block_size
+        max_tokens = min(self._draw(output), most // 4)
+        num_prompt = max(2, min(self._draw(prompt), most - max_tokens, held - max_tokens))
+        name = f"r{self.num_made}"
+        self.num_made += 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        first = Request(name, np.zeros(num_prompt, np.int32), params, TokenLimits(most))
+        if self.rng.random() >= SHARE_WITH_SAMPLES:
+            return [first]
+        siblings = [
+            first.sibling(f"{name}.{i}", sample_index=i, sampling_seed=i) for i in range(1, NUM_SAMPLES)
+        ]
+        return [first, *siblings]
+
+    def _draw(self, size: tuple[float, float]) -> int:
+        return max(1, round(math.exp(self.rng.gauss(math.log(size[0]), size[1]))))
+
+
+def record(limits: BucketLimits, num_steps: int, seed: int, recorder: ShapeRecorder) -> None:
+    """Run ``num_steps`` steps and record the exact shape of each."""
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            block_size=limits.block_size,
+            num_blocks=limits.num_blocks,
+            max_chunk_rows=limits.max_chunk_rows,
+            uses_blocks=limits.uses_blocks,
+        )
+    )
+    workload = Workload(limits, random.Random(seed))
+    for step in range(num_steps):
+        load = 0.5 - 0.5 * math.cos(2 * math.pi * step / PERIOD)
+        wanted = max(1, round(1.2 * load * limits.max_num_seqs))
+        # At most one arrival in a step keeps prompts and decodes mixed, as users do.
+        if scheduler.num_running + scheduler.num_waiting < wanted:
+            for request in workload.request():
+                scheduler.add(request)
+        plan = scheduler.plan()
+        assert plan is not None, "there is always a request"
+        recorder.add(flatten(_rows(plan), np.zeros(plan.num_tokens, np.int32), limits.block_size).shape)
+        scheduler.commit(plan, [0] * len(plan.sampled_rows))
+
+
+def _rows(plan: StepPlan) -> StepRows:
+    tables = [row.request.block_table[: row.request.num_blocks] for row in plan.rows]
+    return StepRows(
+        row_id=np.array([row.ring_row for row in plan.rows], np.int32),
+        start=np.array([row.start for row in plan.rows], np.int32),
+        num_new=np.array([row.num_new_tokens for row in plan.rows], np.int32),
+        block_ids=np.concatenate(tables),
+        num_blocks=np.array([len(table) for table in tables], np.int32),
+    )

@@ -1,0 +1,128 @@
+"""Strategies by name, and their tables on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from graphs import BatchShape, BucketLimits, BucketTable, StepCost
+from graphs.bucket_file import from_shape, write_gaudi_buckets, write_table
+from graphs.planner import (
+    Grid,
+    PaddingReport,
+    Traffic,
+    exponential,
+    linear,
+    padding_aware,
+    plan_table,
+    upstream_unified,
+)
+
+if TYPE_CHECKING:
+    from hpu_duo.cost import ModelSize
+
+_LONGEST_LIST = 20_000
+
+
+def step_cost(size: ModelSize, block_size: int) -> StepCost:
+    """The cost of a step of a model."""
+    first = size.layers[0]
+    return StepCost(
+        block_size=block_size,
+        hidden_size=size.hidden_size,
+        num_layers=len(size.layers),
+        vocab_size=size.vocab_size,
+        kv_ratio=first.num_kv_heads / first.num_heads,
+    )
+
+
+def choose(
+    name: str, limits: BucketLimits, cost: StepCost, budget: int, traffic: Traffic | None
+) -> tuple[BatchShape, ...] | Grid:
+    """What a strategy makes of the limits; the budget and the traffic are for the planned one."""
+    match name:
+        case "planned":
+            return plan_table(limits, budget, cost, traffic).buckets
+        case "thinned":
+            return BucketTable.exponential(limits, cost=cost).buckets
+        case "upstream-unified":
+            return upstream_unified(limits)
+        case "exponential":
+            return exponential(limits)
+        case "linear":
+            return linear(limits)
+        case _:
+            return padding_aware(limits)
+
+
+def listed(chosen: tuple[BatchShape, ...] | Grid) -> tuple[BatchShape, ...]:
+    """All shapes, sorted.
+
+    Raises:
+        ValueError: they are too many to list.
+    """
+    if not isinstance(chosen, Grid):
+        return tuple(sorted(chosen))
+    if len(chosen) > _LONGEST_LIST:
+        raise ValueError(
+            f"expected a strategy that makes at most {_LONGEST_LIST:,} shapes, this one makes "
+            f"{len(chosen):,}; --compare shows what it costs"
+        )
+    return tuple(sorted(chosen.buckets()))
+
+
+def write(out: Path | None, gaudi_out: Path | None, shapes: tuple[BatchShape, ...], comment: str) -> None:
+    """Write the table, and the file for vllm-gaudi, where asked to.
+
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    try:
+        if out is not None:
+            write_table(out, shapes, comment)
+        if gaudi_out is not None:
+            write_gaudi_buckets(gaudi_out, (b for shape in shapes for b in from_shape(shape)), comment)
+    except OSError as error:
+        raise ValueError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+def bucket_table(shapes: tuple[BatchShape, ...], cost: StepCost) -> Table:
+    """The shapes, cheapest first, with their costs relative to the first."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("phase", "query tokens", "shared blocks", "unique blocks", "logit rows", "cost"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    least = min(map(cost, shapes))
+    for shape in sorted(shapes, key=cost):
+        table.add_row(
+            str(shape.phase), *(f"{size:,}" for size in shape.levels[3:]), f"{cost(shape) / least:.2f}"
+        )
+    return table
+
+
+def padding_table(reports: Mapping[str, PaddingReport], is_recorded: bool) -> Table:
+    """The strategies side by side."""
+    traffic = "the recorded steps" if is_recorded else "assumed traffic"
+    table = Table(box=None, padding=(0, 2, 0, 0), title=f"Padding of {traffic}", title_justify="left")
+    columns: tuple[tuple[str, Any], ...] = (
+        ("strategy", "left"),
+        ("graphs", "right"),
+        ("mean", "right"),
+        ("worst step", "right"),
+        ("worst possible", "right"),
+        ("steps without a bucket", "right"),
+    )
+    for name, justify in columns:
+        table.add_column(name, justify=justify)
+    for name, report in reports.items():
+        table.add_row(
+            name,
+            f"{report.num_buckets:,}",
+            f"{report.mean:.1%}",
+            f"{report.worst:.0%}",
+            f"{report.worst_reachable:.0%}",
+            f"{report.missed:.1%}",
+        )
+    return table

@@ -1,0 +1,102 @@
+"""``hpu-duo plan``: from a config.json to a table, and from a recording to a better one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from graphs import BucketLimits
+from graphs.bucket_file import read_gaudi_buckets, read_table
+from graphs.recording import read_shapes
+from hpu_duo.llm import HPUDuoModel
+
+Run = Callable[..., Result]
+LIMITS = ("--max-num-seqs", 4, "--max-num-batched-tokens", 64, "--block-size", 16, "--num-blocks", 64)
+
+
+@pytest.fixture
+def config_dir(model_dir: Path, tmp_path: Path) -> Path:
+    directory = tmp_path / "config-only"
+    directory.mkdir()
+    (directory / "config.json").write_text((model_dir / "config.json").read_text())
+    return directory
+
+
+def test_a_config_alone_gives_a_table_that_holds_everything(hpu_duo: Run, config_dir: Path) -> None:
+    out, gaudi_out = config_dir / "table.txt", config_dir / "gaudi.txt"
+    result = hpu_duo(
+        *("plan", "--model", config_dir, *LIMITS, "--max-model-len", 512, "--graphs-budget", 8),
+        *("--out", out, "--gaudi-out", gaudi_out),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "query tokens" in result.stdout
+    assert "planned" in result.stdout
+    table = read_table(out)
+    assert 1 <= len(table) <= 8
+    assert table.envelope.holds(BucketLimits(4, 64, 512, 16, 64).largest)
+    assert read_gaudi_buckets(gaudi_out)
+
+
+def test_a_recording_makes_a_table_that_serves_the_same_prompts(
+    hpu_duo: Run, model_dir: Path, tmp_path: Path
+) -> None:
+    shapes, out = tmp_path / "shapes.jsonl", tmp_path / "table.txt"
+    prompts = ("--prompt", "Once upon a time", "--prompt", "there was", "--max-new-tokens", 6)
+    serve = ("generate", "--model", model_dir, *prompts, *LIMITS, "--max-model-len", 512)
+    free = hpu_duo(*serve, "--record-shapes", shapes)
+    assert free.exit_code == 0, free.stderr
+    assert sum(read_shapes(shapes).values()) >= 6
+    planned = hpu_duo(
+        *("plan", "--model", model_dir, *LIMITS, "--max-model-len", 512, "--from-shapes", shapes),
+        *("--graphs-budget", 6, "--out", out, "--json"),
+    )
+    assert planned.exit_code == 0, planned.stderr
+    report = json.loads(planned.stdout)["padding"]["planned"]
+    assert report["missed"] == 0
+    assert report["holds_all"]
+    padded = hpu_duo(*serve, "--buckets", out)
+    assert padded.exit_code == 0, padded.stderr
+    assert padded.stdout == free.stdout
+
+
+def test_compare_shows_every_strategy(hpu_duo: Run, config_dir: Path) -> None:
+    result = hpu_duo(
+        *("plan", "--model", config_dir, *LIMITS, "--max-model-len", 512, "--compare", "--json"),
+        *("--graphs-budget", 8),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert set(json.loads(result.stdout)["padding"]) == {
+        "planned",
+        "thinned",
+        "upstream-unified",
+        "exponential",
+        "linear",
+        "padding-aware",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--strategy", "guess"), "expected --strategy to be one of planned"),
+        (("--graphs-budget", 0), "at least 1 graph, got 0"),
+        (("--from-shapes", "missing.jsonl"), "cannot read recorded shapes from missing.jsonl"),
+        (("--max-num-seqs", 0), "expected max_num_seqs >= 1, got 0"),
+        (("--out", "/nowhere/at/all"), "cannot write /nowhere/at/all"),
+    ],
+)
+def test_bad_input_is_refused_with_a_sentence(
+    hpu_duo: Run, config_dir: Path, arguments: tuple[str, object], message: str
+) -> None:
+    result = hpu_duo("plan", "--model", config_dir, "--num-blocks", 64, "--block-size", 16, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_model_refuses_a_file_that_is_no_table(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "table.txt"
+    path.write_text("--u/q1\n")
+    with pytest.raises(ValueError, match=r"table\.txt, line 1: expected a shape"):
+        HPUDuoModel.from_pretrained(model_dir, buckets=path)

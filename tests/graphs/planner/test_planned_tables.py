@@ -1,0 +1,119 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs import BatchShape, BucketLimits, BucketTable, Miss, StepCost
+from graphs.planner import GraphBudget, evaluate, plan_table, prior
+from graphs.planner.cells import Cells
+from graphs.planner.levels import holds, price, to_levels
+from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
+
+LIMITS = BucketLimits(8, 256, 4096, 64, 200)
+TRAFFIC = {
+    BatchShape.parse("--u/q4/s0/u40/l4"): 70.0,
+    BatchShape.parse("--u/q8/s0/u90/l8"): 20.0,
+    BatchShape.parse("csu/q256/s20/u40/l5"): 10.0,
+    BatchShape.parse("c--/q100/s0/u0/l1"): 5.0,
+}
+
+
+@given(st.data())
+@settings(max_examples=12, deadline=None)
+def test_a_planned_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(data: st.DataObject) -> None:
+    limits = data.draw(limits_strategy)
+    num_graphs = data.draw(st.sampled_from([1, 2, 5, 20]))
+    seen = {data.draw(scheduled_shapes(limits)): 1.0 for _ in range(3)}
+    for traffic in (None, seen):
+        table = plan_table(limits, num_graphs, traffic=traffic)
+        assert 1 <= len(table) <= num_graphs
+        assert all(limits.largest.holds(bucket) for bucket in table)
+        for _ in range(8):
+            assert not isinstance(table.fit(data.draw(scheduled_shapes(limits))), Miss)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_every_reachable_shape_lies_in_a_cell(data: st.DataObject) -> None:
+    limits = data.draw(limits_strategy)
+    cells = Cells.within(limits, StepCost(block_size=limits.block_size), most=200)
+    for _ in range(10):
+        levels = np.array(data.draw(scheduled_shapes(limits)).levels)
+        same_phase = (cells.highest[:, :3] == levels[:3]).all(axis=1)
+        inside = (cells.lowest <= levels).all(axis=1) & (levels <= cells.highest).all(axis=1)
+        assert (inside & same_phase).sum() == 1
+
+
+def test_the_same_input_gives_the_same_table() -> None:
+    assert plan_table(LIMITS, 12, traffic=TRAFFIC) == plan_table(
+        LIMITS, 12, traffic=dict(reversed(TRAFFIC.items()))
+    )
+
+
+def test_a_plan_from_traffic_pads_that_traffic_less_than_the_default_table_does() -> None:
+    cost = StepCost(block_size=64)
+    planned = evaluate(plan_table(LIMITS, 12, cost, TRAFFIC).buckets, LIMITS, cost, TRAFFIC)
+    default = evaluate(BucketTable.exponential(LIMITS).buckets, LIMITS, cost, TRAFFIC)
+    assert planned.holds_all
+    assert planned.mean < min(0.1, default.mean)
+
+
+def test_more_graphs_pad_the_prior_less() -> None:
+    cost = StepCost(block_size=64)
+    means = [
+        evaluate(plan_table(LIMITS, n, cost).buckets, LIMITS, cost, prior(LIMITS)).mean
+        for n in (1, 4, 16, 64)
+    ]
+    assert means == sorted(means, reverse=True)
+    assert means[-1] < 0.25 * means[0]
+
+
+def test_one_graph_holds_everything() -> None:
+    assert plan_table(LIMITS, 1).buckets == (LIMITS.largest,)
+
+
+def test_time_and_memory_bound_the_table() -> None:
+    in_time = plan_table(LIMITS, GraphBudget(64, seconds=50, seconds_per_graph=10))
+    assert len(in_time) <= 5
+    budget = GraphBudget(64, memory_bytes=2000, bytes_of=lambda shape: float(shape.query_len))
+    in_memory = plan_table(LIMITS, budget)
+    assert sum(bucket.query_len for bucket in in_memory) <= 2000
+    assert len(in_memory) > 1
+    assert evaluate(in_memory.buckets, LIMITS, StepCost(block_size=64), prior(LIMITS)).holds_all
+
+
+def test_budgets_that_hold_no_table_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 graph, got 0"):
+        plan_table(LIMITS, 0)
+    with pytest.raises(ValueError, match="5 s does not hold the smallest table: one graph takes 10 s"):
+        plan_table(LIMITS, GraphBudget(9, seconds=5, seconds_per_graph=10))
+    with pytest.raises(ValueError, match=r"255 bytes does not hold the smallest table.* takes 1 bytes more"):
+        plan_table(LIMITS, GraphBudget(9, memory_bytes=255, bytes_of=lambda shape: shape.query_len))
+    with pytest.raises(ValueError, match="expected seconds and seconds_per_graph together"):
+        GraphBudget(9, seconds=5)
+
+
+def test_traffic_of_another_deployment_is_refused() -> None:
+    shape = BatchShape.parse("--u/q9/s0/u1/l9")
+    with pytest.raises(ValueError, match="shape --u/q9/s0/u1/l9 was recorded under other limits"):
+        plan_table(LIMITS, 8, traffic={shape: 1})
+    with pytest.raises(ValueError, match="at least one shape"):
+        plan_table(LIMITS, 8, traffic={})
+    with pytest.raises(ValueError, match="positive weight"):
+        plan_table(LIMITS, 8, traffic={BatchShape.parse("--u/q1/s0/u1/l1"): 0})
+
+
+def test_a_cost_that_prices_one_shape_at_a_time_will_do() -> None:
+    cost = StepCost(block_size=64)
+    assert plan_table(LIMITS, 8, lambda shape: cost(shape)).buckets == plan_table(LIMITS, 8, cost).buckets
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_prices_and_holding_of_many_shapes_are_those_of_each(data: st.DataObject) -> None:
+    limits = data.draw(limits_strategy)
+    cost = StepCost(block_size=limits.block_size, ring_width=data.draw(st.sampled_from([0, 320])))
+    shapes = [data.draw(scheduled_shapes(limits)) for _ in range(6)]
+    levels = to_levels(shapes)
+    assert price(cost, levels) == pytest.approx([cost(shape) for shape in shapes], rel=1e-12)
+    assert holds(levels, levels).tolist() == [[a.holds(b) for b in shapes] for a in shapes]
