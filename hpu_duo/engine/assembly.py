@@ -20,9 +20,9 @@ from graphs import (
     StepCost,
     make_backend,
 )
-from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, SchedulerConfig
 from graphs.backends.toolchain import cpu_compile_problem
 from hpu_duo import sim
+from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, SchedulerConfig
 from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.engine import Engine
@@ -157,7 +157,11 @@ def plan_memory(
     *,
     free_bytes: int,
 ) -> MemoryPlan:
-    """The sizes of all stores, in up to ``free_bytes`` unless the user has said otherwise."""
+    """The sizes of all stores, in up to two fifths of ``free_bytes`` unless the user has said otherwise.
+
+    Raises:
+        ValueError: what the user has said does not fit into ``free_bytes``.
+    """
     kv = tuple(
         LayerKV(layout.num_retrieval, layout.num_streaming, layer.call.head_dim, window.size if window else 0)
         for layer, layout, window in zip(layers, layouts, windows)
@@ -169,15 +173,24 @@ def plan_memory(
     }
     wanted = scheduler.max_num_seqs * -(-max_len // cache.block_size)
     if cache.num_blocks is not None:
-        return MemoryPlan(kv, num_blocks=cache.num_blocks, **sizes)
+        return _fitting(MemoryPlan(kv, num_blocks=cache.num_blocks, **sizes), free_bytes)
     if cache.kv_cache_bytes is not None:
         plan = MemoryPlan.from_budget(kv, kv_cache_bytes=cache.kv_cache_bytes, **sizes)
-        return replace(plan, num_blocks=min(plan.num_blocks, wanted))
+        return _fitting(replace(plan, num_blocks=min(plan.num_blocks, wanted)), free_bytes)
     plan = MemoryPlan(kv, num_blocks=wanted, **sizes)
     budget = free_bytes * 2 // 5
     if plan.total_bytes <= budget:
         return plan
     return MemoryPlan.from_budget(kv, kv_cache_bytes=budget, **sizes)
+
+
+def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:
+    if plan.total_bytes > free_bytes:
+        raise ValueError(
+            f"the KV cache was asked to take {plan.total_bytes} bytes ({plan.num_blocks} blocks), "
+            f"but only {free_bytes} bytes are free"
+        )
+    return plan
 
 
 def choose_kernels(name: str, device: torch.device, layers: tuple[DecoderLayer, ...]) -> Implementation:
