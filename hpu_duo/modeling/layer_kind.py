@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-
-from kernels_ref import LayerSpec
 
 # The number of a layer differs everywhere and changes nothing but where its cache lies.
 _NUMBERING = {"layer_idx", "layer_id", "training"}
@@ -17,7 +15,7 @@ _NUMBERING = {"layer_idx", "layer_id", "training"}
 class LayerKind:
     """Everything about a layer that its compiled code may take for granted: structure, shapes, plain values.
 
-    Its attention included, which ``spec`` describes.
+    Its attention included, which ``spec`` describes: any value that says enough of it.
 
     Compiled layers are entered without checks, so two layers are of one kind only if nothing that
     Python code could branch on tells them apart. Hashed once, because it is looked up in every layer
@@ -26,7 +24,7 @@ class LayerKind:
 
     __slots__ = ("_hash", "_parts")
 
-    def __init__(self, layer: nn.Module, spec: LayerSpec) -> None:
+    def __init__(self, layer: nn.Module, spec: Hashable) -> None:
         modules = tuple((path, *_describe(module)) for path, module in layer.named_modules())
         self._parts = (spec, modules)
         self._hash = hash(self._parts)

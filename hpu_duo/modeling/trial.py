@@ -7,7 +7,8 @@ ahead all pass unseen, and would be served wrongly. So a few tiny texts are run 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,31 +17,33 @@ from transformers import PreTrainedModel
 
 from bias_builders import Window, causal_mask
 from hpu_duo.modeling.attention import NAME, AttentionCall, Trial, placeholder_mask
+from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.refusal import refusing
 
 NUM_TEXTS = 4
 TEXT_LEN = 4
+_LAYERS_OF_A_KIND = 2
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""Largest relative error of the logits of a token."""
+TOLERANCE = 1e-3
+"""Largest relative error of what the last norm gives for a token, in float32."""
 
-# Rounding may send a token of a mixture-of-experts model to another expert; a wrong model is wrong
-# at most tokens: the texts are so short that their beginnings, where neighbours meet, are most of it.
-_MAX_ROUNDED_SHARE = 0.5
-
-_MAX_EXACT_ELEMENTS = 1 << 29
-"""Weights of models up to this size are widened to float32 for the trial: 2 GiB for a moment."""
+# Rounding may send a token of a mixture-of-experts model to another expert.
+_MAX_ROUNDED_SHARE = 0.125
 
 
 @torch.inference_mode()
 def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> None:
     """Run short texts side by side, attending as ``calls`` say, and compare with transformers' own run.
 
+    It runs in float32 whatever the weights are, because rounding hides flaws and deep models blow it up to
+    anything. What it holds for that is one widened layer at a time, and it runs two layers of each kind only:
+    of an 8B model 0.9 GB, four seconds on one core. The head, which sees one token at a time, is left out.
+
     Args:
         calls: what each layer asks of its attention, windows included.
 
     Raises:
-        ValueError: the logits differ, so the model does something that its attention calls do not show.
+        ValueError: the results differ, so the model does something that its attention calls do not show.
     """
     device = next(model.parameters()).device
     vocab_size = model.config.get_text_config().vocab_size
@@ -49,7 +52,8 @@ def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> No
     positions = torch.arange(TEXT_LEN, device=device).repeat(NUM_TEXTS)
     trial = DenseTrial({id(call.module): call for call in calls}, positions)
     texts = tokens.view(NUM_TEXTS, TEXT_LEN)
-    with refusing(model), _exact(model):
+    layers = _representatives(model, calls)
+    with refusing(model), _only(model, layers), _widened(model, layers):
         flat = model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -60,32 +64,92 @@ def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> No
         model.set_attn_implementation("eager")
         apart = model(input_ids=texts, attention_mask=torch.ones_like(texts), use_cache=False).logits
     model.set_attn_implementation(NAME)
-    _compare(type(model).__name__, flat.float(), apart.flatten(0, 1).float(), flat.dtype)
+    _compare(type(model).__name__, flat.float(), apart.flatten(0, 1).float())
+
+
+def _representatives(model: nn.Module, calls: Sequence[AttentionCall]) -> list[nn.Module]:
+    """The first two layers of each kind, in order; all of them where no one list can be cut short."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    layers = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
+    if not any(
+        isinstance(module, nn.ModuleList) and set(layers) <= set(module) for module in model.modules()
+    ):
+        return layers
+    chosen: list[nn.Module] = []
+    seen: Counter[Hashable] = Counter()
+    for layer, call in zip(layers, calls):
+        kind = LayerKind(layer, (call.sliding_window, call.softcap, call.scale))
+        seen[kind] += 1
+        if seen[kind] <= _LAYERS_OF_A_KIND:
+            chosen.append(layer)
+    return chosen
 
 
 @contextmanager
-def _exact(model: nn.Module) -> Iterator[None]:
-    """The model in float32 if it is small: deep random models blow rounding of bfloat16 up to anything."""
-    narrow = [p for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
-    if sum(p.numel() for p in narrow) > _MAX_EXACT_ELEMENTS:
-        narrow = []
-    kept = [p.data for p in narrow]
-    for parameter in narrow:
-        parameter.data = parameter.data.float()
+def _only(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """The model with these layers alone, where one list holds them all."""
+    lists = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and set(layers) <= set(child)
+    ]
+    for parent, name, _ in lists:
+        setattr(parent, name, nn.ModuleList(layers))
     try:
         yield
     finally:
-        for parameter, data in zip(narrow, kept):
-            parameter.data = data
+        for parent, name, child in lists:
+            setattr(parent, name, child)
 
 
-def _compare(name: str, flat: torch.Tensor, apart: torch.Tensor, dtype: torch.dtype) -> None:
+@contextmanager
+def _widened(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """The model in float32, each layer only while it runs, without its head."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    apart = [embedding, *([] if head is None else [head]), *layers]
+    held = {id(p) for module in apart for p in module.parameters()}
+    narrow: dict[nn.Parameter, torch.Tensor] = {}
+
+    def widen(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                narrow[parameter] = parameter.data
+                parameter.data = parameter.data.float()
+
+    def restore(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter in narrow:
+                parameter.data = narrow.pop(parameter)
+
+    hooks = [embedding.register_forward_hook(lambda module, args, output: output.float())]
+    for layer in layers:
+        hooks.append(layer.register_forward_pre_hook(lambda module, args: widen(module.parameters())))
+        hooks.append(layer.register_forward_hook(lambda module, args, output: restore(module.parameters())))
+    if head is not None:
+        head.forward = _as_it_is
+    try:
+        widen(p for p in model.parameters() if id(p) not in held)
+        yield
+    finally:
+        restore(list(narrow))
+        for hook in hooks:
+            hook.remove()
+        if head is not None:
+            del head.forward
+
+
+def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+def _compare(name: str, flat: torch.Tensor, apart: torch.Tensor) -> None:
     error = (flat - apart).abs().amax(dim=-1) / apart.abs().amax(dim=-1).clamp(min=1e-6)
     # A NaN is an error too.
-    share_wrong = 1 - (error <= TOLERANCE[dtype]).float().mean().item()
+    share_wrong = 1 - (error <= TOLERANCE).float().mean().item()
     if share_wrong > _MAX_ROUNDED_SHARE:
         raise ValueError(
-            f"{name} cannot be served: texts in one flat batch get other logits than transformers gives "
+            f"{name} cannot be served: texts in one flat batch get other results than transformers gives "
             f"each alone (relative error up to {error.max().item():.2g}); something beside its attention "
             "calls reads masks, counts positions or mixes neighbouring tokens"
         )

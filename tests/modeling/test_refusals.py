@@ -19,6 +19,10 @@ from transformers import (
 )
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.modeling.attention import Probe
+from hpu_duo.modeling.loading import load_model, read_config
+from hpu_duo.modeling.probe import probe
+from hpu_duo.modeling.trial import try_flat_batch
 from hpu_duo.modeling.visibility import look_through
 from tests.modeling.driving import teacher_forced
 from tests.modeling.families import BASE, BLOCK, IS_5, WINDOW, is_known, make_config, prompts_of, save_random
@@ -90,6 +94,46 @@ def test_a_deep_chaotic_mixture_of_experts_in_bfloat16_is_not_refused(tmp_path: 
     served = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
     assert {p.dtype for p in served.engine.runner.model.model.parameters()} <= {torch.bfloat16}
     assert served.generate([[5, 6, 7]], max_new_tokens=4).shape == (1, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_trial_runs_in_float32_and_widens_one_layer_at_a_time(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 5}), tmp_path)
+    model = load_model(tmp_path, read_config(tmp_path), dtype, torch.device("cpu"))
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    layers = list(model.model.layers)
+    calls = [layer.call for layer in probe(model)]
+    seen = []
+
+    def note(layer: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        wide = [other is layer for other in layers if other.mlp.up_proj.weight.dtype == torch.float32]
+        seen.append((layers.index(layer), args[0].dtype, wide))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(layers[0]), "forward", noting(type(layers[0]).forward, note))
+        try_flat_batch(model, calls)
+    assert seen == [(index, torch.float32, [True]) for index in (0, 1, 0, 1)]
+    assert list(model.model.layers) == layers
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model(torch.tensor([[5]]), hpu_duo_step=Probe()).logits.shape == (1, 1, BASE["vocab_size"])
+
+
+def noting(forward: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    def noted(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        note(layer, args)
+        return forward(layer, *args, **kwargs)
+
+    return noted
+
+
+@pytest.mark.parametrize("name", ["positions_counted_from_padding", "biases_by_head"])
+def test_flaws_show_in_bfloat16_checkpoints_too(tmp_path: Path, name: str) -> None:
+    of_class, changes, message = REFUSED[name]
+    model = save_random(make_config(of_class, **{**BASE, **changes}), tmp_path)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
 
 
 def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
