@@ -124,8 +124,11 @@ def test_chat_wraps_the_prompt_in_the_models_template(
         (["--prompt", "x", "--temperature", "-1"], "temperature: expected a number in [0, "),
         (["--prompt", "x", "--temperature", "1", "--top-p", "0"], "top_p: expected a number in (0, 1]"),
         (["--prompt", "x", "--top-k", "5"], "expected --temperature above 0 with --top-k"),
-        (["--prompt", "x", "--sparsity", "0.5"], "sparsity need a head pattern"),
-        (["--prompt", "x", "--device", "tpu"], "expected device 'auto' or one of cpu, cuda, hpu, got 'tpu'"),
+        (["--prompt", "x", "--sparsity", "0.5"], "sparsity needs a head pattern"),
+        (
+            ["--prompt", "x", "--device", "tpu"],
+            "expected device 'auto' or one of cpu, cuda, hpu, hpu-sim, got 'tpu'",
+        ),
         (["--prompt", "x", "--dtype", "int3"], "expected dtype 'auto' or one of"),
         (["--prompt", "x", "--graphs", "magic"], "expected a capture backend"),
         (["--prompt", "x", "--attention", "magic"], "expected attention to be one of"),

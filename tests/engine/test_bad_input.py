@@ -18,6 +18,16 @@ from tests.modeling.families import IS_5, VOCAB, greedy, prompts_of
 
 SCORES = np.array([[0.1, 0.9], [0.4, 0.3]], np.float32)
 RAW = HeadPattern(SCORES, sink=2, recent=6)
+
+
+class NamedStreamer(TextStreamer):
+    """Prints as its name, so that test ids are the same in every process."""
+
+    def __repr__(self) -> str:
+        return "streamer"
+
+
+STREAMER = NamedStreamer(None)
 THREE = torch.tensor([[5, 6, 7]])
 TOO_LONG = list(range(5, 90)) * 2
 
@@ -131,7 +141,7 @@ def test_bad_options_are_refused_at_load(tiny: Tiny, options: dict[str, Any], me
         ({"inputs": [[5]], "stop_token_ids": [VOCAB]}, "stop_token_ids"),
         ({"inputs": [[5]], "eos_token_id": VOCAB}, str(VOCAB)),
         ({"inputs": [[5]], "stop_strings": [""]}, "stop"),
-        ({"inputs": [[5], [6]], "streamer": TextStreamer(None)}, "streamer takes one sequence.*2 prompts"),
+        ({"inputs": [[5], [6]], "streamer": STREAMER}, "streamer takes one sequence.*2 prompts"),
         ({"inputs": [[5]], "streamer": "x"}, "streamer.*put and end.*str"),
         ({"inputs": THREE, "attention_mask": [[1, 1, 1]]}, "attention_mask.*tensor.*list"),
         ({"inputs": [[5]], "min_new_tokens": "a"}, "min_new_tokens.*integer >= 0.*'a'"),
