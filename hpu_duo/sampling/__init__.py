@@ -12,7 +12,7 @@ from hpu_duo.sampling.params import SamplingParams
 from hpu_duo.sampling.penalties import PenaltyState
 from hpu_duo.sampling.rng import derive_seed, uniform
 from hpu_duo.sampling.sampler import SampledTokens, sample, sample_tokens
-from hpu_duo.sampling.stop import Released, StopChecker, StopMatch, is_stop_token
+from hpu_duo.sampling.stop import Released, StopChecker, StopMatch
 
 __all__ = [
     "IncrementalDetokenizer",
@@ -27,7 +27,6 @@ __all__ = [
     "StopMatch",
     "TokenLogprobs",
     "derive_seed",
-    "is_stop_token",
     "sample",
     "sample_tokens",
     "special_token_ids",

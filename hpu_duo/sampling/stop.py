@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpu_duo.sampling.params import SamplingParams
@@ -120,19 +119,6 @@ class StopChecker:
         self._held = "" if self._is_finished else pending[num_chars:]
         self._num_released += num_chars
         return Released(pending[:num_chars], None)
-
-
-def is_stop_token(
-    params: SamplingParams, token_id: int, num_output_tokens: int, eos_token_ids: Sequence[int]
-) -> bool:
-    """Whether a sampled token ends the output: EOS unless ignored, or one of ``stop_token_ids``.
-
-    Args:
-        num_output_tokens: tokens generated so far, including this one; below ``min_tokens`` nothing ends.
-    """
-    if num_output_tokens < params.min_tokens:
-        return False
-    return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)
 
 
 def _find_borders(text: str) -> list[int]:

@@ -5,44 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketLimits, BucketTable, ExponentialRule, Miss, Phase, StepCost
+from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
 LIMITS = BucketLimits(32, 2048, 32768, 128, 2048)
-
-limits_strategy = st.builds(
-    BucketLimits,
-    max_num_seqs=st.integers(1, 40),
-    max_num_batched_tokens=st.integers(1, 600),
-    max_model_len=st.integers(1, 5000),
-    block_size=st.sampled_from([1, 16, 128]),
-    num_blocks=st.integers(1, 700),
-    uses_blocks=st.booleans(),
-    max_chunk_rows=st.integers(1, 8),
-)
-
-
-@st.composite
-def scheduled_shapes(draw: st.DrawFn, limits: BucketLimits) -> BatchShape:
-    """Draw rows first and derive the shape from them, so that ``BucketLimits`` is checked, not repeated."""
-    max_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    max_chunks = min(limits.max_chunk_rows, limits.max_num_seqs, limits.max_num_batched_tokens // 2)
-    num_chunks = draw(st.integers(0, max_chunks))
-    room = min(limits.max_num_seqs - num_chunks, limits.max_num_batched_tokens - 2 * num_chunks)
-    num_decodes = draw(st.integers(0 if num_chunks else 1, room))
-    chunk_tokens = 0
-    if num_chunks:
-        chunk_tokens = draw(st.integers(2 * num_chunks, limits.max_num_batched_tokens - num_decodes))
-    has_context = num_chunks > 0 and draw(st.booleans())
-    num_shared = num_unique = 0
-    if limits.uses_blocks:
-        per_request = -(-limits.max_model_len // limits.block_size)
-        of_chunks = num_chunks * per_request if has_context else 0
-        of_decodes = num_decodes * per_request // 2 if num_decodes > 1 else 0
-        num_shared = draw(st.integers(0, min(of_chunks + of_decodes, limits.num_blocks)))
-        num_unique = draw(st.integers(1, limits.num_blocks)) if num_decodes else 0
-    phase = Phase(num_chunks > 0, has_context or num_shared > 0, num_decodes > 0)
-    num_rows = num_chunks + num_decodes
-    num_logits = draw(st.integers(num_rows, max(num_rows, min(max_rows, chunk_tokens + num_decodes))))
-    return BatchShape(phase, chunk_tokens + num_decodes, num_shared, num_unique, num_logits)
 
 
 small_shapes = st.builds(

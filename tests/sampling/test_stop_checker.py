@@ -1,11 +1,10 @@
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.sampling import Released, SamplingParams, StopChecker, StopMatch, is_stop_token
+from hpu_duo.sampling import Released, SamplingParams, StopChecker, StopMatch
 
 LETTERS = st.text(st.sampled_from("abc"), max_size=25)
 STOPS = st.lists(st.text(st.sampled_from("abc"), min_size=1, max_size=5), max_size=4)
@@ -120,21 +119,3 @@ def test_text_after_the_end_is_refused() -> None:
     checker.push("x", 1)
     with pytest.raises(ValueError, match="expected no text after a stop string, got 'y'"):
         checker.push("y", 2)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "token_id", "num_output_tokens", "expected"),
-    [
-        ({}, 2, 1, True),
-        ({}, 3, 1, False),
-        ({"ignore_eos": True}, 2, 1, False),
-        ({"ignore_eos": True, "stop_token_ids": [2]}, 2, 1, True),
-        ({"stop_token_ids": [7]}, 7, 1, True),
-        ({"stop_token_ids": [7], "min_tokens": 3}, 7, 2, False),
-        ({"stop_token_ids": [7], "min_tokens": 3}, 7, 3, True),
-    ],
-)
-def test_eos_and_stop_ids_end_the_output_from_min_tokens_on(
-    kwargs: dict[str, Any], token_id: int, num_output_tokens: int, expected: bool
-) -> None:
-    assert is_stop_token(SamplingParams(**kwargs), token_id, num_output_tokens, (2,)) is expected
