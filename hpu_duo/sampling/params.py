@@ -156,6 +156,8 @@ def _parse_logit_bias(logit_bias: Mapping[int, float] | None) -> dict[int, float
     """Copy the mapping, so that the caller cannot change it, with integer keys."""
     if logit_bias is None:
         return None
+    if not isinstance(logit_bias, Mapping):
+        raise ValueError(f"logit_bias: expected a mapping of token ids, got {type(logit_bias).__name__}")
     parsed: dict[int, float] = {}
     for key, bias in logit_bias.items():
         try:

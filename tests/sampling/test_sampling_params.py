@@ -119,3 +119,8 @@ def test_params_survive_pickling_and_hash_equal() -> None:
     copy = pickle.loads(pickle.dumps(params))
     assert copy == params
     assert hash(copy) == hash(params)
+
+
+def test_a_logit_bias_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(ValueError, match="logit_bias: expected a mapping of token ids, got list"):
+        SamplingParams(logit_bias=[1])  # type: ignore[arg-type]
