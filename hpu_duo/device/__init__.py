@@ -64,7 +64,9 @@ def resolve_device(name: str | torch.device) -> torch.device:
     text = str(name)
     if text == "auto":
         text = next(candidate for candidate in ("hpu", "cuda", "cpu") if problem(candidate) is None)
-    kind = text.partition(":")[0]
+    kind, colon, index = text.partition(":")
+    if colon and not (index.isascii() and index.isdigit()):
+        raise ValueError(f"expected a device such as 'cpu' or 'cuda:0', got {text!r}")
     if kind not in NAMES:
         raise ValueError(f"expected device 'auto' or one of {', '.join(NAMES)}, got {text!r}")
     reason = problem(kind)

@@ -209,3 +209,9 @@ def test_the_stand_in_computes_garbage_in_compile_only_mode(wrapped: nn.Module) 
     with bridge.env_setting("PT_COMPILE_ONLY_MODE", True):
         assert wrapped(torch.ones(3)).isnan().all()
     assert wrapped(torch.ones(3)).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["cpu:x", "cuda:", "hpu:-1", "cpu:0:1"])
+def test_a_device_with_an_index_that_is_no_number_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"such as 'cpu' or 'cuda:0', got '{name}'"):
+        resolve_device(name)
