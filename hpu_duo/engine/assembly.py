@@ -78,7 +78,7 @@ def assemble(
     runtime.place(model)
     store = KVStore(memory, dtype, device)
     impl = choose_kernels(config.model.attention, device, layers)
-    specs = [_spec(*each, impl) for each in zip(layers, layouts, windows)]
+    specs = [layer_spec(*each, impl) for each in zip(layers, layouts, windows)]
     step_model = StepModel(model, layers, specs, store.layers)
     runner = _make_runner(config, step_model, store, max_len, text_config, runtime)
     scheduler = Scheduler(
@@ -255,7 +255,10 @@ def _pack(
         pack_linears(model, vector=[layer.module for layer in layers] if is_vector else [])
 
 
-def _spec(layer: DecoderLayer, layout: HeadLayout, window: Window | None, impl: Implementation) -> LayerSpec:
+def layer_spec(
+    layer: DecoderLayer, layout: HeadLayout, window: Window | None, impl: Implementation
+) -> LayerSpec:
+    """What the kernels need to know of a layer whose heads are laid out."""
     return LayerSpec(
         num_retrieval=layout.num_retrieval,
         num_streaming=layout.num_streaming,

@@ -137,22 +137,34 @@ class Runner:
         return self.inputs.copy_in(bucket)
 
     def _make_step(self, bucket: BatchShape) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
-        parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
-        geometry, model = self.geometry, self.model
-        retrieval_heads, ring_kinds = model.retrieval_heads, model.ring_kinds
-
         runners: dict[Hashable, Callable[..., Any]] = {
-            kind: self.graphs.region(bucket, kind, run_layer) for kind in model.kinds
+            kind: self.graphs.region(bucket, kind, run_layer) for kind in self.model.kinds
         }
+        return bucket_step(self.model, self.geometry, bucket, runners)
 
-        def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
-            prepared = prepare_step(
-                parts, tensors, geometry.block_size, geometry.trash_row, retrieval_heads, ring_kinds
-            )
-            return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 
-        return step
+def bucket_step(
+    model: StepModel,
+    geometry: StepGeometry,
+    bucket: BatchShape,
+    runners: Mapping[Hashable, Callable[..., Any]],
+) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+    """What is captured for a bucket: staged inputs on the device to logits ``[N, V]``.
+
+    Args:
+        runners: what runs the layers of each kind of ``model.kinds``.
+    """
+    parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
+    retrieval_heads, ring_kinds = model.retrieval_heads, model.ring_kinds
+
+    def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
+        prepared = prepare_step(
+            parts, tensors, geometry.block_size, geometry.trash_row, retrieval_heads, ring_kinds
+        )
+        return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
+
+    return step
 
 
 def _read(tokens: SampledTokens) -> SampledTokens:

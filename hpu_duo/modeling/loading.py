@@ -56,8 +56,11 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
     raise ValueError(f"expected dtype 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
-def read_config(path: str | Path) -> Any:
+def read_config(path: str | Path, *, needs_weights: bool = True) -> Any:
     """The model's configuration.
+
+    Args:
+        needs_weights: refuse a directory that has none.
 
     Raises:
         ValueError: the directory, its config.json or its weights are missing, the configuration
@@ -68,7 +71,7 @@ def read_config(path: str | Path) -> Any:
         raise ValueError(f"expected a directory with a transformers checkpoint, got {str(path)!r}")
     if not (directory / "config.json").is_file():
         raise ValueError(f"expected config.json in {directory}, found none")
-    if not any(directory.glob("*.safetensors")):
+    if needs_weights and not any(directory.glob("*.safetensors")):
         raise ValueError(f"expected *.safetensors weights in {directory}, found none")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)

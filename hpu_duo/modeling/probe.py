@@ -29,8 +29,21 @@ class DecoderLayer:
 def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     """The decoder layers of a model in order, with what each asks of its attention.
 
+    A trial run shows that there is nothing else to it.
+
+    Raises:
+        ValueError: the model cannot be served; the message says what is missing.
+    """
+    layers = read_layers(model)
+    try_flat_batch(model, [layer.call for layer in layers])
+    return layers
+
+
+def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
+    """The same without the trial run, which needs weights: a model on ``meta`` will do.
+
     Heads, windows, soft caps and sinks are read from the attention call itself, so a family
-    needs no code of its own here. A trial run then shows that there is nothing else to it.
+    needs no code of its own here.
 
     Raises:
         ValueError: the model cannot be served; the message says what is missing.
@@ -47,7 +60,6 @@ def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     for index, call in enumerate(calls):
         _check_call(f"{name}, layer {index}", call)
     calls = [_with_window(model, index, call) for index, call in enumerate(calls)]
-    try_flat_batch(model, calls)
     paths = {id(module): path for path, module in model.named_modules()}
     parents = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
     return tuple(DecoderLayer(parent, call.module, call) for parent, call in zip(parents, calls))
