@@ -49,10 +49,14 @@ class HpuRuleViolation(RuntimeError):
         super().__init__(f"{rule.value}: {operator} at {self.source}: {detail}")
 
 
-def calling_line() -> str:
-    """The innermost line of Python outside torch and this package, as ``path:line in function``."""
+def calling_line(*skipped: str) -> str:
+    """The innermost line of Python outside torch and this package, as ``path:line in function``.
+
+    Args:
+        skipped: beginnings of further paths to look past.
+    """
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<")):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<", *skipped)):
         frame = frame.f_back
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
