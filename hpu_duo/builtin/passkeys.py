@@ -147,6 +147,12 @@ def token_counter(tokenizer: object) -> TokenCounter:
     return lambda text: len(encode(text, add_special_tokens=False))
 
 
+def sentence(rng: random.Random) -> str:
+    """One sentence of filler text, without a passkey word in it."""
+    pieces = _choice(rng, SENTENCES).split(" ")
+    return " ".join(_fill(rng, piece) for piece in pieces)
+
+
 def _check(num_passkeys: int, passkey_words: int, depths: Sequence[float] | None) -> None:
     if num_passkeys < 0 or passkey_words < 1:
         raise ValueError(
@@ -167,18 +173,13 @@ def _filler(rng: random.Random, count_tokens: TokenCounter, budget: int) -> tupl
     sentences: list[str] = []
     lengths: list[int] = []
     while True:
-        sentence = _sentence(rng)
-        length = count_tokens(" " + sentence)
+        written = sentence(rng)
+        length = count_tokens(" " + written)
         if length > budget:
             return sentences, lengths
-        sentences.append(sentence)
+        sentences.append(written)
         lengths.append(length)
         budget -= length
-
-
-def _sentence(rng: random.Random) -> str:
-    pieces = _choice(rng, SENTENCES).split(" ")
-    return " ".join(_fill(rng, piece) for piece in pieces)
 
 
 def _fill(rng: random.Random, piece: str) -> str:
