@@ -56,14 +56,35 @@ def assemble(
             or this machine.
     """
     device = resolve_device(config.model.device)
-    runtime = runtime_for(device)
-    # Where every operator is compiled, looking a model over is cheaper on the host.
-    first_device = torch.device("cpu") if runtime.compiles_operators else device
     hf_config = read_config(config.model.path)
     dtype = resolve_dtype(config.model.dtype, hf_config)
-    text_config = hf_config.get_text_config()
+    _wanted_len(config.scheduler, hf_config.get_text_config())  # refused before weights are read
+    model = load_model(config.model.path, hf_config, dtype, _first_device(device, runtime_for(device)))
+    return assemble_around(model, config, eos_token_ids, tokenizer, seed)
+
+
+def assemble_around(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    eos_token_ids: frozenset[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seed: int = 0,
+) -> Engine:
+    """Build everything that serves a model which is already in memory, in its dtype.
+
+    Args:
+        model: in evaluation mode, with our attention function; changed in place, heads are reordered.
+        config: its path and dtype are not looked at.
+
+    Raises:
+        ValueError: the model cannot be served, or the configuration does not fit it or this machine.
+    """
+    device = resolve_device(config.model.device)
+    runtime = runtime_for(device)
+    first_device = _first_device(device, runtime)
+    dtype = model.dtype
+    text_config = model.config.get_text_config()
     max_len = _wanted_len(config.scheduler, text_config)
-    model = load_model(config.model.path, hf_config, dtype, first_device)
     layers = probe(model)
     pattern = resolve_pattern(config.heads, layers)
     layouts, windows = assign_heads(layers, pattern, max_len)
@@ -93,6 +114,11 @@ def assemble(
     )
     limits = TokenLimits(max_len, eos_token_ids, text_config.vocab_size)
     return Engine(runner, scheduler, limits, tokenizer, seed)
+
+
+def _first_device(device: torch.device, runtime: DeviceRuntime) -> torch.device:
+    """Where a model is looked over: on the host where the device would compile every operator of it."""
+    return torch.device("cpu") if runtime.compiles_operators else device
 
 
 def resolve_pattern(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> HeadPattern | None:
