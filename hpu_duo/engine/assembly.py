@@ -319,7 +319,7 @@ def _make_runner(
     use_table = backend.name != "eager" or runtime.compiles_operators or config.graph.table is not None
     table = config.graph.table
     if table is None:
-        table = _default_table(limits, model, text_config) if use_table else BucketTable(())
+        table = default_table(limits, model, text_config) if use_table else BucketTable(())
     _check_table(table, limits)
     policy = config.graph.on_miss if use_table else MissPolicy.EAGER
     graphs = GraphCache(backend, table, policy)
@@ -360,7 +360,8 @@ def _backend(config: EngineConfig, device: torch.device) -> CaptureBackend:
     return make_backend(chosen) if isinstance(chosen, str) else chosen
 
 
-def _default_table(limits: BucketLimits, model: StepModel, text_config: Any) -> BucketTable:
+def default_table(limits: BucketLimits, model: StepModel, text_config: Any) -> BucketTable:
+    """The buckets that are captured when none are given."""
     first = model.specs[0]
     if first.impl is Implementation.SDPA:
         rule = ExponentialRule(slack=1.25, merge_unique=True)
