@@ -320,7 +320,7 @@ def _make_runner(
     table = config.graph.table
     if table is None:
         table = default_table(limits, model, text_config) if use_table else BucketTable(())
-    _check_table(table, limits)
+    check_table(table, limits)
     policy = config.graph.on_miss if use_table else MissPolicy.EAGER
     graphs = GraphCache(backend, table, policy)
     geometry = StepGeometry(
@@ -339,8 +339,12 @@ def _make_runner(
     )
 
 
-def _check_table(table: BucketTable, limits: BucketLimits) -> None:
-    """A bucket may not point beyond the stores; one with more query tokens than a step has is allowed."""
+def check_table(table: BucketTable, limits: BucketLimits) -> None:
+    """A bucket may not point beyond the stores; one with more query tokens than a step has is allowed.
+
+    Raises:
+        ValueError: one does.
+    """
     for bucket in table:
         if bucket.num_unique_blocks > limits.max_unique_blocks or bucket.num_logits > limits.max_num_seqs:
             raise ValueError(

@@ -113,13 +113,10 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
         ValueError: the weights are unreadable, incomplete, or of other shapes than the configuration
             says, or the architecture does not take its attention function from transformers' interface.
     """
-    options: dict[str, Any] = {**dtype_option(dtype), "attn_implementation": NAME, "local_files_only": True}
+    options = {**_build_options(config, dtype), "local_files_only": True}
     if _IS_5:
         # Reported below with both shapes; older versions raise an error that has them.
         options["ignore_mismatched_sizes"] = True
-    if hasattr(config, "_experts_implementation"):
-        # One batched product over all experts: its shapes do not depend on the routing.
-        options["experts_implementation"] = "batched_mm"
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, output_loading_info=True, **options
@@ -127,15 +124,41 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
     except SafetensorError as error:
         raise ValueError(f"expected whole *.safetensors files in {path}, got: {error}") from error
     except _WEIGHT_ERRORS as error:
-        if isinstance(error, KeyError) and error.args == (NAME,):
-            raise ValueError(
-                f"{config.model_type!r} cannot be served: transformers {transformers.__version__} gives it "
-                "attention classes of its own instead of its attention interface"
-            ) from error
-        raise ValueError(f"cannot load the model in {path}: {error}") from error
+        raise _refusal(path, config, error) from error
     model, report = loaded
     _check_complete(path, report)
     return model.eval().requires_grad_(False).to(device)
+
+
+def build_without_weights(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The same model on device ``meta``: shapes and code, no values and no memory.
+
+    Raises:
+        ValueError: the configuration or the architecture cannot be used.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **_build_options(config, dtype))
+    except _WEIGHT_ERRORS as error:
+        raise _refusal(path, config, error) from error
+    return model.eval().requires_grad_(False)
+
+
+def _build_options(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    options: dict[str, Any] = {**dtype_option(dtype), "attn_implementation": NAME}
+    if hasattr(config, "_experts_implementation"):
+        # One batched product over all experts: its shapes do not depend on the routing.
+        options["experts_implementation"] = "batched_mm"
+    return options
+
+
+def _refusal(path: str | Path, config: Any, error: Exception) -> ValueError:
+    if isinstance(error, KeyError) and error.args == (NAME,):
+        return ValueError(
+            f"{config.model_type!r} cannot be served: transformers {transformers.__version__} gives it "
+            "attention classes of its own instead of its attention interface"
+        )
+    return ValueError(f"cannot load the model in {path}: {error}")
 
 
 def _check_complete(path: str | Path, report: Any) -> None:
