@@ -1,0 +1,48 @@
+"""Whether Triton can run kernels on a device; asking for Triton never falls back to anything else."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+
+import torch
+
+MAX_HEAD_DIM = 256
+"""Largest head size that the tables of tiles know."""
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def is_installed() -> bool:
+    """Whether Triton could be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=None)
+def is_interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter: ``TRITON_INTERPRET=1`` when Triton was imported."""
+    from triton import JITFunction
+
+    from kernels_ref.triton.softmax import soften
+
+    return not isinstance(soften, JITFunction)
+
+
+def problem(device: torch.device) -> str | None:
+    """Why kernels cannot run on a device, or None when they can."""
+    if device.type not in ("cuda", "cpu"):
+        return f"Triton kernels run on CUDA devices, not on {str(device)!r}"
+    if not is_installed():
+        return "the package triton is not installed"
+    if device.type == "cpu" and not is_interpreting():
+        return "without a GPU they need Triton's interpreter (TRITON_INTERPRET=1 before the start)"
+    if device.type == "cuda" and is_interpreting():
+        return "Triton's interpreter is on, which is for CPU (unset TRITON_INTERPRET)"
+    return None
+
+
+def require(device: torch.device) -> None:
+    """Raise ``ValueError`` when kernels cannot run on a device."""
+    reason = problem(device)
+    if reason is not None:
+        raise ValueError(f"attention 'triton' was asked for, but {reason}")

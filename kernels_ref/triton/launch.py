@@ -1,0 +1,125 @@
+"""How large the tiles of the kernels are: tables by head size, never measurements at run time.
+
+A captured graph holds one choice for ever, and measuring at capture would make two runs of a server
+differ. So every choice here is a pure function of shapes and of the device's numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+
+MIN_TILE = 16
+"""Least rows and columns of a product of tiles."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One way to run a kernel.
+
+    Attributes:
+        rows: query rows of a tile, a row being one query head of one token; a power of two.
+        keys: keys of a tile; a power of two.
+        num_warps: warps of a program.
+        num_stages: depth of the pipeline of loads.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """What Triton's compiler is told, as keywords of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What choices depend on.
+
+    Attributes:
+        num_processors: streaming multiprocessors.
+        shared_bytes: most shared memory of one program.
+    """
+
+    num_processors: int
+    shared_bytes: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a device for data centres: 163 KiB or more, where the others have 99 KiB."""
+        return self.shared_bytes >= 160 << 10
+
+
+INTERPRETER = DeviceLimits(num_processors=4, shared_bytes=227 << 10)
+"""Stands in where kernels are interpreted: few processors keep the number of programs small."""
+
+
+@lru_cache(maxsize=None)
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The numbers of a CUDA device, or of the interpreter's stand-in for CPU."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    # Older torch does not tell; 99 KiB is what every device since compute capability 8.0 has.
+    shared = getattr(properties, "shared_memory_per_block_optin", 99 << 10)
+    return DeviceLimits(properties.multi_processor_count, shared)
+
+
+def next_power_of_two(number: int) -> int:
+    """The least power of two that is not below ``number``."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def padded_dim(head_dim: int) -> int:
+    """Columns of a tile that holds vectors of ``head_dim``."""
+    return max(MIN_TILE, next_power_of_two(head_dim))
+
+
+def group_rows(group_size: int) -> int:
+    """Rows of the query tile of one decoded token: its query heads of one key/value head."""
+    return max(MIN_TILE, next_power_of_two(group_size))
+
+
+def decode(group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
+    """Tiles of the kernels in which one token meets its context: bound by reading keys and values.
+
+    The tiles of a stage take 32 KiB, so that several programs share a processor and hide each
+    other's beginnings and ends.
+    """
+    rows, bytes_of_key = group_rows(group_size), padded_dim(head_dim) * dtype.itemsize
+    keys = max(MIN_TILE, min(64, (16 << 10) // bytes_of_key))
+    return Launch(rows, keys, num_warps=4, num_stages=3 if limits.is_large else 2)
+
+
+def blocks_per_program(num_blocks: int, num_heads: int, limits: DeviceLimits) -> int:
+    """Blocks that one program of the unique part reads: two programs for each processor.
+
+    At most ``MAX_BLOCKS`` so that the owners of a program's blocks fit into one vector.
+    """
+    programs = max(1, 2 * limits.num_processors // num_heads)
+    return min(MAX_BLOCKS, max(1, -(-num_blocks // programs)))
+
+
+MAX_BLOCKS = 512
+"""Most blocks of one program of the unique part."""
+
+MERGED_SLOTS = 32
+"""Triples that a merge adds up at a time."""
+
+MERGE = Launch(rows=1, keys=MERGED_SLOTS, num_warps=4, num_stages=2)
+"""How merges run."""
+
+Triple: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""``attn``, ``max``, ``sum``: what operators return, because they know no named tuples."""
+
+
+def partials(queries: torch.Tensor, num: int) -> Triple:
+    """Room for the triples of ``num`` rows: float32 ``[num, K, G, D]``, ``[num, K, G]`` twice."""
+    attn = queries.new_empty((num, *queries.shape[1:]), dtype=torch.float32)
+    return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])

@@ -1,0 +1,65 @@
+"""The kernels as torch operators: registered without Triton, which is imported at the first launch.
+
+An operator is opaque to torch.compile, and its fake tells the shapes, so a captured step holds the
+launch and not its Python code. No launch waits for the device, and no grid depends on data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from kernels_ref.triton.availability import require
+from kernels_ref.triton.launch import Triple, partials
+
+_NAMESPACE = "hpu_duo_triton"
+_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+
+
+def register(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an operator for CUDA, and for CPU under Triton's interpreter.
+
+    Args:
+        name: of the operator, of the module in this package that launches the kernel, and of the
+            function in it.
+        arguments, returns: its schema; the first argument is a tensor.
+        fake: from the arguments to empty results.
+    Returns:
+        the operator. It raises ``ValueError`` where Triton cannot run.
+    """
+
+    def run(first: torch.Tensor, *rest: Any) -> Any:
+        require(first.device)
+        function = getattr(import_module(f"kernels_ref.triton.{name}"), name)
+        with _current(first.device):
+            return function(first, *rest)
+
+    _library.define(f"{name}({arguments}) -> {returns}")
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, run, key)
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    # Triton launches on the current device, whatever its arguments are on.
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _like_queries(queries: torch.Tensor, *_: object) -> Triple:
+    return partials(queries, queries.shape[0])
+
+
+_TRIPLE = "(Tensor, Tensor, Tensor)"
+_QKV = "Tensor q, Tensor k, Tensor v"
+
+unique_blocks = register(
+    "unique_blocks",
+    f"{_QKV}, Tensor owner, Tensor tail_block, Tensor tail_visible, float softcap",
+    _TRIPLE,
+    _like_queries,
+)

@@ -1,0 +1,164 @@
+"""Device functions that several kernels share: soft cap, online softmax, one tile of attention.
+
+Shapes: M query rows of a tile (query heads of tokens), T keys of a tile, P columns (the head size
+rounded up to a power of two). Scores, maxima, sums and accumulators are float32.
+
+A hidden score is ``FLOOR``, finite. The weights of a row that has seen nothing yet are zero and not
+``exp(FLOOR - FLOOR)``, so an empty row ends as ``(0, FLOOR, 0)`` without being cleaned up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FLOOR = tl.constexpr(-1.0e30)
+SEEN = tl.constexpr(-0.5e30)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def soften(scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
+    """Scores squeezed into ``(-SOFTCAP, SOFTCAP)``; 0 means that the model has no soft cap."""
+    if SOFTCAP > 0.0:
+        small = tl.exp(-2.0 * tl.abs(scores) / SOFTCAP)
+        capped = SOFTCAP * (1.0 - small) / (1.0 + small)
+        scores = tl.where(scores < 0.0, -capped, capped)
+    return scores
+
+
+INTERPRETED = tl.constexpr(not isinstance(soften, triton.JITFunction))
+"""Whether kernels are interpreted: the interpreter multiplies the bits of bfloat16 numbers, not the numbers."""
+
+
+@triton.jit
+def product(left: tl.tensor, right: tl.tensor, acc: tl.tensor) -> tl.tensor:
+    """``acc + left @ right`` in float32; the inputs are of one type, and float32 is not rounded to TF32."""
+    if INTERPRETED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def score(q: tl.tensor, k: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
+    """Scores ``[M, T]`` of queries ``[M, P]`` and keys ``[T, P]``."""
+    nothing = tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32)
+    return soften(product(q, tl.trans(k), nothing), SOFTCAP)
+
+
+@triton.jit
+def weigh(scores: tl.tensor, largest: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
+    """``exp(scores - largest)``, zero in rows that have seen nothing.
+
+    For half precision the subtraction and the change of base are one fused operation.
+    """
+    origin = tl.where(largest > SEEN, largest, 0.0)
+    if EXACT:
+        weights = tl.exp(scores - origin[:, None])
+    else:
+        weights = tl.exp2(scores * LOG2E - (origin * LOG2E)[:, None])
+    return weights
+
+
+@triton.jit
+def accumulate(
+    scores: tl.tensor, values: tl.tensor, acc: tl.tensor, largest: tl.tensor, total: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of the online softmax (arXiv:1805.02867).
+
+    Args:
+        scores: ``[M, T]``, ``FLOOR`` where hidden.
+        values: ``[T, P]``, finite.
+        acc, largest, total: the triple so far, ``[M, P]``, ``[M]``, ``[M]``.
+    """
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    shrink = tl.exp2((largest - new_largest) * LOG2E)
+    weights = weigh(scores, new_largest, values.dtype == tl.float32)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    acc = product(weights.to(values.dtype), values, acc)
+    return acc, new_largest, total
+
+
+@triton.jit
+def load_vectors(
+    base: tl.tensor, row: tl.tensor, inside: tl.tensor, D: tl.constexpr, P: tl.constexpr
+) -> tl.tensor:
+    """Rows of a ``[*, D]`` array: ``[len(row), P]``, zero outside.
+
+    Args:
+        row: int64.
+        inside: which rows exist.
+    """
+    column = tl.arange(0, P)
+    place = base + row[:, None] * D + column[None, :]
+    if D == P:
+        vectors = tl.load(place, mask=inside[:, None], other=0.0)
+    else:
+        vectors = tl.load(place, mask=inside[:, None] & (column < D)[None, :], other=0.0)
+    return vectors
+
+
+@triton.jit
+def attend_run(
+    q: tl.tensor,
+    acc: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    first_unit: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    head: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    T: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Queries against tokens ``[begin, end)`` of units that lie side by side in a store.
+
+    Args:
+        q: ``[M, P]``, scaled.
+        acc, largest, total: the triple so far; the new one is returned.
+        k_ptr, v_ptr: stores ``[X, NUM_HEADS, SLOTS, D]``.
+        first_unit: unit of token 0; token ``t`` lies in slot ``t % SLOTS`` of unit ``t // SLOTS`` after it.
+    """
+    for start in tl.range(begin, end, T):
+        token = start + tl.arange(0, T)
+        inside = token < end
+        unit = (first_unit + token // SLOTS).to(tl.int64)
+        row = (unit * NUM_HEADS + head) * SLOTS + token % SLOTS
+        k = load_vectors(k_ptr, row, inside, D, P)
+        scores = tl.where(inside[None, :], score(q, k, SOFTCAP), FLOOR)
+        v = load_vectors(v_ptr, row, inside, D, P)
+        acc, largest, total = accumulate(scores, v, acc, largest, total)
+    return acc, largest, total
+
+
+@triton.jit
+def store_partial(
+    acc: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    attn_ptr: tl.tensor,
+    max_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+) -> None:
+    """Write a triple to rows of ``attn [*, D]``, ``max [*]`` and ``sum [*]``, all float32.
+
+    Args:
+        row: int64 ``[M]``.
+        inside: which rows exist.
+    """
+    column = tl.arange(0, P)
+    place = attn_ptr + row[:, None] * D + column[None, :]
+    tl.store(place, acc, mask=inside[:, None] & (column < D)[None, :])
+    tl.store(max_ptr + row, largest, mask=inside)
+    tl.store(sum_ptr + row, total, mask=inside)

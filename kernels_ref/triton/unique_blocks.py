@@ -1,0 +1,159 @@
+"""Decodes against the blocks that only they read: cut over blocks, so that one long context fills a GPU.
+
+A program takes a range of blocks of one head and walks over its *runs*, neighbouring blocks of one
+owner: each run is one loop over its tokens without a branch. Blocks of nobody are stepped over. The
+triple of run ``r`` of range ``c`` goes to slot ``r * num_ranges + c`` of a workspace, so that with long
+runs the used slots lie side by side; ``merge_runs`` adds up the slots of each row. Programs behind the
+ranges take the tails, one for each row.
+
+Shapes: N rows, K heads, G query heads of each, D head size, NU blocks of the contiguous slice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels_ref.triton import launch
+from kernels_ref.triton.merge_runs import merge_runs_kernel
+from kernels_ref.triton.softmax import FLOOR, attend_run, store_partial
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_ranges", "blocks_per_range"])
+def unique_blocks_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    owner_ptr: tl.tensor,
+    tail_block_ptr: tl.tensor,
+    tail_visible_ptr: tl.tensor,
+    attn_ptr: tl.tensor,
+    max_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    run_row_ptr: tl.tensor,
+    num_runs_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_blocks: tl.tensor,
+    num_ranges: tl.tensor,
+    blocks_per_range: tl.tensor,
+    stride_qn: tl.tensor,
+    stride_qk: tl.tensor,
+    stride_qg: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    T: tl.constexpr,
+    RANGE_PAD: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> None:
+    """Grid ``(NUM_HEADS, num_ranges + num_rows)``; ``RANGE_PAD`` is a power of two over ``blocks_per_range``."""
+    head = tl.program_id(0)
+    work = tl.program_id(1)
+    group = tl.arange(0, M)
+    column = tl.arange(0, P)
+    query_place = head * stride_qk + group[:, None] * stride_qg + column[None, :]
+    query_mask = (group < GROUP)[:, None] & (column < D)[None, :]
+    if work < num_ranges:
+        begin = work * blocks_per_range
+        end = tl.minimum(begin + blocks_per_range, num_blocks)
+        block = begin + tl.arange(0, RANGE_PAD)
+        owner = tl.load(owner_ptr + block, mask=block < end, other=num_rows)
+        num_runs = 0
+        while begin < end:
+            row = tl.sum(tl.where(block == begin, owner, 0))
+            run_end = tl.min(tl.where((block > begin) & (owner != row), block, end))
+            if row < num_rows:
+                q = tl.load(q_ptr + row * stride_qn + query_place, mask=query_mask, other=0.0)
+                acc = tl.zeros([M, P], dtype=tl.float32)
+                largest = tl.full([M], FLOOR, dtype=tl.float32)
+                total = tl.zeros([M], dtype=tl.float32)
+                acc, largest, total = attend_run(
+                    q, acc, largest, total, k_ptr, v_ptr, begin, 0, (run_end - begin) * SLOTS, head,
+                    NUM_HEADS, SLOTS, D, P, T, SOFTCAP,
+                )  # fmt: skip
+                slot = (num_runs * num_ranges + work).to(tl.int64)
+                place = (slot * NUM_HEADS + head) * GROUP + group
+                store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P)
+                tl.store(run_row_ptr + num_runs * num_ranges + work, row, mask=head == 0)
+                num_runs += 1
+            begin = run_end
+        tl.store(num_runs_ptr + work, num_runs, mask=head == 0)
+    else:
+        row = work - num_ranges
+        q = tl.load(q_ptr + row * stride_qn + query_place, mask=query_mask, other=0.0)
+        acc = tl.zeros([M, P], dtype=tl.float32)
+        largest = tl.full([M], FLOOR, dtype=tl.float32)
+        total = tl.zeros([M], dtype=tl.float32)
+        acc, largest, total = attend_run(
+            q, acc, largest, total, k_ptr, v_ptr, tl.load(tail_block_ptr + row), 0,
+            tl.load(tail_visible_ptr + row), head, NUM_HEADS, SLOTS, D, P, T, SOFTCAP,
+        )  # fmt: skip
+        slot = (blocks_per_range * num_ranges + row).to(tl.int64)
+        place = (slot * NUM_HEADS + head) * GROUP + group
+        store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P)
+
+
+def unique_blocks(
+    q_NKGD: torch.Tensor,
+    k_XKBD: torch.Tensor,
+    v_XKBD: torch.Tensor,
+    owner: torch.Tensor,
+    tail_block: torch.Tensor,
+    tail_visible: torch.Tensor,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the kernel and its merge; arguments as in ``kernels_ref.triton.parts``, ``softcap`` 0 = none."""
+    num_rows, num_heads, group, dim = q_NKGD.shape
+    num_blocks = owner.shape[0]
+    limits = launch.device_limits(q_NKGD.device)
+    tiles = launch.decode(group, dim, k_XKBD.dtype, limits)
+    per_range = launch.blocks_per_program(num_blocks, num_heads, limits)
+    num_ranges = -(-num_blocks // per_range)
+    work = launch.partials(q_NKGD, per_range * num_ranges + num_rows)
+    run_row = owner.new_empty(per_range * num_ranges)
+    num_runs = owner.new_empty(num_ranges)
+    unique_blocks_kernel[(num_heads, num_ranges + num_rows)](
+        q_NKGD,
+        k_XKBD,
+        v_XKBD,
+        owner,
+        tail_block,
+        tail_visible,
+        *work,
+        run_row,
+        num_runs,
+        num_rows,
+        num_blocks,
+        num_ranges,
+        per_range,
+        *q_NKGD.stride()[:3],
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        SLOTS=k_XKBD.shape[2],
+        D=dim,
+        P=launch.padded_dim(dim),
+        M=tiles.rows,
+        T=tiles.keys,
+        RANGE_PAD=launch.next_power_of_two(per_range),
+        SOFTCAP=softcap,
+        **tiles.options,
+    )
+    out = launch.partials(q_NKGD, num_rows)
+    merge_runs_kernel[(num_heads * group, num_rows)](
+        *work,
+        run_row,
+        num_runs,
+        *out,
+        num_ranges,
+        per_range,
+        NUM_QUERY_HEADS=num_heads * group,
+        D=dim,
+        P=launch.padded_dim(dim),
+        RANGES=launch.MERGED_SLOTS,
+        **launch.MERGE.options,
+    )
+    return out
