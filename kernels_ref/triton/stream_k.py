@@ -32,9 +32,9 @@ def stream_k(
     """
     num_rows, num_heads, group, dim = q_NKGD.shape
     block_size = k_XKBD.shape[2]
-    tiles = launch.decode(group, dim, k_XKBD.dtype)
-    if workers is None:
-        workers = num_workers(launch.device_limits(q_NKGD.device))
+    limits = launch.device_limits(q_NKGD.device)
+    tiles = launch.decode(group, dim, k_XKBD.dtype, limits)
+    workers = num_workers(limits) if workers is None else workers
     work = build_work_map(owner, tail_block, tail_visible, block_size)
     out = launch.partials(q_NKGD, num_rows)
     cut_attn = out[0].new_empty(workers, 2, group, dim)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels_ref.triton.softmax import FLOOR, LOG2E, accumulate, load_vectors, soften, store_partial
+from kernels_ref.triton.softmax import FLOOR, LOG2E, accumulate, load_vectors, score, store_partial
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -81,8 +81,7 @@ def attend_ranges_kernel(
             seen = slot < tl.load(visible_ptr + item)
             place = (tl.load(block_ptr + item).to(tl.int64) * NUM_HEADS + head) * SLOTS + slot
             k = load_vectors(k_ptr, place, seen, D, P)
-            scores = soften(tl.dot(q, tl.trans(k), input_precision="ieee"), SOFTCAP)
-            scores = tl.where(seen[None, :], scores, FLOOR)
+            scores = tl.where(seen[None, :], score(q, k, SOFTCAP), FLOOR)
             v = load_vectors(v_ptr, place, seen, D, P)
             acc, largest, total = accumulate(scores, v, acc, largest, total)
 
