@@ -202,23 +202,24 @@ def _flash(
     visible: torch.Tensor | None = None,
 ) -> Partial:
     """Fused attention of scaled queries; normalised, so its sum is 1 and its max the log-sum-exp."""
-    num_kv, group = q_SKGD.shape[1:3]
+    group = q_SKGD.shape[2]
     bias = None
     if visible is not None:
         # The kernel adds the bias in the dtype of the queries; float16 ends before our floor.
         lowest = max(FLOOR, torch.finfo(q_SKGD.dtype).min)
         bias = torch.zeros(visible.shape, dtype=q_SKGD.dtype).masked_fill_(~visible, lowest)[None, None]
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_SKGD.flatten(1, 2).transpose(0, 1)[None],
-        k_TKD.transpose(0, 1)[None],
-        v_TKD.transpose(0, 1)[None],
+    # Groups are the batch, over the same keys: torch 2.7 does not check for fewer key heads and reads beyond them.
+    out_GKSD, lse_GKS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_SKGD.permute(2, 1, 0, 3),
+        k_TKD.transpose(0, 1).expand(group, -1, -1, -1),
+        v_TKD.transpose(0, 1).expand(group, -1, -1, -1),
         0.0,
         is_causal,
         attn_mask=bias,
         scale=1.0,
     )
-    attn = out[0].transpose(0, 1).unflatten(1, (num_kv, group)).float()
-    largest = lse[0].transpose(0, 1).unflatten(1, (num_kv, group)).float()
+    attn = out_GKSD.permute(2, 1, 0, 3).float()
+    largest = lse_GKS.permute(2, 1, 0).float()
     total = torch.ones_like(largest)
     if visible is not None:
         # A row without any visible key has weighed hidden ones.
