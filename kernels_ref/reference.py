@@ -20,6 +20,11 @@ QUERY_SLICE = 512
 SCORE_BYTES = 64 << 20
 """Bound of one block of float32 scores: chunks of keys are cut to stay below it."""
 
+KEY_BYTES = 16 << 20
+"""Bound of the keys that one chunk of the shared part gathers, so that they do not grow with the context
+where few queries leave room for the scores of many blocks; with values, about the on-chip memory of a
+Gaudi 2."""
+
 UNIQUE_CHUNK = 256
 """Blocks of the contiguous slice that are read at a time."""
 
@@ -89,7 +94,9 @@ def shared_blocks(
     """Every query against every shared block, a bounded chunk of blocks at a time."""
     num_queries, num_kv, group, _ = q_QKGD.shape
     block_size = k_XKBD.shape[2]
-    chunk = max(1, SCORE_BYTES // (4 * num_queries * num_kv * group * block_size))
+    score_bytes = 4 * num_queries * num_kv * group * block_size
+    key_bytes = k_XKBD[0].numel() * k_XKBD.element_size()
+    chunk = max(1, min(SCORE_BYTES // score_bytes, KEY_BYTES // key_bytes))
     total = empty(q_QKGD)
     for begin in range(0, t.shared_block.shape[0], chunk):
         block = t.shared_block[begin : begin + chunk]
