@@ -80,9 +80,9 @@ def attend_ranges_kernel(
             slot = (step % TILES) * T + tl.arange(0, T)
             seen = slot < tl.load(visible_ptr + item)
             place = (tl.load(block_ptr + item).to(tl.int64) * NUM_HEADS + head) * SLOTS + slot
-            k = load_vectors(k_ptr, place, seen, D, P)
+            k = load_vectors(k_ptr, place, D, seen, D, P)
             scores = tl.where(seen[None, :], score(q, k, SOFTCAP), FLOOR)
-            v = load_vectors(v_ptr, place, seen, D, P)
+            v = load_vectors(v_ptr, place, D, seen, D, P)
             acc, largest, total = accumulate(scores, v, acc, largest, total)
 
         begins_tile = first == tile_begin
