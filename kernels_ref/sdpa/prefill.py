@@ -208,7 +208,7 @@ def _flash(
         # The kernel adds the bias in the dtype of the queries; float16 ends before our floor.
         lowest = max(FLOOR, torch.finfo(q_SKGD.dtype).min)
         bias = torch.zeros(visible.shape, dtype=q_SKGD.dtype).masked_fill_(~visible, lowest)[None, None]
-    # Groups are the batch, over the same keys: torch 2.7 does not check for fewer key heads and reads beyond them.
+    # Groups are the batch, over the same keys: given fewer key heads, torch 2.7 reads beyond them.
     out_GKSD, lse_GKS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_SKGD.permute(2, 1, 0, 3),
         k_TKD.transpose(0, 1).expand(group, -1, -1, -1),
