@@ -80,7 +80,8 @@ class Request:
         sampling_seed: seed of this sequence's random numbers.
 
     Raises:
-        ValueError: the prompt is empty, leaves no room for a token, or has a token outside the vocabulary.
+        ValueError: the prompt is empty, has a token outside the vocabulary, or leaves no room for a token
+            or for all forced ones.
     """
 
     def __init__(
@@ -95,6 +96,11 @@ class Request:
         prompt = _checked_prompt(request_id, prompt_token_ids, limits)
         room = limits.max_model_len - len(prompt)
         max_new = room if params.max_tokens is None else min(params.max_tokens, room)
+        if len(params.forced_token_ids) > max_new:
+            raise ValueError(
+                f"request {request_id!r} has {len(prompt)} prompt tokens and {len(params.forced_token_ids)} "
+                f"forced ones, expected at most max_model_len={limits.max_model_len} together"
+            )
 
         self.request_id = request_id
         self.params = params
@@ -118,10 +124,21 @@ class Request:
         self.num_blocks = 0
 
         stop_tokens = frozenset(params.stop_token_ids)
+        self._num_prefilled = max(0, len(prompt) - params.decoded_prompt_tokens)
         self._stop_tokens = stop_tokens if params.ignore_eos else stop_tokens | limits.eos_token_ids
 
-    def sibling(self, request_id: str, *, sample_index: int, sampling_seed: int) -> Request:
+    def sibling(
+        self,
+        request_id: str,
+        *,
+        sample_index: int,
+        sampling_seed: int,
+        params: SamplingParams | None = None,
+    ) -> Request:
         """Another sample of the same prompt, with this request as its parent.
+
+        Args:
+            params: None is the parent's.
 
         Raises:
             ValueError: this request is itself a sibling, or ``sample_index`` is below 1.
@@ -131,7 +148,11 @@ class Request:
         if sample_index < 1:
             raise ValueError(f"sample_index of a sibling must be 1 or more, got {sample_index}")
         child = Request(
-            request_id, self.prompt_token_ids, self.params, self.limits, sampling_seed=sampling_seed
+            request_id,
+            self.prompt_token_ids,
+            self.params if params is None else params,
+            self.limits,
+            sampling_seed=sampling_seed,
         )
         child.parent, child.sample_index = self, sample_index
         return child
@@ -165,6 +186,13 @@ class Request:
     def output_token_ids(self) -> NDArray[np.int32]:
         """The tokens sampled so far, a view."""
         return self.tokens[self.num_prompt_tokens : self.num_tokens]
+
+    @property
+    def num_next_tokens(self) -> int:
+        """Most tokens that the next step may compute: what is left to prefill, then one, if asked."""
+        if not self.params.decoded_prompt_tokens:
+            return self.num_uncomputed_tokens
+        return max(1, self._num_prefilled - self.num_computed_tokens)
 
     @property
     def is_finished(self) -> bool:

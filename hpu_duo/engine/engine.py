@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpu_duo.engine.output_text import SampleState
-from hpu_duo.engine.outputs import Completion, RequestOutput, TokenLogprob
+from hpu_duo.engine.outputs import Completion, ContinuationScore, RequestOutput, TokenLogprob
 from hpu_duo.engine.runner import Runner, StepResult
 from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scoring import forced, score_of
 from hpu_duo.engine.stats import EngineStats, StepCounters
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
 from hpu_duo.request import FinishReason, Request, TokenLimits
@@ -79,14 +81,19 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams or None, got {type(params).__name__}")
-        params.validate(self._vocab_size)
-        if params.stop and self.tokenizer is None:
+        return self._add(prompt_token_ids, [params] * params.n, request_id)
+
+    def _add(self, prompt_token_ids: Prompt, each: Sequence[SamplingParams], request_id: str | None) -> str:
+        """Queue the samples of one prompt, with parameters of their own."""
+        for params in each:
+            params.validate(self._vocab_size)
+        if any(params.stop for params in each) and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
         public_id = self._free_id() if request_id is None else request_id
         if public_id in self._groups:
             raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
-        seed = derive_seed(self._seed, self._num_added) if params.seed is None else params.seed
-        samples = self._make_samples(public_id, prompt_token_ids, params, seed)
+        seed = derive_seed(self._seed, self._num_added) if each[0].seed is None else each[0].seed
+        samples = self._make_samples(public_id, prompt_token_ids, each, seed)
         # Everything that may fail comes before anything changes.
         states = [self._state_of(sample, public_id) for sample in samples]
         self.scheduler.add(samples[0])
@@ -176,12 +183,64 @@ class Engine:
         )
         if len(each) != len(prompts):
             raise ValueError(f"expected one SamplingParams per prompt, got {len(each)} for {len(prompts)}")
+        waiting = deque(partial(self.add_request, prompt, one) for prompt, one in zip(prompts, each))
+        return self._serve(waiting, on_output)
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Sequence[Prompt]],
+    ) -> list[list[ContinuationScore]]:
+        """How likely given continuations are, found by decoding them.
+
+        Each prompt is prefilled but for its last token. That one and the continuation are then decoded one
+        token per step, whatever the model says, so every probability comes from a decode that reads the
+        cache as generation would; what a head pattern leaves out of the cache is missing here too.
+        Continuations of one prompt share its prefill when there are at least as many rows as continuations.
+
+        Args:
+            prompts: token ids, at least one each.
+            continuations: for each prompt the continuations to score, each of at least one token.
+
+        Returns:
+            For each prompt the scores of its continuations, in order.
+
+        Raises:
+            ValueError: the numbers differ, a prompt or continuation is empty, has tokens outside the
+                vocabulary, or is too long for the model. Nothing of this call is left behind.
+        """
+        if len(prompts) != len(continuations):
+            raise ValueError(
+                f"expected continuations for each of {len(prompts)} prompts, got {len(continuations)}"
+            )
+        asked = [[forced(tokens) for tokens in each] for each in continuations]
+        for number, each in enumerate(asked):
+            if not each:
+                raise ValueError(f"prompt {number}: expected at least one continuation, got none")
+            # Refuses what it would refuse later, when others have run.
+            self._make_samples(f"prompt {number}", prompts[number], each, 0)
+        waiting = deque(partial(self._add, prompt, each, None) for prompt, each in zip(prompts, asked))
+        done = self._serve(waiting, None, [len(each) for each in asked])
+        return [[score_of(sample) for sample in samples] for samples in done]
+
+    def _serve(
+        self,
+        waiting: deque[partial[str]],
+        on_output: Callable[[RequestOutput], None] | None,
+        widths: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:
+        """Add requests and step until they have ended.
+
+        Args:
+            widths: samples of each request, to add one only when all of them find a row, for then they can
+                fork; None adds all at once.
+        """
         done: dict[str, dict[int, Completion]] = {}
         others: list[RequestOutput] = []
         try:
-            for prompt, one in zip(prompts, each):
-                done[self.add_request(prompt, one)] = {}
-            while any(request_id in self._groups for request_id in done):
+            while waiting or any(request_id in self._groups for request_id in done):
+                while waiting and self._has_rows(None if widths is None else widths[len(done)]):
+                    done[waiting.popleft()()] = {}
                 outputs = self.step()
                 others += [output for output in outputs if output.request_id not in done]
                 for output in outputs:
@@ -199,6 +258,11 @@ class Engine:
                 self.abort(request_id)
             self._ended = others + [output for output in self._ended if output.request_id not in done]
         return [[samples[index] for index in sorted(samples)] for samples in done.values()]
+
+    def reset_peak(self) -> None:
+        """Forget the peak of the cache, so that ``stats`` tells that of what runs from now on."""
+        c = self._counters
+        c.peak_cached_tokens = c.peak_held_bytes = c.peak_full_attention_bytes = 0
 
     def stats(self) -> EngineStats:
         """A snapshot of what has been done and what is held."""
@@ -234,14 +298,24 @@ class Engine:
         return next(name for name in names if name not in self._groups)
 
     def _make_samples(
-        self, public_id: str, prompt: Prompt, params: SamplingParams, seed: int
+        self, public_id: str, prompt: Prompt, each: Sequence[SamplingParams], seed: int
     ) -> list[Request]:
-        first = Request(f"{public_id}#0", prompt, params, self.limits, sampling_seed=derive_seed(seed, 0))
+        first = Request(f"{public_id}#0", prompt, each[0], self.limits, sampling_seed=derive_seed(seed, 0))
         siblings = [
-            first.sibling(f"{public_id}#{index}", sample_index=index, sampling_seed=derive_seed(seed, index))
-            for index in range(1, params.n)
+            first.sibling(
+                f"{public_id}#{index}",
+                sample_index=index,
+                sampling_seed=derive_seed(seed, index),
+                params=params,
+            )
+            for index, params in enumerate(each[1:], start=1)
         ]
         return [first, *siblings]
+
+    def _has_rows(self, wanted: int | None) -> bool:
+        """Whether so many more samples could run now; one alone is never kept waiting."""
+        taken = len(self._samples)
+        return wanted is None or not taken or taken + wanted <= self.runner.store.plan.max_num_seqs
 
     def _state_of(self, sample: Request, public_id: str) -> SampleState:
         return SampleState(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hpu_duo.request import FinishReason
@@ -48,6 +49,29 @@ class RequestOutput:
     def is_finished(self) -> bool:
         """Whether this is the sample's last output."""
         return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class ContinuationScore:
+    """How likely a model finds one given continuation of a prompt.
+
+    Attributes:
+        logprobs: natural logarithm of the probability of each token, given the prompt and the tokens before.
+        is_likeliest: for each token, whether greedy decoding would have chosen it there.
+    """
+
+    logprobs: tuple[float, ...]
+    is_likeliest: tuple[bool, ...]
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding of the prompt would give the continuation."""
+        return all(self.is_likeliest)
 
 
 @dataclass

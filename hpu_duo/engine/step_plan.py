@@ -99,7 +99,7 @@ class StepDraft:
 
     def share_of(self, request: Request) -> int:
         """Tokens the request may compute in this step; 0 means that it waits for the next one."""
-        num_new = min(request.num_uncomputed_tokens, self.num_free_tokens)
+        num_new = min(request.num_next_tokens, self.num_free_tokens)
         return 0 if _is_chunk(request, num_new) and not self._num_free_chunk_rows else num_new
 
     def add(self, request: Request, num_new_tokens: int) -> None:

@@ -21,6 +21,10 @@ from hpu_duo.sampling.rng import uniform, wrap_seed
 #: that it absorbs any logit and bias and still has probability zero at ``MAX_TEMPERATURE``.
 FORBIDDEN = -1e30
 
+#: Added to the logit of a forced token. Finite for the same reason, also after division by the smallest
+#: temperature, and above any other logit after any penalty.
+REQUIRED = 1e30
+
 #: Above this k a full sort is used for top-k as well.
 MAX_TOPK_WIDTH = 1024
 
@@ -54,7 +58,8 @@ class SamplingRoute:
         num_rows: N, rows with a request or not.
         vocab_size: V.
         has_random: some row draws; otherwise every token is an argmax.
-        num_edits: padded number of (token, addend) pairs: logit bias and tokens forbidden by min_tokens.
+        num_edits: padded number of (token, addend) pairs: logit bias, tokens forbidden by min_tokens, forced
+            tokens.
         num_seen: padded number of (token, code) pairs of all penalty histories.
         topk_width: k of the one top-k selection; 0 when no row needs it or ``has_sort``.
         has_sort: a full sort is needed: some row has top_p, or a k above ``MAX_TOPK_WIDTH``.
@@ -282,6 +287,10 @@ def _choose_route(
 
 def _collect_edits(edits: PositionList, index: int, row: SamplingRow) -> None:
     params = row.params
+    if row.num_output_tokens < len(params.forced_token_ids):
+        forced = np.array([params.forced_token_ids[row.num_output_tokens]], dtype=np.int32)
+        edits.add(index, forced, np.array([REQUIRED], np.float32))
+        return
     if params.logit_bias:
         edits.add(index, *params.bias_arrays)
     if row.num_output_tokens < params.min_tokens:

@@ -45,6 +45,12 @@ class SamplingParams:
         stop_token_ids: token ids that end the output, besides EOS. Stored as a tuple.
         include_stop_str_in_output: keep the stop string (or stop token's text) in the text.
         skip_special_tokens: leave special tokens out of the text.
+        forced_token_ids: the first tokens of the output, whatever the model says; their log-probabilities
+            are the model's own, so that a given text is scored by decoding it. Bias, penalties and
+            min_tokens do not touch them; stop conditions hold for them as for others. Stored as a tuple.
+        decoded_prompt_tokens: so many last tokens of the prompt are computed one per step, like generated
+            ones and from the same cache, and so is everything after them, also after a preemption. The
+            others are prefilled. 1 is enough for the first output token to come from a decode.
 
     Raises:
         ValueError: a value is outside its range; the message names the field, the range and the value.
@@ -68,11 +74,14 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    forced_token_ids: Sequence[int] = ()
+    decoded_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "forced_token_ids", tuple(self.forced_token_ids or ()))
         object.__setattr__(self, "logit_bias", _parse_logit_bias(self.logit_bias))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
@@ -105,17 +114,26 @@ class SamplingParams:
                 raise ValueError(f"stop: expected non-empty strings, got {text!r}")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0)
+        for token_id in self.forced_token_ids:
+            _check_int("forced_token_ids", token_id, 0)
+        if self.max_tokens is not None and len(self.forced_token_ids) > self.max_tokens:
+            raise ValueError(
+                f"forced_token_ids: expected at most max_tokens={self.max_tokens} tokens, "
+                f"got {len(self.forced_token_ids)}"
+            )
+        _check_int("decoded_prompt_tokens", self.decoded_prompt_tokens, 0)
 
     def validate(self, vocab_size: int) -> None:
         """Check the fields whose range depends on the model.
 
         Raises:
-            ValueError: a biased or stop token id is not in ``[0, vocab_size)``, or more logprobs are
+            ValueError: a biased, stop or forced token id is not in ``[0, vocab_size)``, or more logprobs are
                 asked for than there are tokens.
         """
         for name, token_ids in (
             ("logit_bias", list(self.logit_bias or {})),
             ("stop_token_ids", list(self.stop_token_ids)),
+            ("forced_token_ids", list(self.forced_token_ids)),
         ):
             for token_id in token_ids:
                 if not 0 <= token_id < vocab_size:
@@ -141,7 +159,8 @@ class SamplingParams:
     @cached_property
     def is_plain_greedy(self) -> bool:
         """One argmax over the model's logits answers the request, once ``min_tokens`` is reached."""
-        return self.is_greedy and not self.needs_penalties and not self.logit_bias and self.logprobs is None
+        is_free = not (self.needs_penalties or self.logit_bias or self.forced_token_ids)
+        return self.is_greedy and is_free and self.logprobs is None
 
     @cached_property
     def bias_arrays(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:

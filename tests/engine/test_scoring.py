@@ -1,0 +1,154 @@
+"""Scores of given continuations, decoded one token per step, against transformers' one forward pass."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpu_duo import HeadPattern
+from hpu_duo.sampling import SamplingParams
+from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve
+from tests.modeling.families import VOCAB, greedy, prompts_of
+
+TOLERANCE = 1e-4
+
+
+def reference(
+    model: Any, prompt: Sequence[int], continuation: Sequence[int]
+) -> tuple[list[float], list[bool]]:
+    """Log-probability of each token, and whether it is the likeliest, by one pass over the whole text."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *continuation]])).logits[0, len(prompt) - 1 : -1].float()
+    wanted = torch.tensor(continuation)
+    logprobs = torch.log_softmax(logits, dim=-1)[torch.arange(len(continuation)), wanted]
+    return logprobs.tolist(), (logits.argmax(-1) == wanted).tolist()
+
+
+def texts(seed: int, num: int, shortest: int, longest: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, rng.integers(shortest, longest + 1)).tolist() for _ in range(num)]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 8])
+def test_scores_are_those_of_transformers_however_many_run_at_once(tiny: Tiny, max_num_seqs: int) -> None:
+    served = tiny.load(max_num_seqs=max_num_seqs)
+    prompts = [[7], *texts(0, 4, 1, 40)]
+    continuations = [texts(10 + number, 1 + number % 4, 1, 9) for number in range(5)]
+    for number, prompt in enumerate(prompts):
+        continuations[number].append(greedy(tiny.model, prompt, 5))
+
+    scores = served.score(prompts, continuations)
+
+    assert_holds_nothing(served)
+    for prompt, tried, got in zip(prompts, continuations, scores, strict=True):
+        for continuation, score in zip(tried, got, strict=True):
+            logprobs, is_likeliest = reference(tiny.model, prompt, continuation)
+            assert score.logprobs == pytest.approx(logprobs, abs=TOLERANCE)
+            assert score.logprob == pytest.approx(sum(logprobs), abs=TOLERANCE * len(logprobs))
+            assert list(score.is_likeliest) == is_likeliest
+        assert got[-1].is_greedy
+
+
+def test_every_scored_token_comes_from_a_step_that_decodes(tiny: Tiny) -> None:
+    served = tiny.load(max_num_batched_tokens=64)
+    served.score([list(range(3, 33))], [[[5], [6, 7, 8]]])
+    # One step for 29 tokens of the prompt; the last one and the continuation follow alone.
+    assert served.stats().num_prompt_tokens == 30 + 1
+    assert sum(count for phase, count in served.stats().steps.items() if "c" in phase) == 1
+    assert served.stats().num_steps == 1 + 4
+
+
+def test_the_continuations_of_a_prompt_share_its_prefill(tiny: Tiny) -> None:
+    served = tiny.load(max_num_seqs=4)
+    served.score(prompts_of([41, 33, 50]), [texts(2, 3, 4, 4)] * 3)
+    assert served.stats().num_prompt_tokens == 41 + 33 + 50 + 3 * 2
+
+
+def test_a_preempted_continuation_is_scored_the_same(tiny: Tiny) -> None:
+    prompts, continuations = prompts_of([20, 22, 18]), [texts(number, 1, 12, 12) for number in range(3)]
+    roomy = tiny.load().score(prompts, continuations)
+    cramped = tiny.load(num_blocks=6, max_model_len=48)
+    scores = cramped.score(prompts, continuations)
+    assert cramped.stats().num_preemptions > 0
+    for (one,), (other,) in zip(roomy, scores):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+        assert one.is_likeliest == other.is_likeliest
+
+
+@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
+@pytest.mark.parametrize("tail", [1, 3, 100])
+def test_decoding_the_end_of_the_prompt_changes_nothing_but_the_steps(
+    tiny: Tiny, pattern: HeadPattern | None, tail: int
+) -> None:
+    prompts = prompts_of([1, 9, 30])
+    served = tiny.load(pattern=pattern)
+    usual = serve(served, prompts, SamplingParams(temperature=0, max_tokens=8))
+    params = SamplingParams(temperature=0, max_tokens=8, decoded_prompt_tokens=tail)
+    again = serve(tiny.load(pattern=pattern), prompts, params)
+    assert [done[0].token_ids for done in again] == [done[0].token_ids for done in usual]
+
+
+def test_forced_tokens_come_first_and_the_model_goes_on_from_them(tiny: Tiny) -> None:
+    (prompt,) = prompts_of([12])
+    forced = (5, 9, 6)
+    params = SamplingParams(
+        temperature=0, max_tokens=9, forced_token_ids=forced, logit_bias={5: -100.0}, repetition_penalty=1.3
+    )
+    plain = SamplingParams(temperature=0, max_tokens=9, forced_token_ids=forced)
+    done = serve(tiny.load(), [prompt, prompt], [params, plain])
+    assert tuple(done[0][0].token_ids[:3]) == forced
+    assert done[1][0].token_ids == [*forced, *greedy(tiny.model, [*prompt, *forced], 6)]
+
+
+def test_forced_tokens_hold_for_requests_that_draw_and_for_ends_of_text(tiny: Tiny) -> None:
+    params = SamplingParams(
+        temperature=1e-4, top_k=2, max_tokens=4, min_tokens=3, forced_token_ids=(2, 1, 2, 9), ignore_eos=True
+    )
+    (done,) = serve(tiny.load(), prompts_of([6]), params)
+    assert done[0].token_ids == [2, 1, 2, 9]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "continuations", "message"),
+    [
+        ([[5]], [], "continuations for each of 1 prompts, got 0"),
+        ([[5]], [[]], "prompt 0: expected at least one continuation"),
+        ([[5]], [[[]]], "one or more token ids"),
+        ([[5]], [[[0.5]]], "one or more token ids"),
+        ([[]], [[[5]]], "at least one prompt token"),
+        ([[5], [6]], [[[5]], [[VOCAB]]], f"forced_token_ids: expected token ids in \\[0, {VOCAB}\\)"),
+        ([[5], [6] * 90], [[[5]], [[7] * 7]], "at most max_model_len=96 together"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_before_anything_runs(
+    tiny: Tiny, prompts: list[Any], continuations: list[Any], message: str
+) -> None:
+    served = tiny.load()
+    with pytest.raises(ValueError, match=message):
+        served.score(prompts, continuations)
+    assert_holds_nothing(served)
+    assert served.stats().num_steps == 0
+
+
+def test_the_peak_can_be_read_for_one_run_after_another(tiny: Tiny) -> None:
+    served = tiny.load()
+    served.score(prompts_of([40]), [[[5]]])
+    long = served.stats().peak_full_attention_bytes
+    served.engine.reset_peak()
+    served.score(prompts_of([10]), [[[5]]])
+    assert 0 < served.stats().peak_full_attention_bytes < long / 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"forced_token_ids": (-1,)}, "forced_token_ids"),
+        ({"forced_token_ids": (1, 2), "max_tokens": 1}, "forced_token_ids: expected at most max_tokens=1"),
+        ({"decoded_prompt_tokens": -1}, "decoded_prompt_tokens"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**values)
