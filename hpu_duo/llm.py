@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from graphs.recording import ShapeRecorder
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.engine.assembly import assemble
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.outputs import Completion, RequestOutput
+from hpu_duo.engine.outputs import Completion, ContinuationScore, RequestOutput
 from hpu_duo.engine.stats import EngineStats
 from hpu_duo.generation import TokenLists, as_token_ids, read_generation, read_inputs
 from hpu_duo.modeling.loading import load_tokenizer, read_config, read_generation_config
@@ -193,6 +193,23 @@ class HPUDuoModel:
     def warm_up(self, progress: Callable[[int, int, BatchShape], None] | None = None) -> int:
         """Capture every bucket of the table now; returns how many were captured."""
         return self.engine.runner.warm_up(progress)
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[ContinuationScore]]:
+        """Log-probabilities of given continuations, found by decoding them from the cache.
+
+        Args:
+            prompts: token ids of each prompt.
+            continuations: for each prompt one or more continuations, as token ids; they share its prefill.
+
+        Returns:
+            For each prompt the scores of its continuations, in order.
+
+        Raises:
+            ValueError: a prompt or continuation that is empty, too long or outside the vocabulary.
+        """
+        return self.engine.score(prompts, continuations)
 
     def stats(self) -> EngineStats:
         """Steps by phase string, padding, bytes held and bytes of a full cache, blocks and rows in use."""
