@@ -247,7 +247,7 @@ def mixed_row(path: Path, rounds: int) -> Row:
     prompts = [prompt(length, 10 + i) for i, length in enumerate(lengths)]
     base = Baseline(path)
     ours = Ours(path, max_num_seqs=32, max_model_len=1024, max_tokens=2048)
-    ours.model.warm_up()
+    ours.model.warmup()
     row = Row("32 mixed requests", path.name, base.name)
     for _ in range(rounds):
         theirs = seconds(lambda: base.generate(prompts, max(news)))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import GenerationConfig
 
-from graphs import BatchShape, BucketTable, CaptureBackend, MissPolicy, StepCost
+from graphs import BucketTable, CaptureBackend, MissPolicy, StepCost
 from graphs.bucket_file import read_table
+from graphs.manifest import Manifest, is_manifest, read_manifest
 from graphs.recording import ShapeRecorder
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.engine.assembly import assemble
@@ -19,6 +21,16 @@ from hpu_duo.engine.outputs import Completion, ContinuationScore, RequestOutput
 from hpu_duo.engine.stats import EngineStats
 from hpu_duo.generation import TokenLists, as_token_ids, read_generation, read_inputs
 from hpu_duo.modeling.loading import load_tokenizer, read_config, read_generation_config
+from hpu_duo.warmup import (
+    Progress,
+    WarmUp,
+    WarmUpBudget,
+    WarmUpReport,
+    configuration_of,
+    known_before_loading,
+    parse_phases,
+    versions_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,7 +108,9 @@ class HPUDuoModel:
             block_size, num_blocks, kv_cache_bytes: see ``CacheConfig``.
             graphs: "eager" or "compile", or a capture backend of your own.
             buckets: table of shapes, or a file with one, such as ``hpu-duo plan`` writes; None = the
-                default for ``graphs``.
+                default for ``graphs``. A manifest of ``hpu-duo warmup`` will do too, if it was written for
+                this configuration; ``max_model_len`` and the number of blocks are then those of the
+                manifest where they are not given.
             on_miss: "error", "capture" or "eager".
             record_shapes: file to which the exact shape of every step is appended, to plan from.
             seed: from which requests without a seed draw.
@@ -105,8 +119,9 @@ class HPUDuoModel:
             ValueError: a file is missing or unreadable, the architecture cannot be served, or an
                 argument is out of range or does not fit the others.
         """
+        manifest = None
         if isinstance(buckets, str | Path):
-            buckets = read_table(buckets, StepCost(block_size=block_size))
+            buckets, manifest = _read_buckets(buckets, StepCost(block_size=block_size))
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"expected seed to be an integer, got {seed!r}")
         config = EngineConfig(
@@ -116,10 +131,14 @@ class HPUDuoModel:
             scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, max_chunk_rows),
             graph=GraphConfig(graphs, buckets, _miss_policy(on_miss)),
         )
+        if manifest is not None:
+            config = _with_limits_of(manifest, config)
         generation_config = read_generation_config(path, read_config(path))
         eos = as_token_ids("eos_token_id", generation_config.eos_token_id)
         tokenizer = load_tokenizer(path)
         engine = assemble(config, frozenset(eos), tokenizer, seed)
+        if manifest is not None:
+            manifest.check(configuration_of(engine), versions_of(engine.runner.device))
         if record_shapes is not None:
             engine.recorder = ShapeRecorder(record_shapes)
         return cls(engine, tokenizer, generation_config, config)
@@ -190,9 +209,54 @@ class HPUDuoModel:
         done = self.engine.generate(prompts, params, on_output)
         return _assemble_rows(rows, done, asked.pad_token_id)
 
-    def warm_up(self, progress: Callable[[int, int, BatchShape], None] | None = None) -> int:
-        """Capture every bucket of the table now; returns how many were captured."""
-        return self.engine.runner.warm_up(progress)
+    def warmup(
+        self,
+        progress: Progress | None = None,
+        *,
+        budget: WarmUpBudget | None = None,
+        phases: str | None = None,
+        manifest: str | Path | None = None,
+        replay: str | Path | None = None,
+        compile_only: bool = False,
+        dry_run: bool = False,
+    ) -> WarmUpReport:
+        """Capture the buckets of the table now, the most expensive first.
+
+        Args:
+            progress: called after each graph with (done, total, ``graphs.manifest.GraphRecord``).
+            budget: refuse to begin what may take more.
+            phases: only the buckets of these phases, such as ``"--u,cs-"``. Those left out are captured when
+                they are needed, and counted as late.
+            manifest: file in which to write down the table, what each graph cost, and the configuration that
+                both are for. If it holds a manifest of this configuration, its costs make the estimate
+                better.
+            replay: manifest whose table is warmed up, exactly; it must be of this configuration.
+            compile_only: build graphs without launching them, on HPU.
+            dry_run: estimate and check only.
+
+        Raises:
+            ValueError: see ``hpu_duo.warmup.WarmUp``; or a manifest cannot be read or written, or a file that
+                is none would be overwritten.
+        """
+        graphs = self.engine.runner.graphs
+        earlier, table = None, None
+        if replay is not None:
+            earlier = read_manifest(replay)
+            table = earlier.table(graphs.table.cost)
+        elif manifest is not None and Path(manifest).exists():
+            earlier = read_manifest(manifest)
+            if earlier.configuration != configuration_of(self.engine):
+                earlier = None
+        warm_up = WarmUp(
+            self.engine,
+            table=table,
+            on_miss=self.config.graph.on_miss,
+            budget=budget,
+            phases=None if phases is None else parse_phases(phases),
+            earlier=earlier,
+            compile_only=compile_only,
+        )
+        return warm_up.dry_run() if dry_run else warm_up.run(progress, manifest)
 
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
@@ -235,6 +299,30 @@ def _assemble_rows(rows: list[list[int]], done: list[list[Completion]], pad_toke
     new = max(len(sample.token_ids) for samples in done for sample in samples)
     width = max(len(row) for row in rows) + new
     return torch.tensor([row + [pad_token_id] * (width - len(row)) for row in filled])
+
+
+def _read_buckets(path: str | Path, cost: StepCost) -> tuple[BucketTable, Manifest | None]:
+    if not is_manifest(path):
+        return read_table(path, cost), None
+    manifest = read_manifest(path)
+    return manifest.table(cost), manifest
+
+
+def _with_limits_of(manifest: Manifest, config: EngineConfig) -> EngineConfig:
+    """What was left open as the manifest has it; free memory, for example, is another each time.
+
+    Raises:
+        ValueError: what was asked for is not what the manifest is for, as far as can be told without weights.
+    """
+    manifest.check(known_before_loading(config), {}, known_only=True)
+    scheduler, cache = config.scheduler, config.cache
+    length = manifest.configuration.get("limits.max_model_len")
+    num_blocks = manifest.configuration.get("limits.num_blocks")
+    if scheduler.max_model_len is None and isinstance(length, int):
+        scheduler = replace(scheduler, max_model_len=length)
+    if cache.num_blocks is None and cache.kv_cache_bytes is None and num_blocks:
+        cache = replace(cache, num_blocks=num_blocks)
+    return replace(config, scheduler=scheduler, cache=cache)
 
 
 def _miss_policy(name: str) -> MissPolicy:

@@ -115,6 +115,16 @@ class HabanaRuntime:
         """The limit less what is in use."""
         return int(self._hpu.mem_get_info()[0])
 
+    def used_bytes(self) -> int:
+        """What is in use."""
+        return self.memory().in_use
+
+    def compile_only(self) -> AbstractContextManager[None]:
+        """The bridge's compile-only mode: recipes are compiled and launches are left out."""
+        from habana_frameworks.torch.internal.bridge_config import env_setting
+
+        return env_setting("PT_COMPILE_ONLY_MODE", True)
+
     def memory(self) -> DeviceMemory:
         """What the device's allocator counts."""
         stats = self._hpu.memory_stats()

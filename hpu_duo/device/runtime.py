@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hpu_duo.sim.host_memory import resident_bytes
+
 
 class DeviceRuntime(Protocol):
     """The few things that devices do differently."""
@@ -48,9 +50,30 @@ class DeviceRuntime(Protocol):
         """Device memory that nobody uses."""
         ...
 
+    def used_bytes(self) -> int:
+        """Device memory that this process holds, what its allocator keeps for itself included."""
+        ...
+
+    def compile_only(self) -> AbstractContextManager[None]:
+        """What is captured inside is built and not launched: results are garbage, stores keep what they hold.
+
+        Raises:
+            ValueError: the device has no such mode.
+        """
+        ...
+
     def place(self, module: nn.Module) -> None:
         """Move a module's parameters and buffers to the device, in place."""
         ...
+
+
+def no_compile_only(name: str) -> AbstractContextManager[None]:
+    """The answer of a device that launches whatever it builds.
+
+    Raises:
+        ValueError: always; the message names the device.
+    """
+    raise ValueError(f"building graphs without launching them is a mode of hpu devices, got {name}")
 
 
 _MEMINFO = Path("/proc/meminfo")
@@ -80,6 +103,14 @@ class CpuRuntime:
             entries = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
             return int(entries["MemAvailable"].split()[0]) * 1024
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def used_bytes(self) -> int:
+        """Resident memory of the process."""
+        return resident_bytes()
+
+    def compile_only(self) -> AbstractContextManager[None]:
+        """There is no such mode."""
+        return no_compile_only("cpu")
 
     def place(self, module: nn.Module) -> None:
         """Move the module to host memory."""
@@ -115,6 +146,14 @@ class CudaRuntime:
     def free_bytes(self) -> int:
         """What the driver calls free."""
         return torch.cuda.mem_get_info(self._device)[0]
+
+    def used_bytes(self) -> int:
+        """What the caching allocator has taken from the driver, the pools of graphs included."""
+        return torch.cuda.memory_reserved(self._device)
+
+    def compile_only(self) -> AbstractContextManager[None]:
+        """There is no such mode."""
+        return no_compile_only("cuda")
 
     def place(self, module: nn.Module) -> None:
         """Move the module."""

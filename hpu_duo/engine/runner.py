@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from bias_builders import StepRows
-from graphs import BatchShape, GraphCache, StagedInputs
+from graphs import BatchShape, BucketTable, GraphCache, MissPolicy, StagedInputs
 from graphs.buffers import FieldSpec
 from hpu_duo.device import DeviceRuntime
 from hpu_duo.engine.batch import StepGeometry, empty_batch, fill, flatten
@@ -47,6 +47,7 @@ class Runner:
     Args:
         graphs: executables by bucket.
         use_table: pad steps to the buckets of ``graphs``; otherwise each runs at its exact shape.
+            ``uses_table`` says so later.
         largest: the shape that the staged inputs must hold.
         runtime: what is particular about the device.
         max_model_len: most tokens of a request.
@@ -67,14 +68,18 @@ class Runner:
     ) -> None:
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
         self.device, self.runtime = device, runtime
-        self._use_table = use_table
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
+        self._largest = largest
         fields = tuple(
             FieldSpec(name, lambda bucket, name=name: geometry.field_shapes(bucket)[name])  # type: ignore[misc]
             for name in geometry.field_shapes(largest)
         )
         self.inputs = StagedInputs(fields, [largest], device)
-        self._step_of = lru_cache(maxsize=None if use_table else 1)(self._make_step)
+        self._pad_to_table(use_table)
+
+    def _pad_to_table(self, is_padding: bool) -> None:
+        self.uses_table = is_padding
+        self._step_of = lru_cache(maxsize=None if is_padding else 1)(self._make_step)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sampling: Mapping[int, SamplingRow], vocab_size: int) -> StepResult:
@@ -101,31 +106,55 @@ class Runner:
         """The logits of one plan by ring row, float ``[N, V]``; nothing is sampled."""
         return self._forward(plan)[2]
 
-    @torch.inference_mode()
-    def warm_up(self, progress: Callable[[int, int, BatchShape], None] | None = None) -> int:
-        """Capture every bucket of the table, the most expensive first; returns how many.
+    def set_table(self, table: BucketTable, policy: MissPolicy) -> None:
+        """Pad steps to other buckets from now on; nothing may have been captured yet.
 
-        Where every operator of a new shape is compiled, what steps do around their graphs is run too.
+        Raises:
+            ValueError: something has been captured, or a bucket does not fit the staged inputs.
         """
-        captured = self.graphs.warm_up(self._step_of, self._padding_only, progress=progress)
-        if self.runtime.compiles_operators and self._use_table:
-            self._warm_up_operators()
-        self.graphs.seal()
-        return captured
+        num_captured = self.graphs.counters.captures
+        if num_captured:
+            raise ValueError(f"a table is chosen before graphs are captured, got {num_captured} graphs")
+        if not self._largest.holds(table.envelope):
+            raise ValueError(f"expected buckets within {self._largest}, got {table.envelope}")
+        self.graphs = GraphCache(self.graphs.backend, table, policy)
+        self._pad_to_table(True)
 
-    def _warm_up_operators(self) -> None:
+    @torch.inference_mode()
+    def touch(self, bucket: BatchShape) -> None:
+        """Run padding through an uncaptured step, so that what is made at its first use is made."""
+        with self.runtime.step():
+            bucket_step(self.model, self.geometry, bucket, {})(self._padding_only(bucket))
+
+    @torch.inference_mode()
+    def capture(self, bucket: BatchShape) -> bool:
+        """Capture a bucket of the table; False if it has been captured before."""
+        return self.graphs.warm_up(self._step_of, self._padding_only, [bucket]) > 0
+
+    @torch.inference_mode()
+    def finish_warm_up(self, captured: Iterable[BatchShape]) -> None:
+        """Run what steps do around their graphs, where each operator is compiled, and end the warm-up.
+
+        Args:
+            captured: buckets to run it with; one for each number of rows is enough.
+        """
+        if self.runtime.compiles_operators and self.uses_table:
+            self._warm_up_operators({bucket.num_logits: bucket for bucket in captured}.values())
+        self.graphs.seal()
+
+    def _warm_up_operators(self, buckets: Iterable[BatchShape]) -> None:
         vocab_size = self.model.model.config.get_text_config().vocab_size
         self.store.warm_up()
-        for bucket in {bucket.num_logits: bucket for bucket in self.graphs.table}.values():
+        for bucket in buckets:
             logits = self.graphs.run(bucket, self._step_of(bucket), self._padding_only(bucket))
-            for route in static_routes(bucket.num_logits, vocab_size, self._max_model_len):
+            for route in static_routes(bucket.num_logits, vocab_size, self.max_model_len):
                 _read(sample(logits, SamplingBatch.padding(route)))
 
     def _forward(self, plan: StepPlan) -> tuple[BatchShape, BatchShape, torch.Tensor, float]:
         self.store.carry_out(plan.moves)
         began = time.perf_counter()
         batch = flatten(_rows(plan), _token_ids(plan), self.geometry.block_size)
-        bucket = self.graphs.resolve(batch.shape) if self._use_table else batch.shape
+        bucket = self.graphs.resolve(batch.shape) if self.uses_table else batch.shape
         fill(self.inputs.stage(bucket), batch, bucket, self.geometry)
         build_s = time.perf_counter() - began
         logits = self.graphs.run(bucket, self._step_of(bucket), self.inputs.copy_in(bucket))

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from hpu_duo.sim.host_memory import resident_bytes
 from hpu_duo.sim.rules import Rule
 from hpu_duo.sim.simulated import SimulatedHpu
 
@@ -36,6 +37,14 @@ class SimRuntime:
     def free_bytes(self) -> int:
         """Free host memory."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def used_bytes(self) -> int:
+        """Resident host memory."""
+        return resident_bytes()
+
+    def compile_only(self) -> AbstractContextManager[None]:
+        """Nothing is launched inside, and everything that is computed there is garbage."""
+        return self._device.compile_only()
 
     @torch.no_grad()
     def place(self, module: nn.Module) -> None:

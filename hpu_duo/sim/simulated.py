@@ -68,6 +68,7 @@ class SimulatedHpu:
         self._known: dict[OpOverload, Operator] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._graph: list[int] | None = None
+        self._is_launching = True
 
     # What others ask of the device
 
@@ -109,6 +110,19 @@ class SimulatedHpu:
         finally:
             self._graph = None
 
+    @contextmanager
+    def compile_only(self) -> Iterator[None]:
+        """Count and check operators inside as ever, and launch none of them.
+
+        As public sources tell of the bridge's compile-only mode: what would be written stays as it is,
+        and a new tensor holds garbage, here NaN, or 0 where it has none.
+        """
+        before, self._is_launching = self._is_launching, False
+        try:
+            yield
+        finally:
+            self._is_launching = before
+
     def upload(self, host: torch.Tensor) -> SimTensor:
         """A copy of a host tensor on the device."""
         self._cross(host, "h2d", "upload")
@@ -133,6 +147,8 @@ class SimulatedHpu:
 
         def kernel(*args: Any, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> SimTensor:
             made = SimTensor(func(*args, device=_CPU, **kwargs))
+            if not self._is_launching:
+                _spoil(made.host, set())
             if made.dtype in _WIDE:
                 self.break_rule(Rule.WIDE_DTYPE, str(func), f"makes {made.dtype}")
             if launches:
@@ -178,9 +194,15 @@ class SimulatedHpu:
         if operator.needs_long and operator.index is not None:
             # A limit of torch's CPU kernels, not of the device.
             host_args[operator.index[0]] = host_args[operator.index[0]].long()
-        result = func(*host_args, **host_kwargs)
         if not operator.is_view:
             self._launch((func, *call.signature))
+        if self._is_launching or operator.is_view:
+            result = func(*host_args, **host_kwargs)
+        elif operator.written or operator.written_names:
+            return [*(args[at] for at in operator.written), *(kwargs[n] for n in operator.written_names)][0]
+        else:
+            result = func(*_with_any_index(operator, host_args), **host_kwargs)
+            _spoil(result, {sim.host.untyped_storage().data_ptr() for sim in call.sims})
         if _leaves(kwargs):
             return result
         return self._wrap(operator, call.sims, result)
@@ -219,7 +241,8 @@ class SimulatedHpu:
             self._cross(host_source, "h2d", name)
         else:
             self._cross(host_source, "d2h", name)
-        host_target.copy_(host_source)
+        if self._is_launching or not isinstance(target, SimTensor):
+            host_target.copy_(host_source)
         return target
 
     def _download(
@@ -282,7 +305,7 @@ class SimulatedHpu:
             self.break_rule(Rule.BOOLEAN_INDEX, name, f"a mask of shape {tuple(index.shape)}")
             return
         host = index.host if isinstance(index, SimTensor) else index
-        if host.numel():
+        if host.numel() and self._is_launching:
             low, high = torch.aminmax(host)
             if low < 0 or high >= size:
                 self.break_rule(
@@ -295,6 +318,25 @@ class SimulatedHpu:
         for tensor in target if isinstance(target, list | tuple) else (target,):
             if isinstance(tensor, SimTensor) and tensor.is_partial_view:
                 self.break_rule(Rule.VIEW_WRITE, name, f"writes {tuple(tensor.shape)} of a larger tensor")
+
+
+def _with_any_index(operator: Operator, args: list[Any]) -> list[Any]:
+    """The same arguments with indices that are in range, for the shape of the result only."""
+    args = list(args)
+    if operator.index is not None:
+        args[operator.index[0]] = torch.zeros_like(args[operator.index[0]])
+    if operator.takes_index_list:
+        args[1] = [None if index is None else torch.zeros_like(index) for index in args[1]]
+    return args
+
+
+def _spoil(result: Any, kept: set[int]) -> None:
+    """Leave in new tensors what memory holds that nobody has written; ``kept`` storages are not new."""
+    if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in kept:
+        result.fill_(float("nan") if result.is_floating_point() else 0)
+    elif isinstance(result, list | tuple):
+        for each in result:
+            _spoil(each, kept)
 
 
 def _leaves(kwargs: Mapping[str, Any]) -> bool:

@@ -71,7 +71,7 @@ def test_a_warmed_table_serves_200_requests_without_a_miss_or_a_recompilation(
 ) -> None:
     served = load(tiny, CompileBackend(guards=guards))
     graphs = served.engine.runner.graphs
-    assert served.warm_up() == len(graphs.table)
+    assert served.warmup().num_captured == len(graphs.table)
     assert graphs.is_warm
     compiled = counters["stats"]["unique_graphs"]
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -90,7 +90,7 @@ def test_the_portable_attention_traces_into_one_graph_per_bucket_and_kind_of_lay
 ) -> None:
     backend = CompileBackend("eager", guards=True)
     served = load(tiny, backend, "reference")
-    served.warm_up()
+    served.warmup()
     with torch._dynamo.config.patch(error_on_recompile=True):
         tokens = run_workload(served)
     assert backend.num_regions == len(served.engine.runner.graphs.table) * len(

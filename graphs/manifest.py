@@ -1,0 +1,246 @@
+"""What a warm-up did, in a file: the table, what each graph cost, and for which configuration that holds.
+
+A JSON object. ``configuration`` is flat: one entry for everything that shapes a graph, so that a difference
+can be named. ``digest`` is the SHA-256 of it. ``versions`` are those of the software, which invalidate
+costs and not tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from graphs.cost import CostFunction
+from graphs.shape import BatchShape
+from graphs.table import BucketTable
+
+FORMAT = "hpu-duo warm-up manifest"
+VERSION = 1
+
+_MOST_NAMED = 8
+_ABSENT = "nothing"
+
+Configuration = Mapping[str, Any]
+"""Names to what JSON holds: numbers, texts, booleans, None, or lists of them."""
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """One bucket, and what capturing it cost when that has been measured.
+
+    Args:
+        shape: the bucket.
+        seconds: from the first operator to the end of the first run.
+        num_bytes: by how much the device memory that the process holds grew meanwhile.
+    """
+
+    shape: BatchShape
+    seconds: float | None = None
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A table and the configuration that it is for.
+
+    Args:
+        configuration: everything that shapes a graph, by name.
+        versions: of the software that measured.
+        graphs: the buckets of the table, each once, those that have been captured with their costs.
+        is_complete: whether all of them were captured.
+    """
+
+    configuration: Configuration
+    versions: Mapping[str, str]
+    graphs: tuple[GraphRecord, ...]
+    is_complete: bool = False
+    _by_shape: dict[BatchShape, GraphRecord] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_shape", {record.shape: record for record in self.graphs})
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the configuration, in hexadecimal."""
+        text = json.dumps(dict(self.configuration), sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Buckets by phase string."""
+        return dict(sorted(Counter(str(record.shape.phase) for record in self.graphs).items()))
+
+    def table(self, cost: CostFunction | None = None) -> BucketTable:
+        """The buckets; ``cost`` as for ``BucketTable.from_strings``."""
+        return BucketTable.from_strings((str(record.shape) for record in self.graphs), cost)
+
+    def record_of(self, shape: BatchShape) -> GraphRecord | None:
+        """What is known of a bucket; None for one that is not in the table."""
+        return self._by_shape.get(shape)
+
+    def check(self, running: Configuration, versions: Mapping[str, str], *, known_only: bool = False) -> None:
+        """Refuse to stand for another configuration.
+
+        Args:
+            running: the configuration that there is.
+            versions: of the running software; told where the configurations differ, and never refused.
+            known_only: compare the names that ``running`` has, because it does not know more yet.
+
+        Raises:
+            ValueError: it differs; the message names each differing entry with both values.
+        """
+        names = sorted(running if known_only else {*running, *self.configuration})
+        differing = [
+            f"{name}: expected {self.configuration.get(name, _ABSENT)}, got {running.get(name, _ABSENT)}"
+            for name in names
+            if self.configuration.get(name, _ABSENT) != running.get(name, _ABSENT)
+        ]
+        if not differing:
+            return
+        more = len(differing) - _MOST_NAMED
+        listed = "; ".join(differing[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        others = "; ".join(self.differing_versions(versions))
+        raise ValueError(
+            f"the manifest is for another configuration, {len(differing)} of its entries differ: {listed}"
+            + (f" (it was written by other software: {others})" if others else "")
+        )
+
+    def differing_versions(self, running: Mapping[str, str]) -> list[str]:
+        """A sentence part for each piece of software that is not the one that measured."""
+        return [
+            f"{name} {self.versions.get(name, _ABSENT)} then, {running.get(name, _ABSENT)} now"
+            for name in sorted({*self.versions, *running})
+            if self.versions.get(name) != running.get(name)
+        ]
+
+
+def write_manifest(path: str | Path, manifest: Manifest) -> None:
+    """Write a manifest so that the file is at any moment the old one or the new one, whole.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    fields = {
+        "format": FORMAT,
+        "version": VERSION,
+        "is_complete": manifest.is_complete,
+        "digest": manifest.digest,
+        "versions": dict(manifest.versions),
+        "configuration": dict(manifest.configuration),
+        "phases": manifest.phases,
+        "graphs": [
+            {"shape": str(record.shape), "seconds": record.seconds, "bytes": record.num_bytes}
+            for record in manifest.graphs
+        ],
+    }
+    target = Path(path)
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as file:
+            temporary = file.name
+            file.write(json.dumps(fields, indent=1, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise ValueError(f"cannot write the manifest {target}: {error.strerror}") from error
+
+
+def is_manifest(path: str | Path) -> bool:
+    """Whether a file with shapes is meant as a manifest: it begins as JSON does, and no table does."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(4096).lstrip().startswith("{")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        ValueError: the file cannot be read, is no manifest, was written by a newer version, was changed after
+            it was written, or an entry is not what it should be; the message says which.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"cannot read a manifest from {path}: {reason}") from error
+    try:
+        fields = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected a warm-up manifest in {path}, which is not JSON: {error}") from error
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        found = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
+        raise ValueError(f'expected a warm-up manifest in {path}, with "format": "{FORMAT}", got {found!r}')
+    version = fields.get("version")
+    if type(version) is int and version > VERSION:
+        raise ValueError(
+            f"expected a manifest of format version {VERSION} or older in {path}, got {version}: it was "
+            "written by a newer HPU-Duo; update this one, or warm up again"
+        )
+    try:
+        manifest = _parse(fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if fields["digest"] != manifest.digest:
+        raise ValueError(
+            f"{path} was changed after it was written: expected a configuration with digest "
+            f"{fields['digest']!r}, got {manifest.digest!r}; warm up again"
+        )
+    return manifest
+
+
+def _parse(fields: dict[str, Any]) -> Manifest:
+    _expect(fields.get("version") == VERSION, "version", "1", fields.get("version"))
+    for name, kind in (
+        ("is_complete", bool),
+        ("digest", str),
+        ("versions", dict),
+        ("configuration", dict),
+        ("graphs", list),
+    ):
+        _expect(type(fields.get(name)) is kind, name, f"a {kind.__name__}", fields.get(name))
+    for name, version in fields["versions"].items():
+        _expect(isinstance(version, str), f"versions.{name}", "a text", version)
+    records = tuple(_record(f"graphs[{number}]", item) for number, item in enumerate(fields["graphs"]))
+    _expect(bool(records), "graphs", "at least one", "none")
+    repeated = [shape for shape, count in Counter(record.shape for record in records).items() if count > 1]
+    _expect(not repeated, "graphs", "each shape once", ", ".join(map(str, repeated)))
+    return Manifest(fields["configuration"], fields["versions"], records, fields["is_complete"])
+
+
+def _record(name: str, item: Any) -> GraphRecord:
+    _expect(isinstance(item, dict) and isinstance(item.get("shape"), str), name, 'a "shape"', item)
+    seconds, num_bytes = item.get("seconds"), item.get("bytes")
+    is_time = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
+    _expect(seconds is None or is_time, f"{name}.seconds", "0 or more, or null", seconds)
+    _expect(num_bytes is None or type(num_bytes) is int, f"{name}.bytes", "an integer or null", num_bytes)
+    try:
+        shape = BatchShape.parse(item["shape"])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return GraphRecord(shape, None if seconds is None else float(seconds), num_bytes)
+
+
+def _expect(is_so: bool, name: str, expected: str, got: Any) -> None:
+    if not is_so:
+        raise ValueError(f"expected {name} to be {expected}, got {got!r}")
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")

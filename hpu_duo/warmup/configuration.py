@@ -1,0 +1,151 @@
+"""Everything that shapes a graph, by name, and the versions of what made it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import transformers
+
+from graphs import BucketLimits
+from graphs.manifest import Configuration
+from hpu_duo import __version__
+from hpu_duo.config import EngineConfig
+from hpu_duo.engine.engine import Engine
+from hpu_duo.modeling.loading import read_config, resolve_dtype
+from kernels_ref import LayerSpec
+
+_SHAPE_NO_GRAPH = frozenset(
+    {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"}
+    | {"initializer_range", "id2label", "label2id", "attention_dropout", "return_dict", "is_decoder"}
+    | {"output_attentions", "output_hidden_states", "problem_type", "chunk_size_feed_forward"}
+)
+_HABANA = "habana-torch-plugin"
+
+
+def limits_of(engine: Engine) -> BucketLimits:
+    """What the scheduler of an engine can ask for."""
+    limits, memory = engine.scheduler.limits, engine.runner.store.plan
+    return BucketLimits(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=engine.limits.max_model_len,
+        block_size=limits.block_size,
+        num_blocks=memory.num_blocks,
+        uses_blocks=memory.uses_blocks,
+        max_chunk_rows=limits.max_chunk_rows,
+    )
+
+
+def configuration_of(engine: Engine) -> Configuration:
+    """What an engine runs, as far as it shapes a graph: flat, and of what JSON holds."""
+    runner = engine.runner
+    model = runner.model.model
+    limits = limits_of(engine)
+    found = {
+        **_model_entries(model.config),
+        "dtype": _dtype_name(model.dtype),
+        "device": runner.device.type,
+        "backend": runner.graphs.backend.name,
+        "limits.max_num_seqs": limits.max_num_seqs,
+        "limits.max_num_batched_tokens": limits.max_num_batched_tokens,
+        "limits.max_model_len": limits.max_model_len,
+        "limits.max_chunk_rows": limits.max_chunk_rows,
+        "limits.block_size": limits.block_size,
+        "limits.num_blocks": limits.num_blocks,
+        "linear_layers": sorted({type(m).__name__ for m in model.modules() if "Linear" in type(m).__name__}),
+    }
+    for number, spec in enumerate(runner.model.specs):
+        found[f"attention.layer_{number}"] = _attention_text(spec)
+    return found
+
+
+def known_before_loading(config: EngineConfig) -> Configuration:
+    """The part of ``configuration_of`` that follows from what was asked for, before weights are read.
+
+    Raises:
+        ValueError: the checkpoint's configuration cannot be read.
+    """
+    hf_config = read_config(config.model.path)
+    scheduler, cache = config.scheduler, config.cache
+    known: dict[str, Any] = {
+        **_model_entries(hf_config),
+        "dtype": _dtype_name(resolve_dtype(config.model.dtype, hf_config)),
+        "limits.max_num_seqs": scheduler.max_num_seqs,
+        "limits.max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "limits.max_chunk_rows": scheduler.max_chunk_rows,
+        "limits.block_size": cache.block_size,
+    }
+    if scheduler.max_model_len is not None:
+        known["limits.max_model_len"] = scheduler.max_model_len
+    if cache.num_blocks is not None:
+        known["limits.num_blocks"] = cache.num_blocks
+    return known
+
+
+def versions_of(device: torch.device) -> dict[str, str]:
+    """The software that costs depend on."""
+    return {
+        "hpu_duo": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": str(transformers.__version__),
+        "device": _device_version(device),
+    }
+
+
+def _device_version(device: torch.device) -> str:
+    match device.type:
+        case "cpu":
+            return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        case "cuda":
+            return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+        case _:
+            try:
+                return f"{_HABANA} {version(_HABANA)}"
+            except PackageNotFoundError:
+                return f"no {_HABANA}"
+
+
+def _model_entries(config: Any) -> dict[str, Any]:
+    """The configuration of the decoder, flat; lists become JSON text, so that any two compare."""
+    text = config.get_text_config()
+    entries: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key in value:
+                add(f"{name}.{key}", value[key])
+        elif value is None or isinstance(value, bool | int | float | str):
+            entries[name] = value if value is None or isinstance(value, bool | str) else _plain(value)
+        else:
+            entries[name] = json.dumps(value, default=str)
+
+    for key, value in text.to_dict().items():
+        if key not in _SHAPE_NO_GRAPH and not key.startswith("_"):
+            add(f"model.{key}", value)
+    return entries
+
+
+def _plain(value: float) -> float | str:
+    # JSON has no infinity, and 1.0 and 1 are the same number to a reader.
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if value == value and abs(value) != float("inf") else str(value)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _attention_text(spec: LayerSpec) -> str:
+    window = "" if spec.window is None else f", sink {spec.window.sink}, recent {spec.window.recent}"
+    softcap = "" if spec.softcap is None else f", softcap {spec.softcap:g}"
+    return (
+        f"{spec.impl.value}: {spec.num_retrieval} retrieval and {spec.num_streaming} streaming heads x "
+        f"{spec.group_size} queries x {spec.head_dim}, scale {spec.scale:.6g}{window}{softcap}"
+    )

@@ -1,0 +1,199 @@
+"""What a warm-up will take, before it starts, and a bound on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphs import BatchShape
+from graphs.manifest import Manifest
+from hpu_duo.warmup.memory import StepSizes
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What one graph takes where nothing has been measured.
+
+    Attributes:
+        low_s, high_s: seconds of one graph; of one kind of layer in it where ``is_per_kind``.
+        is_per_kind: the backend captures each kind of layer apart.
+        code_bytes: host or device memory for the code of one such unit.
+        keeps_step: a graph keeps memory for all intermediates of its step, not only for its results.
+        source: where the figures are from.
+    """
+
+    low_s: float
+    high_s: float
+    is_per_kind: bool
+    code_bytes: int
+    keeps_step: bool
+    source: str
+
+
+_GAUDI = (
+    "49 s for 72 graphs (vllm-gaudi's documentation) to 14 s each for 126 (its pull request 1160), "
+    "models of 8 billion parameters and more"
+)
+
+PRIORS = {
+    "eager": Prior(0.0, 0.5, False, 0, False, "nothing is captured; a step of padding runs"),
+    "compile": Prior(2.0, 15.0, True, 12 << 20, False, "measured with small Llamas on two CPU cores"),
+    "cuda": Prior(0.05, 2.0, False, 4 << 20, False, "a few eager steps and a recording; graphs share a pool"),
+    "hpu-sim": Prior(0.01, 1.0, False, 0, False, "a step of padding runs on the host"),
+    "hpu-compile": Prior(0.7, 14.0, False, 0, True, _GAUDI),
+    "hpu-graph": Prior(0.7, 14.0, False, 0, True, _GAUDI),
+}
+"""By the name of the capture backend."""
+
+UNKNOWN = Prior(0.7, 14.0, False, 0, True, "nothing is known of this backend; the figures of Gaudi")
+
+ROUTE_S = (0.02, 0.25)
+"""One way of sampling, where each operator is compiled: 12 of them take 1 to 3 s on Gaudi (vllm-gaudi, pull
+request 129)."""
+
+
+@dataclass(frozen=True)
+class GraphEstimate:
+    """One bucket: between ``low_s`` and ``high_s`` seconds, and bytes that stay."""
+
+    shape: BatchShape
+    low_s: float
+    high_s: float
+    num_bytes: int
+    is_measured: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A whole warm-up.
+
+    Attributes:
+        graphs: in the order in which they will be captured.
+        other_s: seconds for what steps do around their graphs, low and high.
+        transient_bytes: the most that intermediates of one step take at any moment.
+        source: where seconds of graphs that have not been measured come from.
+    """
+
+    graphs: tuple[GraphEstimate, ...]
+    other_s: tuple[float, float]
+    transient_bytes: int
+    source: str
+
+    @property
+    def low_s(self) -> float:
+        """Seconds if every graph is quick."""
+        return sum(graph.low_s for graph in self.graphs) + self.other_s[0]
+
+    @property
+    def high_s(self) -> float:
+        """Seconds if every graph is slow; budgets are held against these."""
+        return sum(graph.high_s for graph in self.graphs) + self.other_s[1]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that all graphs keep."""
+        return sum(graph.num_bytes for graph in self.graphs)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that graphs keep, and the largest step on top of them."""
+        return self.kept_bytes + self.transient_bytes
+
+    @property
+    def num_measured(self) -> int:
+        """Graphs whose figures are those of an earlier warm-up."""
+        return sum(graph.is_measured for graph in self.graphs)
+
+
+@dataclass(frozen=True)
+class WarmUpBudget:
+    """What a warm-up may take at most; None is no bound.
+
+    Args:
+        max_graphs: buckets to capture.
+        max_seconds: for all of it.
+        max_gib: GiB that graphs keep, with the intermediates of the largest step.
+
+    Raises:
+        ValueError: a bound that is not positive.
+    """
+
+    max_graphs: int | None = None
+    max_seconds: float | None = None
+    max_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_graphs", "max_seconds", "max_gib"):
+            value = getattr(self, name)
+            is_number = (
+                isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            )
+            if value is not None and not (is_number and value > 0):
+                raise ValueError(f"expected {name} to be a number above 0, got {value!r}")
+
+    def check(self, estimate: Estimate) -> None:
+        """Refuse a warm-up that may take more.
+
+        Raises:
+            ValueError: it may; the message names each bound with the estimate.
+        """
+        beyond = []
+        if self.max_graphs is not None and len(estimate.graphs) > self.max_graphs:
+            beyond.append(f"{len(estimate.graphs)} graphs, expected at most {self.max_graphs}")
+        if self.max_seconds is not None and estimate.high_s > self.max_seconds:
+            beyond.append(
+                f"{estimate.low_s:.0f} to {estimate.high_s:.0f} s, expected at most {self.max_seconds:g} s"
+            )
+        if self.max_gib is not None and estimate.peak_bytes > self.max_gib * _GIB:
+            beyond.append(f"{estimate.peak_bytes / _GIB:.3f} GiB, expected at most {self.max_gib:g} GiB")
+        if beyond:
+            raise ValueError(
+                f"the warm-up does not fit its budget: {'; '.join(beyond)}. Nothing has been captured. "
+                "Plan a smaller table, lower the limits, warm up some phases only, or raise the budget"
+            )
+
+
+def estimate_of(
+    buckets: Sequence[BatchShape],
+    backend: str,
+    num_kinds: int,
+    sizes: StepSizes,
+    num_routes: int = 0,
+    earlier: Manifest | None = None,
+) -> Estimate:
+    """Estimate a warm-up.
+
+    Seconds and bytes of a bucket that was measured are taken from there; seconds of the others are then
+    between the mean and the largest of those, and otherwise between the figures of the backend's prior.
+
+    Args:
+        num_kinds: kinds of layers, see ``StepModel.kinds``.
+        num_routes: ways of sampling that are run, for all numbers of rows together.
+        earlier: of the same configuration and the same software.
+    """
+    prior = PRIORS.get(backend, UNKNOWN)
+    units = num_kinds if prior.is_per_kind else 1
+    seen = [record.seconds for record in (earlier.graphs if earlier else ()) if record.seconds is not None]
+    low, high, source = prior.low_s * units, prior.high_s * units, prior.source
+    if seen:
+        low, high, source = sum(seen) / len(seen), max(seen), "other graphs of the manifest"
+
+    def one(shape: BatchShape) -> GraphEstimate:
+        record = earlier.record_of(shape) if earlier is not None else None
+        kept = prior.code_bytes * units + sizes.output_bytes(shape)
+        if prior.keeps_step:
+            kept += sizes.transient_bytes(shape)
+        if record is None or record.seconds is None:
+            return GraphEstimate(shape, low, high, kept, False)
+        measured = kept if record.num_bytes is None else max(0, record.num_bytes)
+        return GraphEstimate(shape, record.seconds, record.seconds, measured, True)
+
+    return Estimate(
+        tuple(map(one, buckets)),
+        (ROUTE_S[0] * num_routes, ROUTE_S[1] * num_routes),
+        max(map(sizes.transient_bytes, buckets), default=0),
+        source,
+    )

@@ -1,0 +1,129 @@
+"""Bytes of device memory that a step needs beside weights and stores, from its sizes alone.
+
+Q query tokens, N rows, NS shared and NU unique blocks of B slots; H query and K key/value heads of D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from graphs import BatchShape
+from hpu_duo.engine.engine import Engine
+from kernels_ref.reference import QUERY_SLICE, SCORE_BYTES, UNIQUE_CHUNK
+
+_FLOAT32 = 4
+_SCORE_COPIES = 4
+"""Scores, masked scores, weights, and the product's own copy of them."""
+
+_PARTIAL_COPIES = 4
+"""A partial sum is merged with the next one into a third, and then normalised."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The sizes of a model that decide what a step's intermediates take.
+
+    Attributes:
+        hidden_size, vocab_size: of the model.
+        intermediate_size: widest activation between two layers' norms, for all experts of a token together.
+        num_heads, num_kv_heads, head_dim: of the widest layer.
+        block_size: slots of a block.
+        ring_width: sink and recent tokens of the widest ring.
+        dtype_bytes: of an activation.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    ring_width: int
+    dtype_bytes: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> StepSizes:
+        """The sizes of what an engine serves."""
+        runner = engine.runner
+        config = runner.model.model.config.get_text_config()
+        widest = max(runner.model.specs, key=lambda spec: spec.num_retrieval + spec.num_streaming)
+        num_kv = widest.num_retrieval + widest.num_streaming
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=_intermediate_size(config),
+            vocab_size=config.vocab_size,
+            num_heads=num_kv * widest.group_size,
+            num_kv_heads=num_kv,
+            head_dim=widest.head_dim,
+            block_size=runner.geometry.block_size,
+            ring_width=max((spec.window.size for spec in runner.model.specs if spec.window), default=0),
+            dtype_bytes=runner.model.model.dtype.itemsize,
+        )
+
+    def transient_bytes(self, shape: BatchShape) -> int:
+        """The most that intermediates of one step take at any moment.
+
+        A layer holds its residual stream, and then either the activations of its MLP or those of its
+        attention; attention holds queries, keys, values and partial sums, and one bounded block of scores
+        with the keys and values gathered for it. After the last layer the logits are there instead.
+        """
+        query_len, rows = shape.query_len, shape.num_logits
+        stream = query_len * self.hidden_size * (3 * self.dtype_bytes + _FLOAT32)
+        mlp = 3 * query_len * self.intermediate_size * self.dtype_bytes
+        logits = rows * self.vocab_size * (self.dtype_bytes + _FLOAT32)
+        return stream + max(mlp, self._attention_bytes(shape), logits)
+
+    def output_bytes(self, shape: BatchShape) -> int:
+        """The logits, which a captured step keeps at their address."""
+        return shape.num_logits * self.vocab_size * self.dtype_bytes
+
+    def _attention_bytes(self, shape: BatchShape) -> int:
+        query_len, heads, dim = shape.query_len, self.num_heads, self.head_dim
+        projected = 2 * query_len * (heads + 2 * self.num_kv_heads) * dim * self.dtype_bytes
+        partials = _PARTIAL_COPIES * query_len * heads * (dim + 2) * _FLOAT32
+        parts = (self._causal_bytes(shape), self._shared_bytes(shape), self._unique_bytes(shape))
+        return projected + partials + max(parts)
+
+    def _causal_bytes(self, shape: BatchShape) -> int:
+        if not shape.phase.causal:
+            return 0
+        scores = min(QUERY_SLICE, shape.query_len) * shape.query_len * self.num_heads * _FLOAT32
+        return _SCORE_COPIES * scores
+
+    def _shared_bytes(self, shape: BatchShape) -> int:
+        if not shape.phase.shared:
+            return 0
+        per_block = shape.query_len * self.num_heads * self.block_size * _FLOAT32
+        chunk = min(shape.num_shared_blocks, max(1, SCORE_BYTES // per_block))
+        ring = min(QUERY_SLICE, shape.query_len) * self.num_heads * self.ring_width * _FLOAT32
+        return max(_SCORE_COPIES * chunk * per_block + self._gathered_bytes(chunk), _SCORE_COPIES * ring)
+
+    def _unique_bytes(self, shape: BatchShape) -> int:
+        if not shape.phase.unique:
+            return 0
+        # Tails are one block of each row, gathered; whole blocks are read where they lie.
+        chunk = min(shape.num_unique_blocks, UNIQUE_CHUNK)
+        units = max(chunk, shape.num_logits)
+        scores = units * self.num_heads * self.block_size * _FLOAT32
+        by_owner = chunk * self.num_heads * (shape.num_logits + 4 * self.head_dim) * _FLOAT32
+        rings = shape.num_logits * self.num_heads * self.ring_width * _FLOAT32
+        return (
+            _SCORE_COPIES * max(scores, rings) + by_owner + self._gathered_bytes(max(shape.num_logits, chunk))
+        )
+
+    def _gathered_bytes(self, num_blocks: int) -> int:
+        """Keys and values of some blocks, once as they were stored and once with unused slots cleared."""
+        return 4 * num_blocks * self.num_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
+
+
+def _intermediate_size(config: Any) -> int:
+    dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    if isinstance(dense, list | tuple):
+        dense = max(dense)
+    if dense is None:
+        dense = 4 * config.hidden_size
+    expert = getattr(config, "moe_intermediate_size", None) or dense
+    num_experts = getattr(config, "num_experts_per_tok", None)
+    return int(max(dense, num_experts * expert)) if num_experts else int(dense)

@@ -1,0 +1,224 @@
+"""Warm an engine up: estimate, refuse what exceeds the budget, capture, measure, write down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from graphs import BatchShape, BucketTable, MissPolicy, Phase
+from graphs.manifest import GraphRecord, Manifest, write_manifest
+from hpu_duo.engine.engine import Engine
+from hpu_duo.sampling import static_routes
+from hpu_duo.warmup.configuration import configuration_of, limits_of, versions_of
+from hpu_duo.warmup.estimate import Estimate, WarmUpBudget, estimate_of
+from hpu_duo.warmup.memory import StepSizes
+from hpu_duo.warmup.selection import check_holds_everything, select
+from hpu_duo.warmup.tables import check_unchanged, digest_tables
+
+Progress: TypeAlias = Callable[[int, int, GraphRecord], None]
+"""Called after each graph with (done, total, what it cost)."""
+
+
+@dataclass(frozen=True)
+class WarmUpReport:
+    """What a warm-up did.
+
+    Attributes:
+        estimate: what had been expected.
+        records: the graphs in order, those that had been captured before without costs.
+        num_captured: graphs that were captured now.
+        seconds: for everything, tables and sampling included.
+        is_dry_run: nothing was done.
+        notes: what the user should know, in sentences.
+    """
+
+    estimate: Estimate
+    records: tuple[GraphRecord, ...]
+    num_captured: int
+    seconds: float
+    is_dry_run: bool
+    notes: tuple[str, ...] = ()
+
+
+class WarmUp:
+    """A warm-up of an engine's table, prepared and checked; ``run`` does it.
+
+    Args:
+        engine: whose buckets are captured. budget: what it may take. phases: capture the buckets of these
+        only; None = all. earlier: an earlier warm-up, whose measurements go into the estimate. It must be
+        of this configuration,
+            and its measurements count only if they were made with this software.
+        compile_only: build graphs without launching them, on devices that can. Steps of padding are launched
+            before, one for each phase, to fill whatever is filled at its first use.
+
+    Raises:
+        ValueError: the table lacks a reachable shape and a miss would be an error, a phase has no bucket,
+            ``earlier`` is of another configuration, the device has no compile-only mode, or the budget may be
+            exceeded. Nothing has been captured then.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        table: BucketTable | None = None,
+        on_miss: MissPolicy | None = None,
+        budget: WarmUpBudget | None = None,
+        phases: Collection[Phase] | None = None,
+        earlier: Manifest | None = None,
+        compile_only: bool = False,
+    ) -> None:
+        self._engine, self._runner = engine, engine.runner
+        self._budget = budget or WarmUpBudget()
+        self._compile_only = compile_only
+        self._configuration = configuration_of(engine)
+        self._versions = versions_of(self._runner.device)
+        self.notes: tuple[str, ...] = ()
+        measured = self._checked(earlier)
+        graphs = self._runner.graphs
+        self._is_new_table = table is not None and table.buckets != graphs.table.buckets
+        self._table = table if table is not None and self._is_new_table else graphs.table
+        self._on_miss = graphs.policy if on_miss is None else on_miss
+        if len(self._table):
+            self._check_table()
+        self.buckets = select(self._table, phases)
+        if compile_only:
+            self._runner.runtime.compile_only()
+        self.estimate = estimate_of(
+            self.buckets,
+            graphs.backend.name,
+            len(self._runner.model.kinds),
+            StepSizes.of(engine),
+            self._count_routes(),
+            measured,
+        )
+        self._costs: dict[BatchShape, GraphRecord] = {
+            record.shape: record for record in (measured.graphs if measured is not None else ())
+        }
+        self._budget.check(self.estimate)
+
+    def run(self, progress: Progress | None = None, manifest: str | Path | None = None) -> WarmUpReport:
+        """Capture the buckets, the most expensive first; those captured before are left alone.
+
+        Args:
+            progress: called after each graph.
+            manifest: file to write, anew after each graph and always whole: whatever ends the warm-up, what
+                was measured until then can be read.
+
+        Raises:
+            ValueError: the manifest cannot be written, or would be empty; memory does not suffice; or time or
+                memory of the budget are used up before all graphs are captured. What has been captured stays.
+            RuntimeError: a table was filled or changed in compile-only mode.
+        """
+        began, held = time.perf_counter(), self._runner.runtime.used_bytes()
+        records: list[GraphRecord] = []
+        num_captured = 0
+        if self._is_new_table:
+            self._runner.set_table(self._table, self._on_miss)
+        if manifest is not None:
+            if not len(self._table):
+                raise ValueError("a manifest is of a table, and steps run at their exact shapes here")
+            self._write(manifest, is_complete=False)
+        self._fill_tables()
+        before = digest_tables(self._runner.model.model) if self._compile_only else {}
+        for done, bucket in enumerate(self.buckets, start=1):
+            self._check_spent(time.perf_counter() - began, self._runner.runtime.used_bytes() - held, done - 1)
+            record, is_new = self._capture(bucket, done)
+            records.append(record)
+            if is_new:
+                num_captured += 1
+                self._costs[bucket] = record
+                if manifest is not None:
+                    self._write(manifest, is_complete=False)
+            if progress is not None:
+                progress(done, len(self.buckets), record)
+        if self._compile_only:
+            check_unchanged(before, digest_tables(self._runner.model.model))
+        self._runner.finish_warm_up(self.buckets)
+        if manifest is not None:
+            self._write(manifest, is_complete=self._runner.graphs.is_warm)
+        seconds = time.perf_counter() - began
+        return WarmUpReport(self.estimate, tuple(records), num_captured, seconds, False, self.notes)
+
+    def dry_run(self) -> WarmUpReport:
+        """The estimate, and nothing else."""
+        return WarmUpReport(self.estimate, (), 0, 0.0, True, self.notes)
+
+    def _checked(self, earlier: Manifest | None) -> Manifest | None:
+        """The earlier manifest if its costs can be expected again."""
+        if earlier is None:
+            return None
+        earlier.check(self._configuration, self._versions)
+        others = earlier.differing_versions(self._versions)
+        if others:
+            self._note(f"the manifest's costs are of other software and are not used: {'; '.join(others)}")
+            return None
+        return earlier
+
+    def _check_table(self) -> None:
+        try:
+            check_holds_everything(self._table, limits_of(self._engine))
+        except ValueError as error:
+            if self._on_miss is MissPolicy.ERROR:
+                raise
+            self._note(str(error))
+
+    def _note(self, sentence: str) -> None:
+        self.notes = (*self.notes, sentence)
+
+    def _count_routes(self) -> int:
+        if not self._runner.runtime.compiles_operators:
+            return 0
+        vocab_size = self._runner.model.model.config.get_text_config().vocab_size
+        rows = {bucket.num_logits for bucket in self.buckets}
+        return sum(len(list(static_routes(n, vocab_size, self._runner.max_model_len))) for n in rows)
+
+    def _fill_tables(self) -> None:
+        """Launch an uncaptured step of padding for each phase, the cheapest of it."""
+        cheapest = {bucket.phase: bucket for bucket in self.buckets}
+        for bucket in cheapest.values():
+            self._runner.touch(bucket)
+        self._runner.runtime.synchronize()
+
+    def _capture(self, bucket: BatchShape, number: int) -> tuple[GraphRecord, bool]:
+        runtime = self._runner.runtime
+        held, began = runtime.used_bytes(), time.perf_counter()
+        try:
+            with runtime.compile_only() if self._compile_only else nullcontext():
+                is_new = self._runner.capture(bucket)
+                runtime.synchronize()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"out of memory at graph {number} of {len(self.buckets)}, {bucket}, the largest first: "
+                f"expected {self.estimate.graphs[number - 1].num_bytes} bytes to suffice; lower num_blocks "
+                "or kv_cache_bytes, or plan a smaller table"
+            ) from error
+        seconds = time.perf_counter() - began
+        if not is_new:
+            return self._costs.get(bucket, GraphRecord(bucket)), False
+        return GraphRecord(bucket, seconds, runtime.used_bytes() - held), True
+
+    def _check_spent(self, elapsed: float, grown: int, num_done: int) -> None:
+        """Stop between two graphs once what was estimated to suffice has not."""
+        done = f"for {num_done} of {len(self.buckets)} graphs"
+        seconds, gib = self._budget.max_seconds, self._budget.max_gib
+        if seconds is not None and elapsed > seconds:
+            raise ValueError(
+                f"the warm-up has used up its budget: {elapsed:.1f} s {done}, expected at most {seconds:g} s"
+            )
+        if gib is not None and grown > gib * (1 << 30):
+            raise ValueError(
+                f"the warm-up has used up its budget: {grown / (1 << 30):.3f} GiB {done}, expected at most "
+                f"{gib:g} GiB"
+            )
+
+    def _write(self, path: str | Path, *, is_complete: bool) -> None:
+        largest_first = reversed(self._table.by_cost)
+        records = tuple(self._costs.get(bucket, GraphRecord(bucket)) for bucket in largest_first)
+        write_manifest(path, Manifest(self._configuration, self._versions, records, is_complete))
