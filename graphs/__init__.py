@@ -6,6 +6,7 @@ from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy
 from graphs.cost import CostFunction, SkippingCost, StepCost
 from graphs.exponential import ExponentialRule
 from graphs.limits import BucketLimits
+from graphs.recompile import RecompileError
 from graphs.shape import BatchShape, Phase
 from graphs.table import BucketTable, Miss, Padding
 
@@ -27,6 +28,7 @@ __all__ = [
     "MissPolicy",
     "Padding",
     "Phase",
+    "RecompileError",
     "SkippingCost",
     "StagedInputs",
     "StepCost",

@@ -45,7 +45,8 @@ class GraphCounters:
         captures: executables made, in warm-up and after it.
         late_captures: those of planned buckets that a sealed cache made while serving: each is a
             compilation that warm-up should have done.
-        eager_runs: steps that ran uncaptured.
+        eager_runs: steps outside the table that ran uncaptured.
+        bypasses: steps of a bucket that is too long to be captured.
         runs: steps per bucket, eager runs left out.
         steps: steps per phase string of the shape that ran, eager runs included.
     """
@@ -55,6 +56,7 @@ class GraphCounters:
     captures: int
     late_captures: int
     eager_runs: int
+    bypasses: int
     runs: Mapping[BatchShape, int]
     steps: Mapping[str, int]
 
@@ -68,18 +70,35 @@ class GraphCache:
         backend: captures what is not captured yet.
         table: the planned buckets.
         policy: what to do with shapes outside the table.
+        max_captured_tokens: buckets with more query tokens are padded to like the others, and run as
+            they are written: a graph keeps the working memory of its step, and a long prefill gains
+            least from being captured. None captures all.
+
+    Raises:
+        ValueError: ``max_captured_tokens`` below 1.
     """
 
     def __init__(
-        self, backend: CaptureBackend, table: BucketTable, policy: MissPolicy = MissPolicy.ERROR
+        self,
+        backend: CaptureBackend,
+        table: BucketTable,
+        policy: MissPolicy = MissPolicy.ERROR,
+        max_captured_tokens: int | None = None,
     ) -> None:
+        if max_captured_tokens is not None and max_captured_tokens < 1:
+            raise ValueError(f"expected max_captured_tokens >= 1 or None, got {max_captured_tokens}")
         self.backend = backend
         self.policy = policy
+        self.max_captured_tokens = max_captured_tokens
         self._planned = table
         self._table = table
         self._executables: dict[BatchShape, Callable[[Inputs], Any]] = {}
         self._is_sealed = False
         self._hits = self._misses = self._captures = self._late_captures = self._eager_runs = 0
+        self._bypasses = 0
+        # Buckets that run as written, and have run.
+        self._run_before: set[BatchShape] = set()
+        self._captured_late: Counter[BatchShape] = Counter()
         self._runs: Counter[BatchShape] = Counter()
         self._steps: Counter[str] = Counter()
 
@@ -90,8 +109,8 @@ class GraphCache:
 
     @property
     def is_warm(self) -> bool:
-        """Whether every planned bucket has been captured."""
-        return all(bucket in self._executables for bucket in self._planned)
+        """Whether every planned bucket has been captured, or run where it is too long for that."""
+        return all(map(self._is_ready, self._planned))
 
     @property
     def counters(self) -> GraphCounters:
@@ -102,9 +121,24 @@ class GraphCache:
             self._captures,
             self._late_captures,
             self._eager_runs,
+            self._bypasses,
             MappingProxyType(dict(self._runs)),
             MappingProxyType(dict(self._steps)),
         )
+
+    @property
+    def captured_late(self) -> Mapping[BatchShape, int]:
+        """Buckets that a sealed cache has captured, those that misses have added included, and how often."""
+        return MappingProxyType(dict(self._captured_late))
+
+    def with_table(self, table: BucketTable, policy: MissPolicy) -> "GraphCache":
+        """A cache that has captured nothing, with the same backend and limit."""
+        return GraphCache(self.backend, table, policy, self.max_captured_tokens)
+
+    def captures(self, bucket: BatchShape) -> bool:
+        """Whether steps of a bucket are captured; the others are too long, or in no table."""
+        limit = self.max_captured_tokens
+        return bucket in self._table and (limit is None or bucket.query_len <= limit)
 
     def seal(self) -> None:
         """Declare warm-up over: capturing a planned bucket from now on counts as late."""
@@ -131,8 +165,8 @@ class GraphCache:
         return shape
 
     def region(self, bucket: BatchShape, key: Hashable, fn: Region) -> Region:
-        """What to call for a repeated region of the step at ``bucket``: ``fn`` itself in an eager run."""
-        return self.backend.region(bucket, key, fn) if bucket in self._table else fn
+        """What to call for a repeated region of ``bucket``: ``fn`` itself where nothing is captured."""
+        return self.backend.region(bucket, key, fn) if self.captures(bucket) else fn
 
     def run(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
         """Run one step at a shape that ``resolve`` returned.
@@ -146,9 +180,14 @@ class GraphCache:
         Raises:
             GraphMissError: ``bucket`` is not in the table, and the policy is not ``EAGER``.
         """
-        if bucket in self._table:
-            outputs = self._run_captured(bucket, fn, inputs)
+        executable = self._executables.get(bucket)
+        if executable is not None:
+            outputs = executable(inputs)
             self._runs[bucket] += 1
+        elif bucket in self._table:
+            outputs = self._run_first(bucket, fn, inputs)
+            self._runs[bucket] += 1
+            self._bypasses += not self.captures(bucket)
         elif self.policy is MissPolicy.EAGER:
             outputs = fn(inputs)
             self._eager_runs += 1
@@ -166,6 +205,8 @@ class GraphCache:
     ) -> int:
         """Capture buckets ahead of traffic by running each once; those already captured are left alone.
 
+        Buckets too long to be captured are run as well: their operators may have to be compiled.
+
         By default the most expensive bucket comes first, so that what does not fit in memory fails at
         once and the rest reuses its allocations.
 
@@ -176,7 +217,7 @@ class GraphCache:
             progress: called after each bucket with (done, total, bucket).
 
         Returns:
-            The number of buckets captured.
+            The number of buckets captured, or run where they are too long for that.
 
         Raises:
             ValueError: a shape that is no bucket.
@@ -185,22 +226,30 @@ class GraphCache:
         unknown = [str(bucket) for bucket in buckets if bucket not in self._table]
         if unknown:
             raise ValueError(f"expected buckets of the table to warm up, got {', '.join(unknown)}")
-        before = self._captures
+        num_new = 0
         for done, bucket in enumerate(buckets, start=1):
-            if bucket not in self._executables:
-                self._run_captured(bucket, fn_of(bucket), make_inputs(bucket))
+            if not self._is_ready(bucket):
+                self._run_first(bucket, fn_of(bucket), make_inputs(bucket))
+                num_new += 1
             if progress is not None:
                 progress(done, len(buckets), bucket)
-        return self._captures - before
+        return num_new
 
-    def _run_captured(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
-        executable = self._executables.get(bucket)
-        if executable is not None:
-            return executable(inputs)
+    def _is_ready(self, bucket: BatchShape) -> bool:
+        return bucket in self._executables or bucket in self._run_before
+
+    def _run_first(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
+        """Run a bucket without an executable, which has one afterwards unless it is too long for that."""
+        if not self.captures(bucket):
+            outputs = fn(inputs)
+            self._run_before.add(bucket)
+            return outputs
         executable = self.backend.capture(fn, bucket)
         # Backends may record at the first call: only an executable that has run once is worth keeping.
         outputs = executable(inputs)
         self._executables[bucket] = executable
         self._captures += 1
-        self._late_captures += self._is_sealed and bucket in self._planned
+        if self._is_sealed:
+            self._captured_late[bucket] += 1
+            self._late_captures += bucket in self._planned
         return outputs

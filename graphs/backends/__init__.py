@@ -3,13 +3,31 @@
 from graphs.backends.base import CaptureBackend, Inputs
 from graphs.backends.eager import EagerBackend
 
-__all__ = ["BACKEND_NAMES", "CaptureBackend", "EagerBackend", "Inputs", "make_backend"]
+__all__ = ["BACKEND_NAMES", "CaptureBackend", "EagerBackend", "Inputs", "best_name", "make_backend"]
 
-BACKEND_NAMES = ("eager", "compile")
+BACKEND_NAMES = ("eager", "compile", "cuda", "hpu-compile", "hpu-graph")
+
+
+def best_name(device_type: str, is_lazy: bool) -> str:
+    """The backend that "auto" stands for on a kind of device.
+
+    A CPU runs steps as they are written: compiling them pays only for who serves long enough, and is
+    asked for by name. CUDA records whole steps. HPU compiles layers, or in lazy mode, where its compiler
+    does not work, records whole steps.
+    """
+    match device_type:
+        case "cuda":
+            return "cuda"
+        case "hpu":
+            return "hpu-graph" if is_lazy else "hpu-compile"
+        case _:
+            return "eager"
 
 
 def make_backend(name: str) -> CaptureBackend:
-    """Build a capture backend; what it needs is imported only now.
+    """Build a capture backend; what it needs is imported only now, or when it is first used.
+
+    Whether it can capture steps on a device is what its ``problem`` says.
 
     Raises:
         ValueError: an unknown name.
@@ -21,5 +39,17 @@ def make_backend(name: str) -> CaptureBackend:
             from graphs.backends.compile import CompileBackend
 
             return CompileBackend()
+        case "cuda":
+            from graphs.backends.cuda import CudaBackend
+
+            return CudaBackend()
+        case "hpu-compile":
+            from graphs.backends.hpu import HpuCompileBackend
+
+            return HpuCompileBackend()
+        case "hpu-graph":
+            from graphs.backends.hpu import HpuGraphBackend
+
+            return HpuGraphBackend()
         case _:
             raise ValueError(f"expected a capture backend out of {', '.join(BACKEND_NAMES)}, got {name!r}")

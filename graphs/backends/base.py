@@ -28,6 +28,13 @@ class CaptureBackend(Protocol):
         """The name that ``make_backend`` knows this backend by."""
         ...
 
+    def problem(self, device: torch.device) -> str | None:
+        """Why steps on ``device`` cannot be captured here, what was expected and what was got; or None.
+
+        Asked once, before anything is captured: nothing falls back to another backend later.
+        """
+        ...
+
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
         """Return an executable for a whole step at one shape.
 

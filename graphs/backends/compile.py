@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.convert_frame import register_bytecode_hook
 
 from graphs.backends.base import Inputs, Outputs, Region
+from graphs.backends.toolchain import cpu_compile_problem
 from graphs.shape import BatchShape
 
 
@@ -43,6 +44,15 @@ class CompileBackend:
     def num_regions(self) -> int:
         """Functions handed out so far; each is compiled at its first call."""
         return len(self._regions)
+
+    def problem(self, device: torch.device) -> str | None:
+        """Why the compiler cannot build code for ``device``, or None."""
+        if self._compiler != "inductor":
+            return None
+        if device.type == "hpu":
+            return "inductor builds no code for 'hpu', where 'hpu-compile' is expected"
+        reason = cpu_compile_problem() if device.type == "cpu" else None
+        return None if reason is None else f"inductor cannot build code for the CPU here: {reason}"
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
         """Return ``fn``: its regions are what is captured."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Hashable
 
+import torch
+
 from graphs.backends.base import Inputs, Outputs, Region
 from graphs.shape import BatchShape
 
@@ -13,6 +15,10 @@ class EagerBackend:
     """
 
     name = "eager"
+
+    def problem(self, device: torch.device) -> str | None:
+        """Return None: steps run as written everywhere."""
+        return None
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
         """Return ``fn``."""

@@ -28,6 +28,10 @@ class SimBackend:
     def __init__(self, device: SimulatedHpu) -> None:
         self._device = device
 
+    def problem(self, device: torch.device) -> str | None:
+        """Why steps on ``device`` cannot be captured, or None on the simulated device."""
+        return None if device.type == "hpu" else f"it captures steps of the simulated HPU, got {device}"
+
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
         """Return an executable that records ``fn`` at its first run."""
         return _Executable(self._device, fn, str(shape))
@@ -50,7 +54,7 @@ class _Executable(Generic[Outputs]):
             outputs = self._fn(inputs)
         if self._operators is None:
             self._operators, self._addresses, self._outputs = tuple(operators), addresses, outputs
-            self._device.journal.count(new_graphs=1)
+            self._device.journal.capture(self._label)
         else:
             is_same = self._compare(tuple(operators), addresses)
             if is_same:

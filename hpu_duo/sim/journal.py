@@ -65,10 +65,12 @@ class Journal:
 
     Attributes:
         recipes: number of each operator that ran alone.
+        graphs: how often a graph was captured, by label.
         watches: those that count now.
     """
 
     recipes: set[int] = field(default_factory=set)
+    graphs: Counter[str] = field(default_factory=Counter)
     watches: list[Watch] = field(default_factory=list)
 
     def launch_alone(self, recipe: int) -> None:
@@ -79,6 +81,11 @@ class Journal:
             watch.launch()
             if is_new:
                 watch.add(new_recipes=1)
+
+    def capture(self, label: str) -> None:
+        """Note a captured graph."""
+        self.graphs[label] += 1
+        self.count(new_graphs=1)
 
     def launch_inside(self) -> None:
         """Note an operator of a graph."""

@@ -34,6 +34,9 @@ class RecordingBackend:
         self.captured: list[BatchShape] = []
         self.regions: list[tuple[BatchShape, Hashable]] = []
 
+    def problem(self, device: torch.device) -> str | None:
+        return None
+
     def capture(self, fn: Callable[[Inputs], Any], shape: BatchShape) -> Callable[[Inputs], Any]:
         self.captured.append(shape)
         return lambda inputs: ("captured", fn(inputs))
@@ -223,3 +226,60 @@ def test_each_bucket_is_captured_once_in_order_of_first_use(buckets: list[BatchS
     for bucket in buckets:
         cache.run(cache.resolve(bucket), total, make_inputs(bucket))
     assert backend.captured == list(dict.fromkeys(buckets))
+
+
+def test_buckets_beyond_the_limit_are_padded_to_and_run_as_they_are_written() -> None:
+    backend = RecordingBackend()
+    cache = GraphCache(backend, TABLE, max_captured_tokens=16)
+    assert (cache.captures(B16), cache.captures(PREFILL), cache.captures(OUTSIDE)) == (True, False, False)
+    assert cache.resolve(BatchShape.parse("c--/q40/s0/u0/l1")) == PREFILL
+    assert cache.region(PREFILL, "layer", max) is max
+    for _ in range(3):
+        assert cache.run(PREFILL, total, make_inputs(PREFILL)) == sum(range(64))
+    assert cache.run(B16, total, make_inputs(B16)) == ("captured", sum(range(16)))
+    seen = cache.counters
+    assert (seen.captures, seen.bypasses, seen.eager_runs, seen.misses) == (1, 3, 0, 0)
+    assert seen.runs == {PREFILL: 3, B16: 1}
+    assert backend.captured == [B16]
+
+
+def test_warm_up_runs_a_bucket_beyond_the_limit_once_and_a_sealed_cache_has_nothing_late() -> None:
+    backend = RecordingBackend()
+    cache = GraphCache(backend, TABLE, max_captured_tokens=8)
+    ran: list[BatchShape] = []
+
+    def make(bucket: BatchShape) -> Inputs:
+        ran.append(bucket)
+        return make_inputs(bucket)
+
+    assert cache.warm_up(lambda bucket: total, make) == 3
+    assert cache.warm_up(lambda bucket: total, make) == 0
+    assert sorted(ran) == sorted(TABLE)
+    assert backend.captured == [B8]
+    assert cache.is_warm
+    cache.seal()
+    cache.run(PREFILL, total, make_inputs(PREFILL))
+    assert (cache.counters.captures, cache.counters.late_captures, cache.counters.bypasses) == (1, 0, 1)
+    assert not cache.captured_late
+
+
+def test_captures_after_the_seal_are_listed_with_those_that_misses_add() -> None:
+    cache, _ = make_cache(MissPolicy.CAPTURE)
+    cache.seal()
+    for shape in (B8, OUTSIDE, OUTSIDE):
+        bucket = cache.resolve(shape)
+        cache.run(bucket, total, make_inputs(bucket))
+    assert cache.captured_late == {B8: 1, OUTSIDE: 1}
+    assert cache.counters.late_captures == 1
+
+
+def test_another_table_keeps_backend_and_limit() -> None:
+    cache = GraphCache(EagerBackend(), TABLE, max_captured_tokens=8)
+    other = cache.with_table(BucketTable((B8,)), MissPolicy.EAGER)
+    assert (other.backend, other.policy, len(other.table)) == (cache.backend, MissPolicy.EAGER, 1)
+    assert other.max_captured_tokens == 8
+
+
+def test_a_limit_that_captures_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_captured_tokens >= 1 or None, got 0"):
+        GraphCache(EagerBackend(), TABLE, max_captured_tokens=0)

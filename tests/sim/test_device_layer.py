@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import sys
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,31 +15,12 @@ from torch import nn
 from hpu_duo import sim
 from hpu_duo.device import NAMES, CpuRuntime, hpu_problem, problem, resolve_device, runtime_for
 from hpu_duo.device.habana import DeviceMemory, HabanaRuntime, prepare_environment
-
-STANDIN = Path(__file__).parent / "standin"
-VARIABLES = ("PT_HPU_LAZY_MODE", "PT_HPU_WEIGHT_SHARING", "PT_HPU_ENABLE_LAZY_COLLECTIVES")
+from tests.vendor import calls, importable
 
 
 @pytest.fixture
 def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stand-in can be imported, for the first time, and no variable of its is set."""
-    forget()
-    for name in VARIABLES:
-        # Set first, so that what the device layer sets is undone as well.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.syspath_prepend(str(STANDIN))
-    yield
-    forget()
-
-
-def forget() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:
-        del sys.modules[name]
-
-
-def calls() -> Counter[str]:
-    return importlib.import_module("habana_frameworks.torch.calls").CALLS
+    yield from importable(monkeypatch)
 
 
 def test_without_the_vendors_package_hpu_says_so() -> None:

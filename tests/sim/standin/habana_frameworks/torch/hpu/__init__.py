@@ -7,6 +7,7 @@ from habana_frameworks.torch.calls import CALLS
 from habana_frameworks.torch.utils.internal import is_lazy
 
 if is_lazy():
+    from habana_frameworks.torch.hpu.graphs import HPUGraph as HPUGraph
     from habana_frameworks.torch.hpu.graphs import wrap_in_hpu_graph as wrap_in_hpu_graph
 
 _LIMIT, _IN_USE, _PEAK = 1000, 300, 450
@@ -34,6 +35,11 @@ def mem_get_info() -> tuple[int, int]:
 
 class Stream:
     """A stream without a device."""
+
+
+def default_stream() -> Stream:
+    """The stream that everything runs on unless told otherwise."""
+    return Stream()
 
 
 @contextmanager

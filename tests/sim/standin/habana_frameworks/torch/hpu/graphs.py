@@ -16,9 +16,45 @@ import torch
 from torch import nn
 
 from habana_frameworks.torch.calls import CALLS
+from habana_frameworks.torch.hpu.metrics import compiled
 from habana_frameworks.torch.internal.bridge_config import SETTINGS
+from tests.graphs.tape import Tape
 
 GARBAGE = float("nan")
+
+
+class HPUGraph:
+    """Operators between ``capture_begin`` and ``capture_end``, which run, and run again at each replay.
+
+    In compile-only mode they are compiled and not run. Lazy mode counts what was collected before the
+    capture, and was not launched by a ``mark_step``, as part of the graph.
+    """
+
+    def __init__(self) -> None:
+        self._tape: Tape | None = None
+
+    def capture_begin(self, dry_run: bool = False) -> None:
+        """Operators belong to the graph from here on."""
+        assert self._tape is None, "a graph is captured once"
+        if not CALLS["mark_step"]:
+            raise RuntimeError("the graph would begin with what was collected before it")
+        is_launched = not (dry_run or SETTINGS.get("PT_COMPILE_ONLY_MODE"))
+        self._tape = Tape(launches=is_launched)
+        self._tape.__enter__()
+
+    def capture_end(self) -> None:
+        """Operators do not belong to the graph any more."""
+        assert self._tape is not None, "nothing is captured"
+        self._tape.__exit__(None, None, None)
+        CALLS["capture"] += 1
+        compiled()
+
+    def replay(self, asynchronous: bool = False) -> None:
+        """Run the graph's operators."""
+        assert self._tape is not None, "nothing was captured"
+        CALLS["replay"] += 1
+        if not SETTINGS.get("PT_COMPILE_ONLY_MODE"):
+            self._tape.replay()
 
 
 def input_hash(value: Any) -> int:
@@ -59,6 +95,7 @@ def wrap_in_hpu_graph(
             CALLS["plain"] += 1
             return original(*args, **kwargs)
         CALLS["capture"] += 1
+        compiled()
         graphs[key] = _launch(original, args, kwargs)
         return graphs[key]
 

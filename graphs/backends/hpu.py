@@ -1,0 +1,134 @@
+"""Gaudi's two ways to capture: its compiler in eager mode, and HPU graphs in lazy mode.
+
+Written from public sources (docs.habana.ai, vllm-gaudi, the open PyTorch bridge); no Gaudi has run it. The
+tests drive it with a stand-in of ``habana_frameworks``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic
+
+import torch
+
+from graphs.backends.base import Inputs, Outputs
+from graphs.backends.compile import CompileBackend
+from graphs.backends.whole_step import Recording, WholeStepBackend
+from graphs.recompile import RecompileError
+from graphs.shape import BatchShape
+
+_MODES = {False: "eager mode (PT_HPU_LAZY_MODE=0)", True: "lazy mode (PT_HPU_LAZY_MODE=1)"}
+_UNSAFE_STANCE = "skip_guard_eval_unsafe"
+
+
+def _problem(what: str, device: torch.device, needs_lazy: bool) -> str | None:
+    if device.type != "hpu":
+        return f"{what} are for device 'hpu', got {str(device)!r}"
+    if importlib.util.find_spec("habana_frameworks") is None:
+        return f"{what} need the package habana_frameworks, which is not installed"
+    from habana_frameworks.torch.utils.internal import is_lazy
+
+    if bool(is_lazy()) is not needs_lazy:
+        return f"{what} need {_MODES[needs_lazy]}, got {_MODES[not needs_lazy]}"
+    return None
+
+
+class HpuCompileBackend(CompileBackend):
+    """Regions compiled by ``torch.compile(backend="hpu_backend", fullgraph=True, dynamic=False)``.
+
+    The default way on a Gaudi, in eager mode. From the second run of a bucket on, its regions are entered
+    in torch's stance that takes most guards for granted; a region that would have to be compiled again
+    raises instead. The stance holds for the duration of the step only, so that what else the process
+    compiles, and the first run of another bucket, is compiled as usual.
+
+    Args:
+        guards: check guards in every call, and compile again where one fails.
+    """
+
+    name = "hpu-compile"
+
+    def __init__(self, guards: bool = False) -> None:
+        super().__init__("hpu_backend", guards=True)
+        self._trusts_guards = not guards
+
+    def problem(self, device: torch.device) -> str | None:
+        """Why the vendor's compiler cannot be used on ``device``, or None."""
+        return _problem("compiled regions", device, needs_lazy=False)
+
+    def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
+        """Return ``fn`` such that, from its second call on, nothing in it may be compiled.
+
+        A later call that would compile raises ``RecompileError``.
+        """
+        return _CompiledStep(fn, str(shape)) if self._trusts_guards else fn
+
+
+class _CompiledStep(Generic[Outputs]):
+    def __init__(self, fn: Callable[[Inputs], Outputs], label: str) -> None:
+        self._fn, self._label = fn, label
+        self._has_run = False
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        if self._has_run:
+            with no_recompilation(self._label):
+                return self._fn(inputs)
+        outputs = self._fn(inputs)
+        self._has_run = True
+        return outputs
+
+
+@contextmanager
+def no_recompilation(what: str) -> Iterator[None]:
+    """Enter compiled code with the fewest possible checks; restored afterwards, whatever happens.
+
+    Args:
+        what: what runs inside, for the error.
+
+    Raises:
+        RecompileError: something would have to be compiled inside.
+    """
+    with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+        try:
+            yield
+        except RuntimeError as error:
+            if _UNSAFE_STANCE not in str(error):
+                raise
+            raise RecompileError([f"{what}: {error}"]) from error
+
+
+class HpuGraphRecorder:
+    """Records with HPU graphs, one per step, through ``HPUGraph`` itself.
+
+    The vendor's ``wrap_in_hpu_graph`` would find the graph by a hash of all arguments, in which dtypes have
+    no part and 1, 1.0 and True are equal. Here the bucket is the key, and the inputs lie where the graph
+    reads them, so that nothing is hashed and nothing is copied. Recording launches the step as well.
+    """
+
+    def problem(self, device: torch.device) -> str | None:
+        """Why the device has no HPU graphs, or None."""
+        return _problem("HPU graphs", device, needs_lazy=True)
+
+    def record(self, run: Callable[[], Outputs]) -> Recording[Outputs]:
+        """See ``Recorder``."""
+        import habana_frameworks.torch.core as core
+        import habana_frameworks.torch.hpu as hpu
+
+        # What lazy mode has collected so far belongs to no graph.
+        core.mark_step()
+        graph = hpu.HPUGraph()
+        with hpu.stream(hpu.default_stream()):
+            graph.capture_begin()
+            try:
+                outputs = run()
+            finally:
+                graph.capture_end()
+        return Recording(outputs, outputs, graph.replay)
+
+
+class HpuGraphBackend(WholeStepBackend):
+    """See ``WholeStepBackend`` and ``HpuGraphRecorder``; for lazy mode, which is a legacy one."""
+
+    def __init__(self) -> None:
+        super().__init__("hpu-graph", HpuGraphRecorder())

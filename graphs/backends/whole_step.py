@@ -1,0 +1,116 @@
+"""What backends have in common that record a whole step once and replay it without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol
+
+import torch
+
+from graphs.backends.base import Inputs, Outputs, Region
+from graphs.shape import BatchShape
+
+
+@dataclass(frozen=True)
+class Recording(Generic[Outputs]):
+    """A recorded step.
+
+    Attributes:
+        first: what the step returned when it ran for the recording, exactly once.
+        static: the tensors that a replay writes its results to.
+        replay: launch the recorded work again, on whatever the input tensors hold now.
+    """
+
+    first: Outputs
+    static: Outputs
+    replay: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """How a device records and replays."""
+
+    def problem(self, device: torch.device) -> str | None:
+        """See ``CaptureBackend.problem``."""
+        ...
+
+    def record(self, run: Callable[[], Outputs]) -> Recording[Outputs]:
+        """Run a step once, so that its effects happen once, and record it.
+
+        What ``run`` raises is passed on, and leaves nothing that is being recorded behind.
+        """
+        ...
+
+
+class WholeStepBackend:
+    """Records a whole step at the first run of its executable and replays it from then on.
+
+    The replay reads the tensors that it was recorded with, hence inputs at other addresses are refused.
+    It returns the same tensors each time, overwritten.
+
+    Args:
+        name: what ``make_backend`` knows the backend by.
+        recorder: how the device does it.
+    """
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self.name = name
+        self._recorder = recorder
+
+    def problem(self, device: torch.device) -> str | None:
+        """What the recorder says of the device."""
+        return self._recorder.problem(device)
+
+    def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
+        """Return an executable that runs and records ``fn`` at its first call.
+
+        The executable raises ValueError for inputs that lie elsewhere than those of its first call.
+        """
+        return _Executable(self._recorder, fn, str(shape))
+
+    def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
+        """Return ``fn``: steps are recorded whole."""
+        return fn
+
+
+class _Executable(Generic[Outputs]):
+    def __init__(self, recorder: Recorder, fn: Callable[[Inputs], Outputs], label: str) -> None:
+        self._recorder, self._fn, self._label = recorder, fn, label
+        self._recording: Recording[Outputs] | None = None
+        self._inputs: Inputs = {}
+        self._addresses: Mapping[str, int] = {}
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        if self._recording is None:
+            recording = self._recorder.record(lambda: self._fn(inputs))
+            self._recording, self._inputs, self._addresses = recording, inputs, _addresses(inputs)
+            return recording.first
+        if inputs is not self._inputs:
+            self._check(inputs)
+        self._recording.replay()
+        return self._recording.static
+
+    def _check(self, inputs: Inputs) -> None:
+        found = _addresses(inputs)
+        if found != self._addresses:
+            moved = sorted(
+                name for name in found | dict(self._addresses) if found.get(name) != self._addresses.get(name)
+            )
+            raise ValueError(
+                f"{self._label}: expected inputs where they were when the step was recorded, "
+                f"got others for {', '.join(moved)}"
+            )
+        self._inputs = inputs
+
+
+def _addresses(inputs: Inputs) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in inputs.items()}
+
+
+def tensors_of(outputs: Any) -> list[torch.Tensor]:
+    """The tensors in what a step returned: one tensor, or any nesting of tuples and lists of them."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if isinstance(outputs, tuple | list):
+        return [tensor for item in outputs for tensor in tensors_of(item)]
+    return []
