@@ -1,0 +1,115 @@
+"""The CUDA path measured: kernels against others', and the DuoAttention curves in real shapes.
+
+    python -m benchmarks.gpu                      # all sections, on the current CUDA device
+    python -m benchmarks.gpu --only decode        # one section; finished points are kept
+    python -m benchmarks.gpu --toy --device cpu --out /tmp/gpu   # everything on toy sizes, anywhere
+
+Each point is saved as soon as it is there, so that a run can be stopped, or end at ``--seconds``, and the
+same command continues it. A file holds one device and one set of versions. See docs/gpu-benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_suite.clock import Clock
+from benchmarks.gpu_suite.results import Results, describe_environment
+from benchmarks.gpu_suite.shapes import REAL, TOY, Sizes
+
+SECTIONS = ("machine", "memory", "kernels", "decode", "prefill")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, print the report, and write it, the points and the figures."""
+    options = _parser().parse_args(arguments)
+    sizes = TOY if options.toy else REAL
+    try:
+        device = _device(options.device)
+        stem = options.out / f"gpu-{'toy-' if options.toy else ''}{options.date}"
+        results = Results(stem.with_suffix(".json"), describe_environment(device, is_toy=options.toy))
+        is_complete = _measure(options, sizes, device, results)
+    except ValueError as error:
+        sys.exit(f"gpu.py: {error}")
+    figures: list[Path] = []
+    if not options.no_figures:
+        from benchmarks.gpu_suite.figures import draw_figures
+
+        figures = draw_figures(results, sizes, stem)
+    from benchmarks.gpu_suite.report import write_report
+
+    command = ["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)]
+    text = write_report(results, sizes, options.date, command, [path.name for path in figures])
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+    if not is_complete:
+        print(f"Stopped after {options.seconds:g} s; the same command goes on from here.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
+    parser.add_argument("--toy", action="store_true", help="sizes that a CPU does in seconds")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ..., or cpu together with --toy")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
+    parser.add_argument("--date", default=date.today().isoformat(), help="in the names of the files")
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin no point after so long")
+    parser.add_argument("--rounds", type=int, help="timed calls of a kernel (30; 2 for --toy)")
+    parser.add_argument("--attention", default="auto", help="kernels of the curves")
+    parser.add_argument("--graphs", default="eager", help="capture backend of the decode curve")
+    parser.add_argument("--no-figures", action="store_true", help="do without matplotlib")
+    return parser
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"expected a CUDA device, got none for {name!r}; try --toy --device cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _measure(options: argparse.Namespace, sizes: Sizes, device: torch.device, results: Results) -> bool:
+    if device.type == "cpu" and not options.toy:
+        raise ValueError("expected --toy together with --device cpu, got real sizes")
+    # Where kernels are interpreted, bfloat16 is slow and says nothing more.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    few = 2 if options.toy else 30
+    clock = Clock(device, few if options.rounds is None else options.rounds, warm_up=0 if options.toy else 5)
+    # Here and not above: Triton reads TRITON_INTERPRET when it is imported.
+    if device.type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    from benchmarks.gpu_suite.curves import Budget, measure_decode, measure_prefill
+    from benchmarks.gpu_suite.engines import Setup
+    from benchmarks.gpu_suite.kernels import measure_kernels
+    from benchmarks.gpu_suite.machine import measure_machine
+    from benchmarks.gpu_suite.memory import compute_memory
+
+    setup = Setup(device, dtype, options.attention, options.graphs, sizes.block_size)
+    budget = Budget.start(options.seconds)
+    if "machine" in options.only:
+        measure_machine(clock, sizes, dtype, results)
+    if "memory" in options.only:
+        compute_memory(sizes, torch.bfloat16.itemsize, results)
+    if "kernels" in options.only:
+        measure_kernels(clock, sizes, dtype, results)
+    is_complete = True
+    if "decode" in options.only:
+        is_complete = measure_decode(clock, sizes, setup, results, budget)
+    if "prefill" in options.only:
+        is_complete = measure_prefill(clock, sizes, setup, results, budget) and is_complete
+    return is_complete
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""This engine around random weights in real shapes, and requests whose context is placed, not computed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.gpu_suite.memory import DUO, llama_config, make_pattern
+from benchmarks.gpu_suite.shapes import ModelShape
+from graphs import BatchShape, BucketTable
+from graphs.shape import Phase
+from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
+from hpu_duo.engine.assembly import assemble_around
+from hpu_duo.engine.engine import Engine
+from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, NAME
+from hpu_duo.modeling.loading import dtype_option
+from hpu_duo.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the engines of a curve are built.
+
+    Attributes:
+        attention: kernels of the parts, as ``HPUDuoModel`` takes them.
+        graphs: capture backend of decode steps, by name.
+        block_size: tokens of a block.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: str
+    graphs: str
+    block_size: int
+
+
+def make_model(shape: ModelShape, max_positions: int, setup: Setup) -> PreTrainedModel:
+    """A model with random weights, made on the device."""
+    torch.manual_seed(0)
+    with torch.device(setup.device):
+        model = AutoModelForCausalLM.from_config(
+            llama_config(shape, max_positions), attn_implementation=NAME, **dtype_option(setup.dtype)
+        )
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def engine_of(
+    model: PreTrainedModel,
+    shape: ModelShape,
+    system: str,
+    setup: Setup,
+    *,
+    num_tokens: int,
+    chunk: int,
+    is_captured: bool = False,
+) -> Iterator[Engine]:
+    """An engine whose stores hold one request of ``num_tokens`` tokens; afterwards they are freed.
+
+    Args:
+        chunk: prompt tokens of a step.
+        is_captured: decode steps go through the capture backend, padded to the one shape that holds all.
+    """
+    graph = GraphConfig("eager")
+    if is_captured and setup.graphs != "eager":
+        decode = BatchShape(Phase(False, False, True), 1, 0, -(-num_tokens // setup.block_size), 1)
+        graph = GraphConfig(setup.graphs, BucketTable((decode,)))
+    engine = assemble_around(
+        model,
+        EngineConfig(
+            model=ModelConfig("random weights", str(setup.device), setup.dtype, setup.attention),
+            heads=HeadConfig(make_pattern(shape)) if system == DUO else HeadConfig(),
+            cache=CacheConfig(setup.block_size, num_blocks=-(-num_tokens // setup.block_size)),
+            scheduler=SchedulerConfig(1, chunk, num_tokens + 1),
+            graph=graph,
+        ),
+        frozenset(),
+    )
+    try:
+        yield engine
+    finally:
+        del engine
+        _strip(model)
+
+
+def _strip(model: PreTrainedModel) -> None:
+    """Take the stores and the dispatch off a model, so that it can be served again and they are freed."""
+    for module in model.modules():
+        module.__dict__.pop("forward", None)
+        if hasattr(module, LAYER_ATTRIBUTE):
+            delattr(module, LAYER_ATTRIBUTE)
+    gc.collect()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def add_prompt(engine: Engine, length: int, new: int) -> str:
+    """Queue a prompt of random tokens that samples ``new`` tokens; returns its id."""
+    tokens = np.random.default_rng(0).integers(0, engine.limits.vocab_size, length, dtype=np.int32)
+    return engine.add_request(tokens, SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True))
+
+
+@torch.inference_mode()
+def place_context(engine: Engine, length: int, new: int) -> str:
+    """A request that has just prefilled ``length`` tokens, without the work: its cache holds random numbers.
+
+    The scheduler plans the prefill as ever, chunk by chunk, so that rows and blocks are leased as they
+    would be; plans are committed without being run, and the stores are filled instead. The first token
+    is 0. What a decode reads, and from where, is what it would read after a real prefill.
+    """
+    request_id = add_prompt(engine, length, new)
+    scheduler, store = engine.scheduler, engine.runner.store
+    num_sampled = 0
+    while not num_sampled:
+        plan = scheduler.plan()
+        assert plan is not None, "a queued prompt is always scheduled"
+        store.carry_out(plan.moves)
+        num_sampled = len(plan.sampled_rows)
+        scheduler.commit(plan, [0] * num_sampled)
+    for layer in store.layers:
+        for tensor in layer:
+            tensor[:-1].normal_()  # all but trash
+    return request_id
