@@ -25,7 +25,8 @@ class ModelConfig:
         path: directory of a transformers checkpoint.
         device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.sim``).
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        attention: "auto", "reference" or "sdpa"; "auto" is "sdpa" on CPU where the model allows it.
+        attention: "auto", "reference", "sdpa" or "triton"; "auto" is "sdpa" on CPU where the model allows
+            it, and "triton" on CUDA where Triton is installed.
         pack_weights: lay linear weights out for oneDNN once (bfloat16 on CPU); None = where possible.
     """
 
@@ -36,7 +37,7 @@ class ModelConfig:
     pack_weights: bool | None = None
 
     def __post_init__(self) -> None:
-        _one_of("attention", self.attention, ("auto", "reference", "sdpa"))
+        _one_of("attention", self.attention, ("auto", "reference", "sdpa", "triton"))
         if not isinstance(self.path, str | PathLike):
             raise ValueError(f"expected path to be a directory, got {type(self.path).__name__}")
         if self.pack_weights is not None and not isinstance(self.pack_weights, bool):

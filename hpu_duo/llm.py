@@ -101,7 +101,7 @@ class HPUDuoModel:
             tie_break, balance: see ``HeadPattern.binarise``.
             device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.sim``).
             dtype: "auto", "float32", "bfloat16" or "float16".
-            attention: "auto", "reference" or "sdpa".
+            attention: "auto", "reference", "sdpa" or "triton".
             pack_weights: see ``ModelConfig``.
             max_model_len: tokens of prompt and output; None = what model and cache hold.
             max_num_seqs, max_num_batched_tokens, max_chunk_rows: see ``SchedulerConfig``.

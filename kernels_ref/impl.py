@@ -13,10 +13,11 @@ from kernels_ref.step import RingStep, StepTensors
 
 
 class Implementation(str, Enum):
-    """``reference``: portable torch. ``sdpa``: torch's fused CPU attention for long prefills."""
+    """``reference``: portable torch. ``sdpa``: torch's fused CPU attention. ``triton``: CUDA kernels."""
 
     REFERENCE = "reference"
     SDPA = "sdpa"
+    TRITON = "triton"
 
 
 class Kernels(Protocol):
@@ -80,6 +81,28 @@ class Kernels(Protocol):
         """Single-token rows against their own ring."""
         ...
 
+    def write_kv(
+        self,
+        k_store: torch.Tensor,
+        v_store: torch.Tensor,
+        flat_index: torch.Tensor,
+        k_QKD: torch.Tensor,
+        v_QKD: torch.Tensor,
+    ) -> None:
+        """Put the keys and values of new tokens in place; see ``kernels_ref.index.write_kv``."""
+        ...
+
+    def finish(
+        self,
+        q_QKGD: torch.Tensor,
+        of_tokens: list[Partial],
+        of_rows: Partial | None,
+        single_row: torch.Tensor,
+        sinks_KG: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Merge, add sink logits, normalise; see ``kernels_ref.partial.finish``."""
+        ...
+
 
 def kernels(impl: Implementation) -> Kernels:
     """The module that implements the parts; optional packages are imported only here."""
@@ -92,3 +115,7 @@ def kernels(impl: Implementation) -> Kernels:
             from kernels_ref import sdpa
 
             return sdpa
+        case Implementation.TRITON:
+            from kernels_ref.triton import parts
+
+            return parts

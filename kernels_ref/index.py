@@ -48,3 +48,15 @@ def write(store: torch.Tensor, flat_index: torch.Tensor, new: torch.Tensor) -> N
     """
     head_dim = store.shape[-1]
     store.view(-1, head_dim).index_copy_(0, flat_index, new.reshape(-1, head_dim))
+
+
+def write_kv(
+    k_store: torch.Tensor,
+    v_store: torch.Tensor,
+    flat_index: torch.Tensor,
+    k_QKD: torch.Tensor,
+    v_QKD: torch.Tensor,
+) -> None:
+    """Put the keys and the values of new tokens in place; see ``write``."""
+    write(k_store, flat_index, k_QKD)
+    write(v_store, flat_index, v_QKD)

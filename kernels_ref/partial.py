@@ -99,3 +99,31 @@ def select(partial: Partial, index: torch.Tensor) -> Partial:
     """Rows of a partial by index; index ``N`` (one past the end) gives the empty partial."""
     nothing = empty(partial.attn[:1])
     return Partial(*(torch.cat([part, none]).index_select(0, index) for part, none in zip(partial, nothing)))
+
+
+def finish(
+    q_QKGD: torch.Tensor,
+    of_tokens: list[Partial],
+    of_rows: Partial | None,
+    single_row: torch.Tensor,
+    sinks_KG: torch.Tensor | None,
+) -> torch.Tensor:
+    """Merge what tokens and what rows have seen, add sink logits, normalise.
+
+    Args:
+        q_QKGD: the queries, for shape and type of the result.
+        of_tokens: partials of all tokens over disjoint keys.
+        of_rows: one of the N rows with one new token.
+        single_row: row of each token that is alone in its row, ``N`` for all others, ``[Q]``.
+        sinks_KG: attention-sink logits, or None.
+    Returns:
+        ``[Q, K, G, D]``, zero for a token that has seen nothing.
+    """
+    if of_rows is not None:
+        of_tokens = [*of_tokens, select(of_rows, single_row)]
+    total = of_tokens[0] if of_tokens else empty(q_QKGD)
+    for partial in of_tokens[1:]:
+        total = merge(total, partial)
+    if sinks_KG is not None:
+        total = sink_logits(sinks_KG, total)
+    return normalise(total, q_QKGD.dtype)

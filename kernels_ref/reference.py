@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Window, causal_mask, leading_slots, ring_mask
-from kernels_ref.index import gather
-from kernels_ref.partial import FLOOR, Partial, attend, empty, merge
+from kernels_ref.index import gather, write_kv
+from kernels_ref.partial import FLOOR, Partial, attend, empty, finish, merge
 from kernels_ref.step import RingStep, StepTensors
+
+__all__ = ["causal", "finish", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings", "write_kv"]
 
 QUERY_SLICE = 512
 """Queries of one slice of the causal part."""

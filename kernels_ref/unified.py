@@ -13,8 +13,8 @@ import torch
 
 from bias_builders import Window
 from kernels_ref.impl import Implementation, kernels
-from kernels_ref.index import gather, write
-from kernels_ref.partial import Partial, empty, merge, normalise, select, sink_logits
+from kernels_ref.index import gather
+from kernels_ref.partial import Partial
 from kernels_ref.step import Step
 
 
@@ -105,8 +105,7 @@ def _retrieval(
 ) -> torch.Tensor:
     run, t, parts = kernels(spec.impl), step.tensors, step.parts
     index = step.block_index[spec.num_retrieval]
-    write(cache.k_blocks, index, k_QKD)
-    write(cache.v_blocks, index, v_QKD)
+    run.write_kv(cache.k_blocks, cache.v_blocks, index, k_QKD, v_QKD)
     of_tokens: list[Partial] = []
     if parts.causal:
         of_tokens.append(run.causal(q_QKGD, k_QKD, v_QKD, t, None, spec.softcap))
@@ -116,7 +115,7 @@ def _retrieval(
     if parts.unique:
         q_NKGD = gather(q_QKGD, t.row_token)
         of_rows = run.unique_blocks(q_NKGD, cache.k_blocks, cache.v_blocks, t, spec.softcap)
-    return _finish(of_tokens, of_rows, step, q_QKGD, sinks_KG)
+    return run.finish(q_QKGD, of_tokens, of_rows, step.single_row, sinks_KG)
 
 
 def _streaming(
@@ -134,8 +133,7 @@ def _streaming(
     of_tokens: list[Partial] = []
     of_rows = None
     if parts.unique:
-        write(cache.k_ring, ring.index_before, k_QKD)
-        write(cache.v_ring, ring.index_before, v_QKD)
+        run.write_kv(cache.k_ring, cache.v_ring, ring.index_before, k_QKD, v_QKD)
         q_NKGD = gather(q_QKGD, t.row_token)
         of_rows = run.unique_rings(q_NKGD, cache.k_ring, cache.v_ring, ring, spec.softcap)
     if parts.causal:
@@ -145,24 +143,5 @@ def _streaming(
                 run.shared_rings(q_QKGD, cache.k_ring, cache.v_ring, t, ring, spec.window, spec.softcap)
             )
         # Only now: the chunk has read what these tokens replace.
-        write(cache.k_ring, ring.index_after, k_QKD)
-        write(cache.v_ring, ring.index_after, v_QKD)
-    return _finish(of_tokens, of_rows, step, q_QKGD, sinks_KG)
-
-
-def _finish(
-    of_tokens: list[Partial],
-    of_rows: Partial | None,
-    step: Step,
-    q_QKGD: torch.Tensor,
-    sinks_KG: torch.Tensor | None,
-) -> torch.Tensor:
-    """Merge what tokens and what rows have seen, add sink logits, normalise: ``[Q, K, G, D]``."""
-    if of_rows is not None:
-        of_tokens = [*of_tokens, select(of_rows, step.single_row)]
-    total = of_tokens[0] if of_tokens else empty(q_QKGD)
-    for partial in of_tokens[1:]:
-        total = merge(total, partial)
-    if sinks_KG is not None:
-        total = sink_logits(sinks_KG, total)
-    return normalise(total, q_QKGD.dtype)
+        run.write_kv(cache.k_ring, cache.v_ring, ring.index_after, k_QKD, v_QKD)
+    return run.finish(q_QKGD, of_tokens, of_rows, step.single_row, sinks_KG)

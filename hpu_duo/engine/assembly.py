@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,12 @@ from hpu_duo.modeling.rope import positions_served
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
 from kernels_ref import Implementation, LayerSpec
+from kernels_ref.triton import availability
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 
 def assemble(
@@ -223,17 +227,44 @@ def choose_kernels(name: str, device: torch.device, layers: tuple[DecoderLayer, 
     """The implementation of the attention parts.
 
     Raises:
-        ValueError: "sdpa" for a device other than CPU, or for a model with soft-capped scores.
+        ValueError: "sdpa" for a device other than CPU, or for a model with soft-capped scores; "triton"
+            where Triton cannot run, or for heads that its kernels are not made for.
     """
     has_softcap = any(layer.call.softcap is not None for layer in layers)
     if name == "auto":
-        return Implementation.SDPA if device.type == "cpu" and not has_softcap else Implementation.REFERENCE
+        return _best_kernels(device, layers, has_softcap)
+    if name == Implementation.TRITON.value:
+        reason = _triton_problem(device, layers)
+        if reason is not None:
+            raise ValueError(f"attention 'triton' was asked for, but {reason}")
     if name == Implementation.SDPA.value:
         if device.type != "cpu":
             raise ValueError(f"attention 'sdpa' is torch's CPU kernel, got device {str(device)!r}")
         if has_softcap:
             raise ValueError("attention 'sdpa' has no soft cap, which this model needs; expected 'reference'")
     return Implementation(name)
+
+
+def _best_kernels(
+    device: torch.device, layers: tuple[DecoderLayer, ...], has_softcap: bool
+) -> Implementation:
+    if device.type == "cpu":
+        return Implementation.REFERENCE if has_softcap else Implementation.SDPA
+    if device.type != "cuda":
+        return Implementation.REFERENCE
+    reason = _triton_problem(device, layers)
+    if reason is None:
+        return Implementation.TRITON
+    _log.warning("attention runs on the portable implementation: %s", reason)
+    return Implementation.REFERENCE
+
+
+def _triton_problem(device: torch.device, layers: tuple[DecoderLayer, ...]) -> str | None:
+    largest = max(layer.call.head_dim for layer in layers)
+    served = availability.MAX_HEAD_DIM
+    if largest > served:
+        return f"its kernels serve head sizes of up to {served}, and this model has heads of {largest}"
+    return availability.problem(device)
 
 
 def _wanted_len(scheduler: SchedulerConfig, text_config: Any) -> int:

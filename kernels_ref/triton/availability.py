@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -18,7 +18,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_interpreting() -> bool:
     """Whether kernels run in Triton's interpreter: ``TRITON_INTERPRET=1`` when Triton was imported."""
     from triton import JITFunction

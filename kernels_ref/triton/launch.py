@@ -6,8 +6,8 @@ differ. So every choice here is a pure function of shapes and of the device's nu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -31,6 +31,10 @@ class Launch:
     keys: int
     num_warps: int
     num_stages: int
+
+    def for_lines(self, num_lines: int) -> Launch:
+        """The same with query tiles no larger than ``num_lines`` lines need."""
+        return replace(self, rows=min(self.rows, max(MIN_TILE, next_power_of_two(num_lines))))
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -56,11 +60,11 @@ class DeviceLimits:
         return self.shared_bytes >= 160 << 10
 
 
-INTERPRETER = DeviceLimits(num_processors=4, shared_bytes=227 << 10)
+INTERPRETER = DeviceLimits(num_processors=2, shared_bytes=227 << 10)
 """Stands in where kernels are interpreted: few processors keep the number of programs small."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_limits(device: torch.device) -> DeviceLimits:
     """The numbers of a CUDA device, or of the interpreter's stand-in for CPU."""
     if device.type != "cuda":
@@ -69,6 +73,11 @@ def device_limits(device: torch.device) -> DeviceLimits:
     # Older torch does not tell; 99 KiB is what every device since compute capability 8.0 has.
     shared = getattr(properties, "shared_memory_per_block_optin", 99 << 10)
     return DeviceLimits(properties.multi_processor_count, shared)
+
+
+def num_tiles(number: int, tile: int) -> int:
+    """How many tiles hold ``number`` things."""
+    return -(-number // tile)
 
 
 def next_power_of_two(number: int) -> int:
@@ -112,8 +121,17 @@ MAX_BLOCKS = 512
 MERGED_SLOTS = 32
 """Triples that a merge adds up at a time."""
 
+MERGED_LINES = 16
+"""Lines (query heads of tokens, or vectors) that a program without products takes."""
+
+LISTED_BLOCKS = 256
+"""Shared blocks that are put on lists at a time."""
+
+TILES_OF_A_SPLIT = 8
+"""Least tiles of keys of a ring that are worth a program of their own."""
+
 MERGE = Launch(rows=1, keys=MERGED_SLOTS, num_warps=4, num_stages=2)
-"""How merges run."""
+"""How kernels without products run."""
 
 Triple: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """``attn``, ``max``, ``sum``: what operators return, because they know no named tuples."""
@@ -123,3 +141,28 @@ def partials(queries: torch.Tensor, num: int) -> Triple:
     """Room for the triples of ``num`` rows: float32 ``[num, K, G, D]``, ``[num, K, G]`` twice."""
     attn = queries.new_empty((num, *queries.shape[1:]), dtype=torch.float32)
     return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])
+
+
+def prefill(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
+    """Tiles of the kernels in which many query rows meet many keys: bound by products.
+
+    A query tile of float32 stays in registers whole, so its products are on smaller tiles.
+    """
+    dim = padded_dim(head_dim)
+    if dtype == torch.float32:
+        return Launch(rows=32, keys=32 if dim <= 128 else 16, num_warps=4, num_stages=2)
+    if dim <= 64:
+        return Launch(rows=128, keys=64, num_warps=4, num_stages=3)
+    if dim <= 128:
+        return Launch(rows=128, keys=64, num_warps=8, num_stages=3 if limits.is_large else 2)
+    return Launch(rows=64, keys=32, num_warps=4, num_stages=3 if limits.is_large else 2)
+
+
+def num_splits(num_programs: int, num_units: int, limits: DeviceLimits) -> int:
+    """Into how many ranges of keys a kernel is cut, whose query tiles alone would not fill the device.
+
+    Args:
+        num_programs: programs that one range would have.
+        num_units: most units of keys (blocks, tiles) that there may be; no range is left without one.
+    """
+    return max(1, min(num_units, 2 * limits.num_processors // max(1, num_programs)))

@@ -50,16 +50,57 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _like_queries(queries: torch.Tensor, *_: object) -> Triple:
+def _triple(queries: torch.Tensor, *_: object) -> Triple:
     return partials(queries, queries.shape[0])
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _output(queries: torch.Tensor, *_: object) -> torch.Tensor:
+    return queries.new_empty(queries.shape)
 
 
 _TRIPLE = "(Tensor, Tensor, Tensor)"
 _QKV = "Tensor q, Tensor k, Tensor v"
 
+causal = register(
+    "causal",
+    f"{_QKV}, Tensor causal_row, Tensor positions, Tensor row_query_start, "
+    "int sink, int recent, float softcap",
+    _TRIPLE,
+    _triple,
+)
+shared_blocks = register(
+    "shared_blocks",
+    f"{_QKV}, Tensor row, Tensor shared_block, Tensor shared_visible, float softcap",
+    _TRIPLE,
+    _triple,
+)
+shared_rings = register(
+    "shared_rings",
+    f"{_QKV}, Tensor causal_row, Tensor positions, Tensor row_start, Tensor chunk_row, "
+    "Tensor chunk_position, int sink, int recent, float softcap",
+    _TRIPLE,
+    _triple,
+)
 unique_blocks = register(
     "unique_blocks",
     f"{_QKV}, Tensor owner, Tensor tail_block, Tensor tail_visible, float softcap",
     _TRIPLE,
-    _like_queries,
+    _triple,
+)
+unique_rings = register("unique_rings", f"{_QKV}, Tensor visible, float softcap", _TRIPLE, _triple)
+write_kv = register(
+    "write_kv",
+    "Tensor(a!) k_store, Tensor(b!) v_store, Tensor flat_index, Tensor k, Tensor v",
+    "()",
+    _nothing,
+)
+finish = register(
+    "finish",
+    "Tensor like, Tensor[] of_tokens, Tensor[] of_rows, Tensor single_row, Tensor? sinks",
+    "Tensor",
+    _output,
 )

@@ -28,7 +28,7 @@ def soften(scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
 
 
 INTERPRETED = tl.constexpr(not isinstance(soften, triton.JITFunction))
-"""Whether kernels are interpreted: the interpreter multiplies the bits of bfloat16 numbers, not the numbers."""
+"""Whether kernels are interpreted; the interpreter would multiply the bits of bfloat16 numbers."""
 
 
 @triton.jit
@@ -82,20 +82,34 @@ def accumulate(
 
 @triton.jit
 def load_vectors(
-    base: tl.tensor, row: tl.tensor, inside: tl.tensor, D: tl.constexpr, P: tl.constexpr
+    base: tl.tensor, row: tl.tensor, stride: tl.tensor, inside: tl.tensor, D: tl.constexpr, P: tl.constexpr
 ) -> tl.tensor:
-    """Rows of a ``[*, D]`` array: ``[len(row), P]``, zero outside.
+    """Vectors of ``D`` numbers, ``stride`` apart: ``[len(row), P]``, zero outside.
 
     Args:
-        row: int64.
-        inside: which rows exist.
+        row: which vectors, int64.
+        inside: which of them exist.
     """
     column = tl.arange(0, P)
-    place = base + row[:, None] * D + column[None, :]
+    place = base + row[:, None] * stride + column[None, :]
     if D == P:
         vectors = tl.load(place, mask=inside[:, None], other=0.0)
     else:
         vectors = tl.load(place, mask=inside[:, None] & (column < D)[None, :], other=0.0)
+    return vectors
+
+
+@triton.jit
+def load_all_vectors(
+    base: tl.tensor, row: tl.tensor, stride: tl.tensor, D: tl.constexpr, P: tl.constexpr
+) -> tl.tensor:
+    """The same for vectors that all exist."""
+    column = tl.arange(0, P)
+    place = base + row[:, None] * stride + column[None, :]
+    if D == P:
+        vectors = tl.load(place)
+    else:
+        vectors = tl.load(place, mask=(column < D)[None, :], other=0.0)
     return vectors
 
 
@@ -131,9 +145,9 @@ def attend_run(
         inside = token < end
         unit = (first_unit + token // SLOTS).to(tl.int64)
         row = (unit * NUM_HEADS + head) * SLOTS + token % SLOTS
-        k = load_vectors(k_ptr, row, inside, D, P)
+        k = load_vectors(k_ptr, row, D, inside, D, P)
         scores = tl.where(inside[None, :], score(q, k, SOFTCAP), FLOOR)
-        v = load_vectors(v_ptr, row, inside, D, P)
+        v = load_vectors(v_ptr, row, D, inside, D, P)
         acc, largest, total = accumulate(scores, v, acc, largest, total)
     return acc, largest, total
 

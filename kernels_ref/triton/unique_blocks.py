@@ -50,7 +50,7 @@ def unique_blocks_kernel(
     RANGE_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
-    """Grid ``(NUM_HEADS, num_ranges + num_rows)``; ``RANGE_PAD`` is a power of two over ``blocks_per_range``."""
+    """Grid ``(NUM_HEADS, num_ranges + num_rows)``; ``RANGE_PAD >= blocks_per_range``."""
     head = tl.program_id(0)
     work = tl.program_id(1)
     group = tl.arange(0, M)

@@ -1,0 +1,95 @@
+"""Bad arguments of kernels: a kernel would read out of bounds where these functions raise ``ValueError``.
+
+Every message names the argument, what was expected, and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels_ref.triton.availability import DTYPES, MAX_HEAD_DIM
+
+Size = int | None
+"""A size that is asked for, or None for any."""
+
+
+def check_queries(name: str, q: torch.Tensor) -> None:
+    """Queries, or new keys' pattern of them: ``[*, K, G, D]`` of a type and head size that kernels know."""
+    check_vectors(name, q, (None, None, None, None))
+    if q.dtype not in DTYPES:
+        known = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(f"expected {name} to be of one of {known}, got {q.dtype}")
+    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"expected {name} to have a head size of 1 to {MAX_HEAD_DIM}, got {q.shape[-1]}")
+
+
+def check_vectors(
+    name: str, x: torch.Tensor, shape: Sequence[Size], like: torch.Tensor | None = None
+) -> None:
+    """Vectors whose numbers lie side by side, and otherwise in any layout."""
+    _check(name, x, shape, like)
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"expected {name} to have contiguous vectors, got strides {tuple(x.stride())}")
+
+
+def check_store(name: str, store: torch.Tensor, q: torch.Tensor) -> None:
+    """A store ``[X, K, S, D]``, contiguous, of the heads, type and device of the queries ``[*, K, G, D]``."""
+    _check(name, store, (None, q.shape[1], None, q.shape[-1]), q)
+    if not store.is_contiguous():
+        raise ValueError(f"expected {name} to be contiguous, got strides {tuple(store.stride())}")
+
+
+def check_stores(k_name: str, k: torch.Tensor, v_name: str, v: torch.Tensor, q: torch.Tensor) -> None:
+    """A store of keys and one of values that belong together."""
+    check_store(k_name, k, q)
+    check_store(v_name, v, q)
+    if k.shape != v.shape:
+        raise ValueError(
+            f"expected {v_name} to have the shape of {k_name}, {list(k.shape)}, got {list(v.shape)}"
+        )
+
+
+def check_plan(name: str, plan: torch.Tensor, shape: Sequence[Size], device: torch.device) -> None:
+    """An array of a step: int32, contiguous."""
+    if plan.dtype != torch.int32:
+        raise ValueError(f"expected {name} to be torch.int32, got {plan.dtype}")
+    _check_shape(name, plan, shape)
+    _check_device(name, plan, device)
+    if not plan.is_contiguous():
+        raise ValueError(f"expected {name} to be contiguous, got strides {tuple(plan.stride())}")
+
+
+def check_triple(name: str, triple: Sequence[torch.Tensor], like: torch.Tensor, num: Size) -> None:
+    """A partial of ``num`` tokens or rows over the heads of ``like [*, K, G, D]``: float32, contiguous."""
+    for part, x in zip(("attn", "max", "sum"), triple):
+        shape = (num, *like.shape[1:]) if part == "attn" else (num, *like.shape[1:-1])
+        _check_shape(f"{name}.{part}", x, shape)
+        _check_device(f"{name}.{part}", x, like.device)
+        if x.dtype != torch.float32 or not x.is_contiguous():
+            raise ValueError(
+                f"expected {name}.{part} to be contiguous torch.float32, got {x.dtype} with strides "
+                f"{tuple(x.stride())}"
+            )
+
+
+def _check(name: str, x: torch.Tensor, shape: Sequence[Size], like: torch.Tensor | None) -> None:
+    _check_shape(name, x, shape)
+    if like is None:
+        return
+    if x.dtype != like.dtype:
+        raise ValueError(f"expected {name} to be {like.dtype} like the queries, got {x.dtype}")
+    _check_device(name, x, like.device)
+
+
+def _check_shape(name: str, x: torch.Tensor, shape: Sequence[Size]) -> None:
+    fits = x.dim() == len(shape) and all(want in (None, got) for want, got in zip(shape, x.shape))
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"expected {name} to have shape [{wanted}], got {list(x.shape)}")
+
+
+def _check_device(name: str, x: torch.Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"expected {name} on {device}, got {x.device}")

@@ -1,0 +1,149 @@
+"""Every query against the blocks that more than one query reads.
+
+Each tile of queries walks over lists of the blocks that it reads (``seen_blocks``): first those that all
+its queries see whole, without a mask, then the others. What no query of the tile sees is never loaded.
+Few tiles with many blocks, decodes with a common prefix, are cut over blocks too.
+
+Shapes: Q tokens, K heads, G query heads of each, D head size, B slots of a block, NS shared blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels_ref.triton import launch
+from kernels_ref.triton.merge_splits import merge_splits
+from kernels_ref.triton.seen_blocks import seen_blocks
+from kernels_ref.triton.softmax import FLOOR, accumulate, load_all_vectors, load_vectors, score, store_partial
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_blocks", "no_row"])
+def shared_blocks_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    shared_block_ptr: tl.tensor,
+    shared_visible_ptr: tl.tensor,
+    list_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    attn_ptr: tl.tensor,
+    max_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    num_queries: tl.tensor,
+    num_blocks: tl.tensor,
+    no_row: tl.tensor,
+    stride_qq: tl.tensor,
+    stride_qk: tl.tensor,
+    stride_qg: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    T: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> None:
+    """Grid ``(query tiles, NUM_HEADS, splits)``; split ``i`` writes to ``attn[i]`` and so on."""
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    line = tile * M + tl.arange(0, M)
+    query = line // GROUP
+    exists = query < num_queries
+    row = tl.load(row_ptr + query, mask=exists, other=no_row)
+    takes_part = row < no_row
+    place = query.to(tl.int64) * stride_qq + head * stride_qk + (line % GROUP) * stride_qg
+    q = load_vectors(q_ptr, place, 1, takes_part, D, P)
+    acc = tl.zeros([M, P], dtype=tl.float32)
+    largest = tl.full([M], FLOOR, dtype=tl.float32)
+    total = tl.zeros([M], dtype=tl.float32)
+
+    TILES: tl.constexpr = (SLOTS + T - 1) // T
+    tile_list = list_ptr + tile.to(tl.int64) * num_blocks
+    num_whole = tl.load(count_ptr + 2 * tile)
+    share = (num_whole + tl.num_programs(2) - 1) // tl.num_programs(2)
+    begin, end = split * share, tl.minimum((split + 1) * share, num_whole)
+    for step in tl.range(begin * TILES, end * TILES):
+        block = tl.load(tile_list + step // TILES).to(tl.int64)
+        slot = (step % TILES) * T + tl.arange(0, T)
+        vector = (block * NUM_HEADS + head) * SLOTS + slot
+        if SLOTS % T == 0:
+            k = load_all_vectors(k_ptr, vector, D, D, P)
+            v = load_all_vectors(v_ptr, vector, D, D, P)
+            scores = score(q, k, SOFTCAP)
+        else:
+            k = load_vectors(k_ptr, vector, D, slot < SLOTS, D, P)
+            v = load_vectors(v_ptr, vector, D, slot < SLOTS, D, P)
+            scores = tl.where((slot < SLOTS)[None, :], score(q, k, SOFTCAP), FLOOR)
+        acc, largest, total = accumulate(scores, v, acc, largest, total)
+
+    num_partial = tl.load(count_ptr + 2 * tile + 1)
+    share = (num_partial + tl.num_programs(2) - 1) // tl.num_programs(2)
+    begin, end = split * share, tl.minimum((split + 1) * share, num_partial)
+    visible_row = shared_visible_ptr + row.to(tl.int64) * num_blocks
+    for step in tl.range(begin * TILES, end * TILES):
+        index = tl.load(tile_list + (num_blocks - 1 - step // TILES))
+        block = tl.load(shared_block_ptr + index).to(tl.int64)
+        visible = tl.load(visible_row + index)
+        slot = (step % TILES) * T + tl.arange(0, T)
+        used = slot < tl.max(visible)
+        vector = (block * NUM_HEADS + head) * SLOTS + slot
+        k = load_vectors(k_ptr, vector, D, used, D, P)
+        v = load_vectors(v_ptr, vector, D, used, D, P)
+        scores = tl.where(slot[None, :] < visible[:, None], score(q, k, SOFTCAP), FLOOR)
+        acc, largest, total = accumulate(scores, v, acc, largest, total)
+
+    # Padding has met the whole blocks.
+    acc = tl.where(takes_part[:, None], acc, 0.0)
+    largest = tl.where(takes_part, largest, FLOOR)
+    total = tl.where(takes_part, total, 0.0)
+    out = ((split.to(tl.int64) * num_queries + query) * NUM_HEADS + head) * GROUP + line % GROUP
+    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, exists, D, P)
+
+
+def shared_blocks(
+    q_QKGD: torch.Tensor,
+    k_XKBD: torch.Tensor,
+    v_XKBD: torch.Tensor,
+    row: torch.Tensor,
+    shared_block: torch.Tensor,
+    shared_visible: torch.Tensor,
+    softcap: float,
+) -> launch.Triple:
+    """Launch the lists, the attention, and the merge of what was cut; ``softcap`` 0 = none."""
+    num_queries, num_heads, group, dim = q_QKGD.shape
+    num_blocks, block_size = shared_block.shape[0], k_XKBD.shape[2]
+    limits = launch.device_limits(q_QKGD.device)
+    chosen = launch.prefill(dim, k_XKBD.dtype, limits).for_lines(num_queries * group)
+    keys = min(chosen.keys, max(launch.MIN_TILE, launch.next_power_of_two(block_size)))
+    tiles = launch.num_tiles(num_queries * group, chosen.rows)
+    splits = launch.num_splits(tiles * num_heads, num_blocks, limits)
+    lists, counts = seen_blocks(row, shared_block, shared_visible, group, block_size, chosen.rows)
+    parts = launch.partials(q_QKGD, splits * num_queries)
+    shared_blocks_kernel[(tiles, num_heads, splits)](
+        q_QKGD,
+        k_XKBD,
+        v_XKBD,
+        row,
+        shared_block,
+        shared_visible,
+        lists,
+        counts,
+        *parts,
+        num_queries,
+        num_blocks,
+        shared_visible.shape[0] - 1,
+        *q_QKGD.stride()[:3],
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        SLOTS=block_size,
+        D=dim,
+        P=launch.padded_dim(dim),
+        M=chosen.rows,
+        T=keys,
+        SOFTCAP=softcap,
+        **chosen.options,
+    )
+    return merge_splits(parts, splits)

@@ -1,0 +1,123 @@
+"""Tokens of multi-token rows against what their ring held before the step.
+
+Shapes: Q tokens, K heads, G query heads of each, D head size, C gathered rings of W slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels_ref.triton import launch
+from kernels_ref.triton.softmax import FLOOR, accumulate, load_vectors, score, store_partial
+
+
+@triton.jit(do_not_specialize=["num_queries", "no_row", "num_rings"])
+def shared_rings_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    chunk_row_ptr: tl.tensor,
+    chunk_position_ptr: tl.tensor,
+    attn_ptr: tl.tensor,
+    max_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    num_queries: tl.tensor,
+    no_row: tl.tensor,
+    num_rings: tl.tensor,
+    stride_qq: tl.tensor,
+    stride_qk: tl.tensor,
+    stride_qg: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    T: tl.constexpr,
+    SINK: tl.constexpr,
+    RECENT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> None:
+    """Grid ``(query tiles, NUM_HEADS)``. Tiles of slots that no query of the tile sees are not loaded."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    line = tile * M + tl.arange(0, M)
+    query = line // GROUP
+    exists = query < num_queries
+    query_row = tl.load(row_ptr + query, mask=exists, other=no_row)
+    query_position = tl.load(position_ptr + query, mask=exists, other=0)
+    takes_part = query_row < no_row
+    place = query.to(tl.int64) * stride_qq + head * stride_qk + (line % GROUP) * stride_qg
+    q = load_vectors(q_ptr, place, 1, takes_part, D, P)
+    acc = tl.zeros([M, P], dtype=tl.float32)
+    largest = tl.full([M], FLOOR, dtype=tl.float32)
+    total = tl.zeros([M], dtype=tl.float32)
+    for ring in tl.range(0, num_rings):
+        ring_row = tl.load(chunk_row_ptr + ring)
+        owns = takes_part & (query_row == ring_row)
+        if tl.max(owns.to(tl.int32)) > 0:
+            for first in tl.range(0, SLOTS, T):
+                slot = first + tl.arange(0, T)
+                held = tl.load(chunk_position_ptr + ring * SLOTS + slot, mask=slot < SLOTS, other=-1)
+                kept = (held < SINK)[None, :] | (held[None, :] > query_position[:, None] - RECENT)
+                visible = owns[:, None] & (held >= 0)[None, :] & kept
+                visible = visible & (held[None, :] <= query_position[:, None])
+                seen = tl.max(visible.to(tl.int32), 0) > 0
+                if tl.max(seen.to(tl.int32)) > 0:
+                    vector = (ring_row.to(tl.int64) * NUM_HEADS + head) * SLOTS + slot
+                    k = load_vectors(k_ptr, vector, D, seen, D, P)
+                    v = load_vectors(v_ptr, vector, D, seen, D, P)
+                    scores = tl.where(visible, score(q, k, SOFTCAP), FLOOR)
+                    acc, largest, total = accumulate(scores, v, acc, largest, total)
+    out = (query.to(tl.int64) * NUM_HEADS + head) * GROUP + line % GROUP
+    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, exists, D, P)
+
+
+def shared_rings(
+    q_QKGD: torch.Tensor,
+    k_RKWD: torch.Tensor,
+    v_RKWD: torch.Tensor,
+    causal_row: torch.Tensor,
+    positions: torch.Tensor,
+    row_start: torch.Tensor,
+    chunk_row: torch.Tensor,
+    chunk_position: torch.Tensor,
+    sink: int,
+    recent: int,
+    softcap: float,
+) -> launch.Triple:
+    """Launch the kernel; ``row_start`` only tells the number of rows, ``softcap`` 0 = none."""
+    num_queries, num_heads, group, dim = q_QKGD.shape
+    chosen = launch.prefill(dim, k_RKWD.dtype, launch.device_limits(q_QKGD.device)).for_lines(
+        num_queries * group
+    )
+    out = launch.partials(q_QKGD, num_queries)
+    shared_rings_kernel[(launch.num_tiles(num_queries * group, chosen.rows), num_heads)](
+        q_QKGD,
+        k_RKWD,
+        v_RKWD,
+        causal_row,
+        positions,
+        chunk_row,
+        chunk_position,
+        *out,
+        num_queries,
+        row_start.shape[0],
+        chunk_row.shape[0],
+        *q_QKGD.stride()[:3],
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        SLOTS=k_RKWD.shape[2],
+        D=dim,
+        P=launch.padded_dim(dim),
+        M=chosen.rows,
+        T=chosen.keys,
+        SINK=sink,
+        RECENT=recent,
+        SOFTCAP=softcap,
+        **chosen.options,
+    )
+    return out
