@@ -218,8 +218,8 @@ def _flash(
         attn_mask=bias,
         scale=1.0,
     )
-    attn = out_GKSD.permute(2, 1, 0, 3).float()
-    largest = lse_GKS.permute(2, 1, 0).float()
+    attn = out_GKSD.permute(2, 1, 0, 3).contiguous().float()
+    largest = lse_GKS.permute(2, 1, 0).contiguous().float()
     total = torch.ones_like(largest)
     if visible is not None:
         # A row without any visible key has weighed hidden ones.
