@@ -10,8 +10,10 @@ from hpu_duo import __version__
 from hpu_duo.cli.capacity import capacity
 from hpu_duo.cli.doctor import doctor
 from hpu_duo.cli.generate import generate
+from hpu_duo.cli.identify import identify
 from hpu_duo.cli.many_values import ManyValues
 from hpu_duo.cli.passkey import passkey
+from hpu_duo.cli.pattern import app as pattern_app
 from hpu_duo.cli.plan import plan
 
 
@@ -33,6 +35,8 @@ app.command()(passkey)
 app.command()(doctor)
 app.command(cls=ManyValues)(capacity)
 app.command()(plan)
+app.command()(identify)
+app.add_typer(pattern_app, name="pattern")
 
 
 def _show_version(is_asked: bool) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpu_duo.cli.drawing import check_drawing
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.options import Json
 
@@ -125,16 +125,6 @@ def capacity(
 def default_contexts(max_positions: int) -> list[int]:
     """Those of ``DEFAULT_CONTEXTS`` that the model serves, or all of its positions when it serves none."""
     return [context for context in DEFAULT_CONTEXTS if context <= max_positions] or [max_positions]
-
-
-def check_drawing(png: Path) -> None:
-    """Raise ValueError unless a picture can be made and written there."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("--png needs matplotlib, which is not installed: pip install 'hpu-duo[plot]'")
-    if png.suffix.lower() != ".png":
-        raise ValueError(f"expected a file name that ends in .png, got {str(png)!r}")
-    if not png.parent.is_dir():
-        raise ValueError(f"expected an existing directory for the picture, got {str(png.parent)!r}")
 
 
 def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> dict[str, Any]:

@@ -1,0 +1,16 @@
+"""What every picture needs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def check_drawing(png: Path) -> None:
+    """Raise ValueError unless a picture can be made and written there."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib, which is not installed: pip install 'hpu-duo[plot]'")
+    if png.suffix.lower() != ".png":
+        raise ValueError(f"expected a file name that ends in .png, got {str(png)!r}")
+    if not png.parent.is_dir():
+        raise ValueError(f"expected an existing directory for the picture, got {str(png.parent)!r}")

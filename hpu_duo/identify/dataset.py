@@ -1,0 +1,252 @@
+"""Documents that hide passkeys and end with all of them asked back: what retrieval heads are found with.
+
+Document number i is a pure function of the settings, the haystack and the tokenizer, whatever came before
+it, so a run can be resumed or shared among processes without a word about data. Only
+``random.Random.random`` is drawn from, which gives the same numbers on every platform.
+
+Source: the multi-passkey data of DuoAttention (Xiao et al. 2024, arXiv:2410.10819), with texts of our own.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpu_duo.identify.encoding import Encoder
+from hpu_duo.identify.forms import Form
+from hpu_duo.identify.haystack import Haystack
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DatasetSettings:
+    """What the documents look like; the defaults are the paper's, except for the form of the texts.
+
+    Attributes:
+        min_length, max_length: tokens of a document before the first question; questions and answers, which
+            follow, come on top.
+        num_lengths: distinct lengths, evenly spaced between the two.
+        num_passkeys, passkey_words: how many, and words of each.
+        min_depth, max_depth: where passkeys may lie, as a share of the filler text.
+        num_depths: distinct depths, evenly spaced between the two.
+        label_questions: whether the tokens of questions count as well, as in the published code.
+        form: the texts around passkeys.
+        seed: any integer >= 0.
+    """
+
+    min_length: int = 1000
+    max_length: int = 32000
+    num_lengths: int = 50
+    num_passkeys: int = 10
+    passkey_words: int = 32
+    min_depth: float = 0.05
+    max_depth: float = 0.95
+    num_depths: int = 1000
+    label_questions: bool = False
+    form: Form = Form.ORDINALS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_length <= self.max_length:
+            raise ValueError(
+                f"expected 1 <= min_length <= max_length, got {self.min_length} and {self.max_length}"
+            )
+        if not 0 <= self.min_depth <= self.max_depth <= 1:
+            raise ValueError(
+                f"expected 0 <= min_depth <= max_depth <= 1, got {self.min_depth} and {self.max_depth}"
+            )
+        if self.num_lengths < 1 or self.num_depths < self.num_passkeys:
+            raise ValueError(
+                f"expected num_lengths >= 1 and num_depths >= num_passkeys, got {self.num_lengths}, "
+                f"{self.num_depths} and {self.num_passkeys}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"expected seed >= 0, got {self.seed}")
+        self.form.texts.check(self.num_passkeys, self.passkey_words)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document.
+
+    Attributes:
+        ids: int64 ``[T]``, token ids.
+        labelled: int64, ascending positions of the tokens that count.
+        questions: int64, position of the first token behind each question, where its answer begins.
+    """
+
+    ids: NDArray[np.int64]
+    labelled: NDArray[np.int64]
+    questions: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Passkey:
+    needle: tuple[int, ...]
+    question: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What is drawn of a document before its filler; ``rng`` goes on with that."""
+
+    length: int
+    passkeys: tuple[_Passkey, ...]
+    depths: tuple[float, ...]
+    rng: random.Random
+
+
+class PasskeyDataset:
+    """Documents by number.
+
+    Raises:
+        ValueError: the tokenizer cannot encode the passkeys.
+    """
+
+    def __init__(self, settings: DatasetSettings, haystack: Haystack, encoder: Encoder) -> None:
+        form = settings.form.texts
+        encoder.check_words(form.words)
+        self.settings = settings
+        self._haystack = haystack
+        self._encoder = encoder
+        self._opening = (*encoder.start, *encoder.encode(form.opening))
+        self._closing = encoder.encode(form.closing)
+        self._separator = encoder.encode(form.separator)
+
+    def sample(self, index: int) -> Sample:
+        """Document number ``index``, counted from 0.
+
+        Raises:
+            ValueError: its length cannot hold its passkeys.
+        """
+        draft = self._draft(index)
+        budget = draft.length - self._num_fixed(draft)
+        if budget < 0:
+            raise ValueError(self._too_short(draft))
+        filler = self._filler(draft.rng, budget)
+        needles = [one.needle for one in draft.passkeys]
+        ids = [*self._opening, *_hide(needles, draft.depths, filler), *self._closing]
+        labelled: list[int] = []
+        questions: list[int] = []
+        # The end-of-text token is no token of the passkey.
+        num_end = len(self._encoder.end) if self.settings.form.texts.ends else 0
+        for one in draft.passkeys:
+            start = len(ids) if self.settings.label_questions else len(ids) + len(one.question)
+            questions.append(len(ids) + len(one.question))
+            ids += one.question + one.answer
+            labelled += range(start, len(ids) - num_end)
+            ids += self._separator
+        return Sample(*(np.array(numbers, dtype=np.int64) for numbers in (ids, labelled, questions)))
+
+    def check(self, num_documents: int, max_positions: int | None) -> None:
+        """Raise ValueError unless each of the first documents holds its passkeys and fits into a model."""
+        for index in range(num_documents):
+            draft = self._draft(index)
+            if self._num_fixed(draft) > draft.length:
+                raise ValueError(self._too_short(draft))
+            asked = sum(len(one.question) + len(one.answer) + len(self._separator) for one in draft.passkeys)
+            if max_positions is not None and draft.length + asked > max_positions:
+                raise ValueError(
+                    f"expected documents of at most {max_positions} tokens, the positions of the model, got "
+                    f"one of {draft.length} with {asked} of questions and answers: lower max_length"
+                )
+
+    def _num_fixed(self, draft: _Draft) -> int:
+        needles = sum(len(one.needle) for one in draft.passkeys)
+        return len(self._opening) + len(self._closing) + needles
+
+    def _too_short(self, draft: _Draft) -> str:
+        return (
+            f"a document of {draft.length} tokens cannot hold {self.settings.num_passkeys} passkeys of "
+            f"{self.settings.passkey_words} words: expected a length of at least {self._num_fixed(draft)}"
+        )
+
+    def _draft(self, index: int) -> _Draft:
+        rng = random.Random((self.settings.seed << 32) + index)
+        length = self._length(rng)
+        passkeys = self._passkeys(rng)
+        return _Draft(length, tuple(passkeys), tuple(self._depths(rng)), rng)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What the documents depend on besides the settings."""
+        words = self.settings.form.texts.words
+        return {"haystack": self._haystack.fingerprint, "tokenizer": self._encoder.fingerprint(words)}
+
+    def filler(self, index: int, length: int) -> NDArray[np.int64]:
+        """Text number ``index`` without passkeys, ``length`` tokens and the special ones before them."""
+        rng = random.Random((self.settings.seed << 32) + index)
+        pieces = self._haystack.pieces(rng)
+        ids: list[int] = []
+        while len(ids) < length:
+            ids += self._encoder.encode(" " + next(pieces))
+        return np.array([*self._encoder.start, *ids[:length]], dtype=np.int64)
+
+    def _length(self, rng: random.Random) -> int:
+        settings = self.settings
+        last = settings.num_lengths - 1
+        step = int(rng.random() * settings.num_lengths)
+        spread = settings.max_length - settings.min_length
+        return settings.max_length if last == 0 else settings.min_length + spread * step // last
+
+    def _depths(self, rng: random.Random) -> list[float]:
+        settings = self.settings
+        steps = sorted(_draw(rng, range(settings.num_depths), settings.num_passkeys))
+        spread = settings.max_depth - settings.min_depth
+        return [settings.min_depth + spread * step / max(settings.num_depths - 1, 1) for step in steps]
+
+    def _passkeys(self, rng: random.Random) -> list[_Passkey]:
+        settings, form, encode = self.settings, self.settings.form.texts, self._encoder.encode
+        num, length = settings.num_passkeys, settings.passkey_words
+        labels = _draw(rng, form.labels, num) if form.shuffles else form.labels[:num]
+        if form.repeats:
+            words = [form.words[int(rng.random() * len(form.words))] for _ in range(num * length)]
+        else:
+            words = _draw(rng, form.words, num * length)
+        passkeys = []
+        for index, label in enumerate(labels):
+            fields = {"label": label, "words": " ".join(words[index * length : (index + 1) * length])}
+            needle = encode(" " + form.needle.format(**fields))
+            answer = encode(form.answer.format(**fields))
+            end = self._encoder.end if form.ends else ()
+            passkeys.append(_Passkey(needle, encode(form.question.format(**fields)), answer + end))
+        return passkeys
+
+    def _filler(self, rng: random.Random, budget: int) -> list[tuple[int, ...]]:
+        filler: list[tuple[int, ...]] = []
+        pieces = self._haystack.pieces(rng)
+        while True:
+            ids = self._encoder.encode(" " + next(pieces))
+            if len(ids) > budget:
+                return filler
+            filler.append(ids)
+            budget -= len(ids)
+
+
+def _hide(
+    needles: Sequence[tuple[int, ...]], depths: Sequence[float], filler: Sequence[tuple[int, ...]]
+) -> list[int]:
+    """The filler with each needle before the first piece that starts at or after its depth."""
+    starts = list(accumulate(map(len, filler), initial=0))
+    pieces = list(filler)
+    # From the back, so that earlier insertions do not move later boundaries.
+    for needle, depth in zip(reversed(needles), reversed(depths)):
+        pieces.insert(bisect_left(starts, depth * starts[-1]), needle)
+    return [token for piece in pieces for token in piece]
+
+
+def _draw(rng: random.Random, options: Sequence[T], count: int) -> list[T]:
+    """Draw without replacement (Fisher-Yates, first ``count`` places)."""
+    pool = list(options)
+    for i in range(count):
+        j = i + int(rng.random() * (len(pool) - i))
+        pool[i], pool[j] = pool[j], pool[i]
+    return pool[:count]

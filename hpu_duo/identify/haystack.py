@@ -1,0 +1,79 @@
+"""The text that passkeys are hidden in, piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from hpu_duo.builtin.passkeys import sentence
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+_LONGEST_PIECE = 40
+"""Words. Passkeys are hidden between pieces, and a document ends with a whole one."""
+
+
+class Haystack(Protocol):
+    """Filler text without end."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal texts."""
+        ...
+
+    def pieces(self, rng: random.Random) -> Iterator[str]:
+        """Pieces of at most a few dozen words, without end; equal generators give equal pieces."""
+        ...
+
+
+class BuiltinHaystack:
+    """Sentences from the templates of the built-in model's language."""
+
+    fingerprint = "builtin"
+
+    def pieces(self, rng: random.Random) -> Iterator[str]:
+        """Sentences drawn one by one."""
+        while True:
+            yield sentence(rng)
+
+
+class TextHaystack:
+    """A text, read from a random sentence on, and from its start again after its end.
+
+    Raises:
+        ValueError: the text has no words.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._pieces = [piece for part in _SENTENCE_END.split(text) for piece in _cut(part)]
+        if not self._pieces:
+            raise ValueError("expected a haystack with words in it, got an empty text")
+        self.fingerprint = hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+    @classmethod
+    def read(cls, path: Path) -> TextHaystack:
+        """The text of a UTF-8 file; ValueError when it cannot be read."""
+        try:
+            return cls(path.read_bytes().decode("utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read the haystack {str(path)!r}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"expected UTF-8 text in {str(path)!r}, got byte {error.object[error.start]:#04x}"
+            ) from error
+
+    def pieces(self, rng: random.Random) -> Iterator[str]:
+        """The sentences in order, from a random one on."""
+        place = int(rng.random() * len(self._pieces))
+        while True:
+            yield self._pieces[place]
+            place = (place + 1) % len(self._pieces)
+
+
+def _cut(part: str) -> Iterator[str]:
+    words = part.split()
+    for start in range(0, len(words), _LONGEST_PIECE):
+        yield " ".join(words[start : start + _LONGEST_PIECE])
