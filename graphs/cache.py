@@ -127,6 +127,11 @@ class GraphCache:
         )
 
     @property
+    def captured(self) -> tuple[BatchShape, ...]:
+        """Buckets that have been captured, in that order."""
+        return tuple(self._executables)
+
+    @property
     def captured_late(self) -> Mapping[BatchShape, int]:
         """Buckets that a sealed cache has captured, those that misses have added included, and how often."""
         return MappingProxyType(dict(self._captured_late))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from graphs import BucketTable, CaptureBackend, MissPolicy
+from graphs.backends import BACKEND_NAMES
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
@@ -153,22 +154,40 @@ class GraphConfig:
     """How steps are captured.
 
     Attributes:
-        backend: "eager" or "compile", or a capture backend of your own.
+        backend: "eager", "compile", "cuda", "hpu-compile", "hpu-graph", "auto" (see
+            ``graphs.backends.best_name``), or a capture backend of your own.
         table: buckets; None = the exponential default, or with "eager" the exact shape of each step.
         on_miss: what happens to a step that no bucket holds.
+        max_captured_tokens: buckets with more query tokens run as they are written; None = none do.
+        memory_bytes: device memory that is set aside for graphs before the KV cache is sized; None = as
+            estimated, see ``hpu_duo.engine.graph_memory``.
+        fail_on_recompile: a step that compiles or captures anything raises ``RecompileError``.
     """
 
     backend: str | CaptureBackend = "eager"
     table: BucketTable | None = None
     on_miss: MissPolicy = MissPolicy.ERROR
+    max_captured_tokens: int | None = None
+    memory_bytes: int | None = None
+    fail_on_recompile: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.backend, str) and not hasattr(self.backend, "capture"):
+        members = ("name", "problem", "capture", "region")
+        if not isinstance(self.backend, str) and not all(hasattr(self.backend, name) for name in members):
             raise ValueError(
-                f"expected graphs to be eager, compile or a capture backend, got {self.backend!r}"
+                f"expected graphs to be auto, {', '.join(BACKEND_NAMES)} or a capture backend, "
+                f"got {self.backend!r}"
             )
         if self.table is not None and not isinstance(self.table, BucketTable):
             raise ValueError(f"expected buckets to be a BucketTable, got {type(self.table).__name__}")
+        if self.max_captured_tokens is not None:
+            _at_least("max_captured_tokens", self.max_captured_tokens, 1)
+        if self.memory_bytes is not None:
+            _at_least("graph_memory_bytes", self.memory_bytes, 0)
+        if not isinstance(self.fail_on_recompile, bool):
+            raise ValueError(
+                f"expected fail_on_recompile to be True or False, got {self.fail_on_recompile!r}"
+            )
 
 
 @dataclass(frozen=True)

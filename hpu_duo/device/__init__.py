@@ -28,16 +28,17 @@ SIMULATED = "hpu-sim"
 NAMES = ("cpu", "cuda", "hpu", SIMULATED)
 
 
-def hpu_problem() -> str | None:
+def hpu_problem(lazy: bool | None = None) -> str | None:
     """Why HPU cannot be used, or None when it can.
 
-    Designed from public sources; no Gaudi has run this.
+    The mode is chosen here, since looking for a device imports the vendor's packages; see
+    ``hpu_duo.device.habana.prepare_environment``. Designed from public sources; no Gaudi has run this.
     """
     if importlib.util.find_spec("habana_frameworks") is None:
         return "the package habana_frameworks is not installed"
     from hpu_duo.device import habana
 
-    return None if habana.is_available() else "habana_frameworks is installed, but finds no device"
+    return None if habana.is_available(lazy) else "habana_frameworks is installed, but finds no device"
 
 
 def cuda_problem() -> str | None:
@@ -47,29 +48,35 @@ def cuda_problem() -> str | None:
     return None if torch.cuda.is_available() else "torch finds no CUDA device"
 
 
-def problem(name: str) -> str | None:
-    """Why a device cannot be used, or None when it can."""
-    reasons = {"cpu": lambda: None, "cuda": cuda_problem, "hpu": hpu_problem, SIMULATED: sim.problem}
+def problem(name: str, lazy: bool | None = None) -> str | None:
+    """Why a device cannot be used, or None when it can; ``lazy`` as in ``hpu_problem``."""
+    if name == "hpu":
+        return hpu_problem(lazy)
+    reasons = {"cpu": lambda: None, "cuda": cuda_problem, SIMULATED: sim.problem}
     return reasons[name]()
 
 
-def resolve_device(name: str | torch.device) -> torch.device:
+def resolve_device(name: str | torch.device, lazy: bool | None = None) -> torch.device:
     """The device for a name; "auto" takes the first of HPU, CUDA and CPU that is usable.
 
     "hpu-sim" gives this process a simulated ``hpu:0``, see ``hpu_duo.sim``.
 
+    Args:
+        lazy: the mode that HPU is used in, if it is; None leaves it to the user's environment.
+
     Raises:
-        ValueError: an unknown name, or a device that is not usable here: nothing falls back.
+        ValueError: an unknown name, a device that is not usable here, or HPU in the other mode: nothing
+            falls back.
     """
     text = str(name)
     if text == "auto":
-        text = next(candidate for candidate in ("hpu", "cuda", "cpu") if problem(candidate) is None)
+        text = next(candidate for candidate in ("hpu", "cuda", "cpu") if problem(candidate, lazy) is None)
     kind, colon, index = text.partition(":")
     if colon and not (index.isascii() and index.isdigit()):
         raise ValueError(f"expected a device such as 'cpu' or 'cuda:0', got {text!r}")
     if kind not in NAMES:
         raise ValueError(f"expected device 'auto' or one of {', '.join(NAMES)}, got {text!r}")
-    reason = problem(kind)
+    reason = problem(kind, lazy)
     if reason is not None:
         raise ValueError(f"device {text!r} was asked for, but {reason}")
     if kind == SIMULATED:
@@ -78,8 +85,8 @@ def resolve_device(name: str | torch.device) -> torch.device:
     return torch.device(text)
 
 
-def runtime_for(device: torch.device) -> DeviceRuntime:
-    """What the engine asks of a device that ``resolve_device`` returned."""
+def runtime_for(device: torch.device, lazy: bool | None = None) -> DeviceRuntime:
+    """What the engine asks of a device that ``resolve_device`` returned, in the mode that it was given."""
     match device.type:
         case "cpu":
             return CpuRuntime()
@@ -91,4 +98,4 @@ def runtime_for(device: torch.device) -> DeviceRuntime:
                 return sim.SimRuntime(simulated)
             from hpu_duo.device.habana import HabanaRuntime
 
-            return HabanaRuntime()
+            return HabanaRuntime(lazy)

@@ -61,9 +61,13 @@ def prepare_environment(lazy: bool | None = None) -> Mapping[str, str]:
     return {name: os.environ[name] for name in values}
 
 
-def is_available() -> bool:
-    """Whether the vendor's packages, which must be installed, find a device."""
-    prepare_environment()
+def is_available(lazy: bool | None = None) -> bool:
+    """Whether the vendor's packages, which must be installed, find a device.
+
+    Args:
+        lazy: see ``prepare_environment``, which raises what this does.
+    """
+    prepare_environment(lazy)
     import habana_frameworks.torch.hpu as hpu
 
     return bool(hpu.is_available())
@@ -73,6 +77,19 @@ def _is_lazy() -> bool:
     from habana_frameworks.torch.utils.internal import is_lazy
 
     return bool(is_lazy())
+
+
+@dataclass(frozen=True)
+class DeviceMetrics:
+    """What the vendor's packages have counted since the process began.
+
+    Attributes:
+        num_compilations: graphs compiled.
+        fallbacks: how often each operator ran on the CPU of the host.
+    """
+
+    num_compilations: int
+    fallbacks: Mapping[str, int]
 
 
 class HabanaRuntime:
@@ -129,6 +146,14 @@ class HabanaRuntime:
         """What the device's allocator counts."""
         stats = self._hpu.memory_stats()
         return DeviceMemory(stats["Limit"], stats["InUse"], stats["MaxInUse"])
+
+    def metrics(self) -> DeviceMetrics:
+        """Compilations and CPU fallbacks so far, as the vendor's packages count them."""
+        from habana_frameworks.torch.hpu.metrics import metric_global
+
+        compilations = dict(metric_global("graph_compilation").stats())
+        fallbacks = dict(metric_global("cpu_fallback").stats())
+        return DeviceMetrics(int(compilations["TotalNumber"]), dict(fallbacks["FallbackOps"]))
 
     def place(self, module: nn.Module) -> None:
         """Switch to inference, then move the module.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 _GIB = 1 << 30
@@ -60,6 +60,7 @@ class MemoryPlan:
         block_size: tokens per block.
         max_num_seqs: ring rows that can be leased.
         num_blocks: blocks that can be leased; irrelevant when no layer has a retrieval head.
+        graph_bytes: device memory that is left free for captured graphs; no store is in it.
     """
 
     layers: tuple[LayerKV, ...]
@@ -67,6 +68,7 @@ class MemoryPlan:
     block_size: int
     max_num_seqs: int
     num_blocks: int
+    graph_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -74,6 +76,8 @@ class MemoryPlan:
         for name in ("dtype_bytes", "block_size", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.graph_bytes < 0:
+            raise ValueError(f"graph_bytes must be 0 or more, got {self.graph_bytes}")
         if self.num_blocks < (1 if self.uses_blocks else 0):
             raise ValueError(
                 f"num_blocks is too small for layers with retrieval heads: got {self.num_blocks}"
@@ -88,6 +92,7 @@ class MemoryPlan:
         block_size: int,
         max_num_seqs: int,
         kv_cache_bytes: int,
+        graph_bytes: int = 0,
     ) -> MemoryPlan:
         """The plan with the most blocks whose ``total_bytes`` is at most ``kv_cache_bytes``.
 
@@ -97,16 +102,16 @@ class MemoryPlan:
         Raises:
             ValueError: the budget does not hold all rows and one block per row (and the trash of both).
         """
-        plan = cls(layers, dtype_bytes, block_size, max_num_seqs, num_blocks=max_num_seqs)
+        plan = cls(layers, dtype_bytes, block_size, max_num_seqs, max_num_seqs, graph_bytes)
         if kv_cache_bytes < plan.total_bytes:
             raise ValueError(
                 f"the KV cache needs at least {_show(plan.total_bytes)} for {max_num_seqs} requests with one "
                 f"block of {block_size} tokens each, got {_show(kv_cache_bytes)}"
             )
         if not plan.uses_blocks:
-            return cls(layers, dtype_bytes, block_size, max_num_seqs, num_blocks=0)
+            return replace(plan, num_blocks=0)
         spare = (kv_cache_bytes - plan.total_bytes) // plan.block_bytes
-        return cls(layers, dtype_bytes, block_size, max_num_seqs, num_blocks=max_num_seqs + spare)
+        return replace(plan, num_blocks=max_num_seqs + spare)
 
     @cached_property
     def uses_blocks(self) -> bool:
@@ -136,6 +141,11 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         """Bytes of all KV tensors, the trash block and the trash row included."""
         return (self.num_blocks + 1) * self.block_bytes + (self.max_num_seqs + 1) * self.row_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all KV tensors and of what is left free for graphs."""
+        return self.total_bytes + self.graph_bytes
 
     @property
     def max_tokens(self) -> int | None:

@@ -1,0 +1,134 @@
+"""Who can tell that something was compiled: the graph cache, the compiler, the device, the simulator."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from types import CodeType
+from typing import Protocol, runtime_checkable
+
+from graphs import GraphCache
+from hpu_duo.device.habana import DeviceMetrics
+from hpu_duo.sim import SimulatedHpu
+from hpu_duo.watch.counts import Tally
+
+
+class Source(Protocol):
+    """Counts since some moment in the past; a watch looks at differences."""
+
+    @property
+    def name(self) -> str:
+        """What findings call it."""
+        ...
+
+    def read(self) -> Tally:
+        """The counts now."""
+        ...
+
+
+class CacheSource:
+    """Buckets that were captured, those that came after warm-up, and misses.
+
+    Args:
+        current: the cache in use; a new table may replace it.
+    """
+
+    name = "the graph cache"
+
+    def __init__(self, current: Callable[[], GraphCache]) -> None:
+        self._current = current
+
+    def read(self) -> Tally:
+        """Buckets by name; captured after warm-up counts as recompiled."""
+        graphs = self._current()
+        late = {str(bucket): count for bucket, count in graphs.captured_late.items()}
+        early = {str(bucket): 1 for bucket in graphs.captured if bucket not in graphs.captured_late}
+        return Tally(early, late, misses=graphs.counters.misses)
+
+
+class DynamoSource:
+    """Functions that ``torch.compile`` compiled in this process since the first of these was made.
+
+    Regions are named after their bucket, so a recompilation says where it happened.
+    """
+
+    name = "torch.compile"
+
+    def __init__(self) -> None:
+        self._log = _dynamo_log()
+
+    def read(self) -> Tally:
+        """Functions by name; a second variant of the same code counts as recompiled."""
+        return Tally(dict(self._log.compiled), dict(self._log.recompiled))
+
+
+class _DynamoLog:
+    def __init__(self) -> None:
+        self.compiled: Counter[str] = Counter()
+        self.recompiled: Counter[str] = Counter()
+        # Equal code of two models is not the same code, hence by identity.
+        self._seen: dict[int, weakref.ref[CodeType]] = {}
+
+    def note(self, code: CodeType, new_code: CodeType) -> None:
+        """The compiler has made ``new_code`` of ``code``."""
+        seen = self._seen.get(id(code))
+        is_again = seen is not None and seen() is code
+        self._seen[id(code)] = weakref.ref(code)
+        (self.recompiled if is_again else self.compiled)[code.co_name] += 1
+
+
+@cache
+def _dynamo_log() -> _DynamoLog:
+    # Loading the compiler takes a second, which only those should pay who use it.
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    log = _DynamoLog()
+    register_bytecode_hook(log.note)
+    return log
+
+
+@runtime_checkable
+class Metered(Protocol):
+    """A device runtime that counts compilations and fallbacks."""
+
+    def metrics(self) -> DeviceMetrics:
+        """Counts since the process began."""
+        ...
+
+
+class DeviceSource:
+    """What the device's own software counts; it does not say which graphs it compiled.
+
+    Args:
+        runtime: of the device.
+    """
+
+    name = "the device"
+
+    def __init__(self, runtime: Metered) -> None:
+        self._runtime = runtime
+
+    def read(self) -> Tally:
+        """Graphs without names, fallbacks by operator."""
+        metrics = self._runtime.metrics()
+        return Tally({"graphs": metrics.num_compilations}, fallbacks=dict(metrics.fallbacks))
+
+
+class SimSource:
+    """The journal of the simulated HPU.
+
+    Args:
+        device: the simulated device.
+    """
+
+    name = "the simulated HPU"
+
+    def __init__(self, device: SimulatedHpu) -> None:
+        self._device = device
+
+    def read(self) -> Tally:
+        """Graphs by bucket, and operators that ran outside of graphs for the first time."""
+        journal = self._device.journal
+        return Tally({**journal.graphs, "operators outside of graphs": len(journal.recipes)})
