@@ -55,17 +55,20 @@ class Manifest:
         configuration: everything that shapes a graph, by name.
         versions: of the software that measured.
         graphs: the buckets of the table, each once, those that have been captured with their costs.
-        is_complete: whether all of them were captured.
     """
 
     configuration: Configuration
     versions: Mapping[str, str]
     graphs: tuple[GraphRecord, ...]
-    is_complete: bool = False
     _by_shape: dict[BatchShape, GraphRecord] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_shape", {record.shape: record for record in self.graphs})
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every bucket has been captured and measured."""
+        return all(record.seconds is not None for record in self.graphs)
 
     @property
     def digest(self) -> str:
@@ -208,7 +211,6 @@ def read_manifest(path: str | Path) -> Manifest:
 def _parse(fields: dict[str, Any]) -> Manifest:
     _expect(fields.get("version") == VERSION, "version", "1", fields.get("version"))
     for name, kind in (
-        ("is_complete", bool),
         ("digest", str),
         ("versions", dict),
         ("configuration", dict),
@@ -221,7 +223,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     _expect(bool(records), "graphs", "at least one", "none")
     repeated = [shape for shape, count in Counter(record.shape for record in records).items() if count > 1]
     _expect(not repeated, "graphs", "each shape once", ", ".join(map(str, repeated)))
-    return Manifest(fields["configuration"], fields["versions"], records, fields["is_complete"])
+    return Manifest(fields["configuration"], fields["versions"], records)
 
 
 def _record(name: str, item: Any) -> GraphRecord:

@@ -213,6 +213,7 @@ class HPUDuoModel:
         self,
         progress: Progress | None = None,
         *,
+        table: BucketTable | None = None,
         budget: WarmUpBudget | None = None,
         phases: str | None = None,
         manifest: str | Path | None = None,
@@ -224,6 +225,8 @@ class HPUDuoModel:
 
         Args:
             progress: called after each graph with (done, total, ``graphs.manifest.GraphRecord``).
+            table: take these buckets in place of those that the model was loaded with; nothing may have been
+                captured yet.
             budget: refuse to begin what may take more.
             phases: only the buckets of these phases, such as ``"--u,cs-"``. Those left out are captured when
                 they are needed, and counted as late.
@@ -238,16 +241,42 @@ class HPUDuoModel:
             ValueError: see ``hpu_duo.warmup.WarmUp``; or a manifest cannot be read or written, or a file that
                 is none would be overwritten.
         """
-        graphs = self.engine.runner.graphs
-        earlier, table = None, None
+        prepared = self.prepare_warmup(
+            table=table,
+            budget=budget,
+            phases=phases,
+            manifest=manifest,
+            replay=replay,
+            compile_only=compile_only,
+        )
+        return prepared.dry_run() if dry_run else prepared.run(progress, manifest)
+
+    def prepare_warmup(
+        self,
+        *,
+        table: BucketTable | None = None,
+        budget: WarmUpBudget | None = None,
+        phases: str | None = None,
+        manifest: str | Path | None = None,
+        replay: str | Path | None = None,
+        compile_only: bool = False,
+    ) -> WarmUp:
+        """Check and estimate a warm-up without doing it; its ``run`` does it. See ``warmup``.
+
+        Raises:
+            ValueError: see ``warmup``; a table and a manifest to replay were given.
+        """
+        if table is not None and replay is not None:
+            raise ValueError("expected a table or a manifest to replay, got both")
+        earlier = None
         if replay is not None:
             earlier = read_manifest(replay)
-            table = earlier.table(graphs.table.cost)
+            table = earlier.table(self.engine.runner.graphs.table.cost)
         elif manifest is not None and Path(manifest).exists():
             earlier = read_manifest(manifest)
             if earlier.configuration != configuration_of(self.engine):
                 earlier = None
-        warm_up = WarmUp(
+        return WarmUp(
             self.engine,
             table=table,
             on_miss=self.config.graph.on_miss,
@@ -256,7 +285,6 @@ class HPUDuoModel:
             earlier=earlier,
             compile_only=compile_only,
         )
-        return warm_up.dry_run() if dry_run else warm_up.run(progress, manifest)
 
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]

@@ -13,15 +13,18 @@ INTERRUPTED = 130
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
+def user_errors(kind: type[ValueError] = ValueError) -> Iterator[None]:
     """End the command with a sentence if what the user asked for cannot be done.
 
     To be put around reading and checking, not around running: a ``ValueError`` from a step that was
     accepted is a bug of this package, and keeps its traceback.
+
+    Args:
+        kind: the errors that are the user's. Around running, one that only says that it had to stop.
     """
     try:
         yield
-    except ValueError as error:
+    except kind as error:
         typer.echo(f"hpu-duo: error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,7 @@ from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
 from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRow, TokenLogprobs, sample, static_routes
+from hpu_duo.watch import CompileWatch
 from kernels_ref import StepParts, StepTensors, prepare_step
 
 
@@ -51,6 +53,9 @@ class Runner:
         largest: the shape that the staged inputs must hold.
         runtime: what is particular about the device.
         max_model_len: most tokens of a request.
+        fail_on_recompile: a step that compiles anything raises; warm-up does not.
+    Attributes:
+        watch: counts what is compiled.
     """
 
     def __init__(
@@ -65,9 +70,14 @@ class Runner:
         device: torch.device,
         runtime: DeviceRuntime,
         max_model_len: int,
+        fail_on_recompile: bool = False,
     ) -> None:
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
         self.device, self.runtime = device, runtime
+        self.watch = CompileWatch.of(lambda: self.graphs, runtime)
+        self._watching: Callable[[], AbstractContextManager[None]] = (
+            self.watch.forbidding if fail_on_recompile else nullcontext
+        )
         self.max_model_len = max_model_len
         self._largest = largest
         fields = tuple(
@@ -87,8 +97,11 @@ class Runner:
 
         Args:
             sampling: how to sample for each ring row of ``plan.sampled_rows``.
+
+        Raises:
+            RecompileError: the step has compiled something, and may not.
         """
-        with self.runtime.step():
+        with self._watching(), self.runtime.step():
             shape, bucket, logits, build_s = self._forward(plan)
             wanted = [row.ring_row for row in plan.sampled_rows]
             if not wanted:
@@ -117,7 +130,7 @@ class Runner:
             raise ValueError(f"a table is chosen before graphs are captured, got {num_captured} graphs")
         if not self._largest.holds(table.envelope):
             raise ValueError(f"expected buckets within {self._largest}, got {table.envelope}")
-        self.graphs = GraphCache(self.graphs.backend, table, policy)
+        self.graphs = self.graphs.with_table(table, policy)
         self._pad_to_table(True)
 
     @torch.inference_mode()

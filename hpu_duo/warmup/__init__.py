@@ -1,24 +1,39 @@
 """Warm-up: estimated, bounded, measured, written down, and repeated."""
 
 from hpu_duo.warmup.configuration import configuration_of, known_before_loading, limits_of, versions_of
-from hpu_duo.warmup.estimate import PRIORS, Estimate, GraphEstimate, Prior, WarmUpBudget
+from hpu_duo.warmup.estimate import (
+    PRIORS,
+    Estimate,
+    GraphCosts,
+    GraphEstimate,
+    Prior,
+    WarmUpBudget,
+    estimate_of,
+)
+from hpu_duo.warmup.memory import StepSizes
+from hpu_duo.warmup.planning import plan_within
 from hpu_duo.warmup.selection import check_holds_everything, parse_phases, select
-from hpu_duo.warmup.tool import Progress, WarmUp, WarmUpReport
+from hpu_duo.warmup.tool import Progress, WarmUp, WarmUpReport, WarmUpStoppedError
 
 __all__ = [
     "PRIORS",
     "Estimate",
+    "GraphCosts",
     "GraphEstimate",
     "Prior",
     "Progress",
+    "StepSizes",
     "WarmUp",
     "WarmUpBudget",
     "WarmUpReport",
+    "WarmUpStoppedError",
     "check_holds_everything",
     "configuration_of",
+    "estimate_of",
     "known_before_loading",
     "limits_of",
     "parse_phases",
+    "plan_within",
     "select",
     "versions_of",
 ]

@@ -57,6 +57,7 @@ def configuration_of(engine: Engine) -> Configuration:
         "limits.max_chunk_rows": limits.max_chunk_rows,
         "limits.block_size": limits.block_size,
         "limits.num_blocks": limits.num_blocks,
+        "limits.max_captured_tokens": runner.graphs.max_captured_tokens,
         "linear_layers": sorted({type(m).__name__ for m in model.modules() if "Linear" in type(m).__name__}),
     }
     for number, spec in enumerate(runner.model.specs):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from graphs import BatchShape
 from graphs.manifest import Manifest
+from hpu_duo.engine.engine import Engine
 from hpu_duo.warmup.memory import StepSizes
 
 _GIB = 1 << 30
@@ -156,13 +157,45 @@ class WarmUpBudget:
             )
 
 
+@dataclass(frozen=True)
+class GraphCosts:
+    """What one graph of an engine takes, as far as it can be told without having captured any.
+
+    Attributes:
+        prior: of the backend.
+        num_units: what the prior's figures are multiplied by: kinds of layers, where they are captured apart.
+        sizes: of a step.
+        max_captured_tokens: longer buckets are run and not captured, so they keep nothing; None = no limit.
+    """
+
+    prior: Prior
+    num_units: int
+    sizes: StepSizes
+    max_captured_tokens: int | None = None
+
+    @classmethod
+    def of(cls, engine: Engine) -> GraphCosts:
+        """Of what an engine serves."""
+        graphs, kinds = engine.runner.graphs, engine.runner.model.kinds
+        prior = PRIORS.get(graphs.backend.name, UNKNOWN)
+        num_units = len(kinds) if prior.is_per_kind else 1
+        return cls(prior, num_units, StepSizes.of(engine), graphs.max_captured_tokens)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Of one graph, low and high."""
+        return self.prior.low_s * self.num_units, self.prior.high_s * self.num_units
+
+    def kept_bytes(self, shape: BatchShape) -> int:
+        """What the graph of a bucket keeps: code, results, and the working memory where it has its own."""
+        if self.max_captured_tokens is not None and shape.query_len > self.max_captured_tokens:
+            return 0
+        kept = self.prior.code_bytes * self.num_units + self.sizes.output_bytes(shape)
+        return kept + (self.sizes.transient_bytes(shape) if self.prior.keeps_step else 0)
+
+
 def estimate_of(
-    buckets: Sequence[BatchShape],
-    backend: str,
-    num_kinds: int,
-    sizes: StepSizes,
-    num_routes: int = 0,
-    earlier: Manifest | None = None,
+    buckets: Sequence[BatchShape], costs: GraphCosts, num_routes: int = 0, earlier: Manifest | None = None
 ) -> Estimate:
     """Estimate a warm-up.
 
@@ -170,22 +203,16 @@ def estimate_of(
     between the mean and the largest of those, and otherwise between the figures of the backend's prior.
 
     Args:
-        num_kinds: kinds of layers, see ``StepModel.kinds``.
         num_routes: ways of sampling that are run, for all numbers of rows together.
         earlier: of the same configuration and the same software.
     """
-    prior = PRIORS.get(backend, UNKNOWN)
-    units = num_kinds if prior.is_per_kind else 1
-    seen = [record.seconds for record in (earlier.graphs if earlier else ()) if record.seconds is not None]
-    low, high, source = prior.low_s * units, prior.high_s * units, prior.source
-    if seen:
-        low, high, source = sum(seen) / len(seen), max(seen), "other graphs of the manifest"
+    records = earlier.graphs if earlier is not None else ()
+    seen = [record.seconds for record in records if record.seconds is not None]
+    low, high = (sum(seen) / len(seen), max(seen)) if seen else costs.seconds
 
     def one(shape: BatchShape) -> GraphEstimate:
+        kept = costs.kept_bytes(shape)
         record = earlier.record_of(shape) if earlier is not None else None
-        kept = prior.code_bytes * units + sizes.output_bytes(shape)
-        if prior.keeps_step:
-            kept += sizes.transient_bytes(shape)
         if record is None or record.seconds is None:
             return GraphEstimate(shape, low, high, kept, False)
         measured = kept if record.num_bytes is None else max(0, record.num_bytes)
@@ -194,6 +221,6 @@ def estimate_of(
     return Estimate(
         tuple(map(one, buckets)),
         (ROUTE_S[0] * num_routes, ROUTE_S[1] * num_routes),
-        max(map(sizes.transient_bytes, buckets), default=0),
-        source,
+        max(map(costs.sizes.transient_bytes, buckets), default=0),
+        "other graphs of the manifest" if seen else costs.prior.source,
     )

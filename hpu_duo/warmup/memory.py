@@ -10,7 +10,7 @@ from typing import Any
 
 from graphs import BatchShape
 from hpu_duo.engine.engine import Engine
-from kernels_ref.reference import QUERY_SLICE, SCORE_BYTES, UNIQUE_CHUNK
+from kernels_ref.reference import KEY_BYTES, QUERY_SLICE, SCORE_BYTES, UNIQUE_CHUNK
 
 _FLOAT32 = 4
 _SCORE_COPIES = 4
@@ -96,7 +96,8 @@ class StepSizes:
         if not shape.phase.shared:
             return 0
         per_block = shape.query_len * self.num_heads * self.block_size * _FLOAT32
-        chunk = min(shape.num_shared_blocks, max(1, SCORE_BYTES // per_block))
+        keys = self.num_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
+        chunk = min(shape.num_shared_blocks, max(1, min(SCORE_BYTES // per_block, KEY_BYTES // keys)))
         ring = min(QUERY_SLICE, shape.query_len) * self.num_heads * self.ring_width * _FLOAT32
         return max(_SCORE_COPIES * chunk * per_block + self._gathered_bytes(chunk), _SCORE_COPIES * ring)
 

@@ -16,13 +16,16 @@ from graphs.manifest import GraphRecord, Manifest, write_manifest
 from hpu_duo.engine.engine import Engine
 from hpu_duo.sampling import static_routes
 from hpu_duo.warmup.configuration import configuration_of, limits_of, versions_of
-from hpu_duo.warmup.estimate import Estimate, WarmUpBudget, estimate_of
-from hpu_duo.warmup.memory import StepSizes
+from hpu_duo.warmup.estimate import Estimate, GraphCosts, WarmUpBudget, estimate_of
 from hpu_duo.warmup.selection import check_holds_everything, select
 from hpu_duo.warmup.tables import check_unchanged, digest_tables
 
 Progress: TypeAlias = Callable[[int, int, GraphRecord], None]
 """Called after each graph with (done, total, what it cost)."""
+
+
+class WarmUpStoppedError(ValueError):
+    """A warm-up ended before all graphs were captured; those that were stay captured."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,19 @@ class WarmUp:
     """A warm-up of an engine's table, prepared and checked; ``run`` does it.
 
     Args:
-        engine: whose buckets are captured. budget: what it may take. phases: capture the buckets of these
-        only; None = all. earlier: an earlier warm-up, whose measurements go into the estimate. It must be
-        of this configuration,
-            and its measurements count only if they were made with this software.
+        engine: whose buckets are captured.
+        table: buckets for ``run`` to take in place of the engine's, which must not have captured any.
+        on_miss: what happens to shapes that the table does not hold; None = as the engine has it.
+        budget: what the warm-up may take.
+        phases: capture the buckets of these only; None = all.
+        earlier: an earlier warm-up, whose measurements go into the estimate. It must be of this
+            configuration, and its measurements count only if they were made with this software.
         compile_only: build graphs without launching them, on devices that can. Steps of padding are launched
             before, one for each phase, to fill whatever is filled at its first use.
 
     Raises:
         ValueError: the table lacks a reachable shape and a miss would be an error, a phase has no bucket,
-            ``earlier`` is of another configuration, the device has no compile-only mode, or the budget may be
-            exceeded. Nothing has been captured then.
+            ``earlier`` is of another configuration, or the device has no compile-only mode.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class WarmUp:
         self._configuration = configuration_of(engine)
         self._versions = versions_of(self._runner.device)
         self.notes: tuple[str, ...] = ()
+        self.backend = self._runner.graphs.backend.name
         measured = self._checked(earlier)
         graphs = self._runner.graphs
         self._is_new_table = table is not None and table.buckets != graphs.table.buckets
@@ -90,18 +96,10 @@ class WarmUp:
         self.buckets = select(self._table, phases)
         if compile_only:
             self._runner.runtime.compile_only()
-        self.estimate = estimate_of(
-            self.buckets,
-            graphs.backend.name,
-            len(self._runner.model.kinds),
-            StepSizes.of(engine),
-            self._count_routes(),
-            measured,
-        )
+        self.estimate = estimate_of(self.buckets, GraphCosts.of(engine), self._count_routes(), measured)
         self._costs: dict[BatchShape, GraphRecord] = {
             record.shape: record for record in (measured.graphs if measured is not None else ())
         }
-        self._budget.check(self.estimate)
 
     def run(self, progress: Progress | None = None, manifest: str | Path | None = None) -> WarmUpReport:
         """Capture the buckets, the most expensive first; those captured before are left alone.
@@ -112,19 +110,21 @@ class WarmUp:
                 was measured until then can be read.
 
         Raises:
-            ValueError: the manifest cannot be written, or would be empty; memory does not suffice; or time or
-                memory of the budget are used up before all graphs are captured. What has been captured stays.
+            ValueError: the budget may be exceeded, or a manifest would be empty. Nothing has been done then.
+            WarmUpStoppedError: the manifest cannot be written, memory does not suffice, or time or memory of
+                the budget are used up before all graphs are captured.
             RuntimeError: a table was filled or changed in compile-only mode.
         """
+        self._budget.check(self.estimate)
+        if manifest is not None and not len(self._table):
+            raise ValueError("a manifest is of a table, and steps run at their exact shapes here")
         began, held = time.perf_counter(), self._runner.runtime.used_bytes()
         records: list[GraphRecord] = []
         num_captured = 0
         if self._is_new_table:
             self._runner.set_table(self._table, self._on_miss)
         if manifest is not None:
-            if not len(self._table):
-                raise ValueError("a manifest is of a table, and steps run at their exact shapes here")
-            self._write(manifest, is_complete=False)
+            self._write(manifest)
         self._fill_tables()
         before = digest_tables(self._runner.model.model) if self._compile_only else {}
         for done, bucket in enumerate(self.buckets, start=1):
@@ -135,19 +135,22 @@ class WarmUp:
                 num_captured += 1
                 self._costs[bucket] = record
                 if manifest is not None:
-                    self._write(manifest, is_complete=False)
+                    self._write(manifest)
             if progress is not None:
                 progress(done, len(self.buckets), record)
         if self._compile_only:
             check_unchanged(before, digest_tables(self._runner.model.model))
         self._runner.finish_warm_up(self.buckets)
-        if manifest is not None:
-            self._write(manifest, is_complete=self._runner.graphs.is_warm)
         seconds = time.perf_counter() - began
         return WarmUpReport(self.estimate, tuple(records), num_captured, seconds, False, self.notes)
 
     def dry_run(self) -> WarmUpReport:
-        """The estimate, and nothing else."""
+        """The estimate, and nothing else.
+
+        Raises:
+            ValueError: the budget may be exceeded.
+        """
+        self._budget.check(self.estimate)
         return WarmUpReport(self.estimate, (), 0, 0.0, True, self.notes)
 
     def _checked(self, earlier: Manifest | None) -> Manifest | None:
@@ -194,7 +197,7 @@ class WarmUp:
                 is_new = self._runner.capture(bucket)
                 runtime.synchronize()
         except torch.OutOfMemoryError as error:
-            raise ValueError(
+            raise WarmUpStoppedError(
                 f"out of memory at graph {number} of {len(self.buckets)}, {bucket}, the largest first: "
                 f"expected {self.estimate.graphs[number - 1].num_bytes} bytes to suffice; lower num_blocks "
                 "or kv_cache_bytes, or plan a smaller table"
@@ -209,16 +212,19 @@ class WarmUp:
         done = f"for {num_done} of {len(self.buckets)} graphs"
         seconds, gib = self._budget.max_seconds, self._budget.max_gib
         if seconds is not None and elapsed > seconds:
-            raise ValueError(
+            raise WarmUpStoppedError(
                 f"the warm-up has used up its budget: {elapsed:.1f} s {done}, expected at most {seconds:g} s"
             )
         if gib is not None and grown > gib * (1 << 30):
-            raise ValueError(
+            raise WarmUpStoppedError(
                 f"the warm-up has used up its budget: {grown / (1 << 30):.3f} GiB {done}, expected at most "
                 f"{gib:g} GiB"
             )
 
-    def _write(self, path: str | Path, *, is_complete: bool) -> None:
+    def _write(self, path: str | Path) -> None:
         largest_first = reversed(self._table.by_cost)
         records = tuple(self._costs.get(bucket, GraphRecord(bucket)) for bucket in largest_first)
-        write_manifest(path, Manifest(self._configuration, self._versions, records, is_complete))
+        try:
+            write_manifest(path, Manifest(self._configuration, self._versions, records))
+        except ValueError as error:
+            raise WarmUpStoppedError(str(error)) from error

@@ -1,0 +1,60 @@
+"""A table for an engine, chosen such that its warm-up fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphs import BucketTable
+from graphs.planner import GraphBudget, plan_table
+from graphs.recording import read_shapes
+from hpu_duo.engine.assembly import default_table
+from hpu_duo.engine.engine import Engine
+from hpu_duo.warmup.configuration import limits_of
+from hpu_duo.warmup.estimate import GraphCosts, WarmUpBudget
+
+_GIB = 1 << 30
+_LEAST_S = 1e-3
+
+
+def plan_within(
+    engine: Engine,
+    num_graphs: int,
+    budget: WarmUpBudget | None = None,
+    recordings: Sequence[str | Path] = (),
+) -> BucketTable:
+    """Choose the buckets that pad least for the limits of an engine, by the cost of a step of its model.
+
+    Args:
+        num_graphs: at most so many.
+        budget: what their warm-up may take, by the estimates of ``GraphCosts``.
+        recordings: what ``record_shapes`` wrote, to plan for; without any, for ``graphs.planner.prior``.
+
+    Raises:
+        ValueError: the budget does not hold the smallest table, a recording cannot be read, or it has shapes
+            that the engine cannot produce.
+    """
+    budget = budget or WarmUpBudget()
+    runner, limits, costs = engine.runner, limits_of(engine), GraphCosts.of(engine)
+    text_config = runner.model.model.config.get_text_config()
+    within = GraphBudget(
+        num_graphs if budget.max_graphs is None else min(num_graphs, budget.max_graphs),
+        seconds=budget.max_seconds,
+        seconds_per_graph=None if budget.max_seconds is None else max(_LEAST_S, costs.seconds[1]),
+        memory_bytes=_for_graphs(budget, costs.sizes.transient_bytes(limits.largest)),
+        bytes_of=None if budget.max_gib is None else costs.kept_bytes,
+    )
+    traffic = read_shapes(*recordings) if recordings else None
+    return plan_table(limits, within, default_table(limits, runner.model, text_config).cost, traffic)
+
+
+def _for_graphs(budget: WarmUpBudget, transient_bytes: int) -> float | None:
+    if budget.max_gib is None:
+        return None
+    left = budget.max_gib * _GIB - transient_bytes
+    if left <= 0:
+        raise ValueError(
+            f"a budget of {budget.max_gib:g} GiB does not hold the smallest table: the largest step takes "
+            f"{transient_bytes / _GIB:.3f} GiB while it runs"
+        )
+    return left
