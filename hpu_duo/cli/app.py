@@ -15,6 +15,7 @@ from hpu_duo.cli.many_values import ManyValues
 from hpu_duo.cli.passkey import passkey
 from hpu_duo.cli.pattern import app as pattern_app
 from hpu_duo.cli.plan import plan
+from hpu_duo.cli.warmup import warmup
 
 
 def _dashes(name: str) -> str:
@@ -35,6 +36,7 @@ app.command()(passkey)
 app.command()(doctor)
 app.command(cls=ManyValues)(capacity)
 app.command()(plan)
+app.command()(warmup)
 app.command()(identify)
 app.add_typer(pattern_app, name="pattern")
 
