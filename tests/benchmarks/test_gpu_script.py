@@ -1,0 +1,157 @@
+"""The GPU benchmark script on toy sizes: it runs anywhere, continues, and shows nothing unmeasured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu_suite.clock import Clock
+from benchmarks.gpu_suite.kernels import REFERENCE, Case, measure_case
+from benchmarks.gpu_suite.memory import DUO, FULL
+from benchmarks.gpu_suite.report import best_ratio, time_of, write_report
+from benchmarks.gpu_suite.results import Key, Point, Results
+from benchmarks.gpu_suite.shapes import LLAMA_3_8B, REAL, TOY
+from kernels_ref import Partial
+
+TOY_RUN = ("--toy", "--device", "cpu", "--rounds", "1", "--date", "2001-02-03")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a whole toy run has left its files."""
+    out = tmp_path_factory.mktemp("gpu")
+    gpu.main([*TOY_RUN, "--out", str(out)])
+    return out
+
+
+def stored(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "gpu-toy-2001-02-03.json").read_text())["points"]
+
+
+def test_a_toy_run_has_points_in_every_section_and_reports_them(folder: Path) -> None:
+    points = stored(folder)
+    assert {point["key"][0] for point in points} == set(gpu.SECTIONS)
+    text = (folder / "gpu-toy-2001-02-03.md").read_text()
+    assert "Toy sizes" in text
+    for point in points:
+        if point["key"][0] == "kernels":
+            assert point["key"][1] in text
+    for model in TOY.models:
+        assert f"### {model.name}, {model.retrieval_share:.0%} retrieval heads" in text
+
+
+def test_every_implementation_that_can_run_here_gives_the_reference_s_result(folder: Path) -> None:
+    for point in stored(folder):
+        assert "wrong result" not in point["note"], point
+        if point["key"][0] == "kernels" and not point["values"]:
+            # Triton is missing only where neither a GPU nor its interpreter is there.
+            assert any(word in point["note"] for word in ("CUDA", "GPU", "not installed")), point
+        if point["key"][0] in ("decode", "prefill"):
+            assert point["values"], point
+
+
+def test_figures_are_drawn_of_both_curves(folder: Path) -> None:
+    for section in ("decode", "prefill"):
+        path = folder / f"gpu-toy-2001-02-03-{section}.png"
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_second_run_keeps_what_has_been_measured(folder: Path) -> None:
+    before = stored(folder)
+    gpu.main([*TOY_RUN, "--out", str(folder), "--no-figures"])
+    assert stored(folder) == before
+
+
+def test_a_spent_budget_begins_no_point_and_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*TOY_RUN, "--out", str(tmp_path), "--only", "machine", "decode", "--no-figures"]
+    gpu.main([*command, "--seconds", "0"])
+    assert {point["key"][0] for point in stored(tmp_path)} == {"machine"}
+    assert "the same command goes on" in capsys.readouterr().out
+
+
+def test_real_sizes_on_a_cpu_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="expected --toy together with --device cpu"):
+        gpu.main(["--device", "cpu", "--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_cuda_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="expected a CUDA device, got none for 'cuda'"):
+        gpu.main(["--out", str(tmp_path)])
+
+
+def test_results_of_other_hardware_are_not_mixed_in(tmp_path: Path) -> None:
+    path = tmp_path / "points.json"
+    Results(path, {"device": "A", "torch": "1"}).add(
+        Point(Key("machine", "copy", "torch"), {"median_s": 1.0})
+    )
+    with pytest.raises(ValueError, match="measured with device='A', and this is 'B'"):
+        Results(path, {"device": "B", "torch": "1"})
+    assert Key("machine", "copy", "torch") in Results(path, {"device": "A", "torch": "1"})
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"points": []}'])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "points.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="expected results of this script"):
+        Results(path, {})
+
+
+def _partial(value: float) -> Partial:
+    return Partial(torch.full((1, 1, 1, 8), value), torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+
+
+def test_a_wrong_result_is_noted_and_not_timed(tmp_path: Path) -> None:
+    results = Results(tmp_path / "points.json", {})
+    case = Case("case", {REFERENCE: lambda: _partial(1.0), "other": lambda: _partial(1.5)}, 1, 1)
+    measure_case(case, Clock(torch.device("cpu"), rounds=1, warm_up=0), results)
+    good, bad = results.of("kernels")
+    assert good.is_measured
+    assert not bad.is_measured
+    assert "off by 0.5" in bad.note
+
+
+def test_nan_is_a_wrong_result(tmp_path: Path) -> None:
+    results = Results(tmp_path / "points.json", {})
+    case = Case("case", {REFERENCE: lambda: _partial(1.0), "other": lambda: _partial(torch.nan)}, 1, 1)
+    measure_case(case, Clock(torch.device("cpu"), rounds=1, warm_up=0), results)
+    assert not results.of("kernels")[1].is_measured
+
+
+def test_what_an_implementation_cannot_do_is_noted_in_its_own_words(tmp_path: Path) -> None:
+    def refuse() -> Partial:
+        raise RuntimeError("No available kernel.\nand a long story")
+
+    results = Results(tmp_path / "points.json", {})
+    case = Case("case", {REFERENCE: lambda: _partial(1.0), "other": refuse}, 1, 1)
+    measure_case(case, Clock(torch.device("cpu"), rounds=1, warm_up=0), results)
+    assert results.of("kernels")[1].note == "No available kernel."
+
+
+def test_the_report_compares_pairs_that_were_measured_and_says_so_of_the_others(tmp_path: Path) -> None:
+    results = Results(tmp_path / "points.json", {"device": "test", "sizes": "real"})
+    seconds = {(1024, FULL): 2.0, (1024, DUO): 1.0, (2048, FULL): 9.0}
+    for (context, system), value in seconds.items():
+        values = {"median_s": value, "low_s": value, "high_s": value, "rounds": 3, "kv_bytes": 8}
+        results.add(Point(Key("decode", f"Llama-3-8B at {context}", system), values))
+    results.add(Point(Key("decode", "Llama-3-8B at 2048", DUO), note="out of memory"))
+    assert best_ratio(results, "decode", LLAMA_3_8B, time_of) == (2.0, "at 1024")
+    text = write_report(results, REAL, "2001-02-03", ["command"], [])
+    assert "| Llama-3-8B | decode, times faster | 1.50 | 2.00 (at 1024) |" in text
+    assert "| Llama-2-7B | decode, times faster | 2.18 | not measured |" in text
+    assert "not measured: out of memory" in text
+
+
+@pytest.mark.parametrize(("rounds", "warm_up"), [(0, 1), (1, -1)])
+def test_a_clock_times_at_least_once(rounds: int, warm_up: int) -> None:
+    with pytest.raises(ValueError, match="expected rounds >= 1 and warm_up >= 0"):
+        Clock(torch.device("cpu"), rounds, warm_up)
