@@ -13,6 +13,7 @@ import torch
 
 from bias_builders import Window, leading_slots, sees_streaming
 from kernels_ref.partial import FLOOR, Partial, attend, empty, merge
+from kernels_ref.sdpa import tiled
 
 BAND_SLICE = 256
 """Queries of one slice of the streaming band."""
@@ -43,14 +44,19 @@ def causal(
     """Row by row, causal or in slices of the streaming band."""
     window = Window(sink, recent) if recent else None
     rows = list(_multi_token_rows(row_start, row_num_new, row_query_start))
+    is_tiled = tiled.fits(q_QKGD, k_QKD)
     fills_step = len(rows) == 1 and (rows[0].begin, rows[0].end) == (0, len(q_QKGD))
-    if fills_step and (window is None or len(q_QKGD) <= window.recent):
+    if fills_step and not is_tiled and (window is None or len(q_QKGD) <= window.recent):
         # One prompt without padding, the usual long prefill: its result is the whole result.
         return _flash(q_QKGD, k_QKD, v_QKD, is_causal=True)
     total = empty(q_QKGD)
     for row in rows:
         q, k, v = (x[row.begin : row.end] for x in (q_QKGD, k_QKD, v_QKD))
-        if window is None or len(q) <= window.recent:
+        if is_tiled:
+            # Sinks are the first tokens of the request; here keys begin with its first new token.
+            band = window and Window(max(0, window.sink - row.start), window.recent)
+            tiled.attend(_of_row(total, row), q, k, v, is_causal=True, window=band)
+        elif window is None or len(q) <= window.recent:
             _put(total, row.begin, _flash(q, k, v, is_causal=True))
         else:
             for offset, partial in _band(q, k, v, row.start, window):
@@ -93,7 +99,10 @@ def shared_blocks(
         # An empty tensor splits into one empty part, and flash attention needs a key.
         for part in seen.split(CONTEXT_BLOCKS) if len(seen) else ():
             k, v = _as_keys(k_XKBD, v_XKBD, shared_block[part], visible[part])
-            _add(total, row.begin, _flash(q, k, v))
+            if tiled.fits(q, k):
+                tiled.attend(_of_row(total, row), q, k, v)
+            else:
+                _add(total, row.begin, _flash(q, k, v))
     _add_single_rows(
         total, q_QKGD, k_XKBD, v_XKBD, row_num_new, row_query_start, shared_block, shared_visible
     )
@@ -228,6 +237,10 @@ def _flash(
         largest = torch.where(sees_any, largest, FLOOR)
         total = torch.where(sees_any, total, 0.0)
     return Partial(attn, largest, total)
+
+
+def _of_row(total: Partial, row: _Row) -> Partial:
+    return Partial(*(x[row.begin : row.end] for x in total))
 
 
 def _put(total: Partial, begin: int, partial: Partial) -> None:

@@ -104,12 +104,13 @@ def test_one_row_alone_reads_its_blocks_in_a_run_or_scattered(impl: Implementati
 
 
 @ALL
+@pytest.mark.parametrize("head_dim", [8, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_close_to_the_exact_result_of_the_same_inputs(
-    impl: Implementation, dtype: torch.dtype
+    impl: Implementation, dtype: torch.dtype, head_dim: int
 ) -> None:
     rows = (RowSpec(40, 1), RowSpec(30, 12), RowSpec(0, 20))
-    world = World(Scenario(rows, 8, Window(4, 8), 2, 2, 3, 8, (2, 1, 1, 1), False, 11), dtype)
+    world = World(Scenario(rows, 8, Window(4, 8), 2, 2, 3, head_dim, (2, 1, 1, 1), False, 11), dtype)
     expected = world.dense()
     error = (run(world, impl)[: len(expected)].double() - expected).abs()
     # Values are of size 1 and weights sum to 1: a few roundings of half an epsilon each.

@@ -1,0 +1,53 @@
+"""Build C++ sources of this package at their first use, once per machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.utils.cpp_extension import get_default_build_root
+
+COMPILERS = ("g++", "clang++", "c++")
+_SHOWN_CHARACTERS = 2000
+
+
+class BuildError(RuntimeError):
+    """A source could not be built here; says why."""
+
+
+def build(source: Path, options: Sequence[str]) -> Path:
+    """The shared library of a source, in torch's folder for extensions built at run time.
+
+    It is built again when the source, the options or the compiler's path change.
+
+    Raises:
+        BuildError: there is no compiler, it refuses the source, or the folder cannot be written.
+    """
+    program = next((found for found in map(shutil.which, COMPILERS) if found), None)
+    if program is None:
+        raise BuildError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
+    key = hashlib.sha256(source.read_bytes() + repr((program, *options)).encode()).hexdigest()
+    folder = Path(get_default_build_root()) / "hpu_duo_kernels"
+    library = folder / f"{source.stem}-{key[:16]}.so"
+    if library.is_file():
+        return library
+    # Several processes may build at the same time: each writes a file of its own and renames it.
+    unfinished = library.with_suffix(f".{os.getpid()}.so")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            [program, "-shared", "-fPIC", *options, str(source), "-o", str(unfinished)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise BuildError(f"{program} refuses {source.name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
+        unfinished.replace(library)
+    except OSError as error:
+        raise BuildError(f"{source.name} cannot be built in {folder}: {error}") from error
+    return library

@@ -1,0 +1,176 @@
+"""The tiled kernel against float64 attention over the same inputs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bias_builders import Window
+from kernels_ref.partial import Partial, empty
+from kernels_ref.sdpa import tiled
+from kernels_ref.sdpa.build import BuildError, build
+
+here = pytest.mark.skipif(not tiled.is_supported(), reason="needs a CPU with AVX512-BF16 and without AMX")
+
+
+def draw_inputs(
+    num_queries: int, num_keys: int, num_kv: int, group: int, dim: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    shapes = ((num_queries, num_kv, group, dim), (num_keys, num_kv, dim), (num_keys, num_kv, dim))
+    q, k, v = (torch.randn(shape, generator=gen).bfloat16() for shape in shapes)
+    return q * (2 * dim**-0.5), k, v
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen_ST: torch.Tensor) -> torch.Tensor:
+    """Plain softmax attention in float64; zero for a query that sees nothing."""
+    scores = torch.einsum("skgd,tkd->skgt", q.double(), k.double())
+    scores = scores.masked_fill(~seen_ST[:, None, None], -torch.inf)
+    return torch.einsum("skgt,tkd->skgd", scores.softmax(-1).nan_to_num(), v.double())
+
+
+def result(total: Partial) -> torch.Tensor:
+    return total.attn / total.sum.clamp(min=1e-30)[..., None]
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    # Weights are rounded to bfloat16 once; they sum to 1 and values are of size 1.
+    error = (out.double() - expected).abs()
+    assert error.max() < 2 * torch.finfo(torch.bfloat16).eps
+    assert error.mean() < torch.finfo(torch.bfloat16).eps / 8
+
+
+@here
+@settings(deadline=None, max_examples=60)
+@given(
+    length=st.one_of(st.integers(1, 40), st.integers(40, 700)),
+    heads=st.sampled_from([(1, 1), (2, 3), (1, 7), (3, 1)]),
+    dim=st.sampled_from([16, 48, 64, 80, 128, 256]),
+    window=st.one_of(st.none(), st.builds(Window, st.integers(0, 150), st.integers(1, 200))),
+    seed=st.integers(0, 99),
+)
+def test_causal_and_streaming_queries_see_exactly_their_keys(
+    length: int, heads: tuple[int, int], dim: int, window: Window | None, seed: int
+) -> None:
+    q, k, v = draw_inputs(length, length, *heads, dim, seed)
+    total = empty(q)
+    tiled.attend(total, q, k, v, is_causal=True, window=window)
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    seen = key <= query
+    if window is not None:
+        seen &= (key < window.sink) | (query - key < window.recent)
+    assert_close(result(total), exact(q, k, v, seen))
+
+
+@here
+@settings(deadline=None, max_examples=30)
+@given(
+    num_queries=st.integers(1, 120),
+    cuts=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_keys_that_come_in_parts_merge_into_attention_over_all_of_them(
+    num_queries: int, cuts: list[int], seed: int
+) -> None:
+    q, k, v = draw_inputs(num_queries, sum(cuts), 2, 2, 32, seed)
+    total = empty(q)
+    for k_part, v_part in zip(k.split(cuts), v.split(cuts)):
+        tiled.attend(total, q, k_part, v_part)
+    assert_close(result(total), exact(q, k, v, torch.ones(num_queries, sum(cuts), dtype=torch.bool)))
+
+
+@here
+def test_strided_inputs_and_slices_of_a_partial_are_read_and_written_in_place() -> None:
+    q, k, v = draw_inputs(90, 90, 2, 3, 64, 1)
+    total = empty(q)
+    part = Partial(*(x[20:50] for x in total))
+    flipped = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    tiled.attend(part, *(x[20:50] for x in flipped), is_causal=True)
+    assert_close(result(part), exact(q[20:50], k[20:50], v[20:50], torch.ones(30, 30).tril().bool()))
+    assert (total.sum[:20] == 0).all()
+    assert (total.sum[50:] == 0).all()
+
+
+@here
+def test_several_threads_give_the_bits_of_one() -> None:
+    q, k, v = draw_inputs(300, 300, 2, 2, 64, 2)
+    before = torch.get_num_threads()
+    try:
+        outputs = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            outputs.append(empty(q))
+            tiled.attend(outputs[-1], q, k, v, is_causal=True)
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*outputs):
+        torch.testing.assert_close(one, two, atol=0, rtol=0)
+
+
+@here
+def test_scores_of_any_size_neither_overflow_nor_vanish() -> None:
+    q, k, v = draw_inputs(64, 64, 1, 1, 64, 3)
+    for factor in (1e-30, 300.0):
+        large = (q * factor).bfloat16()
+        total = empty(large)
+        tiled.attend(total, large, k, v, is_causal=True)
+        assert_close(result(total), exact(large, k, v, torch.ones(64, 64).tril().bool()))
+
+
+@here
+def test_inputs_that_do_not_go_together_are_refused() -> None:
+    q, k, v = draw_inputs(8, 8, 1, 2, 16, 4)
+    with pytest.raises(ValueError, match="as many keys as queries"):
+        tiled.attend(empty(q), q, k[:4], v[:4], is_causal=True)
+    with pytest.raises(ValueError, match="a window only with is_causal"):
+        tiled.attend(empty(q), q, k, v, window=Window(0, 2))
+    with pytest.raises(ValueError, match=r"keys and values \[T, 1, 16\]"):
+        tiled.attend(empty(q), q, k, v[:4])
+    with pytest.raises(ValueError, match="contiguous partial"):
+        tiled.attend(Partial(*(x[::2] for x in empty(q))), q[::2], k, v)
+
+
+def test_other_dtypes_and_head_sizes_are_left_to_torch() -> None:
+    q, k, _ = draw_inputs(8, 8, 1, 1, 20, 5)
+    assert tiled.fits(q, k) is False
+    q, k, _ = draw_inputs(8, 8, 1, 1, 16, 5)
+    assert tiled.fits(q.float(), k.float()) is False
+
+
+def test_a_source_is_built_once_and_a_failure_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    source = tmp_path / "seven.cpp"
+    source.write_text('extern "C" int seven() { return 7; }\n')
+    library = build(source, [])
+    stamp = library.stat().st_mtime_ns
+    assert build(source, []).stat().st_mtime_ns == stamp
+    source.write_text("not C++\n")
+    with pytest.raises(BuildError, match=r"refuses seven\.cpp"):
+        build(source, [])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+        build(source, [])
+
+
+@here
+def test_without_a_compiler_torch_takes_over_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    q, k, _ = draw_inputs(8, 8, 1, 1, 16, 6)
+    tiled._library.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="torch's slower attention: no C"):
+            assert tiled.fits(q, k) is False
+        assert tiled.fits(q, k) is False
+    finally:
+        tiled._library.cache_clear()
