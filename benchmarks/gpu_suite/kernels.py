@@ -18,6 +18,7 @@ from bias_builders import Window
 from kernels_ref import Partial, normalise, reference
 from kernels_ref.step import StepTensors
 from kernels_ref.triton import availability, launch, parts
+from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.stream_k_choice import choose
 
 REFERENCE = "portable torch"
@@ -150,7 +151,7 @@ def _unique(
     ours, notes = _ours(
         device,
         partial(reference.unique_blocks, q, k, v, t, None),
-        split=partial(_run_unique, "unique_blocks", q, k, v, t),
+        split=partial(_run_unique, "split", q, k, v, t),
         stream_k=partial(_run_unique, "stream_k", q, k, v, t),
     )
     limits = launch.device_limits(device)
@@ -174,9 +175,9 @@ def _unique(
 def _run_unique(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: StepTensors) -> Partial:
     """One of the two kernels of the unique part, whatever the rule says."""
     from kernels_ref.triton.stream_k import stream_k
-    from kernels_ref.triton.unique_blocks import unique_blocks
+    from kernels_ref.triton.unique_blocks import split_unique_blocks
 
-    run = stream_k if name == "stream_k" else unique_blocks
+    run: Callable[..., Triple] = stream_k if name == "stream_k" else split_unique_blocks
     return Partial(*run(q, k, v, t.owner, t.tail_block, t.tail_visible, 0.0))
 
 

@@ -60,10 +60,9 @@ def stream_k(
         T=min(tiles.keys, max(launch.MIN_TILE, launch.next_power_of_two(block_size))),
         ROWS_PAD=launch.next_power_of_two(max(num_rows, 2)),
         SOFTCAP=softcap,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options,
     )
     merge_cut_tiles_kernel[(num_rows, num_heads)](
-        work.row_begin, *out, *cut, num_rows, workers, **sizes, num_warps=4
+        work.row_begin, *out, *cut, num_rows, workers, **sizes, **launch.MERGE.options
     )
     return out

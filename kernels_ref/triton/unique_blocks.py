@@ -16,8 +16,11 @@ import triton
 import triton.language as tl
 
 from kernels_ref.triton import launch
+from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.merge_runs import merge_runs_kernel
 from kernels_ref.triton.softmax import FLOOR, attend_run, store_partial
+from kernels_ref.triton.stream_k import stream_k
+from kernels_ref.triton.stream_k_choice import choose
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_ranges", "blocks_per_range"])
@@ -105,8 +108,27 @@ def unique_blocks(
     tail_block: torch.Tensor,
     tail_visible: torch.Tensor,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the kernel and its merge; arguments as in ``kernels_ref.triton.parts``, ``softcap`` 0 = none."""
+) -> Triple:
+    """Cut over the slice or in equal ranges of owned blocks, as ``stream_k_choice`` says.
+
+    Arguments as in ``kernels_ref.triton.parts``; ``softcap`` 0 = none.
+    """
+    num_rows, num_heads = q_NKGD.shape[:2]
+    is_even = choose(num_rows, owner.shape[0], num_heads, launch.device_limits(q_NKGD.device))
+    run = stream_k if is_even else split_unique_blocks
+    return run(q_NKGD, k_XKBD, v_XKBD, owner, tail_block, tail_visible, softcap)
+
+
+def split_unique_blocks(
+    q_NKGD: torch.Tensor,
+    k_XKBD: torch.Tensor,
+    v_XKBD: torch.Tensor,
+    owner: torch.Tensor,
+    tail_block: torch.Tensor,
+    tail_visible: torch.Tensor,
+    softcap: float,
+) -> Triple:
+    """Launch the kernel of this file and its merge."""
     num_rows, num_heads, group, dim = q_NKGD.shape
     num_blocks = owner.shape[0]
     limits = launch.device_limits(q_NKGD.device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +16,12 @@ pytest.importorskip("triton")
 
 from kernels_ref.partial import FLOOR, Partial
 from kernels_ref.triton import availability
-from kernels_ref.triton.launch import DeviceLimits
+from kernels_ref.triton.launch import INTERPRETER, DeviceLimits, Triple
 from kernels_ref.triton.stream_k_choice import choose, num_workers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 runs = pytest.mark.skipif(availability.problem(DEVICE) is not None, reason="Triton cannot run here")
-QUICK = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def cases(draw: st.DrawFn) -> Case:
         owner=tuple(draw(st.lists(st.integers(0, num_rows), max_size=12))),
         tails=tuple(draw(st.integers(0, block_size - 1)) for _ in range(num_rows)),
         block_size=block_size,
-        workers=draw(st.integers(1, 40)),
+        workers=draw(st.integers(1, 20)),
         seed=draw(st.integers(0, 2**31 - 1)),
     )
 
@@ -190,7 +192,7 @@ def test_the_number_of_workers_changes_rounding_only_and_a_repetition_nothing() 
     first = world.run(workers=7)
     for mine, again in zip(first, world.run(workers=7)):
         assert torch.equal(mine, again)
-    for workers in (1, 2, 11, 64):
+    for workers in (1, 2, 24):
         world.check(world.run(workers=workers), 2e-5)
 
 
@@ -211,6 +213,34 @@ def test_queries_may_be_a_slice_of_more_heads() -> None:
     wide = torch.cat([world.q, torch.full_like(world.q, torch.nan)], dim=1)
     world.q = wide[:, : world.q.shape[1]]
     world.check(world.run(), 2e-5)
+
+
+@runs
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_the_unique_part_runs_as_the_choice_says(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """Whichever kernel runs, the operator gives the dense triple."""
+    from kernels_ref.triton import operators, stream_k, unique_blocks
+
+    called: list[str] = []
+    kernels = {"stream_k": stream_k.stream_k, "split_unique_blocks": unique_blocks.split_unique_blocks}
+
+    def noting(name: str) -> Callable[..., Triple]:
+        def run(*arguments: Any) -> Triple:
+            called.append(name)
+            return kernels[name](*arguments)
+
+        return run
+
+    for name in kernels:
+        monkeypatch.setattr(unique_blocks, name, noting(name))
+    num_blocks = 4 * num_workers(INTERPRETER)
+    owner = tuple(block % num_rows for block in range(num_blocks))
+    world = World(Case(owner, (1,) * num_rows, 4, 1, 5), num_heads=1)
+    monkeypatch.setattr(unique_blocks.launch, "device_limits", lambda device: INTERPRETER)
+    arguments = (x.to(DEVICE) for x in (world.q, world.k, world.v, *world.plan()))
+    out = Partial(*(x.cpu() for x in operators.unique_blocks(*arguments, 0.0)))
+    assert called == ["stream_k" if num_rows > 1 else "split_unique_blocks"]
+    world.check(out, 2e-5)
 
 
 H200 = DeviceLimits(num_processors=132, shared_bytes=227 << 10)
