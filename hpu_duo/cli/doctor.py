@@ -112,12 +112,15 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def _graphs() -> Iterator[Finding]:
-    from graphs.backends import BACKEND_NAMES
-    from graphs.backends.toolchain import cpu_compile_problem
+    import torch
+
+    from graphs.backends import BACKEND_NAMES, make_backend
+    from hpu_duo.device import problem
 
     for name in BACKEND_NAMES:
-        reason = cpu_compile_problem() if name == "compile" else None
-        yield Finding("graphs", name, reason is None, reason or "usable")
+        device = {"cuda": "cuda", "hpu-compile": "hpu", "hpu-graph": "hpu"}.get(name, "cpu")
+        reason = problem(device) or make_backend(name).problem(torch.device(device))
+        yield Finding("graphs", name, reason is None, reason or f"usable on {device}")
 
 
 def _show(findings: list[Finding]) -> None:

@@ -21,7 +21,7 @@ from graphs import (
     StepCost,
     make_backend,
 )
-from graphs.backends.toolchain import cpu_compile_problem
+from graphs.backends import best_name
 from hpu_duo import sim
 from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, SchedulerConfig
 from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
@@ -59,11 +59,14 @@ def assemble(
         ValueError: the checkpoint cannot be read or served, or the configuration does not fit it
             or this machine.
     """
-    device = resolve_device(config.model.device)
+    lazy = _lazy_mode(config)
+    device = resolve_device(config.model.device, lazy)
+    runtime = runtime_for(device, lazy)
+    _backend(config, device, runtime)  # refused before weights are read
     hf_config = read_config(config.model.path)
     dtype = resolve_dtype(config.model.dtype, hf_config)
     _wanted_len(config.scheduler, hf_config.get_text_config())  # refused before weights are read
-    model = load_model(config.model.path, hf_config, dtype, _first_device(device, runtime_for(device)))
+    model = load_model(config.model.path, hf_config, dtype, _first_device(device, runtime))
     return assemble_around(model, config, eos_token_ids, tokenizer, seed)
 
 
@@ -83,8 +86,10 @@ def assemble_around(
     Raises:
         ValueError: the model cannot be served, or the configuration does not fit it or this machine.
     """
-    device = resolve_device(config.model.device)
-    runtime = runtime_for(device)
+    lazy = _lazy_mode(config)
+    device = resolve_device(config.model.device, lazy)
+    runtime = runtime_for(device, lazy)
+    backend = _backend(config, device, runtime)
     first_device = _first_device(device, runtime)
     dtype = model.dtype
     text_config = model.config.get_text_config()
@@ -99,13 +104,13 @@ def assemble_around(
     max_len = _held_len(config.scheduler, memory, max_len)
 
     permute_heads([layer.attention for layer in layers], layouts, layers[0].call.head_dim)
-    _pack(config, model, layers, dtype, device)
+    _pack(config, model, layers, dtype, device, backend)
     runtime.place(model)
     store = KVStore(memory, dtype, device)
     impl = choose_kernels(config.model.attention, device, layers)
     specs = [layer_spec(*each, impl) for each in zip(layers, layouts, windows)]
     step_model = StepModel(model, layers, specs, store.layers)
-    runner = _make_runner(config, step_model, store, max_len, text_config, runtime)
+    runner = _make_runner(config, step_model, store, max_len, text_config, runtime, backend)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -299,6 +304,7 @@ def _pack(
     layers: tuple[DecoderLayer, ...],
     dtype: torch.dtype,
     device: torch.device,
+    backend: CaptureBackend,
 ) -> None:
     wanted = config.model.pack_weights
     possible = device.type == "cpu" and can_pack(dtype)
@@ -308,7 +314,7 @@ def _pack(
         )
     if possible and wanted is not False:
         # One request at a time and compiled: its decodes read weights fastest as they lie.
-        is_vector = config.scheduler.max_num_seqs == 1 and _backend(config, device).name == "compile"
+        is_vector = config.scheduler.max_num_seqs == 1 and backend.name == "compile"
         pack_linears(model, vector=[layer.module for layer in layers] if is_vector else [])
 
 
@@ -335,6 +341,7 @@ def _make_runner(
     max_len: int,
     text_config: Any,
     runtime: DeviceRuntime,
+    backend: CaptureBackend,
 ) -> Runner:
     memory, scheduler = store.plan, config.scheduler
     limits = BucketLimits(
@@ -346,14 +353,13 @@ def _make_runner(
         uses_blocks=memory.uses_blocks,
         max_chunk_rows=scheduler.max_chunk_rows,
     )
-    backend = _backend(config, store.layers[0].k_blocks.device)
     use_table = backend.name != "eager" or runtime.compiles_operators or config.graph.table is not None
     table = config.graph.table
     if table is None:
         table = default_table(limits, model, text_config) if use_table else BucketTable(())
     check_table(table, limits)
     policy = config.graph.on_miss if use_table else MissPolicy.EAGER
-    graphs = GraphCache(backend, table, policy)
+    graphs = GraphCache(backend, table, policy, config.graph.max_captured_tokens)
     geometry = StepGeometry(
         memory.block_size, memory.num_blocks, scheduler.max_num_seqs, scheduler.max_chunk_rows
     )
@@ -367,6 +373,7 @@ def _make_runner(
         device=store.layers[0].k_blocks.device,
         runtime=runtime,
         max_model_len=max_len,
+        fail_on_recompile=config.graph.fail_on_recompile,
     )
 
 
@@ -384,15 +391,30 @@ def check_table(table: BucketTable, limits: BucketLimits) -> None:
             )
 
 
-def _backend(config: EngineConfig, device: torch.device) -> CaptureBackend:
+def _lazy_mode(config: EngineConfig) -> bool | None:
+    """The mode of HPU that the capture backend needs; None where the user's environment decides."""
+    backend = config.graph.backend
+    name = backend if isinstance(backend, str) else backend.name
+    return {"hpu-graph": True, "hpu-compile": False}.get(name)
+
+
+def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime) -> CaptureBackend:
+    """The capture backend.
+
+    Raises:
+        ValueError: it cannot capture steps on the device; nothing falls back to another one.
+    """
     chosen = config.graph.backend
     if str(config.model.device) == SIMULATED and isinstance(chosen, str):
-        if chosen != "eager":
+        if chosen not in ("eager", "auto"):
             raise ValueError(f"the simulated HPU captures steps in its own way, got graphs={chosen!r}")
         return sim.SimBackend(sim.install())
-    if chosen == "compile" and device.type == "cpu" and (problem := cpu_compile_problem()) is not None:
-        raise ValueError(f"graphs='compile' cannot build code for the CPU here: {problem}")
-    return make_backend(chosen) if isinstance(chosen, str) else chosen
+    if isinstance(chosen, str):
+        chosen = make_backend(best_name(device.type, runtime.is_lazy) if chosen == "auto" else chosen)
+    problem = chosen.problem(device)
+    if problem is not None:
+        raise ValueError(f"graphs={chosen.name!r} cannot be used: {problem}")
+    return chosen
 
 
 def default_table(limits: BucketLimits, model: StepModel, text_config: Any) -> BucketTable:

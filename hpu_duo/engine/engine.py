@@ -259,11 +259,6 @@ class Engine:
             self._ended = others + [output for output in self._ended if output.request_id not in done]
         return [[samples[index] for index in sorted(samples)] for samples in done.values()]
 
-    def reset_peak(self) -> None:
-        """Forget the peak of the cache, so that ``stats`` tells that of what runs from now on."""
-        c = self._counters
-        c.peak_cached_tokens = c.peak_held_bytes = c.peak_full_attention_bytes = 0
-
     def stats(self) -> EngineStats:
         """A snapshot of what has been done and what is held."""
         c, leases, memory = self._counters, self.scheduler.leases, self.runner.store.plan
@@ -277,6 +272,7 @@ class Engine:
             num_preemptions=c.num_preemptions,
             num_graph_misses=graphs.misses,
             num_late_captures=graphs.late_captures,
+            num_uncaptured_steps=graphs.bypasses,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             used_blocks=leases.blocks.num_used,
@@ -284,6 +280,7 @@ class Engine:
             used_rows=leases.rows.num_used,
             total_rows=memory.max_num_seqs,
             kv_bytes=self.runner.store.num_bytes,
+            graph_bytes=memory.graph_bytes,
             held_bytes=self._held_bytes(),
             full_attention_bytes=memory.full_attention_bytes(self.scheduler.num_cached_tokens),
             peak_held_bytes=c.peak_held_bytes,

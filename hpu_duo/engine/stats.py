@@ -18,9 +18,11 @@ class EngineStats:
         num_preemptions: requests that lost their place for lack of blocks.
         num_graph_misses: steps whose shape no bucket held.
         num_late_captures: planned buckets captured only when a request needed them.
+        num_uncaptured_steps: steps of buckets that are too long to be captured.
         num_running, num_waiting: requests now.
         used_blocks, total_blocks, used_rows, total_rows: leases now.
         kv_bytes: bytes that the stores take.
+        graph_bytes: bytes of device memory that were set aside for graphs.
         held_bytes: bytes of the leased blocks and rows.
         full_attention_bytes: bytes that the cached tokens would take with every head in blocks.
         peak_held_bytes, peak_full_attention_bytes: both at the step with the most cached tokens.
@@ -36,6 +38,7 @@ class EngineStats:
     num_preemptions: int
     num_graph_misses: int
     num_late_captures: int
+    num_uncaptured_steps: int
     num_running: int
     num_waiting: int
     used_blocks: int
@@ -43,6 +46,7 @@ class EngineStats:
     used_rows: int
     total_rows: int
     kv_bytes: int
+    graph_bytes: int
     held_bytes: int
     full_attention_bytes: int
     peak_held_bytes: int
