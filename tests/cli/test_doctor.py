@@ -22,7 +22,7 @@ def test_the_cpu_is_usable_and_what_is_not_says_why(hpu_duo: Run) -> None:
     findings = {(one["topic"], one["name"]): one for one in json.loads(result.stdout)}
     assert findings["devices", "cpu"]["is_usable"]
     assert findings["devices", "cuda"]["is_usable"] == torch.cuda.is_available()
-    assert findings["versions", "torch"]["detail"] == torch.__version__
+    assert torch.__version__.startswith(findings["versions", "torch"]["detail"])
     assert findings["graphs", "eager"]["is_usable"]
     assert ("graphs", "compile") in findings
     for one in findings.values():
