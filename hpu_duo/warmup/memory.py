@@ -27,7 +27,9 @@ class StepSizes:
     Attributes:
         hidden_size, vocab_size: of the model.
         intermediate_size: widest activation between two layers' norms, for all experts of a token together.
-        num_heads, num_kv_heads, head_dim: of the widest layer.
+        num_heads, num_kv_heads, head_dim: of the layer with most heads.
+        num_block_heads, num_block_kv_heads: of those the heads that keep blocks, in the layer with most.
+        num_ring_heads: query heads that keep a ring, in the layer with most.
         block_size: slots of a block.
         ring_width: sink and recent tokens of the widest ring.
         dtype_bytes: of an activation.
@@ -39,6 +41,9 @@ class StepSizes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_block_heads: int
+    num_block_kv_heads: int
+    num_ring_heads: int
     block_size: int
     ring_width: int
     dtype_bytes: int
@@ -48,17 +53,19 @@ class StepSizes:
         """The sizes of what an engine serves."""
         runner = engine.runner
         config = runner.model.model.config.get_text_config()
-        widest = max(runner.model.specs, key=lambda spec: spec.num_retrieval + spec.num_streaming)
-        num_kv = widest.num_retrieval + widest.num_streaming
+        specs = runner.model.specs
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
             vocab_size=config.vocab_size,
-            num_heads=num_kv * widest.group_size,
-            num_kv_heads=num_kv,
-            head_dim=widest.head_dim,
+            num_heads=max((spec.num_retrieval + spec.num_streaming) * spec.group_size for spec in specs),
+            num_kv_heads=max(spec.num_retrieval + spec.num_streaming for spec in specs),
+            head_dim=max(spec.head_dim for spec in specs),
+            num_block_heads=max(spec.num_retrieval * spec.group_size for spec in specs),
+            num_block_kv_heads=max(spec.num_retrieval for spec in specs),
+            num_ring_heads=max(spec.num_streaming * spec.group_size for spec in specs),
             block_size=runner.geometry.block_size,
-            ring_width=max((spec.window.size for spec in runner.model.specs if spec.window), default=0),
+            ring_width=max((spec.window.size for spec in specs if spec.window), default=0),
             dtype_bytes=runner.model.model.dtype.itemsize,
         )
 
@@ -89,34 +96,36 @@ class StepSizes:
     def _causal_bytes(self, shape: BatchShape) -> int:
         if not shape.phase.causal:
             return 0
-        scores = min(QUERY_SLICE, shape.query_len) * shape.query_len * self.num_heads * _FLOAT32
-        return _SCORE_COPIES * scores
+        # Heads of one kind are done before those of the other begin.
+        heads = max(self.num_block_heads, self.num_ring_heads)
+        return _SCORE_COPIES * min(QUERY_SLICE, shape.query_len) * shape.query_len * heads * _FLOAT32
 
     def _shared_bytes(self, shape: BatchShape) -> int:
         if not shape.phase.shared:
             return 0
-        per_block = shape.query_len * self.num_heads * self.block_size * _FLOAT32
-        keys = self.num_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
-        chunk = min(shape.num_shared_blocks, max(1, min(SCORE_BYTES // per_block, KEY_BYTES // keys)))
-        ring = min(QUERY_SLICE, shape.query_len) * self.num_heads * self.ring_width * _FLOAT32
-        return max(_SCORE_COPIES * chunk * per_block + self._gathered_bytes(chunk), _SCORE_COPIES * ring)
+        rings = min(QUERY_SLICE, shape.query_len) * self.num_ring_heads * self.ring_width * _FLOAT32
+        if not (shape.num_shared_blocks and self.num_block_heads):
+            return _SCORE_COPIES * rings
+        scores = shape.query_len * self.num_block_heads * self.block_size * _FLOAT32
+        keys = self.num_block_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
+        chunk = min(shape.num_shared_blocks, max(1, min(SCORE_BYTES // scores, KEY_BYTES // keys)))
+        return max(_SCORE_COPIES * chunk * scores + self._gathered_bytes(chunk), _SCORE_COPIES * rings)
 
     def _unique_bytes(self, shape: BatchShape) -> int:
         if not shape.phase.unique:
             return 0
-        # Tails are one block of each row, gathered; whole blocks are read where they lie.
-        chunk = min(shape.num_unique_blocks, UNIQUE_CHUNK)
-        units = max(chunk, shape.num_logits)
-        scores = units * self.num_heads * self.block_size * _FLOAT32
-        by_owner = chunk * self.num_heads * (shape.num_logits + 4 * self.head_dim) * _FLOAT32
-        rings = shape.num_logits * self.num_heads * self.ring_width * _FLOAT32
-        return (
-            _SCORE_COPIES * max(scores, rings) + by_owner + self._gathered_bytes(max(shape.num_logits, chunk))
-        )
+        # Whole blocks are read where they lie; tails, one block of each row, are gathered.
+        chunk, rows = min(shape.num_unique_blocks, UNIQUE_CHUNK), shape.num_logits
+        per_slot = self.num_block_heads * _FLOAT32
+        blocks = chunk * per_slot * (_SCORE_COPIES * self.block_size + rows + 3 * self.head_dim)
+        tails = _SCORE_COPIES * rows * per_slot * self.block_size + self._gathered_bytes(rows)
+        rings = _SCORE_COPIES * rows * self.num_ring_heads * self.ring_width * _FLOAT32
+        return max(blocks, tails, rings)
 
     def _gathered_bytes(self, num_blocks: int) -> int:
         """Keys and values of some blocks, once as they were stored and once with unused slots cleared."""
-        return 4 * num_blocks * self.num_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
+        slots = num_blocks * self.num_block_kv_heads * self.block_size
+        return 4 * slots * self.head_dim * self.dtype_bytes
 
 
 def _intermediate_size(config: Any) -> int:
