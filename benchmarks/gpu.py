@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu                      # all sections, on the current CUDA device
     python -m benchmarks.gpu --only decode        # one section; finished points are kept
-    python -m benchmarks.gpu --toy --device cpu --out /tmp/gpu   # everything on toy sizes, anywhere
+    python -m benchmarks.gpu --toy --device cpu --out /tmp/gpu     # everything on toy sizes, anywhere
+    python -m benchmarks.gpu --device cpu --only memory balance   # what is computed, in real sizes
 
 Each point is saved as soon as it is there, so that a run can be stopped, or end at ``--seconds``, and the
 same command continues it. A file holds one device and one set of versions. See docs/gpu-benchmarks.md.
@@ -23,7 +24,8 @@ from benchmarks.gpu_suite.clock import Clock
 from benchmarks.gpu_suite.results import Results, describe_environment
 from benchmarks.gpu_suite.shapes import REAL, TOY, Sizes
 
-SECTIONS = ("machine", "memory", "kernels", "decode", "prefill")
+COMPUTED = ("memory", "balance")
+SECTIONS = ("machine", *COMPUTED, "kernels", "decode", "prefill")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -80,8 +82,11 @@ def _device(name: str) -> torch.device:
 
 
 def _measure(options: argparse.Namespace, sizes: Sizes, device: torch.device, results: Results) -> bool:
-    if device.type == "cpu" and not options.toy:
-        raise ValueError("expected --toy together with --device cpu, got real sizes")
+    if device.type == "cpu" and not options.toy and not set(options.only) <= set(COMPUTED):
+        raise ValueError(
+            f"expected --toy together with --device cpu, got real sizes; "
+            f"only {' and '.join(COMPUTED)} are computed without a GPU"
+        )
     # Where kernels are interpreted, bfloat16 is slow and says nothing more.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     few = 2 if options.toy else 30
@@ -89,6 +94,7 @@ def _measure(options: argparse.Namespace, sizes: Sizes, device: torch.device, re
     # Here and not above: Triton reads TRITON_INTERPRET when it is imported.
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    from benchmarks.gpu_suite.balance import count_balance
     from benchmarks.gpu_suite.curves import Budget, measure_decode, measure_prefill
     from benchmarks.gpu_suite.engines import Setup
     from benchmarks.gpu_suite.kernels import measure_kernels
@@ -101,6 +107,8 @@ def _measure(options: argparse.Namespace, sizes: Sizes, device: torch.device, re
         measure_machine(clock, sizes, dtype, results)
     if "memory" in options.only:
         compute_memory(sizes, torch.bfloat16.itemsize, results)
+    if "balance" in options.only:
+        count_balance(sizes, results)
     if "kernels" in options.only:
         measure_kernels(clock, sizes, dtype, results)
     is_complete = True

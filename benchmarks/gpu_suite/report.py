@@ -36,6 +36,7 @@ def write_report(
         *_kernels(results),
         *_curve(results, sizes, "decode", "at", "context"),
         *_curve(results, sizes, "prefill", "in chunks of", "chunk size"),
+        *_balance(results),
         *_memory(results, sizes),
         *_published(results, sizes),
         *(f"\n![{name}]({name})" for name in figures),
@@ -118,14 +119,39 @@ def _pairs(results: Results, section: str, prefix: str) -> list[str]:
     return rows
 
 
+def _balance(results: Results) -> list[str]:
+    points = results.of("balance")
+    rows = []
+    for point in points:
+        values = point.values
+        mark = " *" if values["chosen"] else ""
+        cells = (
+            point.key.case,
+            f"{point.key.system}{mark}",
+            *(f"{values[name]:,.0f}" for name in ("programs", "busiest")),
+            f"{values['evenness']:.0%}",
+            f"{values['triples']:,.0f}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    heading = ("unique part", "cut", "programs", "blocks of the busiest", "busy", "triples to merge")
+    note = [
+        "",
+        "Counted from the plans for an H200's 132 multiprocessors, and not measured: *busy* is the share of",
+        "the time of all resident programs that is work, if all are equally fast. * is what the engine takes.",
+    ]
+    return [*_table("## Balance of the unique part, counted", heading, rows), *note] if rows else []
+
+
 def _memory(results: Results, sizes: Sizes) -> list[str]:
     if not results.of("memory"):
         return []
-    lines = ["", "## Memory, computed", "", "Exact bytes of weights and stores of one request; nothing is"]
-    lines += [
-        "measured here. The last column has the weights on both sides, as the published figures do.",
+    lines = [
         "",
+        "## Memory, computed",
+        "",
+        "Exact bytes of weights and stores of one request; nothing here is",
     ]
+    lines += ["measured. The total has the weights on both sides, as the published figures do."]
     heading = ("context", "weights", "cache, full", "cache, duo", "cache ratio", "total ratio")
     for model in sizes.models:
         rows = []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu_suite.balance import Work, cut_split, cut_stream_k
 from benchmarks.gpu_suite.cases import Heads, RowSize, as_keys, lay_out
 from benchmarks.gpu_suite.engines import (
     Setup,
@@ -30,6 +34,8 @@ from benchmarks.gpu_suite.shapes import LLAMA_2_7B, LLAMA_3_8B, REAL, TOY, Model
 from bias_builders import Window, sees_streaming
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE
+from kernels_ref.triton.launch import DeviceLimits
+from kernels_ref.triton.stream_k_choice import num_workers
 
 CPU = torch.device("cpu")
 SETUP = Setup(CPU, torch.float32, "auto", "eager", block_size=16)
@@ -154,3 +160,56 @@ def test_causal_attention_of_others_needs_as_many_queries_as_keys() -> None:
     q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 5, 8)
     with pytest.raises(ValueError, match="as many queries as keys for causal attention, got 3 and 5"):
         Dense(q, k, k, causal=True)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Work:
+    num_rows = draw(st.integers(1, 4))
+    owner = draw(st.lists(st.integers(0, num_rows), max_size=60))
+    tails = draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
+    return Work(np.array(owner, np.int32), np.array(tails))
+
+
+@given(work=plans(), num_heads=st.integers(1, 5), num_processors=st.integers(1, 6))
+def test_stream_k_s_cut_is_what_workers_that_walk_the_line_would_do(
+    work: Work, num_heads: int, num_processors: int
+) -> None:
+    limits = DeviceLimits(num_processors, 1 << 16)
+    cut = cut_stream_k(work, num_heads, limits)
+    tiles = [
+        (head, row)
+        for head in range(num_heads)
+        for row in range(work.num_rows)
+        for _ in range(int((work.owner == row).sum()) + int(work.has_tail[row]))
+    ]
+    workers = num_workers(limits)
+    ranges = [
+        tiles[worker * len(tiles) // workers : (worker + 1) * len(tiles) // workers]
+        for worker in range(workers)
+    ]
+    loads = [len(part) for part in ranges]
+    assert cut.total == sum(loads)
+    assert cut.busiest == max(loads)
+    assert max(loads) - min(loads) <= 1, "equal up to one block"
+    touched = [(tile, worker) for worker, part in enumerate(ranges) for tile in dict.fromkeys(part)]
+    holders = Counter(tile for tile, _ in touched)
+    assert cut.num_triples == sum(count for count in holders.values() if count > 1)
+
+
+@given(work=plans(), num_heads=st.integers(1, 5), num_processors=st.integers(1, 6))
+def test_both_cuts_read_the_same_blocks_and_are_busy_at_most_all_the_time(
+    work: Work, num_heads: int, num_processors: int
+) -> None:
+    limits = DeviceLimits(num_processors, 1 << 16)
+    even, split = cut_stream_k(work, num_heads, limits), cut_split(work, num_heads, limits)
+    assert even.total == split.total
+    if even.total:
+        assert 0 < even.evenness <= 1
+
+
+def test_an_empty_half_of_the_slice_leaves_half_of_the_split_s_programs_idle() -> None:
+    owner = np.repeat(np.array([0, 1, 2, 2], np.int32), 512)  # row 2 is nobody
+    work = Work(owner, np.zeros(2, bool))
+    limits = DeviceLimits(64, 1 << 16)
+    assert cut_split(work, 8, limits).evenness == 0.5
+    assert cut_stream_k(work, 8, limits).evenness == 1.0
