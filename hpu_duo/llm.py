@@ -87,6 +87,9 @@ class HPUDuoModel:
         graphs: str | CaptureBackend = "eager",
         buckets: BucketTable | str | Path | None = None,
         on_miss: str = "error",
+        max_captured_tokens: int | None = None,
+        graph_memory_bytes: int | None = None,
+        fail_on_recompile: bool = False,
         record_shapes: str | Path | None = None,
         seed: int = 0,
     ) -> HPUDuoModel:
@@ -106,12 +109,17 @@ class HPUDuoModel:
             max_model_len: tokens of prompt and output; None = what model and cache hold.
             max_num_seqs, max_num_batched_tokens, max_chunk_rows: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes: see ``CacheConfig``.
-            graphs: "eager" or "compile", or a capture backend of your own.
+            graphs: "eager", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture backend of
+                your own. None of them falls back to another one.
             buckets: table of shapes, or a file with one, such as ``hpu-duo plan`` writes; None = the
                 default for ``graphs``. A manifest of ``hpu-duo warmup`` will do too, if it was written for
                 this configuration; ``max_model_len`` and the number of blocks are then those of the
                 manifest where they are not given.
             on_miss: "error", "capture" or "eager".
+            max_captured_tokens: buckets with more query tokens, long prefills that is, run uncaptured.
+            graph_memory_bytes: device memory to set aside for graphs; None = as estimated.
+            fail_on_recompile: a step outside of warm-up that compiles or captures anything raises
+                ``RecompileError``, which names it.
             record_shapes: file to which the exact shape of every step is appended, to plan from.
             seed: from which requests without a seed draw.
 
@@ -129,7 +137,14 @@ class HPUDuoModel:
             heads=HeadConfig(pattern, sparsity, threshold, sink, recent, tie_break, balance),
             cache=CacheConfig(block_size, num_blocks, kv_cache_bytes),
             scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, max_chunk_rows),
-            graph=GraphConfig(graphs, buckets, _miss_policy(on_miss)),
+            graph=GraphConfig(
+                graphs,
+                buckets,
+                _miss_policy(on_miss),
+                max_captured_tokens,
+                graph_memory_bytes,
+                fail_on_recompile,
+            ),
         )
         if manifest is not None:
             config = _with_limits_of(manifest, config)

@@ -30,6 +30,11 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        with self:
+            # Some are views or copies as it happens; what they are made of is one or the other.
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
         if func in READS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         if self._launches or not func._schema.is_mutable:
