@@ -99,6 +99,11 @@ def test_the_portable_attention_traces_into_one_graph_per_bucket_and_kind_of_lay
     assert tokens == eager_tokens
 
 
+@pytest.mark.xfail(
+    torch.__version__.startswith("2.7."),
+    reason="the compiler of torch 2.7 copies a store that is written through a view",
+    strict=True,
+)
 def test_compiled_layers_write_their_stores_in_place(tiny: Tiny) -> None:
     served = load(tiny, CompileBackend(), num_blocks=4000)
     engine = served.engine
