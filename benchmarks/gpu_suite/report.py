@@ -137,7 +137,7 @@ def _balance(results: Results) -> list[str]:
     note = [
         "",
         "Counted from the plans for an H200's 132 multiprocessors, and not measured: *busy* is the share of",
-        "the time of all resident programs that is work, if all are equally fast. * is what the engine takes.",
+        "the time of all resident programs that is work, if all are equally fast. * is the choice.",
     ]
     return [*_table("## Balance of the unique part, counted", heading, rows), *note] if rows else []
 

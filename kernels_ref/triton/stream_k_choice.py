@@ -8,7 +8,10 @@ WORKERS_PER_PROCESSOR = 4
 """Workers that share a streaming multiprocessor and hide each other's beginnings and ends."""
 
 LEAST_ITERATIONS = 4
-"""Blocks that a worker should have, on average, before the map is worth its launch."""
+"""Blocks that a worker should have, on average, before the list of work is worth its launch."""
+
+LEAST_ITERATIONS_ALONE = 16
+"""The same for one row, whose blocks a captured step mostly finds side by side."""
 
 
 def num_workers(limits: DeviceLimits) -> int:
@@ -19,14 +22,16 @@ def num_workers(limits: DeviceLimits) -> int:
 def choose(num_rows: int, num_blocks: int, num_heads: int, limits: DeviceLimits) -> bool:
     """Whether the unique part of this shape runs as Stream-K, rather than cut over the slice.
 
-    It does when several rows may own the slice and every worker gets ``LEAST_ITERATIONS`` blocks or more.
-    With one row, ranges of the slice are as equal, and are read in order without a list. With several,
-    ranges of blocks that belong to the shared part, to nobody, or to a bucket's padding leave their
-    programs idle, and every change of owner costs a triple; ranges of the *owned* blocks do neither. With
-    less work than that, building the list is not worth its launch.
+    Ranges of the *slice* are equal only if somebody owns all of it: those that belong to the shared part,
+    to nobody, or to a bucket's padding leave their programs idle, and every change of owner inside a range
+    costs a triple. Ranges of the *owned* blocks avoid both, for a launch that lists them. How much of a
+    slice is owned is data, so the rule goes by what the shape tells: with several rows owners alternate,
+    and the list is worth it from ``LEAST_ITERATIONS`` blocks for every worker; one row loses by padding
+    only, and needs ``LEAST_ITERATIONS_ALONE``.
 
     Args:
         num_rows, num_blocks: of the bucket (N, NU).
         num_heads: key/value heads that read the slice.
     """
-    return num_rows > 1 and num_blocks * num_heads >= LEAST_ITERATIONS * num_workers(limits)
+    least = LEAST_ITERATIONS if num_rows > 1 else LEAST_ITERATIONS_ALONE
+    return num_blocks * num_heads >= least * num_workers(limits)

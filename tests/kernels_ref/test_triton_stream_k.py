@@ -246,15 +246,11 @@ def test_the_unique_part_runs_as_the_choice_says(monkeypatch: pytest.MonkeyPatch
 H200 = DeviceLimits(num_processors=132, shared_bytes=227 << 10)
 
 
-def test_one_row_reads_the_slice_as_it_lies() -> None:
-    assert choose(1, 1 << 20, 8, H200) is False
-
-
-def test_several_rows_run_as_stream_k_once_every_worker_has_blocks_enough() -> None:
-    needed = 4 * num_workers(H200)
-    assert choose(2, needed // 8, 8, H200) is True
-    assert choose(2, needed // 8 - 1, 8, H200) is False
-    assert choose(32, needed // 8 - 1, 8, H200) is False
+@pytest.mark.parametrize(("num_rows", "least"), [(1, 16), (2, 4), (32, 4)])
+def test_stream_k_runs_once_every_worker_has_blocks_enough(num_rows: int, least: int) -> None:
+    needed = least * num_workers(H200) // 8
+    assert choose(num_rows, needed, 8, H200) is True
+    assert choose(num_rows, needed - 1, 8, H200) is False
 
 
 @given(
