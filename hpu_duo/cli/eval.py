@@ -1,0 +1,214 @@
+"""``hpu-duo eval``: what a head pattern costs in accuracy and saves in bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpu_duo.cli import eval_options as eopt
+from hpu_duo.cli import options as opt
+from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.eval_curve import curve
+from hpu_duo.cli.eval_files import longbench, ruler
+from hpu_duo.cli.eval_report import RESULTS, check_outputs, finish, kv_fields, show
+from hpu_duo.cli.many_values import ManyValues
+
+eval_app = typer.Typer(
+    help="Measure accuracy beside KV bytes, everything through the decode path.", no_args_is_help=True
+)
+eval_app.command(cls=ManyValues)(ruler)
+eval_app.command(cls=ManyValues)(longbench)
+eval_app.command(cls=ManyValues)(curve)
+
+
+@eval_app.command()
+def passkey(
+    num_tokens: Annotated[int, typer.Option(help="Length of a document.")] = 2000,
+    num_documents: eopt.NumDocuments = 4,
+    num_passkeys: eopt.NumPasskeys = 8,
+    passkey_words: eopt.PasskeyWords = 16,
+    model: opt.Model = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+    pattern: opt.Pattern = None,
+    sparsity: opt.Sparsity = None,
+    threshold: opt.Threshold = None,
+    sink: opt.Sink = None,
+    recent: opt.Recent = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    graphs: opt.Graphs = "eager",
+    attention: opt.Attention = "auto",
+    max_num_seqs: opt.MaxNumSeqs = eopt.MAX_NUM_SEQS,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
+    block_size: opt.BlockSize = 128,
+) -> None:
+    """Share of passkeys that are found word for word."""
+    with user_errors():
+        from hpu_duo.eval import PasskeyTask, passkey_accuracy
+
+        task = PasskeyTask(num_tokens, num_documents, num_passkeys, passkey_words, seed)
+        engine = opt.EngineOptions(
+            device=device,
+            dtype=dtype,
+            graphs=graphs,
+            attention=attention,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+        )
+        choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
+        result = passkey_accuracy(choice.load(), task)
+        row = {
+            "num_tokens": num_tokens,
+            "num_answers": result.num_answers,
+            "num_exact": result.num_exact,
+            "accuracy": result.accuracy,
+            "token_accuracy": result.token_accuracy,
+            "logprob": result.logprob,
+        }
+    if not as_json:
+        show([row], row, result.kv)
+    finish({**row, **kv_fields(result.kv)}, None, as_json)
+
+
+@eval_app.command(cls=ManyValues)
+def niah(
+    out: eopt.Directory,
+    lengths: Annotated[list[int], typer.Option(help="Lengths of the documents.")] = [512, 1000, 2000, 4000],  # noqa: B006
+    depths: Annotated[list[float], typer.Option(help="Depths of the needle, 0 to 1.")] = [  # noqa: B006
+        0.0,
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+    ],
+    num_documents: eopt.NumDocuments = 4,
+    passkey_words: eopt.PasskeyWords = 16,
+    model: opt.Model = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+    pattern: opt.Pattern = None,
+    sparsity: opt.Sparsity = None,
+    threshold: opt.Threshold = None,
+    sink: opt.Sink = None,
+    recent: opt.Recent = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    graphs: opt.Graphs = "eager",
+    attention: opt.Attention = "auto",
+    max_num_seqs: opt.MaxNumSeqs = eopt.MAX_NUM_SEQS,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
+    block_size: opt.BlockSize = 128,
+) -> None:
+    """Find one needle at every depth of every length; draws a heat map and can be resumed."""
+    with user_errors():
+        from hpu_duo.eval import NeedleGrid, ResultFile
+
+        grid = NeedleGrid(tuple(lengths), tuple(depths), num_documents, passkey_words, seed)
+        engine = opt.EngineOptions(
+            device=device,
+            dtype=dtype,
+            graphs=graphs,
+            attention=attention,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+        )
+        choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
+        png, report = out / "heatmap.png", out / "report.json"
+        check_outputs(out / RESULTS, [png, report])
+        settings = {"num_documents": num_documents, "passkey_words": passkey_words, "seed": seed}
+        results = ResultFile(out / RESULTS, "niah", {**choice.settings(), **settings})
+        subject = choice.load()
+        grid.check(subject)
+        cells = list(grid.fill(subject, results))
+        rows = [
+            {
+                "num_tokens": cell["num_tokens"],
+                "depth": cell["depth"],
+                "accuracy": cell["num_exact"] / cell["num_answers"],
+                "token_accuracy": cell["token_accuracy"],
+                "kv_ratio": cell["held_bytes"] / cell["full_bytes"],
+            }
+            for cell in cells
+        ]
+        from hpu_duo.cli.eval_plot import draw_grid
+
+        draw_grid(rows, png)
+    kv = subject.kv_bytes(max(lengths))
+    if not as_json:
+        show(rows, rows[0], kv)
+    finish({"cells": rows, **kv_fields(kv)}, out, as_json)
+
+
+@eval_app.command()
+def perplexity(
+    file: Annotated[
+        Path | None, typer.Option(help="UTF-8 text.", show_default="text of the built-in language")
+    ] = None,
+    num_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of the text.", show_default="what the model holds")
+    ] = None,
+    prefix: Annotated[int, typer.Option(help="Tokens to prefill and not to score.")] = 1,
+    window: Annotated[int, typer.Option(help="Scored tokens of one line of the report.")] = 256,
+    model: opt.Model = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+    pattern: opt.Pattern = None,
+    sparsity: opt.Sparsity = None,
+    threshold: opt.Threshold = None,
+    sink: opt.Sink = None,
+    recent: opt.Recent = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    graphs: opt.Graphs = "eager",
+    attention: opt.Attention = "auto",
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
+    block_size: opt.BlockSize = 128,
+) -> None:
+    """Perplexity of a text, decoded and scored token by token."""
+    with user_errors():
+        from hpu_duo.builtin.passkeys import document
+        from hpu_duo.cli.prompts import read_prompts
+        from hpu_duo.eval import stream_perplexity
+
+        engine = opt.EngineOptions(
+            device=device,
+            dtype=dtype,
+            graphs=graphs,
+            attention=attention,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+        )
+        choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
+        subject = choice.load(1)
+        # A text longer than the model is refused, not cut, unless the user says where to cut.
+        if file is None:
+            text = document(subject.count, (num_tokens or 2000) + 100, 0, 1, seed).text
+        else:
+            (text,) = read_prompts([], [str(file)])
+        result = stream_perplexity(subject, subject.encode(text, is_start=True)[:num_tokens], prefix, window)
+        rows = [{"from_token": first, "perplexity": value} for first, value in result.by_position]
+    if not as_json:
+        show([*rows, {"from_token": "all", "perplexity": result.perplexity}], rows[0], result.kv)
+    report = {"num_tokens": result.num_tokens, "perplexity": result.perplexity, "windows": rows}
+    finish({**report, **kv_fields(result.kv)}, None, as_json)
+
+
+@eval_app.command(name="lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lm_eval(ctx: typer.Context) -> None:
+    """Run the lm-evaluation-harness, where --model hpu-duo names this package; arguments are its own.
+
+    For example: hpu-duo eval lm-eval run --model hpu-duo --model_args pretrained=DIR,sparsity=0.5 --tasks ...
+    """
+    with user_errors():
+        try:
+            from hpu_duo.eval.lm_eval_adapter import run_harness
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"expected the package lm-eval (pip install 'hpu-duo[eval]'), got: {error}"
+            ) from None
+    run_harness(ctx.args)

@@ -1,0 +1,223 @@
+"""``hpu-duo eval ruler`` and ``longbench``: many prompts with answers to compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpu_duo.cli import eval_options as eopt
+from hpu_duo.cli import options as opt
+from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.eval_report import REPORT, RESULTS, check_outputs, finish, kv_fields, show, write_text
+
+if TYPE_CHECKING:
+    from hpu_duo.eval import ResultFile, Subject
+
+
+def ruler(
+    tasks: Annotated[
+        list[str] | None, typer.Option(help="Tasks by RULER's names.", show_default="all of them")
+    ] = None,
+    num_tokens: Annotated[list[int], typer.Option(help="Lengths, answers included.")] = [2000],  # noqa: B006
+    num_samples: Annotated[int, typer.Option(help="Samples of each task and length.")] = 10,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the samples in RULER's format and run nothing."),
+    ] = None,
+    out: eopt.Out = None,
+    model: opt.Model = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+    pattern: opt.Pattern = None,
+    sparsity: opt.Sparsity = None,
+    threshold: opt.Threshold = None,
+    sink: opt.Sink = None,
+    recent: opt.Recent = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    graphs: opt.Graphs = "eager",
+    attention: opt.Attention = "auto",
+    max_num_seqs: opt.MaxNumSeqs = eopt.MAX_NUM_SEQS,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
+    block_size: opt.BlockSize = 128,
+) -> None:
+    """Synthetic tasks in the manner of RULER, written for the model's tokenizer."""
+    with user_errors():
+        from hpu_duo.eval import RULER_TASKS, ruler_sample
+
+        chosen = list(tasks or RULER_TASKS)
+        for task in chosen:
+            if task not in RULER_TASKS:
+                raise ValueError(f"expected --tasks among {', '.join(RULER_TASKS)}, got {task!r}")
+        engine = opt.EngineOptions(
+            device=device,
+            dtype=dtype,
+            graphs=graphs,
+            attention=attention,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+        )
+        choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
+        settings = {"num_tokens": num_tokens, "num_samples": num_samples, "seed": seed, "tasks": chosen}
+        if write is not None:
+            check_outputs(write, [write])
+            if write.exists():
+                raise ValueError(f"expected output files that do not exist yet, got {write}")
+        results = _open(out, "ruler", {**choice.settings(), **settings})
+        subject = choice.load()
+        samples = [
+            (length, ruler_sample(task, subject.count, length, index, seed))
+            for length in num_tokens
+            for task in chosen
+            for index in range(num_samples)
+        ]
+        if write is not None:
+            lines = (json.dumps(sample.as_record()) + "\n" for _, sample in samples)
+            write_text(write, "".join(lines))
+            typer.echo(f"{len(samples)} samples in {write}", err=True)
+            return
+        prompts = [subject.encode(sample.prompt, is_start=True) for _, sample in samples]
+        records = _answer(
+            subject,
+            prompts,
+            [sample.max_new_tokens for _, sample in samples],
+            [{**sample.as_record(), "num_tokens": length} for length, sample in samples],
+            lambda at, pred: samples[at][1].score(pred),
+            results,
+        )
+        rows = _means(records, ("task", "num_tokens"))
+    _report(rows, subject, max(map(len, prompts)), out, as_json)
+
+
+def longbench(
+    file: Annotated[list[Path], typer.Option(help="JSON lines in LongBench's format; repeatable.")],
+    dataset: Annotated[
+        str | None, typer.Option(help="Data set of lines that name none.", show_default="the file's name")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Prompts such as LongBench's dataset2prompt.json.", show_default="our own"),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Cut the middle out of longer prompts.", show_default="longer ones are refused"),
+    ] = None,
+    out: eopt.Out = None,
+    model: opt.Model = None,
+    as_json: opt.Json = False,
+    pattern: opt.Pattern = None,
+    sparsity: opt.Sparsity = None,
+    threshold: opt.Threshold = None,
+    sink: opt.Sink = None,
+    recent: opt.Recent = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    graphs: opt.Graphs = "eager",
+    attention: opt.Attention = "auto",
+    max_num_seqs: opt.MaxNumSeqs = eopt.MAX_NUM_SEQS,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
+    block_size: opt.BlockSize = 128,
+) -> None:
+    """Questions over long contexts from LongBench files, each with the metric of its data set."""
+    with user_errors():
+        from hpu_duo.eval.longbench import cut_middle, prompt_text, read_longbench, read_prompts
+
+        items = [item for path in file for item in read_longbench(path, dataset or path.stem)]
+        templates = None if prompts is None else read_prompts(prompts)
+        texts = [prompt_text(item, templates) for item in items]
+        engine = opt.EngineOptions(
+            device=device,
+            dtype=dtype,
+            graphs=graphs,
+            attention=attention,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+        )
+        choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
+        settings = {
+            "files": [str(path.resolve()) for path in file],
+            "prompts": templates,
+            "max_length": max_length,
+        }
+        results = _open(out, "longbench", {**choice.settings(), **settings})
+        subject = choice.load()
+        ids = [subject.encode(text, is_start=True) for text in texts]
+        if max_length is not None:
+            ids = [cut_middle(one, max_length) for one in ids]
+        records = _answer(
+            subject,
+            ids,
+            [item.kind.max_new_tokens for item in items],
+            [
+                {
+                    "index": at,
+                    "dataset": item.dataset,
+                    "answers": list(item.answers),
+                    "all_classes": list(item.classes),
+                    "length": item.length,
+                }
+                for at, item in enumerate(items)
+            ],
+            lambda at, pred: items[at].score(pred),
+            results,
+        )
+        rows = _means(records, ("dataset",))
+    _report(rows, subject, max(map(len, ids)), out, as_json)
+
+
+def _open(out: Path | None, kind: str, settings: dict[str, Any]) -> ResultFile | None:
+    from hpu_duo.eval import ResultFile
+
+    if out is None:
+        return None
+    check_outputs(out / RESULTS, [out / REPORT])
+    return ResultFile(out / RESULTS, kind, settings)
+
+
+def _answer(
+    subject: Subject,
+    prompts: Sequence[list[int]],
+    max_new_tokens: Sequence[int],
+    records: Sequence[dict[str, Any]],
+    score: Callable[[int, str], float],
+    results: ResultFile | None,
+) -> list[dict[str, Any]]:
+    """Answer and score prompt by prompt, in batches as large as the engine runs at once."""
+    lengths = [len(prompt) + most for prompt, most in zip(prompts, max_new_tokens, strict=True)]
+    subject.check_lengths(lengths, "prompts")
+    done = [] if results is None else list(results.records)
+    width = subject.model.config.scheduler.max_num_seqs
+    for first in range(len(done), len(prompts), width):
+        batch = range(first, min(first + width, len(prompts)))
+        answers, _ = subject.answer([prompts[at] for at in batch], [max_new_tokens[at] for at in batch])
+        for at, pred in zip(batch, answers, strict=True):
+            record = {**records[at], "pred": pred, "score": score(at, pred)}
+            done.append(record)
+            if results is not None:
+                results.append(record)
+    return done
+
+
+def _means(records: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    groups: dict[tuple[Any, ...], list[float]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[name] for name in names), []).append(record["score"])
+    return [
+        {**dict(zip(names, key, strict=True)), "num_samples": len(scores), "score": sum(scores) / len(scores)}
+        for key, scores in groups.items()
+    ]
+
+
+def _report(
+    rows: list[dict[str, Any]], subject: Subject, num_tokens: int, out: Path | None, as_json: bool
+) -> None:
+    kv = subject.kv_bytes(num_tokens)
+    if not as_json:
+        show(rows, rows[0], kv)
+    finish({"tasks": rows, **kv_fields(kv)}, out, as_json)

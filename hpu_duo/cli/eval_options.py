@@ -1,0 +1,89 @@
+"""Options that the evaluations share, and the model that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpu_duo.builtin import PATTERN_DIR
+from hpu_duo.cli import options as opt
+
+if TYPE_CHECKING:
+    from hpu_duo.eval import Subject
+    from hpu_duo.heads import HeadPattern
+
+MAX_NUM_SEQS = 8
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Directory for the results; a run that was killed goes on from what it finds there.",
+        show_default="nothing is written",
+    ),
+]
+Directory = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR",
+        help="Directory for the results; a run that was killed goes on from what it finds there.",
+    ),
+]
+NumDocuments = Annotated[int, typer.Option(help="Documents for each measurement.")]
+NumPasskeys = Annotated[int, typer.Option(help="Passkeys of each document, each asked for once.")]
+PasskeyWords = Annotated[int, typer.Option(help="Words of each passkey.")]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Model, heads and engine of an evaluation."""
+
+    model: Path | None
+    heads: opt.HeadOptions
+    engine: opt.EngineOptions
+
+    def settings(self) -> dict[str, object]:
+        """What decides the results, for the first line of a file of them."""
+        return {
+            "model": "built-in" if self.model is None else str(self.model.resolve()),
+            "pattern": None if self.heads.pattern is None else str(self.heads.pattern.resolve()),
+            "sparsity": self.heads.sparsity,
+            "threshold": self.heads.threshold,
+            "sink": self.heads.sink,
+            "recent": self.heads.recent,
+            "dtype": self.engine.dtype,
+        }
+
+    def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:
+        """Load the model; see ``options.load_model``."""
+        from hpu_duo.eval import Subject
+
+        return Subject(opt.load_model(self.model, self.heads, self.engine, num_requests))
+
+    def loader(self) -> Callable[[HeadPattern], Subject]:
+        """Loads the model with one pattern after another."""
+        from hpu_duo.eval import Subject
+
+        def load(pattern: HeadPattern) -> Subject:
+            heads = opt.HeadOptions(pattern, None, None, None, None)  # type: ignore[arg-type]
+            return Subject(opt.load_model(self.model, heads, self.engine, MAX_NUM_SEQS))
+
+        return load
+
+
+def read_pattern(path: Path | None, heads: opt.HeadOptions) -> HeadPattern:
+    """The scores in a directory, with the window that the options ask for; None is the built-in model's."""
+    from dataclasses import replace
+
+    from hpu_duo.heads import HeadPattern
+
+    pattern = HeadPattern.load(PATTERN_DIR if path is None else path)
+    return replace(
+        pattern,
+        sink=pattern.sink if heads.sink is None else heads.sink,
+        recent=pattern.recent if heads.recent is None else heads.recent,
+    )

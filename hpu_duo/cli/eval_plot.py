@@ -1,0 +1,103 @@
+"""Heat map of a needle grid, and accuracy against KV budget, as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_COLOURS = ("#1b6ca8", "#2e8b57", "#8e5ea2", "#c58b00", "#00798c", "#7a5195")
+_FIXED = {"full attention": "#4d4d4d", "all streaming": "#d1495b", "random heads": "#9a9a9a"}
+_MARKERS = "osD^vP"
+
+Row = Mapping[str, Any]
+
+
+def draw_grid(cells: Sequence[Row], png: Path) -> None:
+    """Write a heat map of the accuracy: lengths to the right, depths down.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    lengths = sorted({cell["num_tokens"] for cell in cells})
+    depths = sorted({cell["depth"] for cell in cells})
+    found = {(cell["depth"], cell["num_tokens"]): cell["accuracy"] for cell in cells}
+    figure = _figure((1.8 + 0.7 * len(lengths), 1.6 + 0.45 * len(depths)))
+    axes = figure.subplots()
+    values = [[found[depth, length] for length in lengths] for depth in depths]
+    image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    for row, depth in enumerate(depths):
+        for column, length in enumerate(lengths):
+            axes.text(column, row, f"{found[depth, length]:.2f}", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set_xlabel("tokens of the document")
+    axes.set_ylabel("depth of the needle")
+    figure.colorbar(image, label="exact answers")
+    _save(figure, png)
+
+
+def draw_curve(rows: Sequence[Row], png: Path) -> None:
+    """Write accuracy against bytes kept, and one panel for each sweep of the window.
+
+    Lines are means over seeds, bands reach from the worst to the best of them.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    sweeps = [name for name in ("sink", "recent") if any(row["sweep"] == name for row in rows)]
+    figure = _figure((7 + 4 * len(sweeps), 4.6))
+    panels = figure.subplots(1, 1 + len(sweeps), squeeze=False)[0]
+    _budget_panel(panels[0], [row for row in rows if row["sweep"] == "share"])
+    for axes, sweep in zip(panels[1:], sweeps):
+        found = sorted((row for row in rows if row["sweep"] == sweep), key=lambda row: row[sweep])
+        axes.plot([row[sweep] for row in found], [row["accuracy"] for row in found], "o-", color=_COLOURS[0])
+        axes.set_xlabel(f"{sweep} tokens of streaming heads")
+        axes.set_title(f"{found[0]['retrieval_share']:.0%} retrieval heads", fontsize=10)
+        _accuracy_axis(axes)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
+    _save(figure, png)
+
+
+def _budget_panel(axes: Any, rows: Sequence[Row]) -> None:
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    colours = iter(_COLOURS * len(labels))
+    for number, label in enumerate(labels):
+        found = sorted((row for row in rows if row["label"] == label), key=lambda row: row["kv_ratio"])
+        kept = [row["kv_ratio"] for row in found]
+        mean = [row["accuracy"] for row in found]
+        colour = _FIXED.get(label) or next(colours)
+        seeds = max(row["num_seeds"] for row in found)
+        name = f"{label} ({seeds} seeds)" if seeds > 1 else label
+        axes.plot(kept, mean, _MARKERS[number % len(_MARKERS)] + "-", color=colour, label=name, alpha=0.85)
+        if seeds > 1:
+            low, high = ([row[end] for row in found] for end in ("accuracy_min", "accuracy_max"))
+            axes.fill_between(kept, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xlabel("KV bytes kept / bytes of the full cache")
+    axes.set_title("which heads to keep", fontsize=10)
+    _accuracy_axis(axes)
+
+
+def _accuracy_axis(axes: Any) -> None:
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_ylabel("exact answers")
+    axes.grid(alpha=0.3)
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, png: Path) -> None:
+    try:
+        png.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, dpi=120)
+    except OSError as error:
+        raise ValueError(f"cannot write the picture {png}: {error.strerror}") from error

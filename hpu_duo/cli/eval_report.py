@@ -1,0 +1,83 @@
+"""The result of an evaluation, as a table and as JSON: accuracy beside bytes kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hpu_duo.cli.sizes import show_bytes
+
+if TYPE_CHECKING:
+    from hpu_duo.eval import KVBytes
+
+REPORT = "report.json"
+RESULTS = "results.jsonl"
+
+
+def kv_fields(kv: KVBytes) -> dict[str, Any]:
+    """Bytes kept and bytes of the full cache."""
+    return {
+        "kv_num_tokens": kv.num_tokens,
+        "held_bytes": kv.held,
+        "full_bytes": kv.full,
+        "kv_ratio": kv.ratio,
+    }
+
+
+def show(rows: Sequence[Mapping[str, Any]], columns: Iterable[str], kv: KVBytes) -> None:
+    """Print one line per row, and below what is kept of the cache."""
+    console = Console()
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    names = list(columns)
+    for name in names:
+        table.add_column(
+            name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right"
+        )
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in names))
+    console.print(table)
+    console.print(
+        f"\nKV cache of {kv.num_tokens:,} tokens: {show_bytes(kv.held)} kept, {kv.ratio:.1%} of the "
+        f"{show_bytes(kv.full)} of full attention"
+    )
+
+
+def finish(report: Mapping[str, Any], out: Path | None, as_json: bool) -> None:
+    """Print the report as JSON if asked, and write it beside the results."""
+    text = json.dumps(report, indent=2)
+    if as_json:
+        typer.echo(text)
+    if out is not None:
+        write_text(out / REPORT, text + "\n")
+
+
+def check_outputs(results: Path, derived: Sequence[Path]) -> None:
+    """Refuse to replace files that no earlier run of this evaluation has left.
+
+    Raises:
+        ValueError: there are derived files and no results they could have come from.
+    """
+    from hpu_duo.eval.result_file import refuse_existing
+
+    if not results.exists():
+        refuse_existing(derived)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file at once, so that a kill leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(path.name + ".new")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)
+
+
+def _cell(value: object) -> str:
+    return (
+        f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    )

@@ -1,0 +1,36 @@
+"""What a head pattern costs in accuracy and saves in bytes, measured through the decode path.
+
+Everything here asks the engine to *decode*: prompts are prefilled but for their last token, and answers, also
+given ones, come one token per step from the cache. So what a pattern leaves out of the cache is really
+missing. Scoring a text inside its own prefill would let every pattern look lossless.
+"""
+
+from hpu_duo.eval.curve import CurvePoint, CurveTask, binarised, curve_points
+from hpu_duo.eval.longbench import LongBenchItem, read_longbench
+from hpu_duo.eval.needle import NeedleGrid
+from hpu_duo.eval.passkey import PasskeyResult, PasskeyTask, passkey_accuracy
+from hpu_duo.eval.perplexity import PerplexityResult, stream_perplexity
+from hpu_duo.eval.result_file import ResultFile
+from hpu_duo.eval.ruler import RULER_TASKS, RulerSample, ruler_sample
+from hpu_duo.eval.subject import KVBytes, Subject
+
+__all__ = [
+    "RULER_TASKS",
+    "CurvePoint",
+    "CurveTask",
+    "KVBytes",
+    "LongBenchItem",
+    "NeedleGrid",
+    "PasskeyResult",
+    "PasskeyTask",
+    "PerplexityResult",
+    "ResultFile",
+    "RulerSample",
+    "Subject",
+    "binarised",
+    "curve_points",
+    "passkey_accuracy",
+    "read_longbench",
+    "ruler_sample",
+    "stream_perplexity",
+]

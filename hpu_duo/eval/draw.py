@@ -1,0 +1,66 @@
+"""Random choices that are the same on every platform and Python version.
+
+Only ``random.Random.random`` is drawn from, whose sequence Python promises to keep.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Draw:
+    """A stream of choices, given by a seed and a name.
+
+    Args:
+        seed: any integer.
+        name: streams of other names are independent of this one.
+    """
+
+    def __init__(self, seed: int, name: str = "") -> None:
+        # Strings are seeded by their SHA-512, which is the same everywhere.
+        self._rng = random.Random(f"{name}/{seed}")
+
+    def below(self, bound: int) -> int:
+        """An integer in ``[0, bound)``."""
+        return int(self._rng.random() * bound)
+
+    def fraction(self) -> float:
+        """A number in ``[0, 1)``."""
+        return self._rng.random()
+
+    def choice(self, options: Sequence[T]) -> T:
+        """One of the options."""
+        return options[self.below(len(options))]
+
+    def sample(self, options: Sequence[T], count: int) -> list[T]:
+        """So many of the options, each at most once.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if count > len(options):
+            raise ValueError(f"expected at most {len(options)} draws without replacement, got {count}")
+        pool = list(options)
+        for i in range(count):
+            j = i + self.below(len(pool) - i)
+            pool[i], pool[j] = pool[j], pool[i]
+        return pool[:count]
+
+    def shuffled(self, options: Sequence[T]) -> list[T]:
+        """All options in another order."""
+        return self.sample(options, len(options))
+
+    def digits(self, count: int) -> str:
+        """A number of so many digits, the first of them not zero."""
+        return str(1 + self.below(9)) + "".join(str(self.below(10)) for _ in range(count - 1))
+
+    def uuid(self) -> str:
+        """32 hexadecimal digits in the groups of a UUID."""
+        groups = (
+            "".join("0123456789abcdef"[self.below(16)] for _ in range(size)) for size in (8, 4, 4, 4, 12)
+        )
+        return "-".join(groups)

@@ -1,0 +1,187 @@
+"""LongBench files: questions over long contexts, with the metric of each data set.
+
+Source: Bai et al. 2024, arXiv:2308.14508; data sets, answer lengths and metrics are LongBench's, prompts are
+ours unless its ``dataset2prompt.json`` is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpu_duo.eval import metrics
+from hpu_duo.eval.metrics import Metric
+
+
+@dataclass(frozen=True)
+class DatasetKind:
+    """What LongBench says about one data set.
+
+    Attributes:
+        metric: compares an answer with one reference.
+        max_new_tokens: of an answer.
+        form: which of our prompts it gets.
+        is_first_line: only the first line of the answer counts.
+    """
+
+    metric: Metric
+    max_new_tokens: int
+    form: str
+    is_first_line: bool = False
+
+
+DATASETS: dict[str, DatasetKind] = {
+    "narrativeqa": DatasetKind(metrics.qa_f1, 128, "question"),
+    "qasper": DatasetKind(metrics.qa_f1, 128, "question"),
+    "multifieldqa_en": DatasetKind(metrics.qa_f1, 64, "question"),
+    "multifieldqa_zh": DatasetKind(metrics.qa_f1_zh, 64, "question"),
+    "hotpotqa": DatasetKind(metrics.qa_f1, 32, "question"),
+    "2wikimqa": DatasetKind(metrics.qa_f1, 32, "question"),
+    "musique": DatasetKind(metrics.qa_f1, 32, "question"),
+    "dureader": DatasetKind(metrics.rouge_l_zh, 128, "question"),
+    "gov_report": DatasetKind(metrics.rouge_l, 512, "summary"),
+    "qmsum": DatasetKind(metrics.rouge_l, 512, "question"),
+    "multi_news": DatasetKind(metrics.rouge_l, 512, "summary"),
+    "vcsum": DatasetKind(metrics.rouge_l_zh, 512, "summary"),
+    "trec": DatasetKind(metrics.classification, 64, "examples", is_first_line=True),
+    "triviaqa": DatasetKind(metrics.qa_f1, 32, "examples", is_first_line=True),
+    "samsum": DatasetKind(metrics.rouge_l, 128, "examples", is_first_line=True),
+    "lsht": DatasetKind(metrics.classification, 64, "examples", is_first_line=True),
+    "passage_count": DatasetKind(metrics.count, 32, "count"),
+    "passage_retrieval_en": DatasetKind(metrics.retrieval, 32, "paragraph"),
+    "passage_retrieval_zh": DatasetKind(metrics.retrieval, 32, "paragraph"),
+    "lcc": DatasetKind(metrics.code_similarity, 64, "code"),
+    "repobench-p": DatasetKind(metrics.code_similarity, 64, "code"),
+}
+PROMPTS: dict[str, str] = {
+    "question": "{context}\n\nQuestion: {input}\nAnswer in a few words:",
+    "summary": "{context}\n\n{input}\nA summary of this text:",
+    "examples": "{context}\n{input}",
+    "count": "{context}\n\nHow many different paragraphs are there? Number:",
+    "paragraph": "{context}\n\nWhich paragraph is this about? {input}\nNumber of the paragraph:",
+    "code": "{context}{input}",
+}
+_FIELDS = {"input": str, "context": str, "answers": list}
+
+
+@dataclass(frozen=True)
+class LongBenchItem:
+    """One line of a file.
+
+    Attributes:
+        dataset: names metric and prompt.
+        context, input: the long text, and what is asked about it.
+        answers: references, any of which will do.
+        classes: names of the classes, for classification.
+        length: words or characters of the context, as the file says; 0 if it does not.
+    """
+
+    dataset: str
+    context: str
+    input: str
+    answers: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+    length: int = 0
+
+    @property
+    def kind(self) -> DatasetKind:
+        """Metric and limits of the data set."""
+        return DATASETS[self.dataset]
+
+    def score(self, prediction: str) -> float:
+        """The best match with any reference, in [0, 1]."""
+        text = prediction.lstrip("\n").split("\n")[0] if self.kind.is_first_line else prediction
+        return max(self.kind.metric(text, answer, self.classes) for answer in self.answers)
+
+
+def read_longbench(path: Path, dataset: str | None = None) -> list[LongBenchItem]:
+    """Read a JSON-lines file in LongBench's format.
+
+    Args:
+        dataset: for lines that do not name theirs.
+
+    Raises:
+        ValueError: the file cannot be read, a line lacks a field, or a data set is unknown.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the data set {path}: {error}") from error
+    items = [_item(path, at, line, dataset) for at, line in enumerate(lines, start=1) if line.strip()]
+    if not items:
+        raise ValueError(f"expected questions in {path}, got an empty file")
+    return items
+
+
+def read_prompts(path: Path) -> dict[str, str]:
+    """Templates by data set from a file like LongBench's ``dataset2prompt.json``.
+
+    Raises:
+        ValueError: it is no JSON object of texts with ``{context}``.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the prompts {path}: {error}") from error
+    if not isinstance(found, dict) or not all(
+        isinstance(v, str) and "{context}" in v for v in found.values()
+    ):
+        raise ValueError(f"expected {path} to map data sets to texts with {{context}}, got something else")
+    return found
+
+
+def prompt_text(item: LongBenchItem, prompts: Mapping[str, str] | None = None) -> str:
+    """The prompt of an item.
+
+    Raises:
+        ValueError: ``prompts`` are given and lack the data set.
+    """
+    if prompts is None:
+        template = PROMPTS[item.kind.form]
+    elif item.dataset in prompts:
+        template = prompts[item.dataset]
+    else:
+        raise ValueError(f"expected a prompt for {item.dataset!r}, got {', '.join(sorted(prompts))}")
+    # Not str.format: templates and contexts may hold braces of their own.
+    before, _, after = template.partition("{context}")
+    return before.replace("{input}", item.input) + item.context + after.replace("{input}", item.input)
+
+
+def cut_middle(token_ids: Sequence[int], most: int) -> list[int]:
+    """The first and last halves of a prompt that is longer than ``most`` tokens; others as they are."""
+    if most < 1:
+        raise ValueError(f"expected room for at least 1 token of the prompt, got {most}")
+    if len(token_ids) <= most:
+        return list(token_ids)
+    first = most // 2
+    return [*token_ids[:first], *token_ids[len(token_ids) - (most - first) :]]
+
+
+def _item(path: Path, at: int, line: str, dataset: str | None) -> LongBenchItem:
+    where = f"line {at} of {path}"
+    try:
+        found: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"expected a JSON object in {where}, got {line[:40]!r}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object in {where}, got {line[:40]!r}")
+    for name, kind in _FIELDS.items():
+        if not isinstance(found.get(name), kind):
+            raise ValueError(f"expected {name!r} of type {kind.__name__} in {where}, got {found.get(name)!r}")
+    if not found["answers"]:
+        raise ValueError(f"expected at least one answer in {where}, got none")
+    # LongBench-E names its data sets with this ending.
+    name = str(found.get("dataset") or dataset or "").removesuffix("_e")
+    if name not in DATASETS:
+        raise ValueError(f"expected one of the data sets {', '.join(DATASETS)} in {where}, got {name!r}")
+    return LongBenchItem(
+        dataset=name,
+        context=found["context"],
+        input=found["input"],
+        answers=tuple(map(str, found["answers"])),
+        classes=tuple(map(str, found.get("all_classes") or ())),
+        length=int(found.get("length") or 0),
+    )

@@ -1,0 +1,77 @@
+"""Needle in a haystack: one passkey at every depth of every length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpu_duo.eval.passkey import PasskeyTask, passkey_accuracy
+from hpu_duo.eval.result_file import ResultFile
+from hpu_duo.eval.subject import Subject
+
+
+@dataclass(frozen=True)
+class NeedleGrid:
+    """The cells to fill.
+
+    Attributes:
+        lengths: tokens of the documents, one column each.
+        depths: where the needle lies, fractions in [0, 1], one row each.
+        num_documents: documents per cell.
+        passkey_words: words of the needle.
+        seed: of the documents; those of one length share their filler text across depths.
+    """
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    num_documents: int = 4
+    passkey_words: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.lengths or not self.depths:
+            raise ValueError("expected at least one length and one depth, got none")
+        if len(set(self.lengths)) < len(self.lengths) or len(set(self.depths)) < len(self.depths):
+            raise ValueError(f"expected each length and depth once, got {self.lengths} and {self.depths}")
+        for length in self.lengths:
+            self.cell(length, self.depths[0])
+        if not all(0.0 <= depth <= 1.0 for depth in self.depths):
+            raise ValueError(f"expected depths in [0, 1], got {self.depths}")
+
+    def cell(self, length: int, depth: float) -> PasskeyTask:
+        """The task of one cell."""
+        return PasskeyTask(length, self.num_documents, 1, self.passkey_words, self.seed, (depth,))
+
+    def check(self, subject: Subject) -> None:
+        """Refuse lengths that the model cannot hold, before the first cell.
+
+        Raises:
+            ValueError: a document with its question and answer is too long.
+        """
+        written = self.cell(max(self.lengths), self.depths[0]).documents(subject.count)[0]
+        (needle,) = written.passkeys
+        extra = subject.count(needle.needle) + subject.count(needle.answer) + 2
+        subject.check_lengths([max(self.lengths) + extra], "haystacks")
+
+    def fill(self, subject: Subject, results: ResultFile) -> Iterator[dict[str, Any]]:
+        """Compute the cells that ``results`` does not have yet, the shortest first; yields every cell."""
+        for length in sorted(self.lengths):
+            for depth in self.depths:
+                found = results.find(num_tokens=length, depth=depth)
+                if found is None:
+                    result = passkey_accuracy(subject, self.cell(length, depth))
+                    results.append(
+                        {
+                            "num_tokens": length,
+                            "depth": depth,
+                            "num_answers": result.num_answers,
+                            "num_exact": result.num_exact,
+                            "token_accuracy": result.token_accuracy,
+                            "logprob": result.logprob,
+                            "held_bytes": result.kv.held,
+                            "full_bytes": result.kv.full,
+                        }
+                    )
+                    found = results.records[-1]
+                yield found

@@ -1,0 +1,132 @@
+"""Passkey accuracy: documents that hide sequences of words, all of them asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpu_duo.builtin.passkeys import PasskeyDocument, document, question
+from hpu_duo.eval.subject import KVBytes, Subject
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.outputs import ContinuationScore
+
+# Seeds from here on are documents for evaluation; the built-in model was trained on those of other seeds.
+_FIRST_SEED = 2**41
+
+
+@dataclass(frozen=True)
+class PasskeyTask:
+    """What is asked.
+
+    Attributes:
+        num_tokens: length of a document, without its questions.
+        num_documents: how many.
+        num_passkeys: hidden in each document, each asked once.
+        passkey_words: words of each.
+        seed: documents of other seeds are others.
+        depths: where the passkeys of each document lie, fractions in [0, 1]; None draws them.
+    """
+
+    num_tokens: int
+    num_documents: int = 8
+    num_passkeys: int = 8
+    passkey_words: int = 16
+    seed: int = 0
+    depths: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_documents", "num_passkeys", "passkey_words"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
+
+    def documents(self, count: Callable[[str], int]) -> list[PasskeyDocument]:
+        """The documents, the same for equal tasks and equal token counts."""
+        first = _FIRST_SEED + self.seed * 2**20
+        return [
+            document(
+                count,
+                self.num_tokens,
+                self.num_passkeys,
+                self.passkey_words,
+                first + number,
+                self.depths,
+            )
+            for number in range(self.num_documents)
+        ]
+
+
+@dataclass(frozen=True)
+class PasskeyResult:
+    """Counts over all answers.
+
+    Attributes:
+        num_answers, num_exact: all answers, and those whose every token is the likeliest one; greedy
+            decoding would give just these.
+        num_tokens, num_right: the same for single tokens of the answers.
+        logprob: mean natural log-probability of an answer token.
+        kv: what is kept of the longest document at the end of an answer.
+    """
+
+    num_answers: int
+    num_exact: int
+    num_tokens: int
+    num_right: int
+    logprob: float
+    kv: KVBytes
+
+    @property
+    def accuracy(self) -> float:
+        """Share of exact answers."""
+        return self.num_exact / self.num_answers
+
+    @property
+    def token_accuracy(self) -> float:
+        """Share of right tokens."""
+        return self.num_right / self.num_tokens
+
+
+def passkey_accuracy(subject: Subject, task: PasskeyTask) -> PasskeyResult:
+    """Ask for every passkey of every document.
+
+    A document is prefilled once. Each question and its answer are then decoded behind a copy of its cache, so
+    a streaming head has to answer from what it kept of the document.
+
+    Raises:
+        ValueError: the documents do not fit the model, or the tokenizer cannot encode them.
+    """
+    written = task.documents(subject.count)
+    prompts = [subject.encode(one.text, is_start=True) for one in written]
+    asked = [[subject.encode(question(each)) for each in one.passkeys] for one in written]
+    answers = [[subject.encode(each.answer) for each in one.passkeys] for one in written]
+    continuations = [
+        [[*ask, *answer] for ask, answer in zip(*each, strict=True)]
+        for each in zip(asked, answers, strict=True)
+    ]
+    subject.check_lengths(
+        [len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, continuations, strict=True)],
+        "passkey documents",
+    )
+    scores, kv = subject.score(prompts, continuations)
+    pairs = [
+        pair
+        for each_score, each_answer in zip(scores, answers, strict=True)
+        for pair in zip(each_score, map(len, each_answer), strict=True)
+    ]
+    return count_answers(pairs, kv)
+
+
+def count_answers(scored: Sequence[tuple[ContinuationScore, int]], kv: KVBytes) -> PasskeyResult:
+    """Sum up scores whose last so many tokens are an answer."""
+    right = [score.is_likeliest[-size:] for score, size in scored]
+    logprob = sum(sum(score.logprobs[-size:]) for score, size in scored)
+    num_tokens = sum(size for _, size in scored)
+    return PasskeyResult(
+        num_answers=len(scored),
+        num_exact=sum(map(all, right)),
+        num_tokens=num_tokens,
+        num_right=sum(map(sum, right)),
+        logprob=logprob / num_tokens,
+        kv=kv,
+    )

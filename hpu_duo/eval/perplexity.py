@@ -1,0 +1,68 @@
+"""Perplexity of a text, token by token through the decode path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpu_duo.eval.subject import KVBytes, Subject
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """Perplexity of a stream and of its parts.
+
+    Attributes:
+        num_prefix: tokens that were prefilled and not scored.
+        windows: ``(first position, tokens, sum of natural log-probabilities)`` of each part, in order.
+        kv: what is kept at the end of the stream.
+    """
+
+    num_prefix: int
+    windows: tuple[tuple[int, int, float], ...]
+    kv: KVBytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Scored tokens."""
+        return sum(size for _, size, _ in self.windows)
+
+    @property
+    def perplexity(self) -> float:
+        """Of all scored tokens."""
+        return math.exp(-sum(logprob for _, _, logprob in self.windows) / self.num_tokens)
+
+    @property
+    def by_position(self) -> tuple[tuple[int, float], ...]:
+        """First position of each part and its perplexity: a flat curve means that nothing is lost."""
+        return tuple((first, math.exp(-logprob / size)) for first, size, logprob in self.windows)
+
+
+def stream_perplexity(
+    subject: Subject, token_ids: Sequence[int], num_prefix: int = 1, window: int = 256
+) -> PerplexityResult:
+    """Prefill the first tokens, then decode and score all others.
+
+    Args:
+        token_ids: the stream.
+        num_prefix: how many tokens to prefill, at least one.
+        window: scored tokens of one part of the report.
+
+    Raises:
+        ValueError: nothing is left to score, or the stream does not fit the model.
+    """
+    if num_prefix < 1 or window < 1:
+        raise ValueError(f"expected a prefix and a window of at least 1 token, got {num_prefix} and {window}")
+    if len(token_ids) <= num_prefix:
+        raise ValueError(
+            f"expected a text of more than {num_prefix} tokens, the prefix, got {len(token_ids)}"
+        )
+    subject.check_lengths([len(token_ids)], "a text")
+    ((score,),), kv = subject.score([token_ids[:num_prefix]], [[token_ids[num_prefix:]]])
+    logprobs = score.logprobs
+    windows = tuple(
+        (num_prefix + at, len(logprobs[at : at + window]), math.fsum(logprobs[at : at + window]))
+        for at in range(0, len(logprobs), window)
+    )
+    return PerplexityResult(num_prefix, windows, kv)

@@ -1,0 +1,115 @@
+"""Results that survive a kill: one JSON line per finished piece of work."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_FORMAT = "hpu-duo eval 1"
+
+
+class ResultFile:
+    """A file of JSON lines: what was asked for, then one record per finished piece.
+
+    An existing file is gone on with only if its first line asks for exactly the same. A last line that a kill
+    left half written is cut off; everything else that is not understood is refused and left as it is.
+
+    Args:
+        path: created with its directory if it does not exist.
+        kind: the evaluation.
+        settings: everything that decides the results, as JSON can hold it.
+
+    Raises:
+        ValueError: the file is of something else, or a line other than the last cannot be read. Nothing has
+            been written then.
+    """
+
+    def __init__(self, path: Path, kind: str, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        # What is compared has gone through JSON once, like what was read: tuples are lists there.
+        header = json.loads(json.dumps({"format": _FORMAT, "kind": kind, "settings": dict(settings)}))
+        line = json.dumps(header) + "\n"
+        data = _read(path)
+        self.is_new = not data
+        self.records: list[dict[str, Any]] = []
+        whole, _, rest = data.rpartition(b"\n")
+        if data and not whole:
+            if not line.encode().startswith(rest):
+                raise ValueError(f"expected {path} to be a file of this evaluation, got another one")
+            self.is_new = True
+        elif data:
+            first, *others = whole.split(b"\n")
+            _check_header(path, first, header)
+            self.records = [_parse(path, number, text) for number, text in enumerate(others, start=2)]
+        self._start = line.encode() if self.is_new else b""
+        self._num_whole = 0 if self.is_new else len(whole) + 1
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record so that it is there after a kill."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("r+b" if self.path.exists() else "x+b") as file:
+            file.truncate(self._num_whole)
+            file.seek(self._num_whole)
+            line = json.dumps(record) + "\n"
+            file.write(self._start + line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+            self._num_whole = file.tell()
+        self._start = b""
+        self.records.append(json.loads(line))
+
+    def find(self, **values: Any) -> dict[str, Any] | None:
+        """The record that has these values, if there is one."""
+        for record in self.records:
+            if all(record.get(name) == value for name, value in values.items()):
+                return record
+        return None
+
+
+def refuse_existing(paths: Sequence[Path]) -> None:
+    """Refuse to start work whose output would replace files.
+
+    Raises:
+        ValueError: one of the files exists.
+    """
+    found = [str(path) for path in paths if path.exists()]
+    if found:
+        raise ValueError(f"expected output files that do not exist yet, got {', '.join(found)}")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise ValueError(f"cannot read the results in {path}: {error.strerror}") from error
+
+
+def _check_header(path: Path, line: bytes, wanted: dict[str, Any]) -> None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    is_ours = isinstance(found, dict) and found.get("format") == _FORMAT
+    if not is_ours or found.get("kind") != wanted["kind"]:
+        raise ValueError(f"expected {path} to be a file of this evaluation, got another one")
+    if found == wanted:
+        return
+    settings, asked = found.get("settings", {}), wanted["settings"]
+    names = sorted(name for name in {*settings, *asked} if settings.get(name) != asked.get(name))
+    other = ", ".join(f"{name}={settings.get(name)!r} (asked: {asked.get(name)!r})" for name in names)
+    raise ValueError(f"expected {path} to hold results of the same settings, got {other}")
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"expected a JSON object in line {number} of {path}, got {line[:40]!r}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object in line {number} of {path}, got {line[:40]!r}")
+    return record

@@ -1,0 +1,30 @@
+"""The built-in model, loaded once per pattern, with a few rows."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from hpu_duo import HPUDuoModel
+from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
+from hpu_duo.eval import Subject
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def builtin() -> Callable[[float | None], Subject]:
+    """The built-in model with this share of streaming heads; None is full attention."""
+
+    @cache
+    def load(sparsity: float | None) -> Subject:
+        pattern = None if sparsity is None else PATTERN_DIR
+        return Subject(
+            HPUDuoModel.from_pretrained(MODEL_DIR, pattern=pattern, sparsity=sparsity, max_num_seqs=8)
+        )
+
+    return load
