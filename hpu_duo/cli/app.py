@@ -9,6 +9,7 @@ import typer
 from hpu_duo import __version__
 from hpu_duo.cli.capacity import capacity
 from hpu_duo.cli.doctor import doctor
+from hpu_duo.cli.eval import eval_app
 from hpu_duo.cli.generate import generate
 from hpu_duo.cli.identify import identify
 from hpu_duo.cli.many_values import ManyValues
@@ -39,6 +40,7 @@ app.command()(plan)
 app.command()(warmup)
 app.command()(identify)
 app.add_typer(pattern_app, name="pattern")
+app.add_typer(eval_app, name="eval")
 
 
 def _show_version(is_asked: bool) -> None:
