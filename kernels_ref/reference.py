@@ -27,6 +27,9 @@ KEY_BYTES = 16 << 20
 where few queries leave room for the scores of many blocks; with values, about the on-chip memory of a
 Gaudi 2."""
 
+KEY_SLOTS = 8192
+"""The same bound in slots, for models or ranks with few heads."""
+
 UNIQUE_CHUNK = 256
 """Blocks of the contiguous slice that are read at a time."""
 
@@ -98,16 +101,28 @@ def shared_blocks(
     block_size = k_XKBD.shape[2]
     score_bytes = 4 * num_queries * num_kv * group * block_size
     key_bytes = k_XKBD[0].numel() * k_XKBD.element_size()
-    chunk = max(1, min(SCORE_BYTES // score_bytes, KEY_BYTES // key_bytes))
+    chunk = max(1, min(SCORE_BYTES // score_bytes, KEY_BYTES // key_bytes, KEY_SLOTS // block_size))
     total = empty(q_QKGD)
     for begin in range(0, t.shared_block.shape[0], chunk):
-        block = t.shared_block[begin : begin + chunk]
-        visible_row_X = t.shared_visible[:, begin : begin + chunk]
-        visible_QXB = leading_slots(gather(visible_row_X, t.row), block_size)
-        used_XB = leading_slots(visible_row_X.amax(dim=0), block_size)
-        k_TKD, v_TKD = _as_keys(gather(k_XKBD, block), gather(v_XKBD, block), used_XB)
-        total = merge(total, _dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), softcap))
+        blocks = slice(begin, begin + chunk)
+        total = merge(total, _some_shared_blocks(q_QKGD, k_XKBD, v_XKBD, t, blocks, softcap))
     return total
+
+
+def _some_shared_blocks(
+    q_QKGD: torch.Tensor,
+    k_XKBD: torch.Tensor,
+    v_XKBD: torch.Tensor,
+    t: StepTensors,
+    blocks: slice,
+    softcap: float | None,
+) -> Partial:
+    """Every query against one chunk of the shared blocks; what is gathered for it ends here."""
+    block, visible_row_X, block_size = t.shared_block[blocks], t.shared_visible[:, blocks], k_XKBD.shape[2]
+    visible_QXB = leading_slots(gather(visible_row_X, t.row), block_size)
+    used_XB = leading_slots(visible_row_X.amax(dim=0), block_size)
+    k_TKD, v_TKD = _as_keys(gather(k_XKBD, block), gather(v_XKBD, block), used_XB)
+    return _dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), softcap)
 
 
 def shared_rings(
@@ -193,7 +208,7 @@ def sum_by_owner(blocks: Partial, owner: torch.Tensor, num_rows: int) -> Partial
     # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
     attn = torch.where(owned[..., None], blocks.attn, 0.0) * weight[..., None]
     total = torch.where(owned, blocks.sum, 0.0) * weight
-    member = member_NX[:num_rows].float()
+    member = member_NX[:num_rows].to(total.dtype)
     return Partial(
         torch.matmul(member, attn.reshape(num_blocks, -1)).view(num_rows, num_kv, group, dim),
         row_max[:num_rows],

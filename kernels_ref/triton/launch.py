@@ -150,7 +150,9 @@ def prefill(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
     """
     dim = padded_dim(head_dim)
     if dtype == torch.float32:
-        return Launch(rows=32, keys=32 if dim <= 128 else 16, num_warps=4, num_stages=2)
+        if dim > 128:
+            return Launch(rows=16, keys=16, num_warps=4, num_stages=2)
+        return Launch(rows=32, keys=32, num_warps=4, num_stages=2)
     if dim <= 64:
         return Launch(rows=128, keys=64, num_warps=4, num_stages=3)
     if dim <= 128:

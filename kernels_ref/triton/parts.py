@@ -66,6 +66,7 @@ def shared_rings(
     num_queries, device = q_QKGD.shape[0], q_QKGD.device
     check_plan("causal_row", t.causal_row, (num_queries,), device)
     check_plan("positions", t.positions, (num_queries,), device)
+    check_plan("row_start", t.row_start, (None,), device)
     check_plan("chunk_row", t.chunk_row, (None,), device)
     check_plan("chunk_position", ring.chunk_position, (t.chunk_row.shape[0], k_RKWD.shape[2]), device)
     plan = (t.causal_row, t.positions, t.row_start, t.chunk_row, ring.chunk_position)

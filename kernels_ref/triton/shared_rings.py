@@ -12,6 +12,9 @@ import triton.language as tl
 from kernels_ref.triton import launch
 from kernels_ref.triton.softmax import FLOOR, accumulate, load_vectors, score, store_partial
 
+FAR = tl.constexpr(2**31 - 1)
+"""A position that no token has."""
+
 
 @triton.jit(do_not_specialize=["num_queries", "no_row", "num_rings"])
 def shared_rings_kernel(
@@ -20,6 +23,7 @@ def shared_rings_kernel(
     v_ptr: tl.tensor,
     row_ptr: tl.tensor,
     position_ptr: tl.tensor,
+    row_start_ptr: tl.tensor,
     chunk_row_ptr: tl.tensor,
     chunk_position_ptr: tl.tensor,
     attn_ptr: tl.tensor,
@@ -42,7 +46,10 @@ def shared_rings_kernel(
     RECENT: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
-    """Grid ``(query tiles, NUM_HEADS)``. Tiles of slots that no query of the tile sees are not loaded."""
+    """Grid ``(query tiles, NUM_HEADS)``.
+
+    A tile of queries skips the rings of other rows, and all but the sinks of a ring out of its reach.
+    """
     tile, head = tl.program_id(0), tl.program_id(1)
     line = tile * M + tl.arange(0, M)
     query = line // GROUP
@@ -58,20 +65,22 @@ def shared_rings_kernel(
     for ring in tl.range(0, num_rings):
         ring_row = tl.load(chunk_row_ptr + ring)
         owns = takes_part & (query_row == ring_row)
-        if tl.max(owns.to(tl.int32)) > 0:
-            for first in tl.range(0, SLOTS, T):
-                slot = first + tl.arange(0, T)
-                held = tl.load(chunk_position_ptr + ring * SLOTS + slot, mask=slot < SLOTS, other=-1)
-                kept = (held < SINK)[None, :] | (held[None, :] > query_position[:, None] - RECENT)
-                visible = owns[:, None] & (held >= 0)[None, :] & kept
-                visible = visible & (held[None, :] <= query_position[:, None])
-                seen = tl.max(visible.to(tl.int32), 0) > 0
-                if tl.max(seen.to(tl.int32)) > 0:
-                    vector = (ring_row.to(tl.int64) * NUM_HEADS + head) * SLOTS + slot
-                    k = load_vectors(k_ptr, vector, D, seen, D, P)
-                    v = load_vectors(v_ptr, vector, D, seen, D, P)
-                    scores = tl.where(visible, score(q, k, SOFTCAP), FLOOR)
-                    acc, largest, total = accumulate(scores, v, acc, largest, total)
+        # A ring's slots fill in order. Branches would cost registers, so what is skipped ends the loop early.
+        num_stored = tl.load(row_start_ptr + tl.minimum(ring_row, no_row - 1))
+        first_position = tl.min(tl.where(owns, query_position, FAR))
+        end = tl.minimum(num_stored, tl.where(first_position - RECENT < num_stored - 1, SLOTS, SINK))
+        end = tl.where(first_position < FAR, end, 0)
+        for first in tl.range(0, end, T):
+            slot = first + tl.arange(0, T)
+            held = tl.load(chunk_position_ptr + ring * SLOTS + slot, mask=slot < SLOTS, other=-1)
+            kept = (held < SINK)[None, :] | (held[None, :] > query_position[:, None] - RECENT)
+            visible = owns[:, None] & (held >= 0)[None, :] & kept
+            visible = visible & (held[None, :] <= query_position[:, None])
+            vector = (ring_row.to(tl.int64) * NUM_HEADS + head) * SLOTS + slot
+            k = load_vectors(k_ptr, vector, D, held >= 0, D, P)
+            v = load_vectors(v_ptr, vector, D, held >= 0, D, P)
+            scores = tl.where(visible, score(q, k, SOFTCAP), FLOOR)
+            acc, largest, total = accumulate(scores, v, acc, largest, total)
     out = (query.to(tl.int64) * NUM_HEADS + head) * GROUP + line % GROUP
     store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, exists, D, P)
 
@@ -89,7 +98,7 @@ def shared_rings(
     recent: int,
     softcap: float,
 ) -> launch.Triple:
-    """Launch the kernel; ``row_start`` only tells the number of rows, ``softcap`` 0 = none."""
+    """Launch the kernel; ``softcap`` 0 = none."""
     num_queries, num_heads, group, dim = q_QKGD.shape
     chosen = launch.prefill(dim, k_RKWD.dtype, launch.device_limits(q_QKGD.device)).for_lines(
         num_queries * group
@@ -101,6 +110,7 @@ def shared_rings(
         v_RKWD,
         causal_row,
         positions,
+        row_start,
         chunk_row,
         chunk_position,
         *out,

@@ -1,0 +1,24 @@
+"""What all tests share: Triton's interpreter where there is no GPU, and which tests need one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+
+if not HAS_GPU:
+    # Triton reads this when it is imported, which any test may cause. This file is run before all of them,
+    # in every worker.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if HAS_GPU:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,177 @@
+"""Compile every Triton kernel for NVIDIA GPUs on a machine that has none.
+
+The launching functions run as they are, on CPU tensors; a stand-in for the driver tells Triton which GPU to
+compile for, and a launch ends after compilation. So what is compiled is what a GPU would get: the same
+arguments, specialisations and options. Triton brings its own assembler, whose binaries tell registers,
+stack (spilled registers) and shared memory.
+
+Run as a module, it compiles all variants and prints a table::
+
+    python -m tests.kernels_ref.offline_compile [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels_ref.triton import launch
+from kernels_ref.triton.launch import DeviceLimits
+
+DEVICES = {
+    80: DeviceLimits(num_processors=108, shared_bytes=163 << 10),
+    86: DeviceLimits(num_processors=84, shared_bytes=99 << 10),
+    90: DeviceLimits(num_processors=132, shared_bytes=227 << 10),
+}
+"""By compute capability."""
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
+QUICK = {80: (("float16", 128),), 86: (("float32", 256),), 90: (("bfloat16", 128), ("bfloat16", 80))}
+"""The variants of a quick run."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One binary; ``stack_bytes`` of each thread are spilled registers, ``limit`` is the device's."""
+
+    kernel: str
+    capability: int
+    dtype: str
+    head_dim: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    limit: int
+
+
+class _Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self) -> None:
+        self.capability = 0
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def compile_variants(variants: list[tuple[int, str, int]]) -> Iterator[Compiled]:
+    """All kernels for each (compute capability, type, head size).
+
+    Must run in a process in which Triton's interpreter is off.
+    """
+    import triton
+    from triton.runtime import driver
+
+    fake = _Driver()
+    driver.set_active(fake)
+    made: list[Any] = []
+    run = triton.JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert all(size > 0 for size in grid), f"{self.fn.__name__} has an empty grid {grid}"
+        made.append((self.fn.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
+
+    triton.JITFunction.run = compile_only
+    for capability, dtype, head_dim in variants:
+        fake.capability = capability
+        launch.device_limits = lambda device, limits=DEVICES[capability]: limits  # type: ignore[assignment]
+        made.clear()
+        for start in launches(DTYPES[dtype], head_dim):
+            start()
+        for name, kernel in dict(made).items():
+            used = _resources(kernel.asm["cubin"])
+            yield Compiled(
+                name, capability, dtype, head_dim, used["REG"], used["STACK"], kernel.metadata.shared,
+                DEVICES[capability].shared_bytes,
+            )  # fmt: skip
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", done.stdout)}
+
+
+def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
+    """Every launching function on a step of usual shapes: 8 heads of 4 query heads, blocks of 128 slots."""
+    from kernels_ref.triton.causal import causal
+    from kernels_ref.triton.finish import finish
+    from kernels_ref.triton.shared_blocks import shared_blocks
+    from kernels_ref.triton.shared_rings import shared_rings
+    from kernels_ref.triton.stream_k import stream_k
+    from kernels_ref.triton.unique_blocks import unique_blocks
+    from kernels_ref.triton.unique_rings import unique_rings
+    from kernels_ref.triton.write_kv import write_kv
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    tokens, rows, heads, group, blocks, slots, window = 64, 4, 8, 4, 16, 128, 320
+    q = torch.zeros(tokens, heads, group, dim, dtype=dtype)
+    q_rows = q[:rows]
+    k = v = torch.zeros(tokens, heads, dim, dtype=dtype)
+    k_store = v_store = torch.zeros(blocks, heads, slots, dim, dtype=dtype)
+    k_ring = v_ring = torch.zeros(rows + 1, heads, window, dim, dtype=dtype)
+    triple, row_triple = launch.partials(q, tokens), launch.partials(q, rows)
+    token, row, place = ints(tokens), ints(rows), torch.zeros(tokens * heads, dtype=torch.int64)
+    shared, visible = ints(blocks), ints(rows + 1, blocks)
+    return [
+        lambda: causal(q, k, v, token, token, row, 0, 0, 0.0),
+        lambda: causal(q, k, v, token, token, row, 64, 256, 0.0),
+        lambda: shared_blocks(q, k_store, v_store, token, shared, visible, 0.0),
+        lambda: shared_rings(q, k_ring, v_ring, token, token, row, row, ints(rows, window), 64, 256, 0.0),
+        lambda: unique_blocks(q_rows, k_store, v_store, ints(blocks), row, row, 0.0),
+        lambda: stream_k(q_rows, k_store, v_store, ints(blocks), row, row, 0.0),
+        lambda: unique_rings(q_rows, k_ring, v_ring, row, 0.0),
+        lambda: write_kv(k_store, v_store, place, k, v),
+        lambda: finish(q, [*triple, *triple], list(row_triple), token, torch.zeros(heads, group)),
+    ]
+
+
+def main() -> None:
+    """Print a table, or with ``--json`` a list."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few variants instead of all")
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args()
+    variants = (
+        [(capability, *each) for capability, some in QUICK.items() for each in some]
+        if chosen.quick
+        else [(capability, dtype, dim) for capability in DEVICES for dtype in DTYPES for dim in HEAD_DIMS]
+    )
+    compiled = compile_variants(variants)
+    if chosen.json:
+        print(json.dumps([asdict(each) for each in compiled]))
+        return
+    print("| kernel | sm | type | head | registers | stack | shared KiB |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for each in compiled:
+        values = [str(value) for value in asdict(each).values()][:-2]
+        print("| " + " | ".join([*values, f"{each.shared_bytes / 1024:.1f}"]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

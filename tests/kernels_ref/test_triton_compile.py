@@ -1,0 +1,57 @@
+"""Every kernel becomes a binary for NVIDIA GPUs, without one, and fits into their memories."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from kernels_ref import triton as package
+from tests.kernels_ref.offline_compile import QUICK, Compiled
+
+pytest.importorskip("triton.backends.nvidia")
+
+ROOT = Path(__file__).parents[2]
+SPILL_BYTES = 64
+"""Stack of a thread that is put up with: a few registers outside of loops."""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    # Elsewhere in the tests the interpreter may be on, which decides at import what a kernel is.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    command = [sys.executable, "-m", "tests.kernels_ref.offline_compile", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [Compiled(**each) for each in json.loads(done.stdout.splitlines()[-1])]
+
+
+def test_every_kernel_compiles_for_every_generation(compiled: list[Compiled]) -> None:
+    wanted = {
+        line.split("(")[0].removeprefix("def ")
+        for path in Path(package.__file__).parent.glob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("def ") and line.split("(")[0].endswith("_kernel")
+    }
+    made: dict[tuple[int, str, int], set[str]] = defaultdict(set)
+    for each in compiled:
+        made[each.capability, each.dtype, each.head_dim].add(each.kernel)
+    assert set(made) == {(capability, *each) for capability, some in QUICK.items() for each in some}
+    for variant, names in made.items():
+        assert names == wanted, f"{variant}: {sorted(names ^ wanted)}"
+
+
+def test_no_kernel_needs_more_shared_memory_than_its_device_has(compiled: list[Compiled]) -> None:
+    for each in compiled:
+        assert each.shared_bytes <= each.limit, each
+
+
+def test_no_kernel_spills_registers_in_its_loops(compiled: list[Compiled]) -> None:
+    for each in compiled:
+        assert each.stack_bytes <= SPILL_BYTES, each
