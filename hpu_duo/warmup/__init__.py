@@ -1,5 +1,6 @@
 """Warm-up: estimated, bounded, measured, written down, and repeated."""
 
+from hpu_duo.engine.step_sizes import StepSizes
 from hpu_duo.warmup.configuration import configuration_of, known_before_loading, limits_of, versions_of
 from hpu_duo.warmup.estimate import (
     PRIORS,
@@ -10,7 +11,6 @@ from hpu_duo.warmup.estimate import (
     WarmUpBudget,
     estimate_of,
 )
-from hpu_duo.warmup.memory import StepSizes
 from hpu_duo.warmup.planning import plan_within
 from hpu_duo.warmup.selection import check_holds_everything, parse_phases, select
 from hpu_duo.warmup.tool import Progress, WarmUp, WarmUpReport, WarmUpStoppedError

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from graphs import BatchShape
 from graphs.manifest import Manifest
 from hpu_duo.engine.engine import Engine
-from hpu_duo.warmup.memory import StepSizes
+from hpu_duo.engine.graph_memory import KEPT, GraphMemory, Kept
+from hpu_duo.engine.graph_memory import UNKNOWN as UNKNOWN_KEPT
+from hpu_duo.engine.step_sizes import StepSizes
 
 _GIB = 1 << 30
 
@@ -19,19 +21,20 @@ class Prior:
     """What one graph takes where nothing has been measured.
 
     Attributes:
-        low_s, high_s: seconds of one graph; of one kind of layer in it where ``is_per_kind``.
-        is_per_kind: the backend captures each kind of layer apart.
-        code_bytes: host or device memory for the code of one such unit.
-        keeps_step: a graph keeps memory for all intermediates of its step, not only for its results.
-        source: where the figures are from.
+        low_s, high_s: seconds of one graph; of one kind of layer in it where ``kept.is_per_kind``.
+        kept: memory.
+        source: where the seconds are from.
     """
 
     low_s: float
     high_s: float
-    is_per_kind: bool
-    code_bytes: int
-    keeps_step: bool
+    kept: Kept
     source: str
+
+    @property
+    def code_bytes(self) -> int:
+        """Host or device memory for the code of one unit."""
+        return self.kept.code_bytes
 
 
 _GAUDI = (
@@ -40,16 +43,16 @@ _GAUDI = (
 )
 
 PRIORS = {
-    "eager": Prior(0.0, 0.5, False, 0, False, "nothing is captured; a step of padding runs"),
-    "compile": Prior(2.0, 15.0, True, 12 << 20, False, "measured with small Llamas on two CPU cores"),
-    "cuda": Prior(0.05, 2.0, False, 4 << 20, False, "a few eager steps and a recording; graphs share a pool"),
-    "hpu-sim": Prior(0.01, 1.0, False, 0, False, "a step of padding runs on the host"),
-    "hpu-compile": Prior(0.7, 14.0, False, 0, True, _GAUDI),
-    "hpu-graph": Prior(0.7, 14.0, False, 0, True, _GAUDI),
+    "eager": Prior(0.0, 0.5, KEPT["eager"], "nothing is captured; a step of padding runs"),
+    "compile": Prior(2.0, 15.0, KEPT["compile"], "measured with small Llamas on two CPU cores"),
+    "cuda": Prior(0.05, 2.0, KEPT["cuda"], "a few eager steps and a recording; graphs share a pool"),
+    "hpu-sim": Prior(0.01, 1.0, KEPT["hpu-sim"], "a step of padding runs on the host"),
+    "hpu-compile": Prior(0.7, 14.0, KEPT["hpu-compile"], _GAUDI),
+    "hpu-graph": Prior(0.7, 14.0, KEPT["hpu-graph"], _GAUDI),
 }
 """By the name of the capture backend."""
 
-UNKNOWN = Prior(0.7, 14.0, False, 0, True, "nothing is known of this backend; the figures of Gaudi")
+UNKNOWN = Prior(0.7, 14.0, UNKNOWN_KEPT, "nothing is known of this backend; the figures of Gaudi")
 
 ROUTE_S = (0.02, 0.25)
 """One way of sampling, where each operator is compiled: 12 of them take 1 to 3 s on Gaudi (vllm-gaudi, pull
@@ -178,8 +181,11 @@ class GraphCosts:
         """Of what an engine serves."""
         graphs, kinds = engine.runner.graphs, engine.runner.model.kinds
         prior = PRIORS.get(graphs.backend.name, UNKNOWN)
-        num_units = len(kinds) if prior.is_per_kind else 1
-        return cls(prior, num_units, StepSizes.of(engine), graphs.max_captured_tokens)
+        num_units = len(kinds) if prior.kept.is_per_kind else 1
+        model, geometry = engine.runner.model, engine.runner.geometry
+        config, dtype = model.model.config.get_text_config(), model.model.dtype
+        sizes = StepSizes.of(model.specs, config, geometry.block_size, dtype.itemsize)
+        return cls(prior, num_units, sizes, graphs.max_captured_tokens)
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -188,10 +194,8 @@ class GraphCosts:
 
     def kept_bytes(self, shape: BatchShape) -> int:
         """What the graph of a bucket keeps: code, results, and the working memory where it has its own."""
-        if self.max_captured_tokens is not None and shape.query_len > self.max_captured_tokens:
-            return 0
-        kept = self.prior.code_bytes * self.num_units + self.sizes.output_bytes(shape)
-        return kept + (self.sizes.transient_bytes(shape) if self.prior.keeps_step else 0)
+        memory = GraphMemory(self.prior.kept, self.num_units, self.sizes, self.max_captured_tokens)
+        return memory.kept_bytes(shape)
 
 
 def estimate_of(

@@ -65,8 +65,7 @@ def check_quiet(served: HPUDuoModel, expected: list[list[list[int]]], limit: int
     assert stats.num_padded_tokens > 0
 
 
-@pytest.mark.parametrize("limit", [None, LONG])
-@pytest.mark.parametrize("name", ["tape", "hpu_backend"])
+@pytest.mark.parametrize(("name", "limit"), [("tape", None), ("tape", LONG), ("hpu_backend", LONG)])
 def test_a_warmed_engine_serves_the_tokens_of_eager_steps_and_compiles_nothing(
     tiny: Tiny,
     eager_tokens: list[list[list[int]]],

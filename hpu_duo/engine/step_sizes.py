@@ -5,11 +5,12 @@ Q query tokens, N rows, NS shared and NU unique blocks of B slots; H query and K
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from graphs import BatchShape
-from hpu_duo.engine.engine import Engine
+from kernels_ref import LayerSpec
 from kernels_ref.reference import KEY_BYTES, QUERY_SLICE, SCORE_BYTES, UNIQUE_CHUNK
 
 _FLOAT32 = 4
@@ -49,11 +50,13 @@ class StepSizes:
     dtype_bytes: int
 
     @classmethod
-    def of(cls, engine: Engine) -> StepSizes:
-        """The sizes of what an engine serves."""
-        runner = engine.runner
-        config = runner.model.model.config.get_text_config()
-        specs = runner.model.specs
+    def of(cls, specs: Sequence[LayerSpec], config: Any, block_size: int, dtype_bytes: int) -> StepSizes:
+        """The sizes of a model whose heads are laid out.
+
+        Args:
+            specs: of its layers.
+            config: transformers' configuration of its text part.
+        """
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
@@ -64,9 +67,9 @@ class StepSizes:
             num_block_heads=max(spec.num_retrieval * spec.group_size for spec in specs),
             num_block_kv_heads=max(spec.num_retrieval for spec in specs),
             num_ring_heads=max(spec.num_streaming * spec.group_size for spec in specs),
-            block_size=runner.geometry.block_size,
+            block_size=block_size,
             ring_width=max((spec.window.size for spec in specs if spec.window), default=0),
-            dtype_bytes=runner.model.model.dtype.itemsize,
+            dtype_bytes=dtype_bytes,
         )
 
     def transient_bytes(self, shape: BatchShape) -> int:
