@@ -116,7 +116,11 @@ REAL = Sizes(
     chunk=2 * _K,
     shared_context=32 * _K,
     ring_rows=32,
-    decode_contexts=(4 * _K, 16 * _K, 32 * _K, 64 * _K, 100_000, 128 * _K, 256 * _K, 512 * _K, 1024 * _K),
+    decode_contexts=(
+        *(n * _K for n in (4, 16, 32, 64)),
+        100_000,
+        *(n * _K for n in (128, 192, 256, 512, 1024)),
+    ),
     decode_steps=20,
     prefill_chunks=(4 * _K, 8 * _K, 16 * _K, 32 * _K),
 )
