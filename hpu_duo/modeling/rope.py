@@ -12,6 +12,11 @@ def rope_types(config: Any) -> set[str]:
     return {str(entry.get("rope_type", entry.get("type", "default"))) for entry in _entries(config)}
 
 
+def depends_on_length(config: Any) -> bool:
+    """Whether frequencies change with a sequence's length: transformers then asks the host in each step."""
+    return bool(rope_types(config) & _LENGTH_DEPENDENT)
+
+
 def positions_served(config: Any) -> int:
     """The longest request that can be served.
 
@@ -25,7 +30,7 @@ def positions_served(config: Any) -> int:
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         raise ValueError(f"expected max_position_embeddings in the configuration, got {limit!r}")
-    if not rope_types(config) & _LENGTH_DEPENDENT:
+    if not depends_on_length(config):
         return limit
     original = getattr(config, "original_max_position_embeddings", None)
     for entry in _entries(config):

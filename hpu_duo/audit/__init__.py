@@ -1,0 +1,34 @@
+"""What every step would ask of an HPU, read from a ``config.json`` alone.
+
+Steps are traced with tensors that have shapes and no data. No weights, no memory and no device are needed,
+and nothing is learnt about compilers or speed; see docs/audit.md.
+"""
+
+from hpu_duo.audit.allocations import peak_allocated_bytes
+from hpu_duo.audit.audit import Progress, audit, audit_bucket
+from hpu_duo.audit.native import Engine, NativeOperator, native_operators, native_sources
+from hpu_duo.audit.report import AuditReport, LayerRecipe, OperatorUse, StepAudit
+from hpu_duo.audit.structure import Structure, build_structure
+from hpu_duo.audit.tracer import StepTracer, Violation
+from hpu_duo.audit.work import Work, operator_work
+
+__all__ = [
+    "AuditReport",
+    "Engine",
+    "LayerRecipe",
+    "NativeOperator",
+    "OperatorUse",
+    "Progress",
+    "StepAudit",
+    "StepTracer",
+    "Structure",
+    "Violation",
+    "Work",
+    "audit",
+    "audit_bucket",
+    "build_structure",
+    "native_operators",
+    "native_sources",
+    "operator_work",
+    "peak_allocated_bytes",
+]

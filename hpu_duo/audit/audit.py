@@ -1,0 +1,131 @@
+"""Trace every step that can occur, and say what it asks of an HPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs import BatchShape
+from hpu_duo.audit.report import AuditReport, LayerRecipe, StepAudit
+from hpu_duo.audit.structure import HPU, Structure
+from hpu_duo.audit.tracer import Part, StepTracer, TraceEnded, without_memory
+from hpu_duo.engine.runner import bucket_step
+from hpu_duo.modeling.step_model import run_layer
+from hpu_duo.sampling import SamplingRoute, sample_tokens, static_routes
+
+Progress = Callable[[int, int, str], None]
+
+
+def audit(structure: Structure, progress: Progress | None = None) -> AuditReport:
+    """Trace the step of every bucket, and sampling for each of their numbers of rows.
+
+    Nothing is computed and nothing is compiled: what is found is what the code asks for, with torch's
+    decompositions, before any fusion. It does not show that a compiler for Gaudi accepts it.
+
+    Args:
+        progress: called with steps done, steps in all, and the name of the one that comes next.
+    """
+    buckets = structure.table.by_cost
+    routes = list(_routes(structure, buckets))
+    total = len(buckets) + len(routes)
+    found: list[StepAudit] = []
+    for bucket in buckets:
+        if progress is not None:
+            progress(len(found), total, str(bucket))
+        found.append(audit_bucket(structure, bucket))
+    for name, route in routes:
+        if progress is not None:
+            progress(len(found), total, name)
+        found.append(_audit_sampling(structure, name, route))
+    return AuditReport(
+        model=structure.name,
+        weight_bytes=structure.weight_bytes,
+        store_bytes=structure.memory.total_bytes,
+        num_blocks=structure.memory.num_blocks,
+        recipes=_recipes(structure),
+        num_layer_kinds=len(structure.model.kinds),
+        buckets=tuple(found[: len(buckets)]),
+        sampling=tuple(found[len(buckets) :]),
+    )
+
+
+def audit_bucket(structure: Structure, bucket: BatchShape) -> StepAudit:
+    """Trace one bucket.
+
+    Layers of one kind run the same operators on the same shapes, so the first of each kind is followed, and
+    the others count what it counted.
+    """
+    with structure.mode, torch.no_grad():
+        inputs = structure.inputs(bucket)
+        tracer = StepTracer((*structure.held, *inputs.values()))
+        known: dict[Hashable, tuple[Part, Any]] = {}
+        runners: dict[Hashable, Callable[..., Any]] = {
+            kind: partial(_run_layer, tracer, known, kind) for kind in structure.model.kinds
+        }
+        step = bucket_step(structure.model, structure.geometry, bucket, runners)
+        _follow(tracer, lambda: step(inputs))
+        return StepAudit.of(
+            str(bucket), tracer.tally, tracer.peak_bytes, sum(tensor.nbytes for tensor in inputs.values())
+        )
+
+
+def _run_layer(
+    tracer: StepTracer,
+    known: dict[Hashable, tuple[Part, Any]],
+    kind: Hashable,
+    layer: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if kind in known:
+        return tracer.repeat(*known[kind])
+    with tracer.part() as part:
+        result = run_layer(layer, *args, **kwargs)
+    known[kind] = part, without_memory(result)
+    return result
+
+
+def _audit_sampling(structure: Structure, name: str, route: SamplingRoute) -> StepAudit:
+    size = route.num_edits + route.num_seen
+    with structure.mode, torch.no_grad():
+        logits = torch.empty(
+            route.num_rows, route.vocab_size, dtype=next(structure.model.model.parameters()).dtype, device=HPU
+        )
+        floats = torch.empty(route.num_row_floats + size, dtype=torch.float32, device=HPU)
+        ints = torch.empty(size, dtype=torch.int32, device=HPU)
+        tracer = StepTracer((logits, floats, ints))
+        _follow(tracer, lambda: sample_tokens(logits, floats, ints, route))
+        return StepAudit.of(name, tracer.tally, tracer.peak_bytes, floats.nbytes + ints.nbytes)
+
+
+def _follow(tracer: StepTracer, step: Callable[[], object]) -> None:
+    try:
+        with tracer:
+            step()
+    except TraceEnded:
+        # The tally has the violation that ended it.
+        return
+
+
+def _routes(structure: Structure, buckets: tuple[BatchShape, ...]) -> Iterator[tuple[str, SamplingRoute]]:
+    """Greedy rows, everything at once with the longest lists, and the same with log-probabilities."""
+    for num_rows in sorted({bucket.num_logits for bucket in buckets}):
+        routes = tuple(static_routes(num_rows, structure.vocab_size, structure.max_len))
+        longest = max(route.num_seen for route in routes)
+        for route in routes:
+            what = "everything" if route.has_row_values else "greedy"
+            if route.num_logprobs >= 0:
+                what += " and logprobs"
+            elif route.has_row_values and route.num_seen < longest:
+                continue
+            yield f"{what}, {num_rows} rows", route
+
+
+def _recipes(structure: Structure) -> tuple[LayerRecipe, ...]:
+    counts = Counter((spec.num_retrieval, spec.num_streaming, spec.window) for spec in structure.model.specs)
+    return tuple(LayerRecipe(*key, num_layers) for key, num_layers in counts.most_common())

@@ -1,0 +1,60 @@
+"""What public sources say of torch operators on an HPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+_TABLE = Path(__file__).with_name("operators.json")
+
+
+class Engine(str, Enum):
+    """What an operator keeps busy.
+
+    ``MATRIX``: the matrix engine. ``VECTOR``: whatever computes elements, on the programmable cores.
+    ``MEMORY``: moves data and computes nothing, whichever unit does it. ``VIEW``: nothing at all.
+    """
+
+    MATRIX = "matrix"
+    VECTOR = "vector"
+    MEMORY = "memory"
+    VIEW = "view"
+
+
+@dataclass(frozen=True)
+class NativeOperator:
+    """An operator that public sources show on HPU.
+
+    Attributes:
+        name: without overload, such as ``index_copy_``.
+        engine: an assignment of this project, from what the operator computes.
+        sources: keys of ``native_sources()``.
+    """
+
+    name: str
+    engine: Engine
+    sources: tuple[str, ...]
+
+
+@cache
+def native_operators() -> Mapping[str, NativeOperator]:
+    """The operators of the table by name; those of namespaces other than ``aten`` are not in it."""
+    entries = json.loads(_TABLE.read_text())["operators"]
+    return MappingProxyType(
+        {
+            name: NativeOperator(name, Engine(entry["engine"]), tuple(entry["sources"]))
+            for name, entry in entries.items()
+        }
+    )
+
+
+@cache
+def native_sources() -> Mapping[str, str]:
+    """Where the operators of the table are shown, by key."""
+    sources: dict[str, str] = json.loads(_TABLE.read_text())["sources"]
+    return MappingProxyType(sources)

@@ -1,0 +1,131 @@
+"""What an audit found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bias_builders import Window
+from hpu_duo.audit.native import Engine, NativeOperator, native_operators
+from hpu_duo.audit.tracer import Tally, Violation
+from hpu_duo.audit.work import Work
+
+_NO_WORK = Work()
+
+
+@dataclass(frozen=True)
+class StepAudit:
+    """One step: a bucket, or the sampling that follows it.
+
+    Attributes:
+        name: the bucket as it is printed, or what is sampled.
+        work: by engine; engines without work are missing.
+        operators: calls by operator.
+        peak_transient_bytes: of the tensors that the step makes, at most, while it runs operator by
+            operator; its results included, weights, stores and staged inputs not.
+        input_bytes: staged inputs, copied from the host.
+        violations: rules of the HPU that it breaks; a step that cannot be followed to its end after one
+            counts what came before.
+    """
+
+    name: str
+    work: Mapping[Engine, Work]
+    operators: Mapping[str, int]
+    peak_transient_bytes: int
+    input_bytes: int
+    violations: tuple[Violation, ...]
+
+    @classmethod
+    def of(cls, name: str, tally: Tally, peak_transient_bytes: int, input_bytes: int) -> StepAudit:
+        """A step as it was counted."""
+        return cls(
+            name,
+            dict(tally.work),
+            dict(sorted(tally.operators.items())),
+            peak_transient_bytes,
+            input_bytes,
+            tuple(tally.violations.values()),
+        )
+
+    def on(self, engine: Engine) -> Work:
+        """The work of one engine."""
+        return self.work.get(engine, _NO_WORK)
+
+
+@dataclass(frozen=True)
+class OperatorUse:
+    """An operator, its calls over all steps, and where public sources show it; None = not shown."""
+
+    name: str
+    num_calls: int
+    native: NativeOperator | None
+
+
+@dataclass(frozen=True)
+class LayerRecipe:
+    """Layers that a region-wise compiler compiles once for each bucket.
+
+    Attributes:
+        num_retrieval, num_streaming: KV heads of each kind (Kr, Ks).
+        window: sink and recent tokens of the streaming heads, None without any.
+        num_layers: that have them.
+    """
+
+    num_retrieval: int
+    num_streaming: int
+    window: Window | None
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """Everything that an audit found.
+
+    Attributes:
+        model: its name.
+        weight_bytes, store_bytes: held all the time.
+        num_blocks: KV blocks of the stores.
+        recipes: distinct layers, most frequent first.
+        num_layer_kinds: distinct layers by everything that their code could branch on; each is a compiled
+            region of each bucket.
+        buckets, sampling: the steps, cheapest first, and what samples from their logits.
+    """
+
+    model: str
+    weight_bytes: int
+    store_bytes: int
+    num_blocks: int
+    recipes: tuple[LayerRecipe, ...]
+    num_layer_kinds: int
+    buckets: tuple[StepAudit, ...]
+    sampling: tuple[StepAudit, ...]
+
+    @property
+    def steps(self) -> tuple[StepAudit, ...]:
+        """Buckets and sampling."""
+        return (*self.buckets, *self.sampling)
+
+    @property
+    def operators(self) -> tuple[OperatorUse, ...]:
+        """All operators, the most frequent first."""
+        calls: Counter[str] = Counter()
+        for step in self.steps:
+            calls.update(step.operators)
+        native = native_operators()
+        return tuple(OperatorUse(name, count, native.get(name)) for name, count in calls.most_common())
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Operators that public sources do not show on HPU, sorted."""
+        return tuple(sorted(use.name for use in self.operators if use.native is None))
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """Rules broken in any step, each line once, in the order of the steps."""
+        return tuple(dict.fromkeys(violation for step in self.steps for violation in step.violations))
+
+    @property
+    def peak_transient_bytes(self) -> int:
+        """The largest of any step."""
+        return max((step.peak_transient_bytes for step in self.steps), default=0)

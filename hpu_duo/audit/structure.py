@@ -1,0 +1,193 @@
+"""A model as the engine would build it for an HPU, without weights or memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
+
+from graphs import BatchShape, BucketLimits, BucketTable
+from hpu_duo import sim
+from hpu_duo.config import CacheConfig, EngineConfig
+from hpu_duo.cost import Hardware
+from hpu_duo.engine.assembly import (
+    assign_heads,
+    layer_spec,
+    plan_memory,
+    resolve_pattern,
+)
+from hpu_duo.engine.batch import StepGeometry
+from hpu_duo.engine.step_tables import check_table, default_table
+from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.store import KVStore
+from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
+from hpu_duo.modeling.probe import read_layers
+from hpu_duo.modeling.rope import depends_on_length, positions_served, rope_types
+from hpu_duo.modeling.step_model import StepModel
+from kernels_ref import Implementation
+
+HPU = torch.device("hpu", 0)
+_MEMORY_UTILIZATION = 0.9
+_GRAPH_MEMORY = 0.1
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Everything that decides what a step runs.
+
+    Attributes:
+        name: of the model's directory.
+        mode: the fake tensor mode that all its tensors belong to.
+        model: the step model, its parameters and stores on a fake ``hpu:0``.
+        geometry, limits, memory: as the engine has them.
+        table: the buckets.
+        vocab_size, max_len: of the model, and of a request in tokens.
+    """
+
+    name: str
+    mode: FakeTensorMode
+    model: StepModel
+    geometry: StepGeometry
+    limits: BucketLimits
+    memory: MemoryPlan
+    table: BucketTable
+    vocab_size: int
+    max_len: int
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """Tensors that outlive a step: parameters, buffers and stores."""
+        return [*self.model.model.parameters(), *self.model.model.buffers()]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(parameter.nbytes for parameter in set(self.model.model.parameters()))
+
+    def inputs(self, bucket: BatchShape) -> dict[str, torch.Tensor]:
+        """The staged inputs of a bucket, int32, without data; to be called inside ``mode``."""
+        shapes = self.geometry.field_shapes(bucket)
+        return {name: torch.empty(shape, dtype=torch.int32, device=HPU) for name, shape in shapes.items()}
+
+
+def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
+    """Build a model from its ``config.json``; no weights are read and no memory is taken.
+
+    Args:
+        config: as for the engine; ``model.device`` and ``graph.backend`` play no part, and the kernels are
+            the reference ones, which an HPU would run.
+        hardware: what the KV cache has to fit on where ``config.cache`` does not say how large it is:
+            nine tenths of what weights leave, less a tenth of that for graphs.
+
+    Raises:
+        ValueError: what the engine refuses; there are no fake tensors of device ``hpu`` here; or buckets
+            that the stores cannot serve.
+    """
+    make_hpu_known()
+    path = Path(config.model.path)
+    hf_config = read_config(path, needs_weights=False)
+    text_config = hf_config.get_text_config()
+    dtype = resolve_dtype(config.model.dtype, hf_config)
+    scheduler = config.scheduler
+    max_len = scheduler.max_model_len or positions_served(text_config)
+    if max_len > positions_served(text_config):
+        raise ValueError(
+            f"expected max_model_len of at most {positions_served(text_config)}, the positions this model "
+            f"serves, got {max_len}"
+        )
+    if depends_on_length(text_config):
+        raise ValueError(
+            f"the rotary embedding of {path} ({', '.join(sorted(rope_types(text_config)))}) reads positions "
+            "on the host in every step, which no captured step of an HPU can do; expected another one"
+        )
+    model = build_without_weights(path, hf_config, dtype)
+    layers = read_layers(model)
+    pattern = resolve_pattern(config.heads, layers)
+    layouts, windows = assign_heads(layers, pattern, max_len)
+    memory = plan_memory(
+        layers,
+        layouts,
+        windows,
+        _cache(config.cache, model, hardware),
+        scheduler,
+        max_len,
+        dtype,
+        free_bytes=hardware.memory_bytes,
+    )
+    limits = BucketLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=max_len,
+        block_size=memory.block_size,
+        num_blocks=memory.num_blocks,
+        uses_blocks=memory.uses_blocks,
+        max_chunk_rows=scheduler.max_chunk_rows,
+    )
+    mode = FakeTensorMode()
+    with mode:
+        _move(model)
+        store = KVStore(memory, dtype, HPU)
+        specs = [layer_spec(*each, Implementation.REFERENCE) for each in zip(layers, layouts, windows)]
+        step_model = StepModel(model, layers, specs, store.layers)
+    table = config.graph.table
+    if table is None:
+        table = default_table(limits, step_model.specs, text_config)
+    check_table(table, limits)
+    return Structure(
+        name=path.resolve().name,
+        mode=mode,
+        model=step_model,
+        geometry=StepGeometry(
+            memory.block_size, memory.num_blocks, scheduler.max_num_seqs, scheduler.max_chunk_rows
+        ),
+        limits=limits,
+        memory=memory,
+        table=table,
+        vocab_size=text_config.vocab_size,
+        max_len=max_len,
+    )
+
+
+def make_hpu_known() -> None:
+    """Let torch make fake tensors of device ``hpu``: by habana_frameworks, or else by the simulated HPU.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if not hasattr(torch, "hpu"):
+        sim.install()
+
+
+def _cache(cache: CacheConfig, model: PreTrainedModel, hardware: Hardware) -> CacheConfig:
+    if cache.num_blocks is not None or cache.kv_cache_bytes is not None:
+        return cache
+    weight_bytes = sum(parameter.nbytes for parameter in set(model.parameters()))
+    left = hardware.memory_bytes - weight_bytes
+    if left <= 0:
+        raise ValueError(
+            f"the weights take {weight_bytes} bytes, and {hardware.title} has {hardware.memory_bytes}: "
+            "expected num_blocks or kv_cache_bytes to audit the model nevertheless"
+        )
+    budget = int(left * _MEMORY_UTILIZATION * (1 - _GRAPH_MEMORY))
+    return CacheConfig(block_size=cache.block_size, kv_cache_bytes=budget)
+
+
+def _move(model: nn.Module) -> None:
+    """Put tensors of the fake device in place of those on ``meta``; tied ones stay tied."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
+                    fake = torch.empty_strided(
+                        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=HPU
+                    )
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    moved[id(tensor)] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
+                tensors[name] = moved[id(tensor)]  # type: ignore[assignment]

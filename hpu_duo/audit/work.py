@@ -1,0 +1,81 @@
+"""Operations and bytes of one operator call, read from the shapes of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hpu_duo.audit.native import Engine
+
+_READS_BY_INDEX = frozenset({"index_select", "gather", "embedding", "index"})
+"""Of their first operand they read as much as they return."""
+
+_WRITES_SOURCE = frozenset({"index_copy_", "copy_"})
+"""Of their first operand they write as much as the last one holds, and read nothing."""
+
+_OVERWRITES = frozenset({"fill_", "zero_"})
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device is asked for.
+
+    Attributes:
+        num_launches: operator calls; fusion makes fewer kernels of them.
+        num_operations: of the matrix engine two for each product that is summed; of the vector engine one
+            for each element of the largest tensor, whatever is computed with it. Moving data is none.
+        num_bytes: read and written, each operand and result once, as if nothing were fused.
+    """
+
+    num_launches: int = 0
+    num_operations: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.num_launches + other.num_launches,
+            self.num_operations + other.num_operations,
+            self.num_bytes + other.num_bytes,
+        )
+
+
+def operator_work(
+    name: str, engine: Engine, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> Work:
+    """The work of one call.
+
+    Args:
+        name: of the operator, without namespace and overload.
+        operands: tensors among the arguments, in order.
+        results: tensors that it returns; those that it changed in place are operands too.
+    """
+    written = sum(map(moved_bytes, results))
+    if name in _READS_BY_INDEX:
+        read = written + sum(map(moved_bytes, operands[1:]))
+    elif name in _WRITES_SOURCE:
+        read = sum(map(moved_bytes, operands[1:]))
+        written = moved_bytes(operands[-1])
+    elif name in _OVERWRITES:
+        read = 0
+    else:
+        read = sum(map(moved_bytes, operands))
+    return Work(1, _num_operations(name, engine, operands, results), read + written)
+
+
+def moved_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that reading or writing a tensor once takes: an expanded one has fewer than elements."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _num_operations(
+    name: str, engine: Engine, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> int:
+    if engine is Engine.MATRIX:
+        # The product's last operand is [..., k, n], in all but convolutions, where it is [out, k, ...].
+        inner = operands[1][0].numel() if "convolution" in name else operands[-1].shape[-2]
+        return 2 * results[0].numel() * inner
+    if engine is Engine.VECTOR:
+        return max((tensor.numel() for tensor in (*operands, *results)), default=0)
+    return 0

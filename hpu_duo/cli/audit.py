@@ -1,0 +1,138 @@
+"""``hpu-duo audit``: what every step would ask of an HPU, from a config.json alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.options import Buckets, Dtype, Json, Pattern, Recent, Sink, Sparsity, Threshold
+from hpu_duo.cli.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from hpu_duo.audit import AuditReport, Structure
+
+FOUND_FORBIDDEN = 1
+_LIMITS = "Limits"
+
+
+def audit(
+    model: Annotated[Path, typer.Option(help="Directory with a config.json; no weights needed.")],
+    hardware: Annotated[
+        str, typer.Option(help="gaudi2 or gaudi3: how many KV blocks fit, unless they are given.")
+    ] = "gaudi3",
+    pattern: Pattern = None,
+    sparsity: Sparsity = None,
+    threshold: Threshold = None,
+    sink: Sink = None,
+    recent: Recent = None,
+    dtype: Dtype = "auto",
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and output together.",
+            show_default="what the model serves",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Requests that run at the same time.", rich_help_panel=_LIMITS)
+    ] = 32,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens of one step.", rich_help_panel=_LIMITS)
+    ] = 2048,
+    max_chunk_rows: Annotated[
+        int, typer.Option(help="Prompts that may continue in the same step.", rich_help_panel=_LIMITS)
+    ] = 1,
+    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=_LIMITS)] = 128,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(help="KV blocks to hold.", show_default="what fits", rich_help_panel=_LIMITS),
+    ] = None,
+    kv_cache_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of the KV cache instead of a number of blocks, such as 4GiB.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    buckets: Buckets = None,
+    bucket: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SHAPE", help="Only this bucket, such as csu/q2048/s64/u512/l32; repeat for several."
+        ),
+    ] = None,
+    fail_on_unknown: Annotated[
+        bool,
+        typer.Option("--fail-on-unknown", help="End with 1 for operators that public sources do not show."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Trace every step without weights or device, and say what it asks of an HPU.
+
+    Ends with 1 if a step does what an HPU does badly, wrongly or not at all. Proves nothing about
+    compilers or speed.
+    """
+    with user_errors():
+        if buckets is not None and bucket:
+            raise ValueError("expected --buckets or --bucket, got both")
+        cache_bytes = None if kv_cache_bytes is None else parse_bytes(kv_cache_bytes)
+        # torch is slow to import: everything that can be refused without it comes first.
+        from graphs import BucketTable
+        from graphs.bucket_file import read_table
+        from hpu_duo.audit import build_structure
+        from hpu_duo.config import (
+            CacheConfig,
+            EngineConfig,
+            GraphConfig,
+            HeadConfig,
+            ModelConfig,
+            SchedulerConfig,
+        )
+        from hpu_duo.cost import find_hardware
+
+        table = None if buckets is None else read_table(buckets)
+        structure = build_structure(
+            EngineConfig(
+                ModelConfig(model, dtype=dtype),
+                HeadConfig(pattern, sparsity, threshold, sink, recent),
+                CacheConfig(block_size, num_blocks, cache_bytes),
+                SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, max_chunk_rows),
+                GraphConfig(table=BucketTable.from_strings(bucket) if bucket else table),
+            ),
+            find_hardware(hardware),
+        )
+    report = _traced(structure, shows_progress=not as_json)
+    if as_json:
+        from hpu_duo.cli.audit_tables import report_fields
+
+        typer.echo(json.dumps(report_fields(report), indent=2))
+    else:
+        from hpu_duo.cli.audit_tables import print_report
+
+        print_report(report)
+    if report.violations or (fail_on_unknown and report.unknown):
+        raise typer.Exit(FOUND_FORBIDDEN)
+
+
+def _traced(structure: Structure, *, shows_progress: bool) -> AuditReport:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from hpu_duo.audit import audit as trace
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    is_hidden = not (shows_progress and console.is_terminal)
+    with user_errors(), Progress(*columns, console=console, transient=True, disable=is_hidden) as bar:
+        task = bar.add_task("", total=None)
+
+        def progress(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, description=name)
+
+        return trace(structure, progress)

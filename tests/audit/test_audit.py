@@ -1,0 +1,127 @@
+"""An audit of a tiny model against closed forms and its own parts, and of models that cannot be served."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bias_builders import Window
+from graphs import BatchShape
+from hpu_duo.audit import (
+    Engine,
+    LayerRecipe,
+    StepTracer,
+    Structure,
+    audit,
+    audit_bucket,
+    build_structure,
+    native_operators,
+    native_sources,
+)
+from hpu_duo.cost import GAUDI2
+from hpu_duo.engine.runner import bucket_step
+from hpu_duo.heads import HeadPattern
+from hpu_duo.modeling.step_model import run_layer
+from tests.audit.conftest import BUCKETS, TINY, edit_config, engine_config
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+
+
+def test_a_config_alone_is_audited_without_forbidden_or_unknown_operators(structure: Structure) -> None:
+    seen: list[tuple[int, int]] = []
+    report = audit(structure, lambda done, total, name: seen.append((done, total)))
+    assert not report.violations
+    assert report.unknown == ()
+    assert {step.name for step in report.buckets} == set(BUCKETS)
+    assert seen == [(done, len(report.steps)) for done in range(len(report.steps))]
+    assert report.recipes == (LayerRecipe(1, 1, Window(8, 24), 2), LayerRecipe(2, 0, None, 1))
+    assert report.num_layer_kinds == 2
+    assert report.peak_transient_bytes == max(step.peak_transient_bytes for step in report.steps)
+
+
+def test_matrix_operations_are_those_of_the_weights_and_the_scores(config_dir: Path) -> None:
+    structure = build_structure(engine_config(config_dir), GAUDI2)
+    step = audit_bucket(structure, BatchShape.parse("c--/q16/s0/u0/l2"))
+    hidden, inner, layers, head_dim, vocab = 32, 48, 3, 8, 64
+    projections = hidden * (2 * 4 * head_dim + 2 * 2 * head_dim) + 3 * hidden * inner
+    scores = 2 * 16 * 16 * 4 * head_dim
+    expected = 2 * (layers * (16 * projections + scores) + 2 * hidden * vocab)
+    assert step.on(Engine.MATRIX).num_operations == expected
+
+
+@pytest.mark.parametrize("text", BUCKETS)
+def test_following_one_layer_of_a_kind_counts_like_following_all(structure: Structure, text: str) -> None:
+    bucket = BatchShape.parse(text)
+    folded = audit_bucket(structure, bucket)
+    with structure.mode, torch.no_grad():
+        inputs = structure.inputs(bucket)
+        tracer = StepTracer((*structure.held, *inputs.values()))
+        runners: dict[Hashable, Callable[..., Any]] = dict.fromkeys(structure.model.kinds, run_layer)
+        with tracer:
+            bucket_step(structure.model, structure.geometry, bucket, runners)(inputs)
+    assert folded.operators == dict(tracer.tally.operators)
+    assert folded.work == tracer.tally.work
+    assert folded.peak_transient_bytes == tracer.peak_bytes
+
+
+def test_every_operator_of_the_table_exists_and_names_its_sources() -> None:
+    sources = native_sources()
+    for name, operator in native_operators().items():
+        assert hasattr(torch.ops.aten, name), name
+        assert operator.sources
+        assert set(operator.sources) <= set(sources)
+    assert "nonzero" not in native_operators()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"model_type": "t5"}, "decoder-only"),
+        ({"hidden_act": "nonsense"}, "nonsense"),
+        ({"rope_scaling": DYNAMIC, "rope_parameters": DYNAMIC}, "dynamic.* reads positions on the host"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(
+    config_dir: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    path = edit_config(config_dir, tmp_path / "broken", **changes)
+    with pytest.raises(ValueError, match=message):
+        build_structure(engine_config(path), GAUDI2)
+
+
+def test_what_does_not_fit_together_is_refused(config_dir: Path) -> None:
+    config = engine_config(config_dir)
+    too_long = replace(config, scheduler=replace(config.scheduler, max_model_len=4096))
+    with pytest.raises(ValueError, match=f"at most {TINY['max_position_embeddings']}"):
+        build_structure(too_long, GAUDI2)
+    with pytest.raises(ValueError, match="64 unique blocks"):
+        build_structure(engine_config(config_dir, table="--u/q4/s0/u65/l4"), GAUDI2)
+    wrong = HeadPattern.all_retrieval(5, 2, sink=1, recent=1)
+    with pytest.raises(ValueError, match="5"):
+        build_structure(engine_config(config_dir, wrong), GAUDI2)
+    small = replace(GAUDI2, memory_bytes=1000)
+    with pytest.raises(ValueError, match="weights take"):
+        build_structure(replace(config, cache=replace(config.cache, num_blocks=None)), small)
+
+
+def test_blocks_follow_from_the_hardware_when_they_are_not_given(config_dir: Path) -> None:
+    config = engine_config(config_dir)
+    structure = build_structure(replace(config, cache=replace(config.cache, num_blocks=None)), GAUDI2)
+    # Four requests of 512 tokens: more would never be used, and all of them fit.
+    assert structure.memory.num_blocks == 4 * 512 // 16
+    assert structure.limits.num_blocks == structure.memory.num_blocks
+
+
+def test_streaming_heads_need_less_than_retrieval_heads(config_dir: Path, structure: Structure) -> None:
+    full = build_structure(engine_config(config_dir), GAUDI2)
+    assert structure.memory.block_bytes < full.memory.block_bytes
+    # Blocks that only two heads of three layers read.
+    bucket = BatchShape.parse("--u/q4/s0/u64/l4")
+    few, all_heads = (audit_bucket(each, bucket).on(Engine.MATRIX) for each in (structure, full))
+    assert few.num_operations < all_heads.num_operations
+    assert np.isclose(few.num_bytes / all_heads.num_bytes, 1, atol=0.5)

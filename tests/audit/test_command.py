@@ -1,0 +1,107 @@
+"""``hpu-duo audit`` from a config.json alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import MixtralConfig
+from typer.testing import CliRunner, Result
+
+from hpu_duo.audit import native
+from hpu_duo.cli.app import app
+from hpu_duo.heads import HeadPattern
+from tests.audit.conftest import BUCKETS, TINY
+
+Run = Callable[..., Result]
+LIMITS = ("--max-num-seqs", 4, "--max-num-batched-tokens", 32, "--block-size", 16, "--num-blocks", 64)
+
+
+@pytest.fixture
+def run(config_dir: Path) -> Run:
+    def audited(*arguments: object, model: Path = config_dir) -> Result:
+        words = ["audit", "--model", str(model), *map(str, (*LIMITS, *arguments))]
+        return CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+
+    return audited
+
+
+def test_tables_show_steps_operators_and_sources(run: Run) -> None:
+    result = run("--bucket", BUCKETS[0], "--fail-on-unknown")
+    assert result.exit_code == 0, result.output
+    for text in (
+        BUCKETS[0],
+        "index_copy_",
+        "gaudi-pytorch-bridge",
+        "Nothing forbidden",
+        "(2, 0)",
+        "64 blocks",
+    ):
+        assert text in result.stdout
+    assert "this project has not run on a Gaudi" in " ".join(result.stdout.split())
+
+
+def test_json_has_the_same_with_a_pattern_and_a_bucket_file(
+    run: Run, pattern: HeadPattern, tmp_path: Path
+) -> None:
+    pattern.save(tmp_path / "pattern")
+    (tmp_path / "table.txt").write_text("\n".join(BUCKETS[:2]))
+    result = run(
+        *("--pattern", tmp_path / "pattern", "--threshold", 0.5),
+        *("--buckets", tmp_path / "table.txt", "--json"),
+    )
+    assert result.exit_code == 0, result.output
+    fields = json.loads(result.stdout)
+    assert [step["name"] for step in fields["buckets"]] == list(BUCKETS[:2])
+    assert [(each["num_retrieval"], each["num_layers"]) for each in fields["recipes"]] == [(1, 2), (2, 1)]
+    assert fields["unknown"] == fields["violations"] == []
+    assert fields["buckets"][0]["work"]["matrix"]["num_operations"] > 0
+    assert {key for each in fields["operators"] for key in each["sources"]} <= set(fields["sources"])
+
+
+def test_a_forbidden_operator_ends_with_one(run: Run, tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    MixtralConfig(**{**TINY, **experts, "num_hidden_layers": 1}).save_pretrained(tmp_path)
+    result = run("--bucket", BUCKETS[0], "--json", model=tmp_path)
+    assert result.exit_code == 1, result.output
+    violations = json.loads(result.stdout)["violations"]
+    assert violations
+    assert all("transformers" in violation["source"] for violation in violations)
+
+
+def test_an_operator_without_source_fails_only_when_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {name: each for name, each in native.native_operators().items() if name != "silu"}
+    for module in ("hpu_duo.audit.report", "hpu_duo.audit.tracer"):
+        monkeypatch.setattr(f"{module}.native_operators", lambda: table)
+    shown = run("--bucket", BUCKETS[0])
+    assert shown.exit_code == 0, shown.output
+    assert "not shown in public sources: silu" in shown.stdout
+    assert run("--bucket", BUCKETS[0], "--fail-on-unknown").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--bucket", "csu"), "expected a shape such as"),
+        (("--bucket", BUCKETS[0], "--buckets", "table.txt"), "got both"),
+        (("--buckets", "missing.txt"), "missing.txt"),
+        (("--bucket", "--u/q4/s0/u65/l4"), "64 unique blocks"),
+        (("--hardware", "gaudi9"), "gaudi2 or gaudi3"),
+        (("--sparsity", 0.5), "needs a head pattern"),
+        (("--kv-cache-bytes", "4G"), "expected a size in bytes"),
+        (("--max-model-len", 5000), "at most 1024"),
+        (("--dtype", "int8"), "int8"),
+    ],
+)
+def test_bad_input_gets_one_sentence(run: Run, arguments: tuple[object, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("hpu-duo: error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_directory_without_configuration_is_refused(run: Run, tmp_path: Path) -> None:
+    result = run(model=tmp_path / "nowhere")
+    assert result.exit_code == 2
+    assert "nowhere" in result.stderr

@@ -1,0 +1,89 @@
+"""What a step needs beside weights and stores does not grow with the context."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.transients import BLOCK, KINDS, StepKind, measure, small_runner
+from graphs import BatchShape
+from hpu_duo.audit import Structure, audit_bucket, build_structure
+from hpu_duo.cost import GAUDI2
+from hpu_duo.engine.batch import flatten
+from hpu_duo.heads import HeadPattern
+from kernels_ref import reference
+from kernels_ref.sdpa import decode, prefill
+from tests.audit.conftest import TINY, engine_config
+
+CONTEXTS = (1024, 4096, 16_384)
+# Bytes of the plan that attention on a CPU reads: a few numbers for each block of context.
+PLAN_BYTES_PER_BLOCK = 64
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds of chunks, scaled down with the model: the shortest context already fills them."""
+    monkeypatch.setattr(reference, "SCORE_BYTES", 1 << 15)
+    monkeypatch.setattr(reference, "KEY_BYTES", 1 << 12)
+    monkeypatch.setattr(reference, "UNIQUE_CHUNK", 4)
+    monkeypatch.setattr(prefill, "CONTEXT_BLOCKS", 4)
+    monkeypatch.setattr(decode, "BLOCK_CHUNK", 4)
+
+
+@pytest.fixture(scope="module")
+def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny-weights")
+    torch.manual_seed(0)
+    sizes = {**TINY, "num_hidden_layers": 1, "max_position_embeddings": 2 * CONTEXTS[-1]}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.usefixtures("_small_chunks")
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_measured_step_needs_no_more_after_a_longer_context(
+    weights_dir: Path, kind: StepKind, attention: str
+) -> None:
+    half = HeadPattern(np.eye(1, 2), sink=8, recent=24, retrieval=np.array([[True, False]]))
+    runner = small_runner(weights_dir, attention, half, CONTEXTS[-1])
+    exact = [measure(runner, kind.rows(context)) for context in CONTEXTS]
+    longest = kind.rows(CONTEXTS[-1])
+    bucket = flatten(longest, np.zeros(int(longest.num_new.sum()), np.int32), BLOCK).shape
+    padded = [measure(runner, kind.rows(context), bucket) for context in CONTEXTS]
+    slack = PLAN_BYTES_PER_BLOCK * 2 * CONTEXTS[-1] // BLOCK if attention == "sdpa" else 0
+    for sizes in (exact, padded):
+        assert max(sizes) - sizes[0] <= slack
+    assert exact[-1] == padded[-1]
+
+
+@pytest.mark.usefixtures("_small_chunks")
+@pytest.mark.parametrize(
+    "shape", ["--u/q4/s0/u{n}/l4", "-su/q4/s{n}/u{n}/l4", "cs-/q32/s{n}/u0/l1", "csu/q32/s{n}/u{n}/l4"]
+)
+def test_an_audited_step_needs_no_more_after_a_longer_context(structure: Structure, shape: str) -> None:
+    peaks = {
+        audit_bucket(structure, BatchShape.parse(shape.format(n=num_blocks))).peak_transient_bytes
+        for num_blocks in (24, 48)
+    }
+    assert len(peaks) == 1
+
+
+def test_the_audit_agrees_with_the_allocator_about_the_reference_kernels(weights_dir: Path) -> None:
+    runner = small_runner(weights_dir, "reference", None, CONTEXTS[0])
+    config = engine_config(weights_dir, table="csu/q33/s8/u8/l2")
+    rows = KINDS[-1].rows(512)
+    measured = measure(runner, rows)
+    shape = flatten(rows, np.zeros(int(rows.num_new.sum()), np.int32), BLOCK).shape
+    config = replace(
+        config,
+        model=replace(config.model, dtype="bfloat16"),
+        cache=replace(config.cache, block_size=BLOCK),
+        scheduler=replace(config.scheduler, max_num_batched_tokens=64),
+    )
+    traced = audit_bucket(build_structure(config, GAUDI2), shape).peak_transient_bytes
+    # Indices are int64 on a CPU and int32 on an HPU; workspaces of CPU kernels are small.
+    assert traced == pytest.approx(measured, rel=0.1)
