@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hpu_duo import __version__
+from hpu_duo.cli.audit import audit
 from hpu_duo.cli.capacity import capacity
 from hpu_duo.cli.doctor import doctor
 from hpu_duo.cli.eval import eval_app
@@ -40,6 +41,7 @@ app.command()(plan)
 app.command()(warmup)
 app.command()(identify)
 app.add_typer(pattern_app, name="pattern")
+app.command()(audit)
 app.add_typer(eval_app, name="eval")
 
 
