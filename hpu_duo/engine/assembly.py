@@ -11,24 +11,20 @@ from transformers import PreTrainedModel
 
 from bias_builders import Window
 from graphs import (
-    BucketLimits,
-    BucketTable,
     CaptureBackend,
-    ExponentialRule,
     GraphCache,
     MissPolicy,
-    SkippingCost,
-    StepCost,
     make_backend,
 )
 from graphs.backends import best_name
 from hpu_duo import sim
 from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, SchedulerConfig
 from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
-from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.graph_memory import RESERVED_SHARE, plan_with_graphs
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.engine.step_tables import StepTables
 from hpu_duo.heads import HeadLayout, HeadPattern, permute_heads
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.store import KVStore
@@ -98,19 +94,26 @@ def assemble_around(
     pattern = resolve_pattern(config.heads, layers)
     layouts, windows = assign_heads(layers, pattern, max_len)
     free_bytes = runtime.free_bytes() - (0 if first_device == device else _weight_bytes(model))
-    memory = plan_memory(
-        layers, layouts, windows, config.cache, config.scheduler, max_len, dtype, free_bytes=free_bytes
-    )
-    max_len = _held_len(config.scheduler, memory, max_len)
+    impl = choose_kernels(config.model.attention, device, layers)
+    specs = [layer_spec(*each, impl) for each in zip(layers, layouts, windows)]
+
+    def plan_of(graph_bytes: int) -> MemoryPlan:
+        sizes = (config.cache, config.scheduler, max_len, dtype)
+        return plan_memory(layers, layouts, windows, *sizes, free_bytes=free_bytes, graph_bytes=graph_bytes)
+
+    tables = StepTables(config, specs, text_config, max_len, backend, runtime.compiles_operators)
+    if config.graph.memory_bytes is None:
+        bound = free_bytes // RESERVED_SHARE
+        memory = plan_with_graphs(plan_of, lambda plan: min(bound, tables.graph_bytes(plan, dtype.itemsize)))
+    else:
+        memory = plan_of(config.graph.memory_bytes)
 
     permute_heads([layer.attention for layer in layers], layouts, layers[0].call.head_dim)
     _pack(config, model, layers, dtype, device, backend)
     runtime.place(model)
     store = KVStore(memory, dtype, device)
-    impl = choose_kernels(config.model.attention, device, layers)
-    specs = [layer_spec(*each, impl) for each in zip(layers, layouts, windows)]
     step_model = StepModel(model, layers, specs, store.layers)
-    runner = _make_runner(config, step_model, store, max_len, text_config, runtime, backend)
+    runner = _make_runner(config, step_model, store, tables, runtime)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -121,7 +124,7 @@ def assemble_around(
             uses_blocks=memory.uses_blocks,
         )
     )
-    limits = TokenLimits(max_len, eos_token_ids, text_config.vocab_size)
+    limits = TokenLimits(tables.limits(memory).max_model_len, eos_token_ids, text_config.vocab_size)
     return Engine(runner, scheduler, limits, tokenizer, seed)
 
 
@@ -191,12 +194,18 @@ def plan_memory(
     dtype: torch.dtype,
     *,
     free_bytes: int,
+    graph_bytes: int = 0,
 ) -> MemoryPlan:
-    """The sizes of all stores, in up to two fifths of ``free_bytes`` unless the user has said otherwise.
+    """The sizes of all stores, in up to two fifths of the free memory unless the user has said otherwise.
+
+    Args:
+        free_bytes: memory that nobody uses.
+        graph_bytes: how much of it is set aside for graphs before anything else.
 
     Raises:
-        ValueError: what the user has said does not fit into ``free_bytes``.
+        ValueError: what the user has said does not fit into the rest.
     """
+    free_bytes -= graph_bytes
     kv = tuple(
         LayerKV(layout.num_retrieval, layout.num_streaming, layer.call.head_dim, window.size if window else 0)
         for layer, layout, window in zip(layers, layouts, windows)
@@ -205,6 +214,7 @@ def plan_memory(
         "dtype_bytes": dtype.itemsize,
         "block_size": cache.block_size,
         "max_num_seqs": scheduler.max_num_seqs,
+        "graph_bytes": graph_bytes,
     }
     wanted = scheduler.max_num_seqs * -(-max_len // cache.block_size)
     if cache.num_blocks is not None:
@@ -223,7 +233,8 @@ def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:
     if plan.total_bytes > free_bytes:
         raise ValueError(
             f"the KV cache was asked to take {plan.total_bytes} bytes ({plan.num_blocks} blocks), "
-            f"but only {free_bytes} bytes are free"
+            f"but only {max(0, free_bytes)} bytes are free"
+            + (f" beside {plan.graph_bytes} bytes for graphs" if plan.graph_bytes else "")
         )
     return plan
 
@@ -284,20 +295,6 @@ def _wanted_len(scheduler: SchedulerConfig, text_config: Any) -> int:
     return scheduler.max_model_len
 
 
-def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> int:
-    """``max_len``, or what the blocks hold when the user left the length open."""
-    held = memory.max_tokens
-    # The last token of a request is sampled and never cached.
-    if held is None or max_len <= held + 1:
-        return max_len
-    if scheduler.max_model_len is not None:
-        raise ValueError(
-            f"max_model_len={max_len} needs {max_len - 1} cached tokens, but {memory.num_blocks} blocks of "
-            f"{memory.block_size} hold {held}"
-        )
-    return held + 1
-
-
 def _pack(
     config: EngineConfig,
     model: PreTrainedModel,
@@ -335,60 +332,23 @@ def layer_spec(
 
 
 def _make_runner(
-    config: EngineConfig,
-    model: StepModel,
-    store: KVStore,
-    max_len: int,
-    text_config: Any,
-    runtime: DeviceRuntime,
-    backend: CaptureBackend,
+    config: EngineConfig, model: StepModel, store: KVStore, tables: StepTables, runtime: DeviceRuntime
 ) -> Runner:
-    memory, scheduler = store.plan, config.scheduler
-    limits = BucketLimits(
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=max_len,
-        block_size=memory.block_size,
-        num_blocks=memory.num_blocks,
-        uses_blocks=memory.uses_blocks,
-        max_chunk_rows=scheduler.max_chunk_rows,
-    )
-    use_table = backend.name != "eager" or runtime.compiles_operators or config.graph.table is not None
-    table = config.graph.table
-    if table is None:
-        table = default_table(limits, model, text_config) if use_table else BucketTable(())
-    check_table(table, limits)
-    policy = config.graph.on_miss if use_table else MissPolicy.EAGER
-    graphs = GraphCache(backend, table, policy, config.graph.max_captured_tokens)
-    geometry = StepGeometry(
-        memory.block_size, memory.num_blocks, scheduler.max_num_seqs, scheduler.max_chunk_rows
-    )
+    memory = store.plan
+    policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
+    graphs = GraphCache(tables.backend, tables.table(memory), policy, config.graph.max_captured_tokens)
     return Runner(
         model,
         store,
-        geometry,
+        tables.geometry(memory),
         graphs,
-        use_table=use_table,
-        largest=limits.largest if not len(table) else limits.largest | table.envelope,
+        use_table=tables.uses_table,
+        largest=tables.largest(memory),
         device=store.layers[0].k_blocks.device,
         runtime=runtime,
-        max_model_len=max_len,
+        max_model_len=tables.limits(memory).max_model_len,
         fail_on_recompile=config.graph.fail_on_recompile,
     )
-
-
-def check_table(table: BucketTable, limits: BucketLimits) -> None:
-    """A bucket may not point beyond the stores; one with more query tokens than a step has is allowed.
-
-    Raises:
-        ValueError: one does.
-    """
-    for bucket in table:
-        if bucket.num_unique_blocks > limits.max_unique_blocks or bucket.num_logits > limits.max_num_seqs:
-            raise ValueError(
-                f"expected buckets of at most {limits.max_unique_blocks} unique blocks and "
-                f"{limits.max_num_seqs} logit rows, which the stores have, got {bucket}"
-            )
 
 
 def _lazy_mode(config: EngineConfig) -> bool | None:
@@ -415,24 +375,6 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
     if problem is not None:
         raise ValueError(f"graphs={chosen.name!r} cannot be used: {problem}")
     return chosen
-
-
-def default_table(limits: BucketLimits, model: StepModel, text_config: Any) -> BucketTable:
-    """The buckets that are captured when none are given."""
-    first = model.specs[0]
-    if first.impl is Implementation.SDPA:
-        rule = ExponentialRule(slack=1.25, merge_unique=True)
-        logit = text_config.vocab_size / (12 * text_config.hidden_size * len(model.specs))
-        return BucketTable.exponential(limits, rule, SkippingCost(logit))
-    cost = StepCost(
-        block_size=limits.block_size,
-        ring_width=max((spec.window.size for spec in model.specs if spec.window), default=0),
-        hidden_size=text_config.hidden_size,
-        num_layers=len(model.specs),
-        vocab_size=text_config.vocab_size,
-        kv_ratio=1 / first.group_size,
-    )
-    return BucketTable.exponential(limits, cost=cost)
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -10,10 +10,11 @@ from graphs import BatchShape
 from graphs.buffers import FieldSpec, pack
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.step_sizes import StepSizes
+from hpu_duo.kv.plan import MemoryPlan
 
 RESERVED_SHARE = 10
-"""An estimate takes at most one of this many parts of the free memory: vllm-gaudi sets that much aside for graphs
-unless told otherwise. Estimates for HPU take the worst case, that no graph shares memory with another one."""
+"""An estimate takes at most one of this many parts of the free memory: vllm-gaudi sets as much aside. Those
+for HPU are of the worst case, in which no graph shares memory with another one."""
 
 
 class WorkingMemory(Enum):
@@ -100,3 +101,21 @@ def staged_bytes(geometry: StepGeometry, largest: BatchShape) -> int:
     shapes = geometry.field_shapes(largest)
     fields = [FieldSpec(name, lambda _, shape=shape: shape) for name, shape in shapes.items()]  # type: ignore[misc]
     return pack(fields, largest).num_bytes
+
+
+def plan_with_graphs(
+    plan_of: Callable[[int], MemoryPlan], needed_of: Callable[[MemoryPlan], int]
+) -> MemoryPlan:
+    """The memory plan that leaves free what its own graphs need.
+
+    What graphs need depends on the blocks, which buckets may not exceed, and blocks take what graphs leave.
+    The reserve only grows from one plan to the next, so that this ends.
+
+    Args:
+        plan_of: the plan that leaves some bytes for graphs.
+        needed_of: what the graphs of a plan need; bounded.
+    """
+    plan = plan_of(0)
+    while (needed := needed_of(plan)) > plan.graph_bytes:
+        plan = plan_of(needed)
+    return plan

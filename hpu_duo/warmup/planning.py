@@ -8,8 +8,8 @@ from pathlib import Path
 from graphs import BucketTable
 from graphs.planner import GraphBudget, plan_table
 from graphs.recording import read_shapes
-from hpu_duo.engine.assembly import default_table
 from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.step_tables import default_table
 from hpu_duo.warmup.configuration import limits_of
 from hpu_duo.warmup.estimate import GraphCosts, WarmUpBudget
 
@@ -45,7 +45,7 @@ def plan_within(
         bytes_of=None if budget.max_gib is None else costs.kept_bytes,
     )
     traffic = read_shapes(*recordings) if recordings else None
-    return plan_table(limits, within, default_table(limits, runner.model, text_config).cost, traffic)
+    return plan_table(limits, within, default_table(limits, runner.model.specs, text_config).cost, traffic)
 
 
 def _for_graphs(budget: WarmUpBudget, transient_bytes: int) -> float | None:

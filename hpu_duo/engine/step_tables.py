@@ -1,0 +1,145 @@
+"""The buckets of an engine, and the shapes that bound them, as a function of its memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from graphs import (
+    BatchShape,
+    BucketLimits,
+    BucketTable,
+    CaptureBackend,
+    ExponentialRule,
+    SkippingCost,
+    StepCost,
+)
+from hpu_duo.config import EngineConfig, SchedulerConfig
+from hpu_duo.engine.batch import StepGeometry
+from hpu_duo.engine.graph_memory import KEPT, UNKNOWN, GraphMemory, staged_bytes
+from hpu_duo.engine.step_sizes import StepSizes
+from hpu_duo.kv.plan import MemoryPlan
+from kernels_ref import Implementation, LayerSpec
+
+
+class StepTables:
+    """Which buckets an engine has, as a function of its memory plan.
+
+    Args:
+        specs: of the layers.
+        max_len: tokens of a request, as far as the model goes.
+        is_padding: steps are padded to buckets even if the backend captures nothing.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        specs: Sequence[LayerSpec],
+        text_config: Any,
+        max_len: int,
+        backend: CaptureBackend,
+        is_padding: bool,
+    ) -> None:
+        self.config, self.backend = config, backend
+        self.uses_table = backend.name != "eager" or is_padding or config.graph.table is not None
+        self._specs, self._text_config, self._max_len = specs, text_config, max_len
+        self._made: dict[BucketLimits, BucketTable] = {}
+
+    def limits(self, memory: MemoryPlan) -> BucketLimits:
+        """What the scheduler can ask for."""
+        scheduler = self.config.scheduler
+        return BucketLimits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=_held_len(scheduler, memory, self._max_len),
+            block_size=memory.block_size,
+            num_blocks=memory.num_blocks,
+            uses_blocks=memory.uses_blocks,
+            max_chunk_rows=scheduler.max_chunk_rows,
+        )
+
+    def table(self, memory: MemoryPlan) -> BucketTable:
+        """The given buckets, or the default; none where steps run at their exact shapes.
+
+        Raises:
+            ValueError: a given bucket points beyond the stores.
+        """
+        limits = self.limits(memory)
+        if self.config.graph.table is not None:
+            check_table(self.config.graph.table, limits)
+            return self.config.graph.table
+        if limits not in self._made:
+            self._made[limits] = (
+                default_table(limits, self._specs, self._text_config) if self.uses_table else BucketTable(())
+            )
+        return self._made[limits]
+
+    def geometry(self, memory: MemoryPlan) -> StepGeometry:
+        """The sizes of the stores that steps point into."""
+        scheduler = self.config.scheduler
+        return StepGeometry(
+            memory.block_size, memory.num_blocks, scheduler.max_num_seqs, scheduler.max_chunk_rows
+        )
+
+    def largest(self, memory: MemoryPlan) -> BatchShape:
+        """The shape that the staged inputs must hold: whatever is reachable, and every bucket."""
+        limits, table = self.limits(memory), self.table(memory)
+        return limits.largest if not len(table) else limits.largest | table.envelope
+
+    def graph_bytes(self, memory: MemoryPlan, dtype_bytes: int) -> int:
+        """Device memory that the graphs of all buckets are estimated to take, with the staged inputs."""
+        kept = KEPT.get(self.backend.name, UNKNOWN)
+        graphs = GraphMemory(
+            kept,
+            len(set(self._specs)) if kept.is_per_kind else 1,
+            StepSizes.of(self._specs, self._text_config, memory.block_size, dtype_bytes),
+            self.config.graph.max_captured_tokens,
+        )
+        staged = staged_bytes(self.geometry(memory), self.largest(memory))
+        return staged + (graphs.total_bytes(self.table(memory)) if self.backend.name != "eager" else 0)
+
+
+def check_table(table: BucketTable, limits: BucketLimits) -> None:
+    """A bucket may not point beyond the stores; one with more query tokens than a step has is allowed.
+
+    Raises:
+        ValueError: one does.
+    """
+    for bucket in table:
+        if bucket.num_unique_blocks > limits.max_unique_blocks or bucket.num_logits > limits.max_num_seqs:
+            raise ValueError(
+                f"expected buckets of at most {limits.max_unique_blocks} unique blocks and "
+                f"{limits.max_num_seqs} logit rows, which the stores have, got {bucket}"
+            )
+
+
+def default_table(limits: BucketLimits, specs: Sequence[LayerSpec], text_config: Any) -> BucketTable:
+    """The buckets that are captured when none are given."""
+    first = specs[0]
+    if first.impl is Implementation.SDPA:
+        rule = ExponentialRule(slack=1.25, merge_unique=True)
+        logit = text_config.vocab_size / (12 * text_config.hidden_size * len(specs))
+        return BucketTable.exponential(limits, rule, SkippingCost(logit))
+    cost = StepCost(
+        block_size=limits.block_size,
+        ring_width=max((spec.window.size for spec in specs if spec.window), default=0),
+        hidden_size=text_config.hidden_size,
+        num_layers=len(specs),
+        vocab_size=text_config.vocab_size,
+        kv_ratio=1 / first.group_size,
+    )
+    return BucketTable.exponential(limits, cost=cost)
+
+
+def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> int:
+    """``max_len``, or what the blocks hold when the user left the length open."""
+    held = memory.max_tokens
+    # The last token of a request is sampled and never cached.
+    if held is None or max_len <= held + 1:
+        return max_len
+    if scheduler.max_model_len is not None:
+        raise ValueError(
+            f"max_model_len={max_len} needs {max_len - 1} cached tokens, but {memory.num_blocks} blocks of "
+            f"{memory.block_size} hold {held}"
+        )
+    return held + 1
