@@ -1,7 +1,8 @@
-"""Linear layers for decoding on CPU in bfloat16: packed once for oneDNN, or read as they lie.
+"""Linear layers for decoding on CPU in bfloat16: packed once, or read as they lie.
 
 A plain ``F.linear`` on CPU lays the weight out anew in every call. For one token that is most of
-the time of a decode step, because a decode reads every weight once and does little else.
+the time of a decode step, because a decode reads every weight once and does little else. Weights are
+packed for our own kernel where the CPU has AVX512-BF16 and no AMX, elsewhere for oneDNN.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from kernels_ref.avx512 import linear as avx512
+
 _library = torch.library.Library("hpu_duo", "FRAGMENT")
-_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
+_ARGUMENTS = "Tensor x, Tensor packed, Tensor? bias, int out_features"
+_library.define(f"packed_linear({_ARGUMENTS}) -> Tensor")
+_library.define(f"panel_linear({_ARGUMENTS}) -> Tensor")
 
 
 def _packed_linear(
@@ -30,7 +35,9 @@ def _packed_linear_fake(
 # The weight is an opaque oneDNN tensor, so the call carries both dispatch keys.
 _library.impl("packed_linear", _packed_linear, "CPU")
 _library.impl("packed_linear", _packed_linear, "MkldnnCPU")
-torch.library.register_fake("hpu_duo::packed_linear", _packed_linear_fake, lib=_library)
+_library.impl("panel_linear", avx512.multiply, "CPU")
+for _name in ("packed_linear", "panel_linear"):
+    torch.library.register_fake(f"hpu_duo::{_name}", _packed_linear_fake, lib=_library)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -40,7 +47,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` for inference, with the weight in oneDNN's own layout."""
+    """``nn.Linear`` for inference, with the weight in panels for our kernel or in oneDNN's own layout."""
 
     packed: torch.Tensor
 
@@ -48,13 +55,19 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach().contiguous()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.register_buffer("packed", packed, persistent=False)
         bias = None if linear.bias is None else linear.bias.detach()
+        self.is_in_panels = avx512.fits(weight)
+        if self.is_in_panels:
+            packed = avx512.pack(weight)
+            bias = None if bias is None else avx512.pack_bias(bias)
+        else:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.hpu_duo.packed_linear(x, self.packed, self.bias, self.out_features)
+        operator = torch.ops.hpu_duo.panel_linear if self.is_in_panels else torch.ops.hpu_duo.packed_linear
+        return operator(x, self.packed, self.bias, self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
@@ -86,7 +99,7 @@ def pack_linears(model: nn.Module, *, vector: Collection[nn.Module] = ()) -> int
     A weight shared with the embedding table stays there for look-ups and is packed beside it.
 
     Args:
-        vector: modules whose linears become ``VectorLinear`` instead of being packed.
+        vector: modules whose linears become ``VectorLinear`` instead of being packed for oneDNN.
     """
     as_vectors = {id(module) for parent in vector for module in parent.modules()}
     # Names only: a list of the layers themselves would keep all plain weights until the end.
@@ -98,5 +111,6 @@ def pack_linears(model: nn.Module, *, vector: Collection[nn.Module] = ()) -> int
     ]
     for module, name in targets:
         child = getattr(module, name)
-        setattr(module, name, VectorLinear(child) if id(child) in as_vectors else PackedLinear(child))
+        is_vector = id(child) in as_vectors and not avx512.fits(child.weight)
+        setattr(module, name, VectorLinear(child) if is_vector else PackedLinear(child))
     return len(targets)

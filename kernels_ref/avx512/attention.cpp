@@ -5,7 +5,7 @@
 // which is what the instruction vdpbf16ps multiplies. Scores, maxima, sums and outputs are float32;
 // weights are rounded to bfloat16 only as factors of the values.
 //
-// Built by tiled.py with nothing but a C++ compiler: no torch headers.
+// Built by library.py with nothing but a C++ compiler: no torch headers.
 
 #include <immintrin.h>
 
@@ -226,10 +226,10 @@ void attend_tile(const Job &job, int head, int begin, int end, const bf16 *keys,
 extern "C" {
 
 // Items of bfloat16 that `workspace` must hold, aligned to 64 bytes.
-int64_t hpu_duo_tiled_workspace(int num_keys, int dim) { return 2 * (int64_t)round_up(num_keys, kPanel) * dim; }
+int64_t hpu_duo_attend_workspace(int num_keys, int dim) { return 2 * (int64_t)round_up(num_keys, kPanel) * dim; }
 
 // Merges attention over the keys into attn, largest, total; see Job for the arguments.
-void hpu_duo_tiled(const void *q, const void *k, const void *v, float *attn, float *largest, float *total,
+void hpu_duo_attend(const void *q, const void *k, const void *v, float *attn, float *largest, float *total,
                    void *workspace, const int64_t *strides, const int *sizes, int num_threads) {
   const Job job{(const bf16 *)q, (const bf16 *)k, (const bf16 *)v, strides[0], strides[1], strides[2],
                 strides[3],      strides[4],      strides[5],      strides[6], attn,       largest,

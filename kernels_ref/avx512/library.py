@@ -1,18 +1,47 @@
-"""Build C++ sources of this package at their first use, once per machine."""
+"""Build the C++ sources of this package at their first use, once per machine, and load them."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+import torch
 from torch.utils.cpp_extension import get_default_build_root
 
 COMPILERS = ("g++", "clang++", "c++")
+_INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
+_OPTIONS = ("-std=c++17", "-O3", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
 _SHOWN_CHARACTERS = 2000
+
+
+def is_supported() -> bool:
+    """Whether this CPU multiplies pairs of bfloat16 in vectors, and has nothing better.
+
+    With AMX, torch's own kernels use its tiles, which are several times faster than vectors.
+    """
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+
+
+@cache
+def load(name: str) -> ctypes.CDLL | None:
+    """The library of the source ``name``.cpp; None, with one warning, where it cannot be built.
+
+    None without a warning where the CPU is another one.
+    """
+    if not is_supported():
+        return None
+    try:
+        return ctypes.CDLL(str(build(Path(__file__).with_name(f"{name}.cpp"), _OPTIONS)))
+    except (BuildError, OSError) as error:
+        warnings.warn(f"bfloat16 runs slower than it could on this CPU: {error}", stacklevel=2)
+        return None
 
 
 class BuildError(RuntimeError):

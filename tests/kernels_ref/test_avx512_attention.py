@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bias_builders import Window
+from kernels_ref.avx512 import attention as tiled
+from kernels_ref.avx512.library import is_supported
 from kernels_ref.partial import Partial, empty
-from kernels_ref.sdpa import tiled
-from kernels_ref.sdpa.build import BuildError, build
 
-here = pytest.mark.skipif(not tiled.is_supported(), reason="needs a CPU with AVX512-BF16 and without AMX")
+here = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-BF16 and without AMX")
 
 
 def draw_inputs(
@@ -140,37 +137,3 @@ def test_other_dtypes_and_head_sizes_are_left_to_torch() -> None:
     assert tiled.fits(q, k) is False
     q, k, _ = draw_inputs(8, 8, 1, 1, 16, 5)
     assert tiled.fits(q.float(), k.float()) is False
-
-
-def test_a_source_is_built_once_and_a_failure_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
-    source = tmp_path / "seven.cpp"
-    source.write_text('extern "C" int seven() { return 7; }\n')
-    library = build(source, [])
-    stamp = library.stat().st_mtime_ns
-    assert build(source, []).stat().st_mtime_ns == stamp
-    source.write_text("not C++\n")
-    with pytest.raises(BuildError, match=r"refuses seven\.cpp"):
-        build(source, [])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
-        build(source, [])
-
-
-@here
-def test_without_a_compiler_torch_takes_over_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    q, k, _ = draw_inputs(8, 8, 1, 1, 16, 6)
-    tiled._library.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="torch's slower attention: no C"):
-            assert tiled.fits(q, k) is False
-        assert tiled.fits(q, k) is False
-    finally:
-        tiled._library.cache_clear()

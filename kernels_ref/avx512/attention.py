@@ -1,9 +1,4 @@
-"""Attention of many bfloat16 queries on CPUs with AVX512-BF16: a small C++ kernel over packed tiles.
-
-On such a CPU torch's fused attention multiplies unpacked tiles and reaches about a third of what the
-instructions can do. This kernel packs keys and values once per head, reads grouped queries as they lie,
-knows causal and streaming visibility, and merges into a partial that is there already. It is built at its
-first use with a C++ compiler; without one, or on another CPU, torch's attention takes its place.
+"""Attention of many bfloat16 queries: packed tiles, causal and streaming visibility, merged in place.
 
 Scores, maxima, sums and outputs are float32; weights are rounded to bfloat16 as factors of the values.
 """
@@ -11,30 +6,17 @@ Scores, maxima, sums and outputs are float32; weights are rounded to bfloat16 as
 from __future__ import annotations
 
 import ctypes
-import warnings
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from bias_builders import Window
+from kernels_ref.avx512.library import load
 from kernels_ref.partial import Partial
-from kernels_ref.sdpa.build import BuildError, build
 
-_SOURCE = Path(__file__).with_name("tiled.cpp")
-_INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
-_OPTIONS = ("-std=c++17", "-O3", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
 _LANES = 16
 _MAX_DIM = 256
 _ALIGNMENT_ITEMS = 32
-
-
-def is_supported() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 in vectors, and has nothing better.
-
-    With AMX torch's own attention uses its tiles, which are several times faster than vectors.
-    """
-    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 def fits(q_SKGD: torch.Tensor, k_TKD: torch.Tensor) -> bool:
@@ -83,15 +65,15 @@ def attend(
         raise ValueError("expected a contiguous partial to merge into")
     library = _library()
     if library is None:
-        raise ValueError("expected a CPU and a compiler that the tiled kernel can use; ask fits() first")
+        raise ValueError("expected a CPU and a compiler that this kernel can use; ask fits() first")
     # The kernel reads runs of head_dim items.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_SKGD, k_TKD, v_TKD))
-    items = library.hpu_duo_tiled_workspace(num_keys, dim)
+    items = library.hpu_duo_attend_workspace(num_keys, dim)
     workspace = torch.empty(items + _ALIGNMENT_ITEMS, dtype=torch.bfloat16)
     sink, recent = window or (0, 0)
     offset = 0 if is_causal else num_keys
     sizes = (num_queries, num_keys, num_kv, group, dim, offset, recent, sink)
-    library.hpu_duo_tiled(
+    library.hpu_duo_attend(
         *(x.data_ptr() for x in (q, k, v, *total)),
         -(-workspace.data_ptr() // 64) * 64,
         (ctypes.c_int64 * 7)(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2]),
@@ -102,14 +84,9 @@ def attend(
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    if not is_supported():
-        return None
-    try:
-        library = ctypes.CDLL(str(build(_SOURCE, _OPTIONS)))
-    except (BuildError, OSError) as error:
-        warnings.warn(f"prompts use torch's slower attention: {error}", stacklevel=2)
-        return None
-    library.hpu_duo_tiled.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_int]
-    library.hpu_duo_tiled.restype = None
-    library.hpu_duo_tiled_workspace.restype = ctypes.c_int64
+    library = load("attention")
+    if library is not None:
+        library.hpu_duo_attend.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_int]
+        library.hpu_duo_attend.restype = None
+        library.hpu_duo_attend_workspace.restype = ctypes.c_int64
     return library

@@ -1,0 +1,72 @@
+"""Linear layers of bfloat16 whose weight is packed once: fast for one row, for a batch and for a prompt.
+
+Products are summed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from kernels_ref.avx512.library import load
+
+PANEL = 64
+"""Outputs that are packed together; the last panel is filled up with zeros."""
+
+
+def fits(weight_NK: torch.Tensor) -> bool:
+    """Whether a weight ``[outputs, inputs]`` can be packed for this machine."""
+    is_cpu_bfloat16 = weight_NK.dtype == torch.bfloat16 and weight_NK.device.type == "cpu"
+    return is_cpu_bfloat16 and weight_NK.shape[1] % 2 == 0 and _library() is not None
+
+
+def pack(weight_NK: torch.Tensor) -> torch.Tensor:
+    """A weight in panels, ``[ceil(outputs / 64), inputs / 2, 64, 2]``."""
+    missing = -weight_NK.shape[0] % PANEL
+    padded = torch.nn.functional.pad(weight_NK, (0, 0, 0, missing)) if missing else weight_NK
+    return padded.view(-1, PANEL, weight_NK.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def pack_bias(bias_N: torch.Tensor) -> torch.Tensor:
+    """A bias in float32, filled up to whole panels."""
+    return torch.nn.functional.pad(bias_N.float(), (0, -bias_N.shape[0] % PANEL))
+
+
+def multiply(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+) -> torch.Tensor:
+    """``x [..., inputs]`` times the packed weight, plus the packed bias: ``[..., out_features]``.
+
+    Raises:
+        ValueError: ``x`` is not bfloat16 or has another number of inputs, or nothing is packed here.
+    """
+    num_inputs = 2 * packed.shape[1]
+    if x.dtype != torch.bfloat16 or x.shape[-1] != num_inputs:
+        raise ValueError(f"expected bfloat16 [..., {num_inputs}], got {x.dtype} {[*x.shape]}")
+    library = _library()
+    if library is None:
+        raise ValueError("expected a CPU and a compiler that this kernel can use; ask fits() first")
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], out_features)
+    library.hpu_duo_linear(
+        x.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.numel() // num_inputs,
+        out_features,
+        num_inputs,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = load("linear")
+    if library is not None:
+        library.hpu_duo_linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int]
+        library.hpu_duo_linear.restype = None
+    return library
