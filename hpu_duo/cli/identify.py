@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -210,10 +212,10 @@ def identify(
             device=device,
             resume=resume,
         )
-    _quieten(threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with joined_workers() as workers:
+    warnings.filterwarnings("ignore", message=".* is in beta and the API may change", category=UserWarning)
+    with _cpu_set_up(threads), joined_workers() as workers:
         with user_errors():
             run = Identification(request, workers)
         view = IdentifyView(Console(stderr=True), run.total, is_silent=not workers.is_first)
@@ -237,14 +239,19 @@ def _choice(names: type[Choice], option: str, text: str) -> Choice:
     return names(text)
 
 
-def _quieten(threads: int | None) -> None:
+@contextmanager
+def _cpu_set_up(threads: int | None) -> Iterator[None]:
+    """Threads as asked for, and subnormal numbers, on which CPUs are many times slower, taken for zero."""
     import torch
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    # Gates near zero make subnormal numbers, on which CPUs are many times slower.
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if threads is None else threads)
     torch.set_flush_denormal(True)
-    warnings.filterwarnings("ignore", message=".* is in beta and the API may change", category=UserWarning)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)
 
 
 def _tell_interrupted(run: Identification, request: IdentifyRequest) -> None:
@@ -264,12 +271,13 @@ def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None
         draw_heads([(f"{pattern.config['model_name']}, {request.method.value}", pattern)], picture)
     else:
         typer.echo("no heat map: matplotlib is not installed (pip install 'hpu-duo[plot]')", err=True)
-    cuts = {"> 0.5": pattern.binarise(threshold=0.5), "0.5 stream": pattern.binarise(sparsity=0.5)}
+    cuts = {"> 0.5": pattern.binarise(threshold=0.5), "at 0.5": pattern.binarise(sparsity=0.5)}
     if as_json:
         fields = {"output": str(request.output), "picture": picture and str(picture)}
         typer.echo(json.dumps({**fields, **pattern_fields(pattern, cuts)}, indent=2))
         return
     console = Console()
+    console.print("retrieval heads: scores above 0.5, and the better half of all", highlight=False)
     console.print(heads_table(pattern, cuts))
     names = "full_attention_heads.tsv, config.json" + (f", {PICTURE_FILE}" if picture else "")
     console.print(f"\n{request.output}: {names}", highlight=False)

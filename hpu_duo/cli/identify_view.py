@@ -73,7 +73,7 @@ def heads_table(pattern: HeadPattern, cuts: dict[str, HeadPattern]) -> Table:
         counts = [str(cut.head_counts[layer][0]) for cut in cuts.values()]
         table.add_row(str(layer), f"│{shades}│", *counts)
     table.add_section()
-    totals = [f"{int(cut.mask.sum())} of {cut.mask.size}" for cut in cuts.values()]
+    totals = [f"{int(cut.mask.sum())}/{cut.mask.size}" for cut in cuts.values()]
     table.add_row("all", "", *totals)
     return table
 

@@ -64,7 +64,7 @@ def show(
         cuts: dict[str, HeadPattern] = {}
         if not threshold:
             for share in sparsity or DEFAULT_SPARSITIES:
-                cuts[f"{share:.4g} stream"] = pattern.binarise(
+                cuts[f"at {share:.4g}"] = pattern.binarise(
                     sparsity=share, tie_break=rule, seed=tie_seed, balance=spread
                 )
         elif sparsity:
@@ -85,6 +85,8 @@ def show(
         sizes = f"{pattern.num_layers} layers x {pattern.num_kv_heads} KV heads"
         console = Console()
         console.print(f"{directory}: {sizes}, sink {pattern.sink}, recent {pattern.recent}", highlight=False)
+        what = "above each threshold" if threshold else "at each share of streaming heads"
+        console.print(f"retrieval heads of each layer {what}:", highlight=False)
         console.print(heads_table(pattern, cuts))
 
 

@@ -83,11 +83,11 @@ class QueryBlock:
         return F.pad(in_band, (self.num_sink, 0), value=True)
 
 
-def query_blocks(num_tokens: int, band: Band) -> Iterator[QueryBlock]:
-    """The blocks of a text, in order."""
-    for start in range(0, num_tokens, QUERY_BLOCK):
+def query_blocks(num_tokens: int, band: Band, size: int = QUERY_BLOCK) -> Iterator[QueryBlock]:
+    """The blocks of a text, of ``size`` queries but for the last one, in order."""
+    for start in range(0, num_tokens, size):
         first = max(0, start - band.recent + 1)
-        end = min(start + QUERY_BLOCK, num_tokens)
+        end = min(start + size, num_tokens)
         yield QueryBlock(start, end, min(band.sink, first), first)
 
 
