@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kernels_ref import triton as package
+from kernels_ref.triton.stream_k_choice import WORKERS_PER_PROCESSOR
 from tests.kernels_ref.offline_compile import QUICK, Compiled
 
 pytest.importorskip("triton.backends.nvidia")
@@ -55,3 +56,13 @@ def test_no_kernel_needs_more_shared_memory_than_its_device_has(compiled: list[C
 def test_no_kernel_spills_registers_in_its_loops(compiled: list[Compiled]) -> None:
     for each in compiled:
         assert each.stack_bytes <= SPILL_BYTES, each
+
+
+def test_all_workers_of_stream_k_fit_on_a_multiprocessor_together(compiled: list[Compiled]) -> None:
+    """Otherwise the last ones would begin when the first ones end, and equal shares would be useless."""
+    for each in compiled:
+        if each.kernel == "attend_ranges_kernel":
+            threads = 4 * 32
+            assert WORKERS_PER_PROCESSOR * threads * -(-each.registers // 8) * 8 <= 65_536, each
+            reserved = 1024
+            assert WORKERS_PER_PROCESSOR * (each.shared_bytes + reserved) <= each.limit + reserved, each

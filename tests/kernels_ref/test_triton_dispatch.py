@@ -1,0 +1,245 @@
+"""How Triton kernels are reached: refusals, operators, compilation, bad arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from bias_builders import Window
+from graphs.backends.toolchain import cpu_compile_problem
+from kernels_ref import Implementation, LayerCache, Step, unified_attention
+from kernels_ref.impl import kernels
+from kernels_ref.index import gather
+from kernels_ref.triton import availability, launch, operators
+from kernels_ref.triton.launch import DeviceLimits
+from tests.kernels_ref.scenario import RowSpec, Scenario, World
+from tests.triton_interpreter import replacing_once
+
+pytest.importorskip("triton")
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at tensors on the CPU")
+
+ROOT = Path(__file__).parents[2]
+SMALL = Scenario(
+    (RowSpec(9, 1), RowSpec(6, 4), RowSpec(0, 3)), 4, Window(2, 3), 2, 1, 2, 16, (1, 1, 1, 1), True, 4
+)
+RUN = kernels(Implementation.TRITON)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fast_interpreter() -> Iterator[None]:
+    with replacing_once():
+        yield
+
+
+def python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh process whose environment knows nothing of the interpreter unless told."""
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True
+    )
+
+
+def test_operators_and_parts_are_registered_without_importing_triton() -> None:
+    done = python(
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from kernels_ref.impl import Implementation, kernels\n"
+        "parts = kernels(Implementation.TRITON)\n"
+        "with torch._subclasses.FakeTensorMode():\n"
+        "    q, store = torch.empty(3, 2, 4, 64), torch.empty(5, 2, 128, 64)\n"
+        "    row = torch.empty(3, dtype=torch.int32)\n"
+        "    out = torch.ops.hpu_duo_triton.unique_blocks(q, store, store, row, row, row, 0.0)\n"
+        "    assert [list(x.shape) for x in out] == [[3, 2, 4, 64], [3, 2, 4], [3, 2, 4]]\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@needs_interpreter
+def test_a_cpu_without_the_interpreter_is_refused() -> None:
+    script = (
+        "import torch\n"
+        "from kernels_ref.triton import operators\n"
+        "q, store = torch.zeros(1, 1, 1, 16), torch.zeros(2, 1, 4, 16)\n"
+        "row = torch.zeros(1, dtype=torch.int32)\n"
+        "operators.unique_rings(q, store, store, row, 0.0)\n"
+    )
+    refused = python(script)
+    assert "ValueError: attention 'triton' was asked for, but without a GPU" in refused.stderr
+    assert python(script, TRITON_INTERPRET="1").returncode == 0
+
+
+@needs_interpreter
+def test_devices_are_judged_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert availability.problem(torch.device("cpu")) is None
+    assert "not on 'hpu:0'" in str(availability.problem(torch.device("hpu:0")))
+    assert "interpreter is on" in str(availability.problem(torch.device("cuda")))
+    monkeypatch.setattr(availability, "is_installed", lambda: False)
+    assert availability.problem(torch.device("cuda")) == "the package triton is not installed"
+
+
+def small_step() -> tuple[World, torch.Tensor, torch.Tensor, torch.Tensor, Step]:
+    world = World(SMALL)
+    q, k, v, step = world.inputs()
+    assert isinstance(step, Step)
+    # A compiled layer is given finite stores, so that results can be compared.
+    world.cache = LayerCache(*(store.nan_to_num_(0.5) for store in world.cache))
+    return world, q, k, v, step
+
+
+def operator_calls() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    world, q, k, v, step = small_step()
+    t, ring = step.tensors, step.rings[SMALL.window, SMALL.ks]
+    q = q.unflatten(1, (-1, SMALL.group))
+    full, streaming = q[:, :2], q[:, 2:]
+    rows = gather(full, t.row_token)
+    of_rows = operators.unique_blocks(
+        rows, *world.cache[:2], t.owner, t.tail_block, t.tail_visible, 0.0
+    )  # fmt: skip
+    causal = (t.causal_row, t.positions, t.row_query_start)
+    return [
+        (operators.causal, (full, k[:, :2], v[:, :2], *causal, 0, 0, 0.0)),
+        (operators.shared_blocks, (full, *world.cache[:2], t.row, t.shared_block, t.shared_visible, 0.0)),
+        (
+            operators.shared_rings,
+            (
+                streaming, *world.cache[2:], t.causal_row, t.positions, t.row_start, t.chunk_row,
+                ring.chunk_position, *SMALL.window, 0.0,
+            ),
+        ),
+        (operators.unique_blocks, (rows, *world.cache[:2], t.owner, t.tail_block, t.tail_visible, 2.5)),
+        (operators.unique_rings, (gather(streaming, t.row_token), *world.cache[2:], ring.visible, 0.0)),
+        (operators.write_kv, (*world.cache[:2], step.block_index[2], k[:, :2], v[:, :2])),
+        (operators.finish, (full, [], list(of_rows), step.single_row, None)),
+    ]  # fmt: skip
+
+
+@needs_interpreter
+@pytest.mark.parametrize("which", range(7))
+def test_operators_keep_what_their_schemas_and_fakes_promise(which: int) -> None:
+    operator, arguments = operator_calls()[which]
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@needs_interpreter
+@pytest.mark.skipif(cpu_compile_problem() is not None, reason="inductor needs a C++ compiler")
+def test_a_compiled_layer_equals_the_layer_and_writes_stores_in_place() -> None:
+    world, q, k, v, step = small_step()
+    spec = world.spec(Implementation.TRITON)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+        return unified_attention(q, k, v, cache, step, spec)
+
+    # Two sets of separate tensors: the compiler would copy stores that are views of one tensor.
+    eager, compiled = (LayerCache(*(store.clone() for store in world.cache)) for _ in range(2))
+    function = torch.compile(attend, fullgraph=True, dynamic=False)
+    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
+        wanted = attend(q, k, v, eager)
+        got, (code,) = run_and_get_code(function, q, k, v, compiled)
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+    for changed, expected in zip(compiled, eager):
+        torch.testing.assert_close(changed, expected, atol=0, rtol=0)
+    writes = re.findall(r"hpu_duo_triton\.write_kv\.default\((\w+), (\w+),", code)
+    assert len(writes) == 3, "blocks, rings before and rings after attention"
+    assert all(store.startswith("arg") for pair in writes for store in pair), writes
+
+
+CHECKED = Scenario((RowSpec(9, 1), RowSpec(6, 4)), 4, Window(2, 3), 1, 1, 2, 16, (0, 0, 0, 0), True, 4)
+
+
+def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """A part with one argument spoilt."""
+    world = World(CHECKED)
+    q, k, v, step = world.inputs()
+    assert isinstance(step, Step)
+    t, ring = step.tensors, step.rings[CHECKED.window, 1]
+    q = q.unflatten(1, (-1, 2))
+    arguments: dict[str, Any] = {"k": k[:, :1], "v": v[:, :1], "q": q[:, :1], **t._asdict(), **ring._asdict()}
+    arguments["q_rows"] = gather(q[:, :1], t.row_token)
+    arguments.update(world.cache._asdict())
+    change(arguments)
+    a = arguments
+    t = type(t)(*(a[name] for name in t._fields))
+    ring = type(ring)(*(a[name] for name in ring._fields))
+    match part:
+        case "causal":
+            RUN.causal(a["q"], a["k"], a["v"], t, None, None)
+        case "shared_blocks":
+            RUN.shared_blocks(a["q"], a["k_blocks"], a["v_blocks"], t, None)
+        case "unique_blocks":
+            RUN.unique_blocks(a["q_rows"], a["k_blocks"], a["v_blocks"], t, None)
+        case "shared_rings":
+            RUN.shared_rings(a["q"], a["k_ring"], a["v_ring"], t, ring, CHECKED.window, None)
+        case "unique_rings":
+            RUN.unique_rings(a["q_rows"], a["k_ring"], a["v_ring"], ring, None)
+        case _:
+            RUN.write_kv(a["k_blocks"], a["v_blocks"], step.block_index[1], a["k"], a["v"])
+
+
+def edit(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, Any]], None]:
+    def apply(arguments: dict[str, Any]) -> None:
+        arguments[name] = change(arguments[name])
+
+    return apply
+
+
+LIKE = "to be torch.float32 like the queries, got"
+BAD: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = [
+    ("causal", "q", lambda x: x.double(), "expected q_QKGD to be of one of .* got torch.float64"),
+    ("causal", "k", lambda x: x[:-1], r"expected k_QKD to have shape \[5, 1, 16\], got \[4, 1, 16\]"),
+    ("causal", "v", lambda x: x.half(), f"expected v_QKD {LIKE} torch.float16"),
+    ("causal", "k", lambda x: x.repeat(1, 1, 2)[..., ::2], "expected k_QKD to have contiguous vectors"),
+    ("causal", "positions", lambda x: x.long(), "expected positions to be torch.int32, got torch.int64"),
+    ("causal", "causal_row", lambda x: x.to("meta"), "expected causal_row on cpu, got meta"),
+    ("shared_blocks", "k_blocks", lambda x: x[..., ::2], r"expected k_XKBD to have .* \[any, 1, any, 16\]"),
+    ("shared_blocks", "v_blocks", lambda x: x[:, :, ::2], "expected v_XKBD to be contiguous, got strides"),
+    ("shared_blocks", "shared_visible", lambda x: x[:1], "expected shared_visible to have shape"),
+    ("unique_blocks", "v_blocks", lambda x: x[:2], "expected v_XKBD to have the shape of k_XKBD"),
+    ("unique_blocks", "owner", lambda x: x.new_zeros(99), "expected owner to have at most .* got 99"),
+    ("unique_blocks", "tail_block", lambda x: x[:0], r"expected tail_block to have .* \[2\], got \[0\]"),
+    ("shared_rings", "chunk_position", lambda x: x[:, 1:], "expected chunk_position to have shape"),
+    ("shared_rings", "k_ring", lambda x: x.bfloat16(), f"expected k_RKWD {LIKE} torch.bfloat16"),
+    ("unique_rings", "visible", lambda x: x[::2], "expected visible to have shape"),
+    ("unique_rings", "q_rows", lambda x: x[0], r"expected q_NKGD to have shape \[any, any, any, any\]"),
+    ("write_kv", "k", lambda x: x[1:], "expected v_QKD to have shape"),
+    ("write_kv", "k_blocks", lambda x: x.to("meta"), "expected k_store on cpu, got meta"),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("part", "name", "change", "message"), BAD, ids=[f"{b[0]}-{b[1]}" for b in BAD])
+def test_bad_arguments_are_refused_by_name(
+    part: str, name: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(part, edit(name, change))
+
+
+def test_heads_that_are_too_large_are_refused() -> None:
+    q, store = torch.zeros(1, 1, 1, 320), torch.zeros(2, 1, 4, 320)
+    with pytest.raises(ValueError, match="expected q_NKGD to have a head size of 1 to 256, got 320"):
+        RUN.unique_rings(q, store, store, World(CHECKED).inputs()[3].rings[CHECKED.window, 1], None)  # type: ignore[attr-defined]
+
+
+def test_choices_depend_on_shapes_and_devices_alone() -> None:
+    large, small = DeviceLimits(132, 227 << 10), DeviceLimits(84, 99 << 10)
+    for dim in (1, 32, 80, 96, 128, 256):
+        for dtype in availability.DTYPES:
+            for limits in (large, small):
+                for chosen in (launch.prefill(dim, dtype, limits), launch.decode(4, dim, dtype, limits)):
+                    for size in (chosen.rows, chosen.keys):
+                        assert size >= 16
+                        assert size & (size - 1) == 0
+    assert launch.blocks_per_program(1024, 8, large) == 32
+    assert launch.blocks_per_program(0, 8, large) == 1
+    assert launch.num_splits(8, 1000, large) == 33
+    assert launch.num_splits(8, 4, large) == 4
+    assert launch.num_splits(5000, 1000, large) == 1
