@@ -103,6 +103,8 @@ def shared_blocks(
                 tiled.attend(_of_row(total, row), q, k, v)
             else:
                 _add(total, row.begin, _flash(q, k, v))
+            # What one part has gathered is gone before the next one gathers.
+            del k, v
     _add_single_rows(
         total, q_QKGD, k_XKBD, v_XKBD, row_num_new, row_query_start, shared_block, shared_visible
     )
