@@ -16,6 +16,23 @@ from graphs.table import BucketTable
 
 
 @dataclass(frozen=True)
+class Resolution:
+    """How closely shapes are looked at.
+
+    Args:
+        num_cells: boxes that the reachable shapes are cut into, about.
+        num_points: rows that the traffic is gathered in, about.
+    """
+
+    num_cells: int = 4000
+    num_points: int = 800
+
+
+COARSE = Resolution(1000, 300)
+"""A tenth of the time, for when the size of a table matters more than its padding."""
+
+
+@dataclass(frozen=True)
 class GraphBudget:
     """What capturing the table may cost.
 
@@ -77,6 +94,7 @@ def plan_table(
     *,
     worst_case: float = 0.5,
     cover_share: float = 0.2,
+    resolution: Resolution = Resolution(),
 ) -> BucketTable:
     """Choose the buckets that pad the traffic least, within a budget, and hold every reachable shape.
 
@@ -90,6 +108,7 @@ def plan_table(
             nearby (``smoothed``). None plans for ``prior(limits)``.
         worst_case: padding of a step, relative to its cost, that is aimed at.
         cover_share: share of the budget that may go into the bound for shapes that are not in the traffic.
+        resolution: finer takes longer and pads less.
 
     Raises:
         ValueError: the budget does not hold the smallest table, which is one bucket that holds everything;
@@ -116,7 +135,8 @@ def plan_table(
         )
     if most == 1:
         return BucketTable((limits.largest,), cost)
-    search = TableSearch(Cells.within(limits, cost), Prototypes.of(traffic, cost), cost)
+    cells = Cells.within(limits, cost, resolution.num_cells)
+    search = TableSearch(cells, Prototypes.of(traffic, cost, resolution.num_points), cost)
 
     def buckets_of(num_graphs: int) -> tuple[BatchShape, ...]:
         return to_shapes(search.find(num_graphs, worst_case, cover_share).buckets)

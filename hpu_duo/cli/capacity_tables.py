@@ -45,7 +45,7 @@ def print_report(
         ("One request alone: decode tokens/s, seconds to the first token", _alone),
     ):
         _print(console, title, _by_context(found, cell))
-    warm_up_title = "Warm-up of the exponential bucket table, at published seconds per graph"
+    warm_up_title = "Warm-up of the planned bucket table, at published seconds per graph"
     _print(console, warm_up_title, _warm_up_table(found))
     console.print(_caveat(), style="dim", highlight=False)
 

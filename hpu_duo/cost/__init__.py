@@ -3,7 +3,15 @@
 Made from public sources only; see docs/cost-model.md. No Gaudi was measured by this project.
 """
 
-from hpu_duo.cost.capacity import SECONDS_PER_GRAPH, Capacity, CapacityPoint, WarmUp, capacity
+from hpu_duo.cost.capacity import (
+    SECONDS_PER_GRAPH,
+    Capacity,
+    CapacityPoint,
+    WarmUp,
+    bucket_limits,
+    capacity,
+    step_cost,
+)
 from hpu_duo.cost.deployment import Deployment, Serving
 from hpu_duo.cost.fit import fit, leave_one_model_out, median_error, relative_error
 from hpu_duo.cost.fitted import FITTED
@@ -35,6 +43,7 @@ __all__ = [
     "Step",
     "WarmUp",
     "Work",
+    "bucket_limits",
     "capacity",
     "find_hardware",
     "fit",
@@ -46,5 +55,6 @@ __all__ = [
     "relative_error",
     "roof_seconds",
     "split_rows",
+    "step_cost",
     "step_work",
 ]

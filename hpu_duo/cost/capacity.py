@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from graphs import BucketLimits, BucketTable, StepCost
+from graphs import BucketLimits, StepCost
+from graphs.planner import COARSE, plan_table
 from hpu_duo.cost.deployment import Deployment, Serving
 from hpu_duo.cost.hardware import Format
 from hpu_duo.cost.model import ModelSize
@@ -40,7 +42,7 @@ class CapacityPoint:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Graphs of the exponential bucket table, and the seconds they would take at published paces."""
+    """Graphs of the planned bucket table, and the seconds they would take at published paces."""
 
     num_graphs: int
     low_s: float
@@ -65,20 +67,29 @@ class Capacity:
 
 
 def capacity(
-    model: ModelSize, serving: Serving, sparsity: float, kv_format: Format, contexts: Sequence[int]
+    model: ModelSize,
+    serving: Serving,
+    sparsity: float,
+    kv_format: Format,
+    contexts: Sequence[int],
+    *,
+    num_graphs: int = 64,
 ) -> Capacity:
     """Requests that fit, predicted speeds and warm-up, for each length of context.
 
     The longest context is also the longest request that memory and graphs are planned for.
 
+    Args:
+        num_graphs: budget that the bucket table is planned for.
+
     Raises:
-        ValueError: no contexts, one below 1 token, or what ``Deployment`` refuses.
+        ValueError: no contexts, one below 1 token, a budget of no graph, or what ``Deployment`` refuses.
     """
     if not contexts or min(contexts) < 1:
         raise ValueError(f"expected contexts of 1 token or more, got {list(contexts)}")
     deployment = Deployment(model, serving, sparsity, kv_format, max(contexts))
     points = tuple(_point(deployment, context) for context in contexts)
-    return Capacity(sparsity, kv_format, points, _warm_up(deployment))
+    return Capacity(sparsity, kv_format, points, _warm_up(deployment, num_graphs))
 
 
 def _point(deployment: Deployment, context: int) -> CapacityPoint:
@@ -95,13 +106,21 @@ def _point(deployment: Deployment, context: int) -> CapacityPoint:
     )
 
 
-def _warm_up(deployment: Deployment) -> WarmUp | None:
+def bucket_limits(deployment: Deployment) -> BucketLimits:
+    """What a scheduler could ask for, with as many rows and blocks as fit.
+
+    Raises:
+        ValueError: not one request of the longest length fits.
+    """
     if deployment.count_requests(deployment.max_len) < 1:
-        return None
-    model, serving = deployment.model, deployment.serving
+        raise ValueError(
+            f"expected memory for one request of {deployment.max_len} tokens, "
+            f"{deployment.serving.num_devices} x {deployment.serving.hardware.title} have less"
+        )
+    serving = deployment.serving
     num_rows = min(serving.max_num_seqs, deployment.count_requests(serving.block_size))
     num_blocks = deployment.count_blocks(num_rows)
-    limits = BucketLimits(
+    return BucketLimits(
         max_num_seqs=num_rows,
         max_num_batched_tokens=serving.max_num_batched_tokens,
         max_model_len=deployment.max_len,
@@ -109,14 +128,31 @@ def _warm_up(deployment: Deployment) -> WarmUp | None:
         num_blocks=num_blocks,
         uses_blocks=num_blocks > 0,
     )
-    cost = StepCost(
-        block_size=serving.block_size,
+
+
+def step_cost(deployment: Deployment) -> StepCost:
+    """What a step of the deployment costs, relative to others, with the figures of its hardware."""
+    model, hardware = deployment.model, deployment.serving.hardware
+    return StepCost(
+        block_size=deployment.serving.block_size,
         ring_width=max(layer.ring_size for layer in deployment.kv_layers),
         hidden_size=model.hidden_size,
         num_layers=len(model.layers),
         vocab_size=model.vocab_size,
         kv_ratio=model.layers[0].num_kv_heads / model.layers[0].num_heads,
+        operations_per_byte=hardware.nominal_bf16 / hardware.memory_bytes_per_s,
     )
-    num_graphs = len(BucketTable.exponential(limits, cost=cost).buckets)
+
+
+def _warm_up(deployment: Deployment, num_graphs: int) -> WarmUp | None:
+    if deployment.count_requests(deployment.max_len) < 1:
+        return None
+    planned = _planned_graphs(bucket_limits(deployment), num_graphs, step_cost(deployment))
     low, high = SECONDS_PER_GRAPH
-    return WarmUp(num_graphs, num_graphs * low, num_graphs * high)
+    return WarmUp(planned, planned * low, planned * high)
+
+
+@lru_cache(maxsize=64)
+def _planned_graphs(limits: BucketLimits, num_graphs: int, cost: StepCost) -> int:
+    # Only how many there are is asked for, and a coarse plan has as many as a fine one.
+    return len(plan_table(limits, num_graphs, cost, resolution=COARSE))
