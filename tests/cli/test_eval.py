@@ -1,0 +1,153 @@
+"""``hpu-duo eval``: reports, pictures, resuming, and what is refused without touching a file."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from hpu_duo.builtin import PATTERN_DIR
+from hpu_duo.heads import HeadPattern
+
+Run = Callable[..., Result]
+SMALL = ("--passkey-words", "3", "--num-documents", "1")
+PNG = b"\x89PNG"
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()} if directory.exists() else {}
+
+
+def test_passkey_accuracy_stands_beside_bytes_kept(hpu_duo: Run) -> None:
+    command = ("eval", "passkey", "--num-tokens", "300", "--num-passkeys", "2", *SMALL)
+    done = hpu_duo(*command, "--sparsity", "0.75", "--json")
+    report = json.loads(done.stdout)
+    assert (report["num_exact"], report["num_answers"]) == (2, 2)
+    assert 0 < report["held_bytes"] < report["full_bytes"]
+    assert report["kv_ratio"] == report["held_bytes"] / report["full_bytes"]
+    shown = hpu_duo(*command, "--sparsity", "0.75").stdout
+    assert "of full attention" in shown
+    assert "accuracy" in shown
+
+
+def test_a_needle_grid_is_drawn_and_resumed(hpu_duo: Run, tmp_path: Path) -> None:
+    command = ("eval", "niah", "--out", tmp_path / "grid", "--lengths", "150", "200", "--depths", "0.4", "1")
+    first = hpu_duo(*command, *SMALL, "--json")
+    assert first.exit_code == 0, first.output
+    whole = files(tmp_path / "grid")
+    assert set(whole) == {"results.jsonl", "heatmap.png", "report.json"}
+    assert whole["heatmap.png"].startswith(PNG)
+    assert json.loads(first.stdout) == json.loads(whole["report.json"])
+    lines = whole["results.jsonl"].splitlines(keepends=True)
+    (tmp_path / "grid" / "results.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:7])
+    (tmp_path / "grid" / "heatmap.png").unlink()
+    again = hpu_duo(*command, *SMALL, "--json")
+    assert again.stdout == first.stdout
+    assert files(tmp_path / "grid") == whole
+
+
+def test_results_of_other_settings_and_foreign_files_are_left_alone(hpu_duo: Run, tmp_path: Path) -> None:
+    command = ("eval", "niah", "--out", tmp_path, "--lengths", "150", "--depths", "1", *SMALL)
+    (tmp_path / "heatmap.png").write_bytes(b"mine")
+    refused = hpu_duo(*command)
+    assert (refused.exit_code, files(tmp_path)) == (2, {"heatmap.png": b"mine"})
+    assert "expected output files that do not exist yet" in refused.stderr
+    (tmp_path / "results.jsonl").write_bytes(b"notes\n")
+    refused = hpu_duo(*command)
+    assert "another one" in refused.stderr
+    assert files(tmp_path) == {"heatmap.png": b"mine", "results.jsonl": b"notes\n"}
+
+
+def test_a_curve_has_a_picture_and_a_table(hpu_duo: Run, tmp_path: Path) -> None:
+    out = tmp_path / "curve"
+    done = hpu_duo(
+        *("eval", "curve", "--out", out, "--patterns", f"gates={PATTERN_DIR}", "--shares", "0.25"),
+        *("--random-seeds", "1", "--recents", "16", "--sweep-share", "0.25"),
+        *("--num-tokens", "200", "--num-passkeys", "2", *SMALL, "--json"),
+    )
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader((out / "curve.csv").read_text().splitlines()))
+    found = {(row["label"], row["sweep"]): float(row["accuracy"]) for row in rows}
+    assert found["full attention", "share"] == found["gates", "share"] == 1.0
+    assert found["all streaming", "share"] < 1.0
+    assert ("gates", "recent") in found
+    assert ("random heads", "share") in found
+    assert (out / "curve.png").read_bytes().startswith(PNG)
+    assert len(json.loads(done.stdout)["points"]) == len(rows) == 5
+
+
+def test_ruler_samples_are_written_and_answered(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
+    common = ("eval", "ruler", "--model", model_dir, "--tasks", "niah_single_1", "vt", "--num-samples", "2")
+    written = hpu_duo(*common, "--num-tokens", "900", "--write", tmp_path / "samples.jsonl")
+    assert written.exit_code == 0, written.output
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [sample["task"] for sample in samples] == ["niah_single_1"] * 2 + ["vt"] * 2
+    assert all(sample["length"] <= 900 for sample in samples)
+    again = hpu_duo(*common, "--num-tokens", "900", "--write", tmp_path / "samples.jsonl")
+    assert again.exit_code == 2
+    answered = hpu_duo(*common, "--num-tokens", "900", "--out", tmp_path / "run", "--json")
+    assert answered.exit_code == 0, answered.output
+    assert [row["task"] for row in json.loads(answered.stdout)["tasks"]] == ["niah_single_1", "vt"]
+    records = (tmp_path / "run" / "results.jsonl").read_text().splitlines()[1:]
+    assert all({"input", "outputs", "pred", "score"} <= set(json.loads(line)) for line in records)
+
+
+def test_longbench_files_are_answered_and_scored(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
+    item = {"input": "What?", "context": "a b c", "answers": ["x"], "all_classes": None, "length": 3}
+    path = tmp_path / "hotpotqa.jsonl"
+    path.write_text(json.dumps(item) + "\n" + json.dumps({**item, "dataset": "trec", "all_classes": ["x"]}))
+    done = hpu_duo(
+        "eval", "longbench", "--file", path, "--model", model_dir, "--out", tmp_path / "run", "--json"
+    )
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert [row["dataset"] for row in report["tasks"]] == ["hotpotqa", "trec"]
+    assert report["kv_ratio"] > 0
+
+
+def test_perplexity_is_reported_by_position(hpu_duo: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The small teacher watched a letter near the river. " * 8)
+    done = hpu_duo("eval", "perplexity", "--file", text, "--window", "32", "--sparsity", "0.5", "--json")
+    report = json.loads(done.stdout)
+    assert [row["from_token"] for row in report["windows"]] == [
+        1 + 32 * i for i in range(len(report["windows"]))
+    ]
+    values = [row["perplexity"] for row in report["windows"]]
+    assert min(values) < report["perplexity"] < max(values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ruler", "--tasks", "niah_quadruple"), "expected --tasks among"),
+        (("passkey", "--num-tokens", "9000"), "at most 8192 tokens"),
+        (("passkey", "--pattern", "WRONG", "--sparsity", "0.5"), "4 layers x 4 KV heads"),
+        (("curve", "--out", "OUT", "--patterns", "gates"), "LABEL=DIR"),
+        (("curve", "--out", "OUT", "--patterns", "gates=WRONG"), "4 layers x 4 KV heads"),
+        (("niah", "--out", "OUT", "--depths", "2"), "depths in [0, 1]"),
+        (("niah", "--out", "OUT", "--lengths", "8190"), "haystacks of at most 8192"),
+        (("longbench", "--file", "MISSING"), "cannot read"),
+        (("perplexity", "--file", "MISSING"), "cannot read"),
+        (("perplexity", "--num-tokens", "9000"), "at most 8192 tokens"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_and_nothing_is_written(
+    hpu_duo: Run, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    HeadPattern.random(2, 2, seed=0, sink=4, recent=12).save(tmp_path / "wrong")
+    places = {"WRONG": tmp_path / "wrong", "OUT": tmp_path / "out", "MISSING": tmp_path / "no.jsonl"}
+    words = [word.replace("WRONG", str(places["WRONG"])) for word in arguments]
+    done = hpu_duo("eval", *(places.get(word, word) for word in words))
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_harness_is_run_with_the_name_known(hpu_duo: Run) -> None:
+    pytest.importorskip("lm_eval")
+    done = hpu_duo("eval", "lm-eval", "run", "--help")
+    assert done.exit_code == 0
+    assert "--model" in done.stdout
