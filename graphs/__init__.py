@@ -8,7 +8,7 @@ from graphs.exponential import ExponentialRule
 from graphs.limits import BucketLimits
 from graphs.recompile import RecompileError
 from graphs.shape import BatchShape, Phase
-from graphs.table import BucketTable, Miss, Padding
+from graphs.table import BucketTable, Miss
 
 __all__ = [
     "BatchShape",
@@ -26,7 +26,6 @@ __all__ = [
     "Layout",
     "Miss",
     "MissPolicy",
-    "Padding",
     "Phase",
     "RecompileError",
     "SkippingCost",

@@ -185,14 +185,10 @@ class GraphCache:
         Raises:
             GraphMissError: ``bucket`` is not in the table, and the policy is not ``EAGER``.
         """
-        executable = self._executables.get(bucket)
-        if executable is not None:
-            outputs = executable(inputs)
+        if bucket in self._executables or bucket in self._table:
+            outputs = self.rehearse(bucket, fn, inputs)
             self._runs[bucket] += 1
-        elif bucket in self._table:
-            outputs = self._run_first(bucket, fn, inputs)
-            self._runs[bucket] += 1
-            self._bypasses += not self.captures(bucket)
+            self._bypasses += bucket not in self._executables
         elif self.policy is MissPolicy.EAGER:
             outputs = fn(inputs)
             self._eager_runs += 1
@@ -200,6 +196,11 @@ class GraphCache:
             raise GraphMissError(Miss(bucket, self._table.nearest(bucket)))
         self._steps[str(bucket.phase)] += 1
         return outputs
+
+    def rehearse(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
+        """Run a step of a bucket as ``run`` does, without counting it: for warm-up."""
+        executable = self._executables.get(bucket)
+        return self._run_first(bucket, fn, inputs) if executable is None else executable(inputs)
 
     def warm_up(
         self,

@@ -28,17 +28,6 @@ class Miss:
 
 
 @dataclass(frozen=True)
-class Padding:
-    """What a bucket adds to a shape: padded units per dimension, and bucket cost over shape cost (>= 1)."""
-
-    query_len: int
-    num_shared_blocks: int
-    num_unique_blocks: int
-    num_logits: int
-    cost_ratio: float
-
-
-@dataclass(frozen=True)
 class BucketTable:
     """A set of buckets that finds the cheapest one for a shape.
 
@@ -144,22 +133,6 @@ class BucketTable:
             return len(lacking), sum((need - have) / need for need, have in lacking)
 
         return tuple(sorted(self.by_cost, key=shortfall)[:_NUM_NEAREST])
-
-    def padding(self, shape: BatchShape, bucket: BatchShape) -> Padding:
-        """What running ``shape`` in ``bucket`` adds.
-
-        Raises:
-            ValueError: ``bucket`` does not hold ``shape``.
-        """
-        if not bucket.holds(shape):
-            raise ValueError(f"expected a bucket that holds {shape}, got {bucket}")
-        return Padding(
-            bucket.query_len - shape.query_len,
-            bucket.num_shared_blocks - shape.num_shared_blocks,
-            bucket.num_unique_blocks - shape.num_unique_blocks,
-            bucket.num_logits - shape.num_logits,
-            self.cost(bucket) / self.cost(shape),
-        )
 
     @cached_property
     def _members(self) -> frozenset[BatchShape]:

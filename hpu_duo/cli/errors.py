@@ -13,7 +13,7 @@ INTERRUPTED = 130
 
 
 @contextmanager
-def user_errors(kind: type[ValueError] = ValueError) -> Iterator[None]:
+def user_errors(kind: type[Exception] = ValueError) -> Iterator[None]:
     """End the command with a sentence if what the user asked for cannot be done.
 
     To be put around reading and checking, not around running: a ``ValueError`` from a step that was

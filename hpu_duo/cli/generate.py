@@ -81,6 +81,9 @@ def generate(
     num_blocks: opt.NumBlocks = None,
     kv_cache_bytes: opt.KVCacheBytes = None,
     buckets: opt.Buckets = None,
+    max_captured_tokens: opt.MaxCapturedTokens = None,
+    graph_memory_bytes: opt.GraphMemoryBytes = None,
+    fail_on_recompile: opt.FailOnRecompile = False,
     record_shapes: opt.RecordShapes = None,
 ) -> None:
     """Continue one prompt, streaming its text, or several of them in one batch.
@@ -113,6 +116,9 @@ def generate(
                 num_blocks=num_blocks,
                 kv_cache_bytes=kv_cache_bytes,
                 buckets=buckets,
+                max_captured_tokens=max_captured_tokens,
+                graph_memory_bytes=graph_memory_bytes,
+                fail_on_recompile=fail_on_recompile,
                 record_shapes=record_shapes,
                 seed=seed,
             ),
@@ -123,7 +129,10 @@ def generate(
         run = Run(loaded.engine, ids, [params] * len(ids))
     console = Console(stderr=True)
     is_streamed = len(prompts) == 1 and not as_json
-    report = run.finish(LiveView(console, sys.stdout if is_streamed else None))
+    from graphs import RecompileError
+
+    with user_errors(RecompileError):
+        report = run.finish(LiveView(console, sys.stdout if is_streamed else None))
     if as_json:
         typer.echo(json.dumps(_fields(ids, report), indent=2))
     else:

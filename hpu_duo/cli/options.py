@@ -62,7 +62,11 @@ Dtype = Annotated[
     str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=_ENGINE)
 ]
 Graphs = Annotated[
-    str, typer.Option(help="How steps are captured: eager or compile.", rich_help_panel=_ENGINE)
+    str,
+    typer.Option(
+        help="How steps are captured: auto, eager, compile, cuda, hpu-compile or hpu-graph.",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 Attention = Annotated[
     str, typer.Option(help="Attention kernels: auto, reference or sdpa.", rich_help_panel=_ENGINE)
@@ -110,6 +114,31 @@ Buckets = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+MaxCapturedTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Steps of more tokens, long prefills, run uncaptured.",
+        show_default="all are captured",
+        rich_help_panel=_ENGINE,
+    ),
+]
+GraphMemoryBytes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Device memory to leave free for captured steps, such as 2GiB.",
+        show_default="as estimated",
+        rich_help_panel=_ENGINE,
+    ),
+]
+FailOnRecompile = Annotated[
+    bool,
+    typer.Option(
+        "--fail-on-recompile",
+        help="Warm up first, and end with an error if a step compiles anything afterwards.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 RecordShapes = Annotated[
     Path | None,
     typer.Option(
@@ -149,6 +178,9 @@ class EngineOptions:
     num_blocks: int | None = None
     kv_cache_bytes: str | None = None
     buckets: Path | None = None
+    max_captured_tokens: int | None = None
+    graph_memory_bytes: str | None = None
+    fail_on_recompile: bool = False
     record_shapes: Path | None = None
     seed: int = 0
 
@@ -161,12 +193,16 @@ def load_model(
     Args:
         path: None is the built-in model, whose own pattern is used when the heads are to be cut
             and no other pattern is named.
+        options: with ``fail_on_recompile``, the model is warmed up as well.
         num_requests: how many there will be, the default of ``max_num_seqs``.
 
     Raises:
         ValueError: the files or the options do not fit together; see ``HPUDuoModel.from_pretrained``.
     """
-    kv_cache_bytes = None if options.kv_cache_bytes is None else parse_bytes(options.kv_cache_bytes)
+    kv_cache_bytes, graph_memory_bytes = (
+        None if size is None else parse_bytes(size)
+        for size in (options.kv_cache_bytes, options.graph_memory_bytes)
+    )
     # Everything that needs torch comes after what can be refused without it.
     from transformers.utils import logging
 
@@ -177,7 +213,7 @@ def load_model(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     is_cut = heads.sparsity is not None or heads.threshold is not None
-    return HPUDuoModel.from_pretrained(
+    loaded = HPUDuoModel.from_pretrained(
         MODEL_DIR if path is None else path,
         pattern=PATTERN_DIR if path is None and heads.pattern is None and is_cut else heads.pattern,
         sparsity=heads.sparsity,
@@ -195,9 +231,15 @@ def load_model(
         kv_cache_bytes=kv_cache_bytes,
         graphs=options.graphs,
         buckets=options.buckets,
+        max_captured_tokens=options.max_captured_tokens,
+        graph_memory_bytes=graph_memory_bytes,
+        fail_on_recompile=options.fail_on_recompile,
         record_shapes=options.record_shapes,
         seed=options.seed,
     )
+    if options.fail_on_recompile:
+        loaded.warmup()
+    return loaded
 
 
 def _max_num_seqs(options: EngineOptions, num_requests: int) -> int:

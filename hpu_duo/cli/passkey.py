@@ -65,6 +65,7 @@ def passkey(
     max_num_seqs: opt.MaxNumSeqs = None,
     max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
     block_size: opt.BlockSize = 128,
+    fail_on_recompile: opt.FailOnRecompile = False,
 ) -> None:
     """Hide passkeys in a long document and ask for all of them in one batch.
 
@@ -86,6 +87,7 @@ def passkey(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 block_size=block_size,
+                fail_on_recompile=fail_on_recompile,
                 seed=seed,
             ),
             num_passkeys,
@@ -97,7 +99,10 @@ def passkey(
     console = Console()
     if not as_json:
         _show_task(console, written, len(prompts[0]))
-    report = run.finish(LiveView(Console(stderr=True), None))
+    from graphs import RecompileError
+
+    with user_errors(RecompileError):
+        report = run.finish(LiveView(Console(stderr=True), None))
     answers = [
         Answer(one, completion.text.strip()) for one, completion in zip(written.passkeys, report.completions)
     ]

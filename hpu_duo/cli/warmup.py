@@ -113,6 +113,8 @@ def warmup(
     block_size: opt.BlockSize = 128,
     num_blocks: opt.NumBlocks = None,
     kv_cache_bytes: opt.KVCacheBytes = None,
+    max_captured_tokens: opt.MaxCapturedTokens = None,
+    graph_memory_bytes: opt.GraphMemoryBytes = None,
     as_json: opt.Json = False,
 ) -> None:
     """Capture the shapes of a table: estimated first, within a budget, the largest first.
@@ -148,6 +150,8 @@ def warmup(
                 block_size=block_size,
                 num_blocks=num_blocks,
                 kv_cache_bytes=kv_cache_bytes,
+                max_captured_tokens=max_captured_tokens,
+                graph_memory_bytes=graph_memory_bytes,
                 buckets=buckets or replay,
             ),
             opt.DEFAULT_MAX_NUM_SEQS,

@@ -159,7 +159,7 @@ class Runner:
         vocab_size = self.model.model.config.get_text_config().vocab_size
         self.store.warm_up()
         for bucket in buckets:
-            logits = self.graphs.run(bucket, self._step_of(bucket), self._padding_only(bucket))
+            logits = self.graphs.rehearse(bucket, self._step_of(bucket), self._padding_only(bucket))
             for route in static_routes(bucket.num_logits, vocab_size, self.max_model_len):
                 _read(sample(logits, SamplingBatch.padding(route)))
 

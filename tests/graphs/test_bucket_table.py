@@ -215,19 +215,6 @@ def test_a_miss_names_the_buckets_that_lack_least_first() -> None:
     assert str(miss.nearest[0]) == "--u/q8/s0/u60/l8"
 
 
-def test_padding_reports_what_a_bucket_adds() -> None:
-    table = BucketTable((), cost=lambda shape: shape.query_len)
-    padding = table.padding(BatchShape.parse("-u/q3/s0/u5/l3"), BatchShape.parse("csu/q6/s7/u8/l4"))
-    assert (padding.query_len, padding.num_shared_blocks) == (3, 7)
-    assert (padding.num_unique_blocks, padding.num_logits) == (3, 1)
-    assert padding.cost_ratio == 2
-
-
-def test_padding_refuses_a_bucket_that_does_not_hold_the_shape() -> None:
-    with pytest.raises(ValueError, match="expected a bucket that holds --u/q3/s0/u5/l3, got --u/q2"):
-        BucketTable(()).padding(BatchShape.parse("-u/q3/s0/u5/l3"), BatchShape.parse("-u/q2/s0/u8/l3"))
-
-
 def test_a_bad_line_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a shape such as"):
         BucketTable.from_strings(["c--/q8/s0/u0/l1", "c--/q8"])

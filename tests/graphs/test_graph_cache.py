@@ -283,3 +283,10 @@ def test_another_table_keeps_backend_and_limit() -> None:
 def test_a_limit_that_captures_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="max_captured_tokens >= 1 or None, got 0"):
         GraphCache(EagerBackend(), TABLE, max_captured_tokens=0)
+
+
+def test_a_rehearsal_runs_what_a_step_runs_and_counts_nothing() -> None:
+    cache, _ = make_cache()
+    assert cache.rehearse(B8, total, make_inputs(B8)) == ("captured", sum(range(8)))
+    assert cache.rehearse(B8, total, make_inputs(B8)) == ("captured", sum(range(8)))
+    assert (cache.counters.captures, dict(cache.counters.runs), dict(cache.counters.steps)) == (1, {}, {})

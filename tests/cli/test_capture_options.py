@@ -1,0 +1,66 @@
+"""Options of capture: what a run says of it, and how one ends that compiles too late."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from hpu_duo import HPUDuoModel, sim
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def arguments(model_dir: Path) -> list[str | Path]:
+    """A short prompt on the simulated HPU, where steps of a table are captured without a compiler's time."""
+    reason = sim.problem()
+    if reason is not None:
+        pytest.skip(f"no simulated HPU here: {reason}")
+    limits = ["--block-size", "8", "--max-model-len", "24", "--max-num-batched-tokens", "8"]
+    return [
+        "generate",
+        "--model",
+        model_dir,
+        "--device",
+        "hpu-sim",
+        "--prompt",
+        "a prompt of 19 tok",
+        *limits,
+    ]
+
+
+def test_a_run_that_was_warmed_up_compiles_nothing_and_counts_long_steps(
+    hpu_duo: Run, arguments: list[str | Path]
+) -> None:
+    result = hpu_duo(
+        *arguments,
+        *("--max-new-tokens", "3", "--json", "--fail-on-recompile", "--graphs", "auto"),
+        *("--max-captured-tokens", "4", "--graph-memory-bytes", "1MiB"),
+    )
+    assert result.exit_code == 0, result.stderr
+    stats = json.loads(result.stdout)["run"]["stats"]
+    assert (stats["num_late_captures"], stats["num_graph_misses"]) == (0, 0)
+    assert stats["num_uncaptured_steps"] == 2
+    assert stats["graph_bytes"] == 1 << 20
+
+
+def test_a_step_that_compiles_ends_the_command_with_its_bucket(
+    hpu_duo: Run, arguments: list[str | Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HPUDuoModel, "warmup", lambda self: None)
+    result = hpu_duo(*arguments, "--fail-on-recompile")
+    assert result.exit_code == 2
+    assert (
+        "hpu-duo: error: expected nothing new to compile after warm-up, got the graph cache compiled c"
+        in (result.stderr)
+    )
+
+
+def test_a_capture_backend_of_another_device_is_refused(hpu_duo: Run, model_dir: Path) -> None:
+    result = hpu_duo("generate", "--model", model_dir, "--device", "cpu", "--prompt", "x", "--graphs", "cuda")
+    assert result.exit_code == 2
+    assert (
+        "graphs='cuda' cannot be used: CUDA graphs record steps on device 'cuda', got 'cpu'" in result.stderr
+    )
