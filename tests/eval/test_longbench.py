@@ -69,7 +69,7 @@ def test_every_data_set_has_a_metric_that_knows_its_own_answer(tmp_path: Path) -
         one = {**ITEM, "dataset": name, "answers": [answer], "all_classes": ["north wind", "south"]}
         (item,) = read_longbench(write(tmp_path / f"{name}.jsonl", one))
         assert item.score(answer) == 1.0, name
-        assert item.score("0 0 0") == 0.0, name
+        assert item.score("0 0 0") < 0.5, name
 
 
 @pytest.mark.parametrize(
