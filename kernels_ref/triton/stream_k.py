@@ -5,6 +5,8 @@ Shapes: N rows, K heads, G query heads of each, D head size, NU blocks of the co
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kernels_ref.triton import launch
@@ -34,6 +36,8 @@ def stream_k(
     block_size = k_XKBD.shape[2]
     limits = launch.device_limits(q_NKGD.device)
     tiles = launch.decode(group, dim, k_XKBD.dtype, limits)
+    # Reading a block's number and then its keys takes two stages more to have as many tiles on their way.
+    tiles = replace(tiles, num_stages=tiles.num_stages + 2)
     workers = num_workers(limits) if workers is None else workers
     work = build_work_map(owner, tail_block, tail_visible, block_size)
     out = launch.partials(q_NKGD, num_rows)

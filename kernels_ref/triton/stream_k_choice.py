@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kernels_ref.triton.launch import DeviceLimits
 
-WORKERS_PER_PROCESSOR = 4
-"""Workers that share a streaming multiprocessor and hide each other's beginnings and ends."""
+WORKERS_PER_PROCESSOR = 2
+"""Workers that share a streaming multiprocessor: all are resident, so none begins when others end."""
 
 LEAST_ITERATIONS = 4
 """Blocks that a worker should have, on average, before the list of work is worth its launch."""
