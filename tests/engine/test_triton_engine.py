@@ -46,7 +46,7 @@ def test_greedy_tokens_equal_those_of_the_reference_on_cpu(tiny: Tiny, pattern: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graphs", ["eager", "compile"])
+@pytest.mark.parametrize("graphs", ["eager", "compile", "cuda"])
 def test_half_precision_serves_many_requests_on_a_gpu(tiny: Tiny, graphs: str) -> None:
     served = tiny.load(attention="auto", device="cuda", dtype="bfloat16", pattern=PATTERN, graphs=graphs)
     assert {spec.impl for spec in served.engine.runner.model.specs} == {Implementation.TRITON}

@@ -122,7 +122,7 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     from kernels_ref.triton.shared_blocks import shared_blocks
     from kernels_ref.triton.shared_rings import shared_rings
     from kernels_ref.triton.stream_k import stream_k
-    from kernels_ref.triton.unique_blocks import unique_blocks
+    from kernels_ref.triton.unique_blocks import split_unique_blocks
     from kernels_ref.triton.unique_rings import unique_rings
     from kernels_ref.triton.write_kv import write_kv
 
@@ -143,7 +143,7 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
         lambda: causal(q, k, v, token, token, row, 64, 256, 0.0),
         lambda: shared_blocks(q, k_store, v_store, token, shared, visible, 0.0),
         lambda: shared_rings(q, k_ring, v_ring, token, token, row, row, ints(rows, window), 64, 256, 0.0),
-        lambda: unique_blocks(q_rows, k_store, v_store, ints(blocks), row, row, 0.0),
+        lambda: split_unique_blocks(q_rows, k_store, v_store, ints(blocks), row, row, 0.0),
         lambda: stream_k(q_rows, k_store, v_store, ints(blocks), row, row, 0.0),
         lambda: unique_rings(q_rows, k_ring, v_ring, row, 0.0),
         lambda: write_kv(k_store, v_store, place, k, v),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -31,7 +32,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FEW = settings(deadline=None, max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck))
 MIXED = (RowSpec(21, 1), RowSpec(17, 9), RowSpec(0, 12), RowSpec(30, 1, 3), RowSpec(13, 1))
-PARTS = ["causal", "streaming", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings"]
+PARTS = [
+    "causal",
+    "streaming",
+    "shared_blocks",
+    "shared_rings",
+    "split_blocks",
+    "even_blocks",
+    "unique_rings",
+]
+"""``split_blocks`` and ``even_blocks`` are the unique part's two kernels, of which shapes choose one."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,10 +102,16 @@ class Inputs:
                 return run.shared_blocks(next(full), *blocks, t, softcap)
             case "shared_rings":
                 return run.shared_rings(next(streaming), *rings, t, self.ring, s.window, softcap)
-            case "unique_blocks":
+            case "split_blocks" | "even_blocks":
                 return run.unique_blocks(gather(next(full), t.row_token), *blocks, t, softcap)
             case _:
                 return run.unique_rings(gather(next(streaming), t.row_token), *rings, self.ring, softcap)
+
+
+def take_kernel(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Let the unique part run by one of its kernels, whatever the shapes say."""
+    module = import_module("kernels_ref.triton.unique_blocks")
+    monkeypatch.setattr(module, "choose", lambda *_: part == "even_blocks")
 
 
 def exactly(monkeypatch: pytest.MonkeyPatch, inputs: Inputs, part: str, softcap: float | None) -> Partial:
@@ -113,6 +129,7 @@ def exactly(monkeypatch: pytest.MonkeyPatch, inputs: Inputs, part: str, softcap:
 def assert_as_exact_as_the_reference(
     monkeypatch: pytest.MonkeyPatch, inputs: Inputs, part: str, softcap: float | None = None
 ) -> None:
+    take_kernel(monkeypatch, part)
     dtype = inputs.q.dtype
     exact = exactly(monkeypatch, inputs, part, softcap)
     ours = inputs.attend(kernels(Implementation.TRITON), part, softcap, dtype)
@@ -172,7 +189,10 @@ def test_loops_go_round_and_work_is_cut_and_merged(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_step_in_which_a_part_has_nothing_to_do_leaves_it_empty(part: str) -> None:
+def test_a_step_in_which_a_part_has_nothing_to_do_leaves_it_empty(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    take_kernel(monkeypatch, part)
     only_single, only_prompt = (RowSpec(0, 1),), (RowSpec(0, 5),)
     rows = only_single if part in ("causal", "streaming", "shared_rings") else only_prompt
     inputs = Inputs(Scenario(rows, 8, Window(1, 3), 1, 1, 1, 16, (3, 1, 0, 2), True, 1), torch.float32)
