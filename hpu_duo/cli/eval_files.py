@@ -48,6 +48,7 @@ def ruler(
     """Synthetic tasks in the manner of RULER, written for the model's tokenizer."""
     with user_errors():
         from hpu_duo.eval import RULER_TASKS, ruler_sample
+        from hpu_duo.eval.result_file import refuse_existing
 
         chosen = list(tasks or RULER_TASKS)
         for task in chosen:
@@ -65,9 +66,7 @@ def ruler(
         choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
         settings = {"num_tokens": num_tokens, "num_samples": num_samples, "seed": seed, "tasks": chosen}
         if write is not None:
-            check_outputs(write, [write])
-            if write.exists():
-                raise ValueError(f"expected output files that do not exist yet, got {write}")
+            refuse_existing([write])
         results = _open(out, "ruler", {**choice.settings(), **settings})
         subject = choice.load()
         samples = [
@@ -141,7 +140,7 @@ def longbench(
         )
         choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
         settings = {
-            "files": [str(path.resolve()) for path in file],
+            "files": [eopt.digest(path) for path in file],
             "prompts": templates,
             "max_length": max_length,
         }

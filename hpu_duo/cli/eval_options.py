@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
 
 MAX_NUM_SEQS = 8
+SCORES = "full_attention_heads.tsv"
 
 Out = Annotated[
     Path | None,
@@ -50,7 +52,7 @@ class Choice:
         """What decides the results, for the first line of a file of them."""
         return {
             "model": "built-in" if self.model is None else str(self.model.resolve()),
-            "pattern": None if self.heads.pattern is None else str(self.heads.pattern.resolve()),
+            "pattern": None if self.heads.pattern is None else digest(self.heads.pattern / SCORES),
             "sparsity": self.heads.sparsity,
             "threshold": self.heads.threshold,
             "sink": self.heads.sink,
@@ -73,6 +75,18 @@ class Choice:
             return Subject(opt.load_model(self.model, heads, self.engine, MAX_NUM_SEQS))
 
         return load
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, by which results know what they were computed from.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
 
 
 def read_pattern(path: Path | None, heads: opt.HeadOptions) -> HeadPattern:
