@@ -38,3 +38,11 @@ def test_streaming_heads_halve_the_memory_before_they_cost_an_answer() -> None:
     assert table["0%"][1] == table["50%"][1] == 2
     assert table["50%"][0] < 60
     assert table["100%"][1] == 0
+
+
+def test_heads_are_identified_and_enough_to_answer_with() -> None:
+    lines = run(
+        "identify_heads.py", "--steps", "20", "--max-length", "288", "--num-tokens", "800"
+    ).splitlines()
+    assert "retrieval heads (layer.head): 1.0, 1.2, 2.1, 2.3" in lines
+    assert lines[-1] == "passkeys found with the other heads streaming: 4 of 4"
