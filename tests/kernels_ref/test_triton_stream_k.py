@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from bias_builders import Window
+from kernels_ref import Implementation, unified_attention
 from kernels_ref.partial import FLOOR, Partial
 from kernels_ref.triton import availability
 from kernels_ref.triton.launch import INTERPRETER, DeviceLimits, Triple
 from kernels_ref.triton.stream_k_choice import choose, num_workers
+from tests.kernels_ref.scenario import RowSpec, Scenario, scenarios
+from tests.kernels_ref.scenario import World as Steps
+from tests.triton_interpreter import replacing_once
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 runs = pytest.mark.skipif(availability.problem(DEVICE) is not None, reason="Triton cannot run here")
 QUICK = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fast_interpreter() -> Iterator[None]:
+    with replacing_once():
+        yield
 
 
 @dataclass(frozen=True)
@@ -241,6 +252,26 @@ def test_the_unique_part_runs_as_the_choice_says(monkeypatch: pytest.MonkeyPatch
     out = Partial(*(x.cpu() for x in operators.unique_blocks(*arguments, 0.0)))
     assert called == ["stream_k" if num_rows > 1 else "split_unique_blocks"]
     world.check(out, 2e-5)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu" or availability.problem(DEVICE) is not None, reason="needs a CPU")
+@settings(QUICK, max_examples=6)
+@given(scenario=scenarios().filter(lambda s: s.kr > 0 and any(row.num_new == 1 for row in s.rows)))
+@example(
+    scenario=Scenario(
+        (RowSpec(41, 1), RowSpec(9, 4), RowSpec(23, 1, 2)), 4, Window(2, 6), 1, 1, 2, 8, (1, 1, 3, 1), True, 7
+    )
+)
+def test_mixed_steps_whose_unique_part_is_stream_k_equal_dense_attention(scenario: Scenario) -> None:
+    from kernels_ref.triton import unique_blocks
+
+    world = Steps(scenario)
+    q, k, v, step = world.inputs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unique_blocks, "choose", lambda *shape: True)
+        out = unified_attention(q, k, v, world.cache, step, world.spec(Implementation.TRITON))  # type: ignore[arg-type]
+    expected = world.dense()
+    torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
 
 
 H200 = DeviceLimits(num_processors=132, shared_bytes=227 << 10)
