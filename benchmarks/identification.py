@@ -42,6 +42,7 @@ def main(
     """Run every method with every seed and write the report."""
     work_dir.mkdir(parents=True, exist_ok=True)
     results.mkdir(parents=True, exist_ok=True)
+    runs: list[tuple[str, str, tuple[str, ...], int]]
     runs = [(method, method, (), seed) for method in METHODS for seed in range(seeds)]
     runs.append(("optimise, as the paper reads", "optimise", PAPER, 0))
     rows, drawn = [], []
