@@ -11,6 +11,7 @@ from rich.table import Table
 from graphs import BatchShape, BucketLimits, BucketTable, StepCost
 from graphs.bucket_file import from_shape, write_gaudi_buckets, write_table
 from graphs.planner import (
+    GraphBudget,
     Grid,
     PaddingReport,
     Traffic,
@@ -40,7 +41,7 @@ def step_cost(size: ModelSize, block_size: int) -> StepCost:
 
 
 def choose(
-    name: str, limits: BucketLimits, cost: StepCost, budget: int, traffic: Traffic | None
+    name: str, limits: BucketLimits, cost: StepCost, budget: GraphBudget, traffic: Traffic | None
 ) -> tuple[BatchShape, ...] | Grid:
     """What a strategy makes of the limits; the budget and the traffic are for the planned one."""
     match name:

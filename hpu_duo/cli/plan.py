@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from hpu_duo.cli.capacity_choices import report_fields
+from hpu_duo.cli.drawing import check_drawing
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.options import Json
+from hpu_duo.cli.plan_hardware import HardwareOptions, graph_bytes
 
 if TYPE_CHECKING:
     from graphs.planner import Traffic
 
 _LIMITS = "Limits"
+_BUDGET = "Budget"
+_HARDWARE = "Hardware"
 _OUTPUT = "Output"
+_GIB = 1 << 30
 _STRATEGIES = ("planned", "thinned", "upstream-unified", "exponential", "linear", "padding-aware")
 
 
 def plan(
     model: Annotated[Path, typer.Option(help="Directory with config.json, or the file.")],
-    num_blocks: Annotated[int, typer.Option(help="KV blocks that are held.", rich_help_panel=_LIMITS)],
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="KV blocks that are held.",
+            show_default="what fits on --hardware",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -42,7 +55,88 @@ def plan(
         int, typer.Option(help="Prompts that may continue in the same step.", rich_help_panel=_LIMITS)
     ] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=_LIMITS)] = 128,
-    graphs_budget: Annotated[int, typer.Option(help="Most shapes to capture, when planned.")] = 64,
+    graphs_budget: Annotated[
+        int, typer.Option(help="Most shapes to capture, when planned.", rich_help_panel=_BUDGET)
+    ] = 64,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(help="Most time to capture them in.", show_default="no limit", rich_help_panel=_BUDGET),
+    ] = None,
+    seconds_per_graph: Annotated[
+        float,
+        typer.Option(
+            help="What one graph takes of --max-seconds; public figures for Gaudi are 0.7 to 14.",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = 14.0,
+    max_gib: Annotated[
+        float | None,
+        typer.Option(
+            help="Most device memory for graphs, if each keeps intermediates of its own.",
+            show_default="no limit",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="gaudi2 or gaudi3: show what fits and how fast it would be, and plan for it.",
+            show_default="plan for any device",
+            rich_help_panel=_HARDWARE,
+        ),
+    ] = None,
+    devices: Annotated[
+        int, typer.Option(help="Devices that share the model.", rich_help_panel=_HARDWARE)
+    ] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="Format of the weights of layers: bf16 or fp8.", rich_help_panel=_HARDWARE)
+    ] = "bf16",
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Lengths of context to compare, in tokens.",
+            show_default="8192 32768 131072 524288, as the model allows",
+            rich_help_panel=_HARDWARE,
+        ),
+    ] = None,
+    sparsity: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Shares of KV heads that stream; the table is planned for the first.",
+            show_default="0 0.5 0.75",
+            rich_help_panel=_HARDWARE,
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Formats of keys and values; the table is planned for the first.",
+            show_default="bf16 fp8",
+            rich_help_panel=_HARDWARE,
+        ),
+    ] = None,
+    sink: Annotated[
+        int, typer.Option(help="First tokens that streaming heads keep.", rich_help_panel=_HARDWARE)
+    ] = 128,
+    recent: Annotated[
+        int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=_HARDWARE)
+    ] = 256,
+    memory_utilization: Annotated[
+        float,
+        typer.Option(help="Share of the memory left by weights that may be used.", rich_help_panel=_HARDWARE),
+    ] = 0.9,
+    graph_memory: Annotated[
+        float,
+        typer.Option(help="Share of that for graphs instead of the KV cache.", rich_help_panel=_HARDWARE),
+    ] = 0.1,
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also draw what fits and how fast it would be; needs matplotlib.",
+            show_default="no picture",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
     from_shapes: Annotated[
         list[Path] | None,
         typer.Option(
@@ -67,35 +161,77 @@ def plan(
 ) -> None:
     """Choose the shapes to capture for a model and limits, and say what padding costs.
 
-    Needs no weights and no device. Costs are relative work, not time.
+    Needs no weights and no device. Costs are relative work, not time. With --hardware, also what fits and
+    how fast it would be, computed from public figures.
     """
     with user_errors():
         _check_strategy(strategy)
+        _check_hardware(hardware, num_blocks, context, sparsity, kv_cache_dtype, png)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs import BucketLimits
-        from graphs.planner import evaluate, prior
+        from graphs.planner import GraphBudget, evaluate, prior
         from graphs.recording import read_shapes
-        from hpu_duo.cli.bucket_plans import bucket_table, choose, listed, padding_table, step_cost, write
+        from hpu_duo.cli.bucket_plans import bucket_table, choose, listed, padding_table, write
 
+        in_time = GraphBudget(
+            graphs_budget,
+            seconds=max_seconds,
+            seconds_per_graph=None if max_seconds is None else seconds_per_graph,
+        )
         traffic: Traffic | None = read_shapes(*from_shapes) if from_shapes else None
         from hpu_duo.cost.read_model import read_model
 
         size = read_model(model)
-        limits = BucketLimits(
-            max_num_seqs,
-            max_num_batched_tokens,
-            max_model_len or size.max_positions,
-            block_size,
-            num_blocks,
-            max_chunk_rows=max_chunk_rows,
-        )
-        cost = step_cost(size, block_size)
+        serving, found, kv_layers = None, [], size.kv_layers(0.0, sink, recent, size.max_positions)
+        if hardware is not None:
+            from hpu_duo.cost import bucket_limits, step_cost
+
+            options = HardwareOptions(
+                hardware,
+                devices,
+                dtype,
+                context,
+                sparsity,
+                kv_cache_dtype,
+                sink,
+                recent,
+                memory_utilization,
+                graph_memory,
+            )
+            serving = options.serving(max_num_seqs, max_num_batched_tokens, block_size)
+            found = options.compare(size, serving, in_time.most_graphs)
+            if png is not None:
+                from hpu_duo.cli.capacity_plot import draw
+
+                draw(size, serving, found, png)
+            deployment = options.deployment(size, serving, max_model_len or size.max_positions)
+            limits = replace(bucket_limits(deployment), max_chunk_rows=max_chunk_rows)
+            if num_blocks is not None:
+                limits = replace(limits, num_blocks=num_blocks)
+            cost, kv_layers = step_cost(deployment), deployment.kv_layers
+        else:
+            assert num_blocks is not None, "checked above"
+            from hpu_duo.cli.bucket_plans import step_cost as any_cost
+
+            limits = BucketLimits(
+                max_num_seqs,
+                max_num_batched_tokens,
+                max_model_len or size.max_positions,
+                block_size,
+                num_blocks,
+                max_chunk_rows=max_chunk_rows,
+            )
+            cost = any_cost(size, block_size)
+        budget = in_time
+        if max_gib is not None:
+            bytes_of = graph_bytes(model, size, kv_layers, block_size)
+            budget = replace(in_time, memory_bytes=max_gib * _GIB, bytes_of=bytes_of)
         names = list(_STRATEGIES) if compare else []
-        chosen = choose(strategy, limits, cost, graphs_budget, traffic)
+        chosen = choose(strategy, limits, cost, budget, traffic)
         measured = prior(limits) if traffic is None else traffic
         reports = {
             name: evaluate(
-                chosen if name == strategy else choose(name, limits, cost, graphs_budget, traffic),
+                chosen if name == strategy else choose(name, limits, cost, budget, traffic),
                 limits,
                 cost,
                 measured,
@@ -108,13 +244,49 @@ def plan(
         else:
             shapes = ()
     if as_json:
-        fields = {name: asdict(report) for name, report in reports.items()}
-        typer.echo(json.dumps({"buckets": list(map(str, shapes)), "padding": fields}, indent=2))
+        fields: dict[str, Any] = {
+            "limits": asdict(limits),
+            "buckets": list(map(str, shapes)),
+            "padding": {name: asdict(report) for name, report in reports.items()},
+        }
+        if serving is not None:
+            fields["hardware"] = report_fields(size, serving, found)
+        typer.echo(json.dumps(fields, indent=2))
         return
     console = Console()
+    if serving is not None:
+        from hpu_duo.cli.capacity_tables import print_report
+
+        print_report(size, serving, found, console)
+        console.print(f"Table for {limits.num_blocks:,} blocks and {found[0].describe()}", style="bold")
     if shapes and not compare:
         console.print(bucket_table(shapes, cost))
     console.print(padding_table(reports, traffic is not None))
+
+
+def _check_hardware(
+    hardware: str | None,
+    num_blocks: int | None,
+    context: list[int] | None,
+    sparsity: list[float] | None,
+    kv_cache_dtype: list[str] | None,
+    png: Path | None,
+) -> None:
+    if png is not None:
+        check_drawing(png)
+    if hardware is not None:
+        return
+    if num_blocks is None:
+        raise ValueError("expected --num-blocks, or --hardware to find out how many fit, got neither")
+    compared = {
+        "--context": context,
+        "--sparsity": sparsity,
+        "--kv-cache-dtype": kv_cache_dtype,
+        "--png": png,
+    }
+    for name, value in compared.items():
+        if value is not None:
+            raise ValueError(f"expected --hardware with {name}, got none")
 
 
 def _check_strategy(name: str) -> None:

@@ -65,6 +65,11 @@ class Capacity:
     points: tuple[CapacityPoint, ...]
     warm_up: WarmUp | None
 
+    def describe(self) -> str:
+        """The choice in words."""
+        heads = "full attention" if self.sparsity == 0 else f"{self.sparsity:.0%} of heads streaming"
+        return f"{heads}, {self.kv_format.value} keys and values"
+
 
 def capacity(
     model: ModelSize,
@@ -119,7 +124,10 @@ def bucket_limits(deployment: Deployment) -> BucketLimits:
         )
     serving = deployment.serving
     num_rows = min(serving.max_num_seqs, deployment.count_requests(serving.block_size))
-    num_blocks = deployment.count_blocks(num_rows)
+    # More blocks than so many requests of that length take would never be used.
+    num_blocks = min(
+        deployment.count_blocks(num_rows), num_rows * -(-deployment.max_len // serving.block_size)
+    )
     return BucketLimits(
         max_num_seqs=num_rows,
         max_num_batched_tokens=serving.max_num_batched_tokens,

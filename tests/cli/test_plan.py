@@ -100,3 +100,70 @@ def test_a_model_refuses_a_file_that_is_no_table(model_dir: Path, tmp_path: Path
     path.write_text("--u/q1\n")
     with pytest.raises(ValueError, match=r"table\.txt, line 1: expected a shape"):
         HPUDuoModel.from_pretrained(model_dir, buckets=path)
+
+
+HARDWARE = (
+    *("--hardware", "gaudi3", "--max-num-seqs", 4, "--max-num-batched-tokens", 64, "--block-size", 16),
+    *("--context", 256, 1024, "--sparsity", 0.5, "--kv-cache-dtype", "bf16", "--sink", 8, "--recent", 24),
+)
+
+
+def test_hardware_gives_the_blocks_and_a_picture_of_what_fits(
+    hpu_duo: Run, config_dir: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "plan.png"
+    result = hpu_duo(
+        *("plan", "--model", config_dir, *HARDWARE, "--graphs-budget", 6, "--max-model-len", 1024),
+        *("--png", png),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert png.read_bytes().startswith(b"\x89PNG\r\n")
+    words = " ".join(result.stdout.split())
+    for text in ("Gaudi 3", "Requests that fit at once", "50% bf16", "Table for", "query tokens", "planned"):
+        assert text in words
+    assert "this project has not measured any Gaudi" in words
+
+
+def test_budgets_of_time_and_memory_bound_the_table(hpu_duo: Run, config_dir: Path) -> None:
+    def planned(*arguments: object) -> dict[str, object]:
+        result = hpu_duo(
+            "plan", "--model", config_dir, *HARDWARE, "--max-model-len", 512, "--json", *arguments
+        )
+        assert result.exit_code == 0, result.stderr
+        fields: dict[str, object] = json.loads(result.stdout)
+        return fields
+
+    free = planned("--graphs-budget", 6)
+    in_time = planned("--graphs-budget", 6, "--max-seconds", 10, "--seconds-per-graph", 3)
+    in_memory = planned("--graphs-budget", 6, "--max-gib", 0.005)
+    counts = [len(fields["buckets"]) for fields in (free, in_time, in_memory)]  # type: ignore[arg-type]
+    assert counts[0] == 6
+    assert counts[1] == 3
+    assert 1 <= counts[2] < 6
+    capacities = in_time["hardware"]["capacities"]  # type: ignore[index]
+    assert [one["warm_up"]["num_graphs"] for one in capacities] == [3]
+    # Four requests of 512 tokens: more blocks would never be used.
+    assert free["limits"]["num_blocks"] == 4 * 512 // 16  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "expected --num-blocks, or --hardware"),
+        (("--num-blocks", 8, "--sparsity", 0.5), "expected --hardware with --sparsity"),
+        (("--hardware", "gaudi1"), "expected hardware gaudi2 or gaudi3"),
+        (("--hardware", "gaudi3", "--png", "plan.jpg"), ".png"),
+        (("--num-blocks", 8, "--max-seconds", 1), "does not hold the smallest table"),
+        (("--num-blocks", 8, "--max-gib", 1e-9), "does not hold the smallest table"),
+        (("--num-blocks", 8, "--max-gib", -1), "above 0"),
+        (("--hardware", "gaudi3", "--context", 10**6), "expected contexts of 1 to 4096 tokens"),
+    ],
+)
+def test_hardware_and_budgets_that_make_no_sense_are_refused(
+    hpu_duo: Run, config_dir: Path, arguments: tuple[object, ...], message: str
+) -> None:
+    result = hpu_duo("plan", "--model", config_dir, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,40 @@
+"""What is computed unless other choices are made, and the report for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpu_duo.cost import Capacity, ModelSize, Serving
+
+DEFAULT_SPARSITIES = [0.0, 0.5, 0.75]
+DEFAULT_KV_FORMATS = ["bf16", "fp8"]
+DEFAULT_CONTEXTS = (8_192, 32_768, 131_072, 524_288)
+
+
+def default_contexts(max_positions: int) -> list[int]:
+    """Those of ``DEFAULT_CONTEXTS`` that the model serves, or all of its positions when it serves none."""
+    return [context for context in DEFAULT_CONTEXTS if context <= max_positions] or [max_positions]
+
+
+def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> dict[str, Any]:
+    """The report for programs: bytes, seconds, tokens per second."""
+    from hpu_duo.cost import FITTED, published_rows, split_rows
+    from hpu_duo.cost.fit import median_error
+
+    hardware = asdict(serving.hardware)
+    return {
+        "model": {
+            "name": model.name,
+            "num_params": model.num_params,
+            "weight_bytes": model.weight_bytes(serving.weights),
+            "max_positions": model.max_positions,
+        },
+        "serving": {**asdict(serving), "hardware": hardware, "weights": serving.weights.value},
+        "kv_cache_bytes": serving.kv_budget_bytes(model),
+        "capacities": [{**asdict(each), "kv_format": each.kv_format.value} for each in found],
+        "efficiency": asdict(FITTED),
+        "held_out_median_error": median_error(split_rows(published_rows())[1], FITTED),
+        "is_measured_by_this_project": False,
+    }
