@@ -7,17 +7,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import Result
 
 from graphs import BatchShape, BucketTable
 from graphs.bucket_file import read_table, write_table
-from graphs.manifest import read_manifest
+from graphs.manifest import GraphRecord, read_manifest
 from hpu_duo.cli.app import app
+from hpu_duo.cli.warmup_views import ProgressView
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.warmup import WarmUp, WarmUpStoppedError
 
@@ -181,3 +184,16 @@ def test_a_model_and_the_command_agree(warmup: Run, model_dir: Path, table: Path
         model_dir, buckets=manifest, max_num_seqs=4, max_num_batched_tokens=64, block_size=16
     )
     assert model.warmup(replay=manifest).num_captured == 3
+
+
+def test_a_bar_shows_how_far_it_is_on_a_terminal_and_nothing_elsewhere() -> None:
+    record = GraphRecord(BatchShape.parse("csu/q64/s48/u64/l4"), 1.25, 4096)
+    drawn = {}
+    for is_terminal in (True, False):
+        screen = StringIO()
+        with ProgressView(Console(file=screen, force_terminal=is_terminal, width=120)) as view:
+            view.done(1, 3, record)
+        drawn[is_terminal] = screen.getvalue()
+    assert "1/3" in drawn[True]
+    assert "csu/q64/s48/u64/l4 1.2 s" in drawn[True]
+    assert drawn[False] == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape
@@ -49,6 +49,7 @@ _records = st.builds(
 )
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     st.dictionaries(st.text(), _values),
     st.dictionaries(st.text(), st.text()),
@@ -159,6 +160,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert not is_manifest(tmp_path / "missing.json")
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_a_file_that_was_cut_off_is_never_taken_for_a_whole_one(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

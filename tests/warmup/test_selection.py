@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketLimits, BucketTable, Miss, Phase
@@ -48,6 +48,7 @@ def test_a_phase_without_buckets_is_refused_and_those_with_some_are_named() -> N
         select(TABLE, parse_phases("u,cs"))
 
 
+@settings(deadline=None)
 @given(st.data(), limits_strategy)
 def test_a_table_is_refused_exactly_if_it_lacks_a_reachable_shape(
     data: st.DataObject, limits: BucketLimits

@@ -121,6 +121,22 @@ def test_a_manifest_of_another_configuration_is_refused_by_name(
     assert other.engine.runner.graphs.counters.captures == 0
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": "of somebody else"}', "expected a warm-up manifest in .*, got 'of somebody else'"),
+        ("{ torn", "which is not JSON"),
+    ],
+)
+def test_a_model_refuses_a_table_file_that_is_another_kind_of_json(
+    tiny: Tiny, tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "table"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        tiny.load(buckets=path)
+
+
 def test_a_mismatch_that_needs_no_weights_is_told_before_they_are_read(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
