@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("hpu_duo", "graphs", "kernels_ref", "bias_builders")
 OPTIONAL = ("triton", "habana_frameworks", "optimum", "matplotlib", "fastapi", "ray", "lm_eval")
-LEAVES = ("kernels_ref.triton", "kernels_ref.hpu", "graphs.backends.hpu")
+LEAVES = ("kernels_ref.triton", "kernels_ref.hpu", "graphs.backends.hpu", "hpu_duo.eval.lm_eval_adapter")
 """The only modules that may need an optional package to be imported at all."""
 
 READS_ENVIRONMENT = ("hpu_duo.config", "hpu_duo.device.habana")
