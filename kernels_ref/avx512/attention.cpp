@@ -13,18 +13,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "vectors.h"
+
 namespace {
 
 constexpr int kTileRows = 48;     // a multiple of kStep
 constexpr int kStep = 6;          // rows that one pass over packed data serves
 constexpr int kKeys = 256;        // keys of a block, a multiple of kPanel
 constexpr int kPanel = 64;        // outputs of one pass: four vectors
-constexpr int kLanes = 16;
 constexpr int kMaxDim = 256;
-constexpr float kFloor = -1.0e30f;
-constexpr float kLog2e = 1.44269504f;
-
-using bf16 = uint16_t;
 
 struct Job {
   const bf16 *q, *k, *v;
@@ -108,18 +105,6 @@ void multiply_panel(int vectors, int rows, const bf16 *a, int lda, const bf16 *b
   }
 }
 
-// 2^x for x <= 0: polynomial of the fraction (relative error below 5e-6), exponent by scaling.
-inline __m512 exp2_of(__m512 x) {
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(x, whole);
-  __m512 y = _mm512_set1_ps(9.6183774e-3f);
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.5503324e-2f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022651e-1f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314718e-1f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(y, whole);
-}
-
 struct Tile {
   alignas(64) bf16 q[kTileRows * kMaxDim];
   alignas(64) bf16 weights[kTileRows * kKeys];
@@ -165,8 +150,6 @@ void soften(const Job &job, Tile &tile, int row, int first_key, int width, int l
   tile.total[row] = tile.total[row] * tile.scale[row] + _mm512_reduce_add_ps(sum);
   tile.largest[row] = now;
 }
-
-inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
 
 // Rows [begin, end) of a tile over keys [first, stop), block by block.
 void attend_keys(const Job &job, Tile &tile, int begin, int end, int first, int stop, const bf16 *keys,

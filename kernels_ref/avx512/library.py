@@ -51,7 +51,7 @@ class BuildError(RuntimeError):
 def build(source: Path, options: Sequence[str]) -> Path:
     """The shared library of a source, in torch's folder for extensions built at run time.
 
-    It is built again when the source, the options or the compiler's path change.
+    It is built again when the source, headers beside it, the options or the compiler's path change.
 
     Raises:
         BuildError: there is no compiler, it refuses the source, or the folder cannot be written.
@@ -59,7 +59,9 @@ def build(source: Path, options: Sequence[str]) -> Path:
     program = next((found for found in map(shutil.which, COMPILERS) if found), None)
     if program is None:
         raise BuildError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
-    key = hashlib.sha256(source.read_bytes() + repr((program, *options)).encode()).hexdigest()
+    headers = [path.read_bytes() for path in sorted(source.parent.glob("*.h"))]
+    content = b"".join([source.read_bytes(), *headers, repr((program, *options)).encode()])
+    key = hashlib.sha256(content).hexdigest()
     folder = Path(get_default_build_root()) / "hpu_duo_kernels"
     library = folder / f"{source.stem}-{key[:16]}.so"
     if library.is_file():

@@ -15,6 +15,7 @@ import torch
 
 from bias_builders import Window, leading_slots
 from kernels_ref import reference
+from kernels_ref.avx512 import rows
 from kernels_ref.index import write_kv
 from kernels_ref.partial import Partial, finish
 from kernels_ref.sdpa import decode, prefill, short
@@ -87,13 +88,16 @@ def unique_blocks(
 ) -> Partial:
     """Single-token rows against the blocks that only they read.
 
-    A short slice costs less as plain tensor code, which a compiler fuses, than as an operator.
+    Without a kernel of our own, a short slice costs less as plain tensor code, which a compiler fuses,
+    than as an operator.
     """
+    plan = (t.owner, t.tail_block, t.tail_visible)
+    if softcap is None and rows.fits(q_NKGD, k_XKBD):
+        return Partial(*_unique_blocks(q_NKGD, k_XKBD, v_XKBD, *plan, 0.0))
     if short.fits(q_NKGD, (t.owner.shape[0] + 1) * k_XKBD.shape[2]):
         return short.unique_blocks(q_NKGD, k_XKBD, v_XKBD, t, softcap)
     if t.owner.shape[0] <= SHORT_SLICE:
         return reference.unique_blocks(q_NKGD, k_XKBD, v_XKBD, t, softcap)
-    plan = (t.owner, t.tail_block, t.tail_visible)
     return Partial(*_unique_blocks(q_NKGD, k_XKBD, v_XKBD, *plan, softcap or 0.0))
 
 
@@ -101,7 +105,8 @@ def unique_rings(
     q_NKGD: torch.Tensor, k_RKWD: torch.Tensor, v_RKWD: torch.Tensor, ring: RingStep, softcap: float | None
 ) -> Partial:
     """Single-token rows against their rings."""
-    if short.fits(q_NKGD, k_RKWD.shape[2]):
+    has_kernel = softcap is None and rows.fits(q_NKGD, k_RKWD)
+    if not has_kernel and short.fits(q_NKGD, k_RKWD.shape[2]):
         visible = leading_slots(ring.visible, k_RKWD.shape[2])
         return short.attend_units(q_NKGD, k_RKWD[:1], v_RKWD[:1], visible, softcap)
     return Partial(*_unique_rings(q_NKGD, k_RKWD, v_RKWD, ring.visible, softcap or 0.0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from bias_builders import leading_slots
+from kernels_ref.avx512 import rows
 from kernels_ref.partial import Partial, attend, empty, merge
 from kernels_ref.reference import sum_by_owner
 
@@ -26,6 +27,8 @@ def unique_blocks(
     softcap: float,
 ) -> Partial:
     """Whole blocks from the contiguous slice, then the tails of all rows."""
+    if not softcap and rows.fits(q_NKGD, k_XKBD):
+        return rows.attend(q_NKGD, k_XKBD, v_XKBD, owner, tail_block, tail_visible)
     num_rows = q_NKGD.shape[0]
     total = _tails(q_NKGD, k_XKBD, v_XKBD, tail_block, tail_visible, softcap)
     owned = (owner < num_rows).nonzero().flatten()
@@ -52,6 +55,9 @@ def unique_rings(
 ) -> Partial:
     """Row ``n`` against ring ``n``."""
     num_rows = q_NKGD.shape[0]
+    if not softcap and rows.fits(q_NKGD, k_RKWD):
+        own = torch.arange(num_rows, dtype=torch.int32)
+        return rows.attend(q_NKGD, k_RKWD, v_RKWD, own[:0], own, visible)
     used = int(visible.max())
     if used == 0:
         return empty(q_NKGD)

@@ -1,0 +1,85 @@
+"""The kernel of single-token rows against float64 attention over the slots that each row sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels_ref.avx512 import rows
+from kernels_ref.avx512.library import is_supported
+
+here = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-BF16 and without AMX")
+
+
+def exact(q_KGD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor) -> torch.Tensor:
+    scores = torch.einsum("kgd,ktd->kgt", q_KGD.double(), k_KTD.double())
+    return torch.einsum("kgt,ktd->kgd", scores.softmax(-1).nan_to_num(), v_KTD.double())
+
+
+@here
+@settings(deadline=None, max_examples=60)
+@given(
+    owner=st.lists(st.integers(0, 4), max_size=9),
+    tails=st.lists(st.integers(0, 200), min_size=1, max_size=4),
+    heads=st.sampled_from([(1, 1), (2, 3), (1, 4), (1, 7)]),
+    dim=st.sampled_from([32, 64, 96, 256]),
+    slots=st.sampled_from([4, 16, 100, 200]),
+    seed=st.integers(0, 99),
+)
+def test_each_row_sees_its_units_and_the_head_of_its_tail_although_other_slots_hold_nan(
+    owner: list[int], tails: list[int], heads: tuple[int, int], dim: int, slots: int, seed: int
+) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    num_rows, (num_kv, group) = len(tails), heads
+    visible = [min(tail, slots) for tail in tails]
+    q = (torch.randn(num_rows, num_kv, group, dim, generator=gen) * 2 * dim**-0.5).bfloat16()
+    k, v = (
+        torch.randn(len(owner) + num_rows, num_kv, slots, dim, generator=gen).bfloat16() for _ in range(2)
+    )
+    for store in (k, v):
+        for unit, row in enumerate(owner):
+            if row >= num_rows:
+                store[unit] = torch.nan
+        for row in range(num_rows):
+            store[len(owner) + row, :, visible[row] :] = torch.nan
+    last = [len(owner) + row for row in range(num_rows)]
+    plan = (torch.tensor(x, dtype=torch.int32) for x in (owner, last, visible))
+    partial = rows.attend(q, k, v, *plan)
+    for row in range(num_rows):
+        units = [unit for unit, number in enumerate(owner) if number == row]
+        keys, values = (
+            torch.cat([*(x[unit] for unit in units), x[last[row], :, : visible[row]]], dim=1) for x in (k, v)
+        )
+        out = partial.attn[row] / partial.sum[row].clamp(min=1e-30)[..., None]
+        torch.testing.assert_close(out.double(), exact(q[row], keys, values), atol=1e-4, rtol=1e-4)
+        if not keys.shape[1]:
+            assert (partial.sum[row] == 0).all()
+            assert (partial.attn[row] == 0).all()
+
+
+@here
+def test_several_threads_give_the_bits_of_one() -> None:
+    q = torch.randn(3, 2, 2, 32).bfloat16()
+    k, v = torch.randn(8, 2, 16, 32).bfloat16(), torch.randn(8, 2, 16, 32).bfloat16()
+    plan = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2, 0, 0], [5, 6, 7], [3, 0, 16])]
+    before = torch.get_num_threads()
+    try:
+        outputs = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            outputs.append(rows.attend(q, k, v, *plan))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*outputs))
+
+
+@here
+def test_stores_of_another_head_size_are_refused() -> None:
+    q = torch.randn(1, 1, 1, 32).bfloat16()
+    store = torch.randn(1, 1, 4, 64).bfloat16()
+    none = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"expected stores \[X, 1, S, 32\]"):
+        rows.attend(q, store, store, none, none, none)
+    assert rows.fits(q.float(), store.float()) is False
