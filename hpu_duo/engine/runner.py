@@ -142,7 +142,9 @@ class Runner:
     @torch.inference_mode()
     def capture(self, bucket: BatchShape) -> bool:
         """Capture a bucket of the table; False if it has been captured before."""
-        return self.graphs.warm_up(self._step_of, self._padding_only, [bucket]) > 0
+        # As in a step: what a lazy device has collected is built before the caller goes on.
+        with self.runtime.step():
+            return self.graphs.warm_up(self._step_of, self._padding_only, [bucket]) > 0
 
     @torch.inference_mode()
     def finish_warm_up(self, captured: Iterable[BatchShape]) -> None:

@@ -12,7 +12,7 @@ import transformers
 
 from graphs import BucketLimits
 from graphs.manifest import Configuration
-from hpu_duo import __version__
+from hpu_duo import __version__, sim
 from hpu_duo.config import EngineConfig
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import read_config, resolve_dtype
@@ -105,6 +105,8 @@ def _device_version(device: torch.device) -> str:
             return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
         case "cuda":
             return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+        case _ if sim.installed() is not None:
+            return "simulated"
         case _:
             try:
                 return f"{_HABANA} {version(_HABANA)}"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from graphs import BucketTable
 from hpu_duo import HPUDuoModel, sim
 from hpu_duo.device.habana import HabanaRuntime
 from hpu_duo.sampling import SamplingParams
@@ -137,6 +138,7 @@ def test_other_devices_have_no_such_mode(tiny: Tiny) -> None:
 def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     monkeypatch.setenv("PT_HPU_WEIGHT_SHARING", "0")
+    monkeypatch.setenv("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true")
     monkeypatch.syspath_prepend(str(STANDIN))
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:
@@ -151,3 +153,22 @@ def test_a_real_device_is_asked_for_the_bridges_own_mode() -> None:
         assert bridge.SETTINGS["PT_COMPILE_ONLY_MODE"] is True
     assert not bridge.SETTINGS.get("PT_COMPILE_ONLY_MODE")
     assert runtime.used_bytes() == 300
+
+
+@pytest.mark.usefixtures("vendor")
+def test_what_a_lazy_device_collects_for_a_graph_is_built_inside_the_mode(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+    buckets = BucketTable.from_strings(["csu/q16/s30/u48/l4", "--u/q4/s0/u48/l4"])
+    served = tiny.load(graphs="eager", buckets=buckets)
+    served.engine.runner.runtime = HabanaRuntime(lazy=True)
+    bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
+    core = importlib.import_module("habana_frameworks.torch.core")
+    marks: list[bool] = []
+    monkeypatch.setattr(
+        core, "mark_step", lambda: marks.append(bool(bridge.SETTINGS.get("PT_COMPILE_ONLY_MODE")))
+    )
+    assert served.warmup(compile_only=True).num_captured == 2
+    # Tables are filled with the mode off, graphs are built with the mode on.
+    assert marks == [False, False, True, True]
