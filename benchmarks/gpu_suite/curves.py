@@ -11,8 +11,15 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_suite.clock import Clock, Timing
-from benchmarks.gpu_suite.engines import Setup, add_prompt, engine_of, make_model, place_context
-from benchmarks.gpu_suite.memory import SYSTEMS, kv_plan
+from benchmarks.gpu_suite.engines import (
+    Setup,
+    add_prompt,
+    engine_of,
+    free_unused,
+    make_model,
+    place_context,
+)
+from benchmarks.gpu_suite.memory import SYSTEMS
 from benchmarks.gpu_suite.results import Key, Point, Results
 from benchmarks.gpu_suite.shapes import ModelShape, Sizes
 from hpu_duo.engine.engine import Engine
@@ -84,29 +91,19 @@ def _measure(
         if budget.is_spent:
             return False
         if shape != of:
-            model = None  # the old weights go before the new ones come
+            model = None
+            free_unused(setup.device)  # the old weights go before the new ones come
             model, of = make_model(shape, max_positions, setup), shape
         assert model is not None
         try:
             results.add(Point(key, work(model)))
         except torch.OutOfMemoryError:
             results.add(Point(key, note="out of memory"))
-        except _DoesNotFit as reason:
-            results.add(Point(key, note=str(reason)))
+        except ValueError as refusal:
+            # An engine refuses caches that do not fit before it allocates them.
+            results.add(Point(key, note=str(refusal)))
+        free_unused(setup.device)
     return True
-
-
-class _DoesNotFit(Exception):
-    """The stores of a point are larger than the free memory."""
-
-
-def _check_room(shape: ModelShape, system: str, num_tokens: int, setup: Setup) -> None:
-    if setup.device.type != "cuda":
-        return
-    needed = kv_plan(shape, system, num_tokens, setup.block_size, setup.dtype.itemsize).total_bytes
-    free, _ = torch.cuda.mem_get_info(setup.device)
-    if needed > free:
-        raise _DoesNotFit(f"does not fit: {needed / (1 << 30):.1f} GiB of cache, {free / (1 << 30):.1f} free")
 
 
 def _decode_point(
@@ -119,7 +116,6 @@ def _decode_point(
     model: PreTrainedModel,
 ) -> dict[str, float]:
     num_tokens = context + _WARM_STEPS + sizes.decode_steps + 1
-    _check_room(shape, system, num_tokens, setup)
     with engine_of(
         model, shape, system, setup, num_tokens=num_tokens, chunk=max(1024, context // 16), is_captured=True
     ) as engine:
@@ -149,7 +145,6 @@ def _prefill_point(
     model: PreTrainedModel,
 ) -> dict[str, float]:
     length = prefill_tokens(shape, sizes)
-    _check_room(shape, system, length, setup)
     with engine_of(model, shape, system, setup, num_tokens=length, chunk=chunk) as engine:
         # The first and a later chunk run every kernel once, which compiles it.
         add_prompt(engine, min(length, 2 * chunk), 1)

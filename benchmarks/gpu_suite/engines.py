@@ -67,25 +67,25 @@ def engine_of(
         chunk: prompt tokens of a step.
         is_captured: decode steps go through the capture backend, padded to the one shape that holds all.
     """
-    graph = GraphConfig("eager")
+    graph = GraphConfig("eager", memory_bytes=0)
     if is_captured and setup.graphs != "eager":
         decode = BatchShape(Phase(False, False, True), 1, 0, -(-num_tokens // setup.block_size), 1)
         graph = GraphConfig(setup.graphs, BucketTable((decode,)))
-    engine = assemble_around(
-        model,
-        EngineConfig(
-            model=ModelConfig("random weights", str(setup.device), setup.dtype, setup.attention),
-            heads=HeadConfig(make_pattern(shape)) if system == DUO else HeadConfig(),
-            cache=CacheConfig(setup.block_size, num_blocks=-(-num_tokens // setup.block_size)),
-            scheduler=SchedulerConfig(1, chunk, num_tokens + 1),
-            graph=graph,
-        ),
-        frozenset(),
-    )
     try:
+        engine = assemble_around(
+            model,
+            EngineConfig(
+                model=ModelConfig("random weights", str(setup.device), setup.dtype, setup.attention),
+                heads=HeadConfig(make_pattern(shape)) if system == DUO else HeadConfig(),
+                cache=CacheConfig(setup.block_size, num_blocks=-(-num_tokens // setup.block_size)),
+                scheduler=SchedulerConfig(1, chunk, num_tokens + 1),
+                graph=graph,
+            ),
+            frozenset(),
+        )
         yield engine
-    finally:
         del engine
+    finally:
         _strip(model)
 
 
@@ -95,8 +95,13 @@ def _strip(model: PreTrainedModel) -> None:
         module.__dict__.pop("forward", None)
         if hasattr(module, LAYER_ATTRIBUTE):
             delattr(module, LAYER_ATTRIBUTE)
+    free_unused(model.device)
+
+
+def free_unused(device: torch.device) -> None:
+    """Give memory that nobody refers to back to the device."""
     gc.collect()
-    if model.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 

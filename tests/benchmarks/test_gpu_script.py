@@ -16,6 +16,7 @@ from benchmarks.gpu_suite.memory import DUO, FULL
 from benchmarks.gpu_suite.report import best_ratio, time_of, write_report
 from benchmarks.gpu_suite.results import Key, Point, Results
 from benchmarks.gpu_suite.shapes import LLAMA_3_8B, REAL, TOY
+from hpu_duo.device.runtime import CpuRuntime
 from kernels_ref import Partial
 
 TOY_RUN = ("--toy", "--device", "cpu", "--rounds", "1", "--date", "2001-02-03")
@@ -74,6 +75,18 @@ def test_a_spent_budget_begins_no_point_and_says_how_to_go_on(
     gpu.main([*command, "--seconds", "0"])
     assert {point["key"][0] for point in stored(tmp_path)} == {"machine"}
     assert "the same command goes on" in capsys.readouterr().out
+
+
+def test_caches_that_do_not_fit_are_noted_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuRuntime, "free_bytes", lambda self: 100_000)
+    gpu.main([*TOY_RUN, "--out", str(tmp_path), "--only", "decode", "--no-figures"])
+    points = {tuple(point["key"][1:]): point for point in stored(tmp_path)}
+    assert len(points) == len(TOY.models) * len(TOY.decode_contexts) * 2
+    small, large = (points[f"{TOY.models[0].name} at {context}", FULL] for context in TOY.decode_contexts)
+    assert small["values"]
+    assert "only 100000 bytes are free" in large["note"]
 
 
 def test_real_sizes_on_a_cpu_are_refused(tmp_path: Path) -> None:

@@ -254,14 +254,15 @@ def test_the_unique_part_runs_as_the_choice_says(monkeypatch: pytest.MonkeyPatch
     world.check(out, 2e-5)
 
 
+MIXED = Scenario(
+    (RowSpec(41, 1), RowSpec(9, 4), RowSpec(23, 1, 2)), 4, Window(2, 6), 1, 1, 2, 8, (1, 1, 3, 1), True, 7
+)
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu" or availability.problem(DEVICE) is not None, reason="needs a CPU")
 @settings(QUICK, max_examples=6)
 @given(scenario=scenarios().filter(lambda s: s.kr > 0 and any(row.num_new == 1 for row in s.rows)))
-@example(
-    scenario=Scenario(
-        (RowSpec(41, 1), RowSpec(9, 4), RowSpec(23, 1, 2)), 4, Window(2, 6), 1, 1, 2, 8, (1, 1, 3, 1), True, 7
-    )
-)
+@example(scenario=MIXED)
 def test_mixed_steps_whose_unique_part_is_stream_k_equal_dense_attention(scenario: Scenario) -> None:
     from kernels_ref.triton import unique_blocks
 
