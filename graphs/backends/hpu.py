@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Generic
 
 import torch
@@ -40,7 +40,7 @@ class HpuCompileBackend(CompileBackend):
 
     The default way on a Gaudi, in eager mode. From the second run of a bucket on, its regions are entered
     in torch's stance that takes most guards for granted; a region that would have to be compiled again
-    raises instead. The stance holds for the duration of the step only, so that what else the process
+    raises instead, and is compiled if the step is tried again. The stance holds for the duration of the step only, so that what else the process
     compiles, and the first run of another bucket, is compiled as usual.
 
     Args:
@@ -71,10 +71,11 @@ class _CompiledStep(Generic[Outputs]):
         self._has_run = False
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        if self._has_run:
-            with no_recompilation(self._label):
-                return self._fn(inputs)
-        outputs = self._fn(inputs)
+        may_compile = not self._has_run
+        # Whoever tries again after an error has been told, and gets what is missing compiled.
+        self._has_run = False
+        with nullcontext() if may_compile else no_recompilation(self._label):
+            outputs = self._fn(inputs)
         self._has_run = True
         return outputs
 

@@ -29,6 +29,8 @@ def run_table(report: RunReport) -> Table:
     if stats.num_graph_misses or stats.num_late_captures:
         missed = f"{stats.num_graph_misses} shapes outside the table, {stats.num_late_captures} captured late"
         table.add_row("graphs", missed)
+    if stats.num_uncaptured_steps:
+        table.add_row("uncaptured", f"{stats.num_uncaptured_steps} steps, too long to be captured")
     return table
 
 

@@ -46,6 +46,12 @@ def test_a_run_that_was_warmed_up_compiles_nothing_and_counts_long_steps(
     assert stats["graph_bytes"] == 1 << 20
 
 
+def test_long_steps_are_named_in_the_table(hpu_duo: Run, arguments: list[str | Path]) -> None:
+    result = hpu_duo(*arguments, "--max-new-tokens", "2", "--max-captured-tokens", "4")
+    assert result.exit_code == 0, result.stderr
+    assert "2 steps, too long to be captured" in result.stderr
+
+
 def test_a_step_that_compiles_ends_the_command_with_its_bucket(
     hpu_duo: Run, arguments: list[str | Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,21 @@ def test_a_warmed_engine_serves_the_tokens_of_eager_steps_and_compiles_nothing(
     check_quiet(served, eager_tokens, limit)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("limit", [None, LONG])
+def test_cuda_graphs_serve_the_tokens_of_eager_steps_on_the_same_device(
+    tiny: Tiny, limit: int | None
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    options: dict[str, Any] = {**LIMITS, "device": "cuda", "dtype": "float32"}
+    expected = tokens_of(serve(tiny.load(**options), PROMPTS, PARAMS))
+    served = tiny.load(graphs="auto", max_captured_tokens=limit, fail_on_recompile=True, **options)
+    assert served.engine.runner.graphs.backend.name == "cuda"
+    served.warmup()
+    check_quiet(served, expected, limit)
+
+
 def test_buckets_captured_by_requests_are_as_good_as_warmed_ones(
     tiny: Tiny, eager_tokens: list[list[list[int]]]
 ) -> None:
