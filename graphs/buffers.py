@@ -27,7 +27,7 @@ class FieldSpec:
         name: key of the array in ``stage`` and ``copy_in``.
         shape_of: the array's shape at a bucket; an int stands for one dimension. It may depend on nothing
             else, since a captured graph holds the address of every field.
-        pad: value of the entries that a step does not fill, for example a slot of the trash block.
+        pad: what ``fill`` puts where a step has nothing, for example a slot of the trash block.
     """
 
     name: str
@@ -131,22 +131,21 @@ class StagedInputs:
         return self._views_of(bucket).layout
 
     def stage(self, bucket: BatchShape) -> dict[str, np.ndarray]:
-        """Return host views of the bucket's fields, holding pads only, to fill in place.
+        """Return host views of the bucket's fields, to write in place, pads included.
 
         Returns:
-            int32 arrays by field name, which share memory with those of every other bucket.
+            int32 arrays by field name. They share memory with those of every other bucket and hold whatever
+            earlier steps wrote there.
 
         Raises:
             ValueError: the bucket needs more than the buffers hold.
         """
         host = self._views_of(bucket).host
-        for field in self.fields:
-            host[field.name].fill(field.pad)
         self._staged = bucket
         return host
 
     def fill(self, bucket: BatchShape, arrays: Mapping[str, np.ndarray]) -> None:
-        """Stage a bucket and write each array into the leading corner of its field.
+        """Stage a bucket and write each array into the leading corner of its field, and pads around it.
 
         Args:
             bucket: the bucket that the step will run in.
@@ -163,6 +162,8 @@ class StagedInputs:
         for name, array in arrays.items():
             _check_fits(f"{bucket}: field {name!r}", array, slots[name].shape)
         views = self.stage(bucket)
+        for field in self.fields:
+            views[field.name].fill(field.pad)
         for name, array in arrays.items():
             views[name][tuple(slice(size) for size in array.shape)] = array
 

@@ -89,7 +89,8 @@ class Runner:
 
     def _pad_to_table(self, is_padding: bool) -> None:
         self.uses_table = is_padding
-        self._step_of = lru_cache(maxsize=None if is_padding else 1)(self._make_step)
+        # Shapes that miss the table, any number of them, share one place.
+        self._step_of = lru_cache(maxsize=len(self.graphs.table) + 1 if is_padding else 1)(self._make_step)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sampling: Mapping[int, SamplingRow], vocab_size: int) -> StepResult:

@@ -16,6 +16,7 @@ FIELDS = (
 )
 LARGE = BatchShape.parse("csu/q64/s8/u32/l4")
 SMALL = BatchShape.parse("--u/q3/s0/u7/l3")
+NOTHING = {field.name: np.zeros([0] * len(field.dims(LARGE)), int) for field in FIELDS}
 
 
 def arrays_for(bucket: BatchShape, seed: int = 0) -> dict[str, np.ndarray]:
@@ -77,9 +78,9 @@ def test_one_copy_moves_exactly_the_prefix_that_the_bucket_needs() -> None:
 
 def test_a_copy_leaves_device_memory_behind_the_prefix_alone() -> None:
     staged = StagedInputs(FIELDS, [LARGE])
-    host = staged.stage(LARGE)
+    staged.fill(LARGE, NOTHING)
     device = staged.copy_in(LARGE)
-    host["owner"][:] = 9
+    staged.stage(LARGE)["owner"][:] = 9
     staged.stage(SMALL)
     staged.copy_in(SMALL)
     assert device["owner"].tolist() == [5] * 32
@@ -111,15 +112,17 @@ def test_addresses_outlive_the_cached_views_of_many_missed_shapes() -> None:
     assert staged.copy_in(bucket)["owner"].data_ptr() == before
 
 
-def test_staging_again_wipes_what_an_earlier_step_wrote() -> None:
+def test_staging_leaves_what_an_earlier_step_wrote_and_filling_pads_it_over() -> None:
     staged = StagedInputs(FIELDS, [LARGE])
     staged.stage(SMALL)["slots"][:] = 1
+    assert (staged.stage(SMALL)["slots"] == 1).all()
+    staged.fill(SMALL, NOTHING)
     assert (staged.stage(SMALL)["slots"] == 77).all()
 
 
-def test_views_filled_in_place_reach_the_device() -> None:
+def test_views_written_in_place_reach_the_device() -> None:
     staged = StagedInputs(FIELDS, [LARGE])
-    staged.stage(SMALL)["token_ids"][:2] = [8, 9]
+    staged.stage(SMALL)["token_ids"][:] = [8, 9, 0]
     assert staged.copy_in(SMALL)["token_ids"].tolist() == [8, 9, 0]
 
 
