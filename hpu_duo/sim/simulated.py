@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from hpu_duo.sim.garbage import spoil, with_any_index
 from hpu_duo.sim.journal import Journal, Watch
 from hpu_duo.sim.operators import Operator, Transfer, describe
 from hpu_duo.sim.rules import HpuRuleViolation, Rule
@@ -148,7 +149,7 @@ class SimulatedHpu:
         def kernel(*args: Any, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> SimTensor:
             made = SimTensor(func(*args, device=_CPU, **kwargs))
             if not self._is_launching:
-                _spoil(made.host, set())
+                spoil(made.host, set())
             if made.dtype in _WIDE:
                 self.break_rule(Rule.WIDE_DTYPE, str(func), f"makes {made.dtype}")
             if launches:
@@ -201,8 +202,8 @@ class SimulatedHpu:
         elif operator.written or operator.written_names:
             return [*(args[at] for at in operator.written), *(kwargs[n] for n in operator.written_names)][0]
         else:
-            result = func(*_with_any_index(operator, host_args), **host_kwargs)
-            _spoil(result, {sim.host.untyped_storage().data_ptr() for sim in call.sims})
+            result = func(*with_any_index(operator, host_args), **host_kwargs)
+            spoil(result, {sim.host.untyped_storage().data_ptr() for sim in call.sims})
         if _leaves(kwargs):
             return result
         return self._wrap(operator, call.sims, result)
@@ -318,25 +319,6 @@ class SimulatedHpu:
         for tensor in target if isinstance(target, list | tuple) else (target,):
             if isinstance(tensor, SimTensor) and tensor.is_partial_view:
                 self.break_rule(Rule.VIEW_WRITE, name, f"writes {tuple(tensor.shape)} of a larger tensor")
-
-
-def _with_any_index(operator: Operator, args: list[Any]) -> list[Any]:
-    """The same arguments with indices that are in range, for the shape of the result only."""
-    args = list(args)
-    if operator.index is not None:
-        args[operator.index[0]] = torch.zeros_like(args[operator.index[0]])
-    if operator.takes_index_list:
-        args[1] = [None if index is None else torch.zeros_like(index) for index in args[1]]
-    return args
-
-
-def _spoil(result: Any, kept: set[int]) -> None:
-    """Leave in new tensors what memory holds that nobody has written; ``kept`` storages are not new."""
-    if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in kept:
-        result.fill_(float("nan") if result.is_floating_point() else 0)
-    elif isinstance(result, list | tuple):
-        for each in result:
-            _spoil(each, kept)
 
 
 def _leaves(kwargs: Mapping[str, Any]) -> bool:
