@@ -35,7 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         device = _device(options.device)
         stem = options.out / f"gpu-{'toy-' if options.toy else ''}{options.date}"
-        results = Results(stem.with_suffix(".json"), describe_environment(device, is_toy=options.toy))
+        # What must not be mixed in one file: the machine, the versions, and how the curves are run.
+        environment = describe_environment(device, is_toy=options.toy)
+        environment |= {"attention": _attention(options.attention, device), "graphs": options.graphs}
+        results = Results(stem.with_suffix(".json"), environment)
         is_complete = _measure(options, sizes, device, results)
     except ValueError as error:
         sys.exit(f"gpu.py: {error}")
@@ -81,6 +84,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _attention(name: str, device: torch.device) -> str:
+    """On CUDA "auto" is Triton or nothing: figures of the portable kernels would be taken for its."""
+    return "triton" if name == "auto" and device.type == "cuda" else name
+
+
 def _measure(options: argparse.Namespace, sizes: Sizes, device: torch.device, results: Results) -> bool:
     if device.type == "cpu" and not options.toy and not set(options.only) <= set(COMPUTED):
         raise ValueError(
@@ -101,7 +109,8 @@ def _measure(options: argparse.Namespace, sizes: Sizes, device: torch.device, re
     from benchmarks.gpu_suite.machine import measure_machine
     from benchmarks.gpu_suite.memory import compute_memory
 
-    setup = Setup(device, dtype, options.attention, options.graphs, sizes.block_size)
+    attention = _attention(options.attention, device)
+    setup = Setup(device, dtype, attention, options.graphs, sizes.block_size)
     budget = Budget.start(options.seconds)
     if "machine" in options.only:
         measure_machine(clock, sizes, dtype, results)

@@ -111,6 +111,11 @@ def test_results_of_other_hardware_are_not_mixed_in(tmp_path: Path) -> None:
     assert Key("machine", "copy", "torch") in Results(path, {"device": "A", "torch": "1"})
 
 
+def test_eager_and_captured_steps_are_not_mixed_in_one_file(folder: Path) -> None:
+    with pytest.raises(SystemExit, match="measured with graphs='eager', and this is 'compile'"):
+        gpu.main([*TOY_RUN, "--out", str(folder), "--graphs", "compile", "--no-figures"])
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"points": []}'])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "points.json"
