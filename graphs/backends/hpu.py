@@ -40,8 +40,9 @@ class HpuCompileBackend(CompileBackend):
 
     The default way on a Gaudi, in eager mode. From the second run of a bucket on, its regions are entered
     in torch's stance that takes most guards for granted; a region that would have to be compiled again
-    raises instead, and is compiled if the step is tried again. The stance holds for the duration of the step only, so that what else the process
-    compiles, and the first run of another bucket, is compiled as usual.
+    raises instead, and is compiled if the step is tried again. The stance holds for the duration of the
+    step only, so that what else the process compiles, and the first run of another bucket, is compiled as
+    usual.
 
     Args:
         guards: check guards in every call, and compile again where one fails.

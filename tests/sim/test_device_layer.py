@@ -75,6 +75,14 @@ def test_eager_mode_is_asked_for_by_name_and_what_the_user_set_stays(monkeypatch
 
 
 @pytest.mark.usefixtures("vendor")
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_mode_that_a_backend_needs_is_set_before_a_device_is_looked_for(lazy: bool) -> None:
+    assert resolve_device("hpu", lazy) == torch.device("hpu")
+    assert os.environ["PT_HPU_LAZY_MODE"] == str(int(lazy))
+    assert HabanaRuntime(lazy).is_lazy is lazy
+
+
+@pytest.mark.usefixtures("vendor")
 def test_a_mode_cannot_change_after_the_import() -> None:
     assert not HabanaRuntime(lazy=False).is_lazy
     with pytest.raises(ValueError, match="expected PT_HPU_LAZY_MODE=1"):

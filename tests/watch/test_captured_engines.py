@@ -179,6 +179,18 @@ def test_a_backend_of_another_device_is_refused_by_name(tiny: Tiny, graphs: str,
         tiny.load(device="cpu", graphs=graphs)
 
 
+@pytest.mark.parametrize(("graphs", "set_by_user"), [("hpu-graph", "0"), ("hpu-compile", "1")])
+def test_the_other_mode_of_hpu_is_refused_before_anything_is_loaded(
+    tiny: Tiny, vendor: pytest.MonkeyPatch, graphs: str, set_by_user: str
+) -> None:
+    vendor.setenv("PT_HPU_LAZY_MODE", set_by_user)
+    wanted = 1 - int(set_by_user)
+    with pytest.raises(
+        ValueError, match=f"expected PT_HPU_LAZY_MODE={wanted} .*, got PT_HPU_LAZY_MODE={set_by_user}"
+    ):
+        tiny.load(device="hpu", graphs=graphs)
+
+
 def test_an_own_backend_is_asked_whether_it_can_build_code_here(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
