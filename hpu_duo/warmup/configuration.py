@@ -14,6 +14,7 @@ from graphs import BucketLimits
 from graphs.manifest import Configuration
 from hpu_duo import __version__, sim
 from hpu_duo.config import EngineConfig
+from hpu_duo.device import SIMULATED
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import read_config, resolve_dtype
 from kernels_ref import LayerSpec
@@ -81,6 +82,9 @@ def known_before_loading(config: EngineConfig) -> Configuration:
         "limits.max_chunk_rows": scheduler.max_chunk_rows,
         "limits.block_size": cache.block_size,
     }
+    backend = config.graph.backend
+    if isinstance(backend, str) and backend != "auto" and str(config.model.device) != SIMULATED:
+        known["backend"] = backend
     if scheduler.max_model_len is not None:
         known["limits.max_model_len"] = scheduler.max_model_len
     if cache.num_blocks is not None:
