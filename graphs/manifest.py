@@ -117,11 +117,11 @@ class Manifest:
         )
 
     def differing_versions(self, running: Mapping[str, str]) -> list[str]:
-        """A sentence part for each piece of software that is not the one that measured."""
+        """A sentence part for each piece of ``running`` software that is not the one that measured."""
         return [
-            f"{name} {self.versions.get(name, _ABSENT)} then, {running.get(name, _ABSENT)} now"
-            for name in sorted({*self.versions, *running})
-            if self.versions.get(name) != running.get(name)
+            f"{name} {self.versions.get(name, _ABSENT)} then, {running[name]} now"
+            for name in sorted(running)
+            if self.versions.get(name) != running[name]
         ]
 
 
