@@ -12,9 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from builtin_training.attention import HeadPlan, banded, causal
 from builtin_training.batches import IGNORE, BatchMaker, Task
-from builtin_training.initialisation import build_model
+from builtin_training.export import export, load
+from builtin_training.initialisation import Shape, build_model
 from builtin_training.tokenizer import build_tokenizer
-from builtin_training.training import CURRICULUM, draw_plan
+from builtin_training.training import CURRICULUM, Stage, Trainer, draw_plan, retrieval_plans
 
 from hpu_duo.builtin import MODEL_DIR
 
@@ -102,3 +103,36 @@ def test_every_stage_trains_with_and_without_masks_in_its_own_window() -> None:
 
 def test_the_shipped_tokenizer_is_the_one_that_training_builds() -> None:
     assert (MODEL_DIR / "tokenizer.json").read_text() == build_tokenizer().to_str(pretty=True)
+
+
+def test_a_model_of_other_sizes_is_trained_exported_and_scored_by_the_same_script(tmp_path: Path) -> None:
+    shape = Shape(
+        num_layers=8, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=4, head_dim=32
+    )
+    trainer = Trainer(BatchMaker(build_tokenizer()), 0, tmp_path / "state.pt", shape, lr=0.5)
+    before = trainer.model.model.layers[3].mlp.up_proj.weight.clone()
+    trainer.run((Stage(Task(64, 2, (1, 1), (1, 4)), 2, 1.0, masked=1.0, sink=4, recent=16),))
+    assert not torch.equal(trainer.model.model.layers[3].mlp.up_proj.weight, before)
+    export(trainer.model, tmp_path / "model", shape)
+    loaded = load(tmp_path / "model", torch.bfloat16)
+    assert (loaded.config.num_hidden_layers, loaded.config.hidden_size) == (8, 64)
+    assert plan_layers(8) == {2: (0, 2), 4: (1, 3)}
+    assert plan_layers(4) == {1: (0, 2), 2: (1, 3)}
+
+
+def plan_layers(num_layers: int) -> dict[int, tuple[int, ...]]:
+    """The layers with retrieval heads in the plan that has both pairs."""
+    return {layer: heads for layer, heads in enumerate(retrieval_plans(num_layers)[0]) if heads}
+
+
+@pytest.mark.parametrize("fields", [{"num_layers": 3}, {"num_kv_heads": 2}, {"head_dim": 24}])
+def test_sizes_without_room_for_the_pairs_are_refused(fields: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Shape(**fields)
+
+
+def test_training_attention_makes_its_masks_where_its_inputs_are() -> None:
+    """The meta device stands for any that is not the default one: mixing devices fails on it."""
+    q = torch.empty(1, 2, 2, 64, 8, device="meta")
+    k = torch.empty(1, 2, 64, 8, device="meta")
+    assert causal(q, k, k, 0.3).device == banded(q, k, k, 0.3, 4, 16).device == torch.device("meta")

@@ -77,7 +77,7 @@ def causal(q_BKGTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Ten
         out = F.scaled_dot_product_attention(q_BKGTD.flatten(1, 2), k, v, is_causal=True, scale=scale)
         return out.unflatten(1, q_BKGTD.shape[1:3])
     # Explicit products beat the fused CPU kernel on short sequences.
-    mask = torch.full((T, T), _FLOOR, dtype=q_BKGTD.dtype).triu(1)
+    mask = torch.full((T, T), _FLOOR, dtype=q_BKGTD.dtype, device=q_BKGTD.device).triu(1)
     probs = ((q_BKGTD * scale) @ k_BKTD.unsqueeze(2).transpose(-1, -2)).add(mask).softmax(-1)
     return probs @ v_BKTD.unsqueeze(2)
 
@@ -94,7 +94,7 @@ def banded(q_BKGTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float, sink: 
     q = (q_BKGTD * scale).unflatten(3, (N, C)).transpose(2, 3).reshape(B, K, N, G * C, D)
     k_band, v_band = (_with_previous_chunk(x.unflatten(2, (N, C))) for x in (k_BKTD, v_BKTD))
     k_sink, v_sink = k_BKTD[:, :, :sink], v_BKTD[:, :, :sink]
-    band_mask, sink_mask = _banded_masks(N, C, sink, q.dtype)
+    band_mask, sink_mask = (x.to(q.device, q.dtype) for x in _banded_masks(N, C, sink))
     in_band = (q @ k_band.transpose(-1, -2)).unflatten(3, (G, C)) + band_mask
     in_sink = (q @ k_sink.unsqueeze(2).transpose(-1, -2)).unflatten(3, (G, C)) + sink_mask
     probs = torch.cat((in_sink, in_band), dim=-1).softmax(-1).flatten(3, 4)
@@ -107,11 +107,11 @@ def _with_previous_chunk(x_BKNCD: Tensor) -> Tensor:
     return torch.cat((previous, x_BKNCD), dim=3)
 
 
-def _banded_masks(N: int, C: int, S: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _banded_masks(N: int, C: int, S: int) -> tuple[Tensor, Tensor]:
     """Additive masks [N, 1, C, 2C] and [N, 1, C, S]; a sink key inside the window counts as window."""
     p = torch.arange(N * C).view(N, 1, C, 1)
     k_band = (torch.arange(N).view(N, 1) - 1) * C + torch.arange(2 * C)
     k_band = k_band.view(N, 1, 1, 2 * C)
     in_band = (k_band >= 0) & (k_band <= p) & (k_band > p - C)
     in_sink = torch.arange(S) <= p - C
-    return tuple(torch.where(seen, 0.0, _FLOOR).to(dtype) for seen in (in_band, in_sink))  # type: ignore[return-value]
+    return torch.where(in_band, 0.0, _FLOOR), torch.where(in_sink, 0.0, _FLOOR)

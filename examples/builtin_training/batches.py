@@ -30,6 +30,10 @@ class Batch:
     answer: Tensor
     num_answers: int
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on another device."""
+        return Batch(self.ids.to(device), self.targets.to(device), self.answer.to(device), self.num_answers)
+
 
 @dataclass(frozen=True)
 class Task:

@@ -43,10 +43,10 @@ def measure_accuracy(
     """Accuracy over ``num_batches`` batches of ``task``; the same documents for every plan."""
     total = Accuracy(0, 0, 0, 0)
     for index in range(num_batches):
-        batch = batches.make(task, seed=_DOCUMENT_SEED + index)
+        batch = batches.make(task, seed=_DOCUMENT_SEED + index).to(model.device)
         is_answer = batch.answer >= 0
         right = answer_logits(model, batch, plan).argmax(-1) == batch.targets[is_answer]
-        misses = torch.zeros(batch.num_answers, dtype=torch.long)
+        misses = torch.zeros(batch.num_answers, dtype=torch.long, device=model.device)
         misses.index_add_(0, batch.answer[is_answer], (~right).long())
         total += Accuracy(batch.num_answers, int((misses == 0).sum()), right.numel(), int(right.sum()))
     return total

@@ -1,6 +1,7 @@
 """How much each KV head needs its full cache, measured."""
 
 import random
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +10,6 @@ from transformers import LlamaForCausalLM
 from builtin_training.attention import HeadPlan
 from builtin_training.batches import BatchMaker, Task
 from builtin_training.evaluation import answer_logits
-from builtin_training.initialisation import NUM_KV_HEADS, NUM_LAYERS
 from hpu_duo.heads.pattern import HeadPattern
 
 SINK, RECENT = 16, 64
@@ -34,7 +34,9 @@ class HeadScorer:
 
     def __init__(self, model: LlamaForCausalLM, batches: BatchMaker) -> None:
         self._model = model
-        self._batch = batches.make(_TASK, seed=_DOCUMENT_SEED)
+        self._batch = batches.make(_TASK, seed=_DOCUMENT_SEED).to(model.device)
+        config: Any = model.config
+        self._shape = int(config.num_hidden_layers), int(config.num_key_value_heads)
         self._values: dict[bytes, float] = {}
 
     def shapley(self, num_orders: int) -> HeadPattern:
@@ -45,7 +47,7 @@ class HeadScorer:
         for each other. Scores are scaled to [0, 1], order preserved.
         """
         rng = random.Random(0)
-        gains_LK = np.zeros((NUM_LAYERS, NUM_KV_HEADS))
+        gains_LK = np.zeros(self._shape)
         for index in range(num_orders):
             order = rng.sample(list(np.ndindex(gains_LK.shape)), gains_LK.size)
             for direction in (order, order[::-1]):
@@ -70,7 +72,7 @@ class HeadScorer:
 
     def ablation(self) -> NDArray[np.float64]:
         """Loss of value [layers, KV heads] when one head alone becomes a streaming head."""
-        losses_LK = np.zeros((NUM_LAYERS, NUM_KV_HEADS))
+        losses_LK = np.zeros(self._shape)
         for head in np.ndindex(losses_LK.shape):
             retrieval_LK = np.ones(losses_LK.shape, dtype=bool)
             everything = self.value(retrieval_LK)

@@ -12,16 +12,28 @@ from transformers import LlamaForCausalLM
 
 from builtin_training.attention import HeadPlan
 from builtin_training.batches import IGNORE, Batch, BatchMaker, Task
-from builtin_training.initialisation import build_model
+from builtin_training.initialisation import SHIPPED, Shape, build_model
 
 # The heads that may retrieve: two layers, and each of them also has streaming heads.
 MIDDLE, LATE = (0, 2), (1, 3)
-RETRIEVAL_PLANS = (
-    ((), MIDDLE, LATE, ()),
-    ((), MIDDLE, (), ()),
-    ((), (), LATE, ()),
-    ((), (), LATE, ()),
-)
+Plan = tuple[tuple[int, ...], ...]
+"""For each layer, the KV heads that see everything."""
+
+
+def retrieval_plans(num_layers: int) -> tuple[Plan, ...]:
+    """The plans to draw from: both pairs, or one of them, the later one twice as often.
+
+    The pairs lie a quarter and half of the way up: in layers 1 and 2 of the shipped four.
+    """
+
+    def plan(middle: bool, late: bool) -> Plan:
+        chosen = {num_layers // 4: MIDDLE if middle else (), num_layers // 2: LATE if late else ()}
+        return tuple(chosen.get(layer, ()) for layer in range(num_layers))
+
+    return (plan(True, True), plan(True, False), plan(False, True), plan(False, True))
+
+
+RETRIEVAL_PLANS = retrieval_plans(SHIPPED.num_layers)
 
 MUON_LR, ADAM_LR = 6e-3, 5e-3
 LM_WEIGHT, LM_POSITIONS = 0.3, 1024
@@ -77,10 +89,23 @@ class Trainer:
         batches: the batch maker.
         seed: fixes initialisation, data and the order of masks.
         checkpoint: file for resuming; read if it exists, written after every stage and every 50 steps.
+        shape: sizes of the model.
+        device: where it is trained; it starts from the same weights everywhere.
+        lr: factor on all learning rates.
     """
 
-    def __init__(self, batches: BatchMaker, seed: int, checkpoint: Path) -> None:
-        self.model = build_model(seed)
+    def __init__(
+        self,
+        batches: BatchMaker,
+        seed: int,
+        checkpoint: Path,
+        shape: Shape = SHIPPED,
+        device: str = "cpu",
+        lr: float = 1.0,
+    ) -> None:
+        self.model = build_model(seed, shape).to(device)
+        self._plans = retrieval_plans(shape.num_layers)
+        self._lr = lr
         self._batches = batches
         self._seed = seed
         self._checkpoint = checkpoint
@@ -95,8 +120,9 @@ class Trainer:
         for stage, step in self._remaining(curriculum):
             started = time.perf_counter()
             rng = torch.Generator().manual_seed(self._seed * 1_000_003 + self._progress.total)
-            plan = draw_plan(stage, rng)
-            batch = self._batches.make(stage.task, seed=int(torch.randint(2**31, (), generator=rng)))
+            plan = draw_plan(stage, rng, self._plans)
+            seed = int(torch.randint(2**31, (), generator=rng))
+            batch = self._batches.make(stage.task, seed).to(self.model.device)
             self._set_lr(stage, step)
             losses = self._step(batch, plan, rng)
             self._advance(curriculum)
@@ -124,7 +150,7 @@ class Trainer:
 
     def _set_lr(self, stage: Stage, step: int) -> None:
         warmup = FIRST_WARMUP if self._progress.stage == 0 else STAGE_WARMUP
-        factor = stage.lr * min(1.0, (step + 1) / warmup)
+        factor = self._lr * stage.lr * min(1.0, (step + 1) / warmup)
         if stage.decay:
             factor *= 1 - step / stage.num_steps
         groups = [group for optimiser in self._optimisers for group in optimiser.param_groups]
@@ -132,12 +158,14 @@ class Trainer:
             group["lr"] = base * factor
 
     def _step(self, batch: Batch, plan: HeadPlan | None, rng: torch.Generator) -> str:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.model.device.type, torch.bfloat16):
             hidden = self.model.model(batch.ids, use_cache=False, head_plan=plan).last_hidden_state
             is_answer = batch.answer >= 0
             answer_loss, accuracy = self._loss(hidden[is_answer], batch.targets[is_answer])
             places = (batch.targets != IGNORE).nonzero()
-            drawn = places[torch.randint(len(places), (LM_POSITIONS,), generator=rng)].unbind(1)
+            drawn = places[
+                torch.randint(len(places), (LM_POSITIONS,), generator=rng).to(places.device)
+            ].unbind(1)
             lm_loss, _ = self._loss(hidden[drawn], batch.targets[drawn])
         (answer_loss + LM_WEIGHT * lm_loss).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -161,19 +189,21 @@ class Trainer:
         partial.replace(self._checkpoint)
 
     def _load(self) -> None:
-        state = torch.load(self._checkpoint, weights_only=True)
+        state = torch.load(self._checkpoint, weights_only=True, map_location=self.model.device)
         self.model.load_state_dict(state["model"])
         for optimiser, saved in zip(self._optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
         self._progress = Progress(**state["progress"])
 
 
-def draw_plan(stage: Stage, rng: torch.Generator) -> HeadPlan | None:
-    """The head plan of the next batch: None (all heads see everything) or one of ``RETRIEVAL_PLANS``."""
+def draw_plan(
+    stage: Stage, rng: torch.Generator, plans: tuple[Plan, ...] = RETRIEVAL_PLANS
+) -> HeadPlan | None:
+    """The head plan of the next batch: None (all heads see everything) or one of ``plans``."""
     if float(torch.rand((), generator=rng)) >= stage.masked:
         return None
-    chosen = int(torch.randint(len(RETRIEVAL_PLANS), (), generator=rng))
-    return HeadPlan(RETRIEVAL_PLANS[chosen], stage.sink, stage.recent)
+    chosen = int(torch.randint(len(plans), (), generator=rng))
+    return HeadPlan(plans[chosen], stage.sink, stage.recent)
 
 
 def _build_optimisers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
