@@ -19,7 +19,7 @@ from benchmarks.gpu_suite.engines import (
     make_model,
     place_context,
 )
-from benchmarks.gpu_suite.kernels import visible_pairs
+from benchmarks.gpu_suite.kernel_cases import visible_pairs
 from benchmarks.gpu_suite.memory import (
     DUO,
     FULL,

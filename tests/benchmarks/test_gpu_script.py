@@ -11,7 +11,8 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_suite.clock import Clock
-from benchmarks.gpu_suite.kernels import REFERENCE, Case, measure_case
+from benchmarks.gpu_suite.kernel_cases import REFERENCE, Case
+from benchmarks.gpu_suite.kernels import measure_case
 from benchmarks.gpu_suite.memory import DUO, FULL
 from benchmarks.gpu_suite.report import best_ratio, time_of, write_report
 from benchmarks.gpu_suite.results import Key, Point, Results

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from benchmarks.gpu_suite.cases import Heads, RowSize, lay_out, queries, random
 from bias_builders import Window
-from kernels_ref import Implementation, unified_attention
+from kernels_ref import Implementation, normalise, reference, unified_attention
 from kernels_ref.partial import FLOOR, Partial
 from kernels_ref.triton import availability
 from kernels_ref.triton.launch import INTERPRETER, DeviceLimits, Triple
@@ -273,6 +274,25 @@ def test_mixed_steps_whose_unique_part_is_stream_k_equal_dense_attention(scenari
         out = unified_attention(q, k, v, world.cache, step, world.spec(Implementation.TRITON))  # type: ignore[arg-type]
     expected = world.dense()
     torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(
+    "contexts", [(1 << 17,), (1 << 17, *[1 << 10] * 31), tuple(3000 + i for i in range(64))]
+)
+def test_long_ragged_contexts_on_a_gpu_equal_the_reference(contexts: tuple[int, ...], group: int) -> None:
+    from kernels_ref.triton.stream_k import stream_k
+
+    heads = Heads(8, group, 128)
+    layout = lay_out([RowSize(context - 1, 1) for context in contexts], 128, DEVICE, heads=heads)
+    shape = (layout.num_blocks + 1, 8, 128, 128)
+    k, v = (random(shape, torch.bfloat16, DEVICE, seed) for seed in (1, 2))
+    q, t = queries(len(contexts), heads, torch.bfloat16, DEVICE), layout.tensors
+    out = Partial(*stream_k(q, k, v, t.owner, t.tail_block, t.tail_visible, 0.0))
+    exact = reference.unique_blocks(q.float(), k.float(), v.float(), t, None)
+    got, expected = normalise(out, torch.float32), normalise(exact, torch.float32)
+    assert (got - expected).abs().max() < 4 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
 
 
 H200 = DeviceLimits(num_processors=132, shared_bytes=227 << 10)
