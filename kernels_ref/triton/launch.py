@@ -155,7 +155,7 @@ def prefill(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
         return Launch(rows=32, keys=32, num_warps=4, num_stages=2)
     if dim <= 128:
         return Launch(rows=128, keys=64, num_warps=8, num_stages=3 if limits.is_large else 2)
-    return Launch(rows=64, keys=32, num_warps=4, num_stages=3 if limits.is_large else 2)
+    return Launch(rows=64, keys=32, num_warps=8, num_stages=3 if limits.is_large else 2)
 
 
 def num_splits(num_programs: int, num_units: int, limits: DeviceLimits) -> int:
