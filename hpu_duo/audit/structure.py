@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +108,8 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
             "on the host in every step, which no captured step of an HPU can do; expected another one"
         )
     model = build_without_weights(path, hf_config, dtype)
-    layers = read_layers(model)
+    with _autocast_on_meta():
+        layers = read_layers(model)
     pattern = resolve_pattern(config.heads, layers)
     layouts, windows = assign_heads(layers, pattern, max_len)
     memory = plan_memory(
@@ -160,6 +164,24 @@ def make_hpu_known() -> None:
     """
     if not hasattr(torch, "hpu"):
         sim.install()
+
+
+@contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """Let autocast be switched off for device ``meta``, as transformers before 5 does for any device.
+
+    torch refuses the name, though there is nothing to be cast.
+    """
+    original: Any = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return original("cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    torch.autocast = autocast  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
 
 
 def _cache(cache: CacheConfig, model: PreTrainedModel, hardware: Hardware) -> CacheConfig:

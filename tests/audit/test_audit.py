@@ -50,7 +50,9 @@ def test_matrix_operations_are_those_of_the_weights_and_the_scores(config_dir: P
     projections = hidden * (2 * 4 * head_dim + 2 * 2 * head_dim) + 3 * hidden * inner
     scores = 2 * 16 * 16 * 4 * head_dim
     expected = 2 * (layers * (16 * projections + scores) + 2 * hidden * vocab)
-    assert step.on(Engine.MATRIX).num_operations == expected
+    # Versions of transformers multiply rotary angles on one engine or the other.
+    angles = 2 * 16 * head_dim // 2
+    assert step.on(Engine.MATRIX).num_operations in (expected, expected + angles)
 
 
 @pytest.mark.parametrize("text", BUCKETS)

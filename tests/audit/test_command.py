@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import transformers
 from transformers import MixtralConfig
 from typer.testing import CliRunner, Result
 
@@ -63,6 +64,11 @@ def test_a_forbidden_operator_ends_with_one(run: Run, tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     MixtralConfig(**{**TINY, **experts, "num_hidden_layers": 1}).save_pretrained(tmp_path)
     result = run("--bucket", BUCKETS[0], "--json", model=tmp_path)
+    if int(transformers.__version__.split(".")[0]) < 5:
+        # Its shapes depend on the routing, so the layers cannot even be looked at without data.
+        assert result.exit_code == 2
+        assert "nonzero" in result.stderr
+        return
     assert result.exit_code == 1, result.output
     violations = json.loads(result.stdout)["violations"]
     assert violations
