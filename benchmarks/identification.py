@@ -97,10 +97,11 @@ The built-in model was trained so that KV heads 0 and 2 of layer 1 and 1 and 3 o
 1.0, 1.2, 2.1, 2.3). Documents: 8 passkeys of 8 words in 512 to 1,024 tokens; sink 16, recent 64; 100 steps,
 or 16 documents for the methods that only look. `last` is the rank of the last of the four heads among all 16
 (4 is perfect), `weakest` the lowest score of the four, `other` the highest of the rest. What the patterns
-cost in accuracy is measured by `hpu-duo eval curve`. CPU seconds are those of seed 0; the other seeds' were not taken.
+cost in accuracy is measured by `hpu-duo eval curve`.
+CPU seconds are left out where they were not taken.
 
 With sums in place of averages (the paper's formula) the distance outweighs the same penalty by the number of
-labelled tokens and channels, here about 18,000: after 100 steps one head has moved away from 1. Its four best
+labelled tokens and channels, here about 18,000: after 100 steps one head has moved far from 1. Its four best
 heads are right, but no threshold separates them; such a run needs a larger `--reg-weight` or far more steps.
 
 | method | seed | four best heads | last | weakest | other | CPU s |
