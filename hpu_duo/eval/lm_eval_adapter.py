@@ -236,10 +236,14 @@ def register() -> None:
 
 
 def run_harness(arguments: Sequence[str]) -> None:
-    """The harness's own command line, with ``--model hpu-duo`` known."""
+    """The harness's own command line, with ``--model hpu-duo`` known.
+
+    Its default device is the first GPU, whatever the machine has; here it is the best one there is.
+    """
     from lm_eval.__main__ import cli_evaluate
 
-    given, sys.argv = sys.argv, ["lm-eval", *arguments]
+    device = ["--device", "auto"] if NAME in arguments and "--device" not in arguments else []
+    given, sys.argv = sys.argv, ["lm-eval", *arguments, *device]
     try:
         cli_evaluate()
     finally:

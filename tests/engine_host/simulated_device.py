@@ -34,9 +34,14 @@ def make_request(
     stop_token_ids: Sequence[int] = (),
     max_model_len: int = 64,
     seed: int = 0,
+    decoded_prompt_tokens: int = 0,
 ) -> Request:
     params = SamplingParams(
-        max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        stop_token_ids=stop_token_ids,
+        decoded_prompt_tokens=decoded_prompt_tokens,
     )
     limits = TokenLimits(max_model_len, frozenset({EOS}), VOCAB_SIZE)
     return Request(request_id, prompt, params, limits, sampling_seed=seed)

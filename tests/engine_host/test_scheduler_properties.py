@@ -49,9 +49,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 1),
         ignore_eos=st.booleans(),
         num_samples=st.sampled_from([1, 1, 2, 3]),
+        decoded_prompt_tokens=st.sampled_from([0, 0, 1, 3, 20]),
     )
     def add(
-        self, prompt: list[int], max_tokens: int | None, min_tokens: int, ignore_eos: bool, num_samples: int
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        min_tokens: int,
+        ignore_eos: bool,
+        num_samples: int,
+        decoded_prompt_tokens: int,
     ) -> None:
         name = f"r{self.num_added}"
         self.num_added += 1
@@ -63,6 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             max_model_len=24,
             seed=self.num_added,
+            decoded_prompt_tokens=decoded_prompt_tokens,
         )
         siblings = [
             parent.sibling(f"{name}.{i}", sample_index=i, sampling_seed=100 * i)
@@ -141,6 +149,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.ring_row == row.request.row
             assert row.start == row.request.num_computed_tokens
             assert row.num_new_tokens >= 1
+            if row.request.params.decoded_prompt_tokens:
+                first = row.request.num_prompt_tokens - row.request.params.decoded_prompt_tokens
+                assert row.end <= max(first, row.start + 1)
             assert row.wants_token == (row.end == row.request.num_tokens)
             if limits.uses_blocks:
                 assert (row.request.num_blocks - 1) * limits.block_size < row.end
@@ -162,8 +173,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             known = before[request][1]
             if known == 1:
                 assert served[request] == 1, "no decode may be skipped"
-            elif served.get(request, 0) < known:
+            elif served.get(request, 0) < self._most_at_once(request, known):
                 assert left_over == 0 or plan.num_chunk_rows == self.limits.max_chunk_rows
+
+    @staticmethod
+    def _most_at_once(request: Request, known: int) -> int:
+        tail = request.params.decoded_prompt_tokens
+        computed = request.num_tokens - known
+        return max(1, request.num_prompt_tokens - tail - computed) if tail else known
 
     def _check_admissions(self, plan: StepPlan, before: dict[Request, tuple[RequestStatus, int]]) -> None:
         admitted = [row.request for row in plan.rows if before[row.request][0] is RequestStatus.WAITING]
