@@ -194,7 +194,8 @@ def load_model(
         path: None is the built-in model, whose own pattern is used when the heads are to be cut
             and no other pattern is named.
         options: with ``fail_on_recompile``, the model is warmed up as well.
-        num_requests: how many there will be, the default of ``max_num_seqs``.
+        num_requests: how many there will be, the default of ``max_num_seqs`` unless the buckets are a
+            manifest, which has its own.
 
     Raises:
         ValueError: the files or the options do not fit together; see ``HPUDuoModel.from_pretrained``.
@@ -243,4 +244,12 @@ def load_model(
 
 
 def _max_num_seqs(options: EngineOptions, num_requests: int) -> int:
-    return min(num_requests, DEFAULT_MAX_NUM_SEQS) if options.max_num_seqs is None else options.max_num_seqs
+    if options.max_num_seqs is not None:
+        return options.max_num_seqs
+    from graphs.manifest import is_manifest, read_manifest
+
+    if options.buckets is not None and is_manifest(options.buckets):
+        limit = read_manifest(options.buckets).configuration.get("limits.max_num_seqs")
+        if isinstance(limit, int):
+            return limit
+    return min(num_requests, DEFAULT_MAX_NUM_SEQS)
