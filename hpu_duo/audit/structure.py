@@ -17,13 +17,10 @@ from graphs import BatchShape, BucketLimits, BucketTable
 from hpu_duo import sim
 from hpu_duo.config import CacheConfig, EngineConfig
 from hpu_duo.cost import Hardware
-from hpu_duo.engine.assembly import (
-    assign_heads,
-    layer_spec,
-    plan_memory,
-    resolve_pattern,
-)
+from hpu_duo.engine.assembly import layer_spec
 from hpu_duo.engine.batch import StepGeometry
+from hpu_duo.engine.head_choice import assign_heads, resolve_pattern
+from hpu_duo.engine.memory_choice import plan_memory
 from hpu_duo.engine.step_tables import check_table, default_table
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from bias_builders import Window
-from graphs import (
-    CaptureBackend,
-    GraphCache,
-    MissPolicy,
-    make_backend,
-)
+from graphs import CaptureBackend, GraphCache, MissPolicy, make_backend
 from graphs.backends import best_name
 from hpu_duo import sim
-from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, SchedulerConfig
+from hpu_duo.config import EngineConfig, SchedulerConfig
 from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.graph_memory import RESERVED_SHARE, plan_with_graphs
+from hpu_duo.engine.head_choice import assign_heads, resolve_pattern
+from hpu_duo.engine.kernel_choice import choose_kernels
+from hpu_duo.engine.memory_choice import plan_memory
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
 from hpu_duo.engine.step_tables import StepTables
-from hpu_duo.heads import HeadLayout, HeadPattern, permute_heads
-from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.heads import HeadLayout, permute_heads
+from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
@@ -35,12 +31,9 @@ from hpu_duo.modeling.rope import positions_served
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
 from kernels_ref import Implementation, LayerSpec
-from kernels_ref.triton import availability
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_log = logging.getLogger(__name__)
 
 
 def assemble(
@@ -131,156 +124,6 @@ def assemble_around(
 def _first_device(device: torch.device, runtime: DeviceRuntime) -> torch.device:
     """Where a model is looked over: on the host where the device would compile every operator of it."""
     return torch.device("cpu") if runtime.compiles_operators else device
-
-
-def resolve_pattern(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> HeadPattern | None:
-    """The binarised head pattern, checked against the model; None when every head is a retrieval head."""
-    if heads.pattern is None:
-        return None
-    pattern = heads.pattern if isinstance(heads.pattern, HeadPattern) else HeadPattern.load(heads.pattern)
-    kv_heads = {layer.call.num_kv_heads for layer in layers}
-    if len(kv_heads) > 1:
-        raise ValueError(f"a head pattern needs equally many key/value heads in every layer, got {kv_heads}")
-    pattern.check_shape(len(layers), kv_heads.pop())
-    if heads.sink is not None or heads.recent is not None:
-        pattern = replace(
-            pattern,
-            sink=pattern.sink if heads.sink is None else heads.sink,
-            recent=pattern.recent if heads.recent is None else heads.recent,
-        )
-    if heads.sparsity is None and heads.threshold is None:
-        if pattern.is_binarised:
-            return pattern
-        raise ValueError("a head pattern with scores only needs sparsity or threshold, got neither")
-    return pattern.binarise(
-        sparsity=heads.sparsity, threshold=heads.threshold, tie_break=heads.tie_break, balance=heads.balance
-    )
-
-
-def assign_heads(
-    layers: tuple[DecoderLayer, ...], pattern: HeadPattern | None, max_len: int
-) -> tuple[list[HeadLayout], list[Window | None]]:
-    """Which heads of each layer stream, and in which window.
-
-    A sliding-window layer streams with all heads and no sink, whatever the pattern says of it;
-    unless its window is no shorter than any request, for then it is a layer of full attention.
-    """
-    layouts: list[HeadLayout] = []
-    windows: list[Window | None] = []
-    for index, layer in enumerate(layers):
-        call = layer.call
-        order = tuple(range(call.num_kv_heads))
-        if call.sliding_window is not None and call.sliding_window < max_len:
-            layouts.append(HeadLayout(order, 0, call.num_heads))
-            windows.append(Window(0, call.sliding_window).validate())
-        elif pattern is not None:
-            layout = HeadLayout.from_mask(pattern.mask[index], call.num_heads)
-            layouts.append(layout)
-            window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
-            windows.append(window if layout.num_streaming else None)
-        else:
-            layouts.append(HeadLayout(order, call.num_kv_heads, call.num_heads))
-            windows.append(None)
-    return layouts, windows
-
-
-def plan_memory(
-    layers: tuple[DecoderLayer, ...],
-    layouts: list[HeadLayout],
-    windows: list[Window | None],
-    cache: CacheConfig,
-    scheduler: SchedulerConfig,
-    max_len: int,
-    dtype: torch.dtype,
-    *,
-    free_bytes: int,
-    graph_bytes: int = 0,
-) -> MemoryPlan:
-    """The sizes of all stores, in up to two fifths of the free memory unless the user has said otherwise.
-
-    Args:
-        free_bytes: memory that nobody uses.
-        graph_bytes: how much of it is set aside for graphs before anything else.
-
-    Raises:
-        ValueError: what the user has said does not fit into the rest.
-    """
-    free_bytes -= graph_bytes
-    kv = tuple(
-        LayerKV(layout.num_retrieval, layout.num_streaming, layer.call.head_dim, window.size if window else 0)
-        for layer, layout, window in zip(layers, layouts, windows)
-    )
-    sizes: dict[str, Any] = {
-        "dtype_bytes": dtype.itemsize,
-        "block_size": cache.block_size,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "graph_bytes": graph_bytes,
-    }
-    wanted = scheduler.max_num_seqs * -(-max_len // cache.block_size)
-    if cache.num_blocks is not None:
-        return _fitting(MemoryPlan(kv, num_blocks=cache.num_blocks, **sizes), free_bytes)
-    if cache.kv_cache_bytes is not None:
-        plan = MemoryPlan.from_budget(kv, kv_cache_bytes=cache.kv_cache_bytes, **sizes)
-        return _fitting(replace(plan, num_blocks=min(plan.num_blocks, wanted)), free_bytes)
-    plan = MemoryPlan(kv, num_blocks=wanted, **sizes)
-    budget = free_bytes * 2 // 5
-    if plan.total_bytes <= budget:
-        return plan
-    return MemoryPlan.from_budget(kv, kv_cache_bytes=budget, **sizes)
-
-
-def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:
-    if plan.total_bytes > free_bytes:
-        raise ValueError(
-            f"the KV cache was asked to take {plan.total_bytes} bytes ({plan.num_blocks} blocks), "
-            f"but only {max(0, free_bytes)} bytes are free"
-            + (f" beside {plan.graph_bytes} bytes for graphs" if plan.graph_bytes else "")
-        )
-    return plan
-
-
-def choose_kernels(name: str, device: torch.device, layers: tuple[DecoderLayer, ...]) -> Implementation:
-    """The implementation of the attention parts.
-
-    Raises:
-        ValueError: "sdpa" for a device other than CPU, or for a model with soft-capped scores; "triton"
-            where Triton cannot run, or for heads that its kernels are not made for.
-    """
-    has_softcap = any(layer.call.softcap is not None for layer in layers)
-    if name == "auto":
-        return _best_kernels(device, layers, has_softcap)
-    if name == Implementation.TRITON.value:
-        reason = _triton_problem(device, layers)
-        if reason is not None:
-            raise ValueError(f"attention 'triton' was asked for, but {reason}")
-    if name == Implementation.SDPA.value:
-        if device.type != "cpu":
-            raise ValueError(f"attention 'sdpa' is torch's CPU kernel, got device {str(device)!r}")
-        if has_softcap:
-            raise ValueError("attention 'sdpa' has no soft cap, which this model needs; expected 'reference'")
-    return Implementation(name)
-
-
-def _best_kernels(
-    device: torch.device, layers: tuple[DecoderLayer, ...], has_softcap: bool
-) -> Implementation:
-    if device.type == "cpu":
-        return Implementation.REFERENCE if has_softcap else Implementation.SDPA
-    if device.type != "cuda":
-        return Implementation.REFERENCE
-    reason = _triton_problem(device, layers)
-    if reason is None:
-        return Implementation.TRITON
-    _log.warning("attention runs on the portable implementation: %s", reason)
-    return Implementation.REFERENCE
-
-
-def _triton_problem(device: torch.device, layers: tuple[DecoderLayer, ...]) -> str | None:
-    largest = max(layer.call.head_dim for layer in layers)
-    served = availability.MAX_HEAD_DIM
-    if largest > served:
-        return f"its kernels serve head sizes of up to {served}, and this model has heads of {largest}"
-    return availability.problem(device)
 
 
 def _wanted_len(scheduler: SchedulerConfig, text_config: Any) -> int:

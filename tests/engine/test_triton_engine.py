@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpu_duo.engine import assembly
-from hpu_duo.engine.assembly import choose_kernels
+from hpu_duo.engine import kernel_choice
+from hpu_duo.engine.kernel_choice import choose_kernels
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import Implementation
 from kernels_ref.triton import availability
@@ -70,7 +70,7 @@ def test_auto_says_why_it_falls_back_on_cuda(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(availability, "problem", lambda device: "the package triton is not installed")
-    with caplog.at_level(logging.WARNING, logger=assembly.__name__):
+    with caplog.at_level(logging.WARNING, logger=kernel_choice.__name__):
         assert choose_kernels("auto", CUDA, layers()) is Implementation.REFERENCE
     assert "the package triton is not installed" in caplog.text
 
