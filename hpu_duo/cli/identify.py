@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
     from hpu_duo.identify import Identification, IdentifyRequest
 
-PICTURE_FILE = "heads.png"
-
 _DATA = "Documents"
 _HEADS = "Heads"
 _TRAINING = "Training (method optimise)"
@@ -263,6 +261,8 @@ def _tell_interrupted(run: Identification, request: IdentifyRequest) -> None:
 
 
 def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None:
+    from hpu_duo.identify.identification import PICTURE_FILE
+
     picture = None
     if find_spec("matplotlib") is not None:
         from hpu_duo.cli.identify_plot import draw_heads

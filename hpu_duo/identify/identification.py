@@ -27,6 +27,8 @@ from hpu_duo.identify.workers import Workers
 from hpu_duo.modeling.loading import load_tokenizer, read_config, resolve_dtype
 
 LOSSES_FILE = "losses.tsv"
+PICTURE_FILE = "heads.png"
+"""Drawn by the command line."""
 
 
 class Method(str, Enum):
@@ -202,6 +204,10 @@ def _check_output(request: IdentifyRequest) -> None:
         raise ValueError(f"{output} holds a run already: go on with --resume, or choose another directory")
     if (output / SCORES_FILE).is_file() and not has_state:
         raise ValueError(f"{output} holds a head pattern already: choose another directory")
+    # A checkpoint has a config.json too.
+    taken = [name for name in (CONFIG_FILE, LOSSES_FILE, PICTURE_FILE) if (output / name).exists()]
+    if taken and not has_state:
+        raise ValueError(f"{output} holds {', '.join(taken)} already: choose another directory")
 
 
 def _config_fields(request: IdentifyRequest, dtype: str, dataset: PasskeyDataset) -> dict[str, Any]:

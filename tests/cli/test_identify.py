@@ -125,6 +125,17 @@ def test_a_pattern_of_another_model_is_never_overwritten(identify: Run, tmp_path
     assert contents(tmp_path / "out") == before
 
 
+def test_the_directory_of_a_checkpoint_is_no_place_for_a_pattern(
+    identify: Run, tmp_path: Path, copier_dir: Path
+) -> None:
+    shutil.copytree(copier_dir, tmp_path / "model")
+    before = contents(tmp_path / "model")
+    result = identify(tmp_path / "model", *STEPS)
+    assert result.exit_code == 2
+    assert "holds config.json already: choose another directory" in result.stderr
+    assert contents(tmp_path / "model") == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
