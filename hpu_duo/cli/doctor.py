@@ -89,6 +89,7 @@ def _cpu() -> Iterator[Finding]:
     import torch
 
     from hpu_duo.modeling.packed_linear import can_pack
+    from kernels_ref.avx512.library import is_supported
 
     flags = _cpu_flags()
     found = ", ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of " + ", ".join(_CPU_FLAGS)
@@ -97,7 +98,8 @@ def _cpu() -> Iterator[Finding]:
         "cpu", "instructions", None, f"torch uses {torch.backends.cpu.get_cpu_capability()}; {found}"
     )
     packs = can_pack(torch.bfloat16)
-    detail = "bfloat16 weights are laid out for oneDNN once" if packs else "oneDNN has no bfloat16 here"
+    kernel = "our AVX512-BF16 kernel" if is_supported() else "oneDNN"
+    detail = f"bfloat16 weights are laid out once for {kernel}" if packs else "oneDNN has no bfloat16 here"
     yield Finding("cpu", "packed weights", packs, detail)
 
 
