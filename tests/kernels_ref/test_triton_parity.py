@@ -70,7 +70,7 @@ class Inputs:
         q, k, v, step = world.inputs()
         assert isinstance(step, Step)
         s = scenario
-        self.scenario, self.step = s, on_device(step._replace(parts=None), device)
+        self.scenario, self.step = s, on_device(step, device)
         self.t = self.step.tensors
         q = (q * s.head_dim**-0.5).unflatten(1, (-1, s.group))
         self.q, self.k, self.v = q.to(device), k.to(device), v.to(device)
@@ -91,21 +91,22 @@ class Inputs:
         """One part by one implementation, with inputs brought to ``dtype``."""
         s, t = self.scenario, self.t
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
-        blocks, rings = ([x.to(dtype) for x in pair] for pair in (self.cache[:2], self.cache[2:]))
-        full, streaming = (x[:, : s.kr] for x in (q, k, v)), (x[:, s.kr :] for x in (q, k, v))
+        k_blocks, v_blocks, k_ring, v_ring = (x.to(dtype) for x in self.cache)
+        blocks, rings, kr = (k_blocks, v_blocks), (k_ring, v_ring), s.kr
+        full, streaming = (q[:, :kr], k[:, :kr], v[:, :kr]), (q[:, kr:], k[:, kr:], v[:, kr:])
         match part:
             case "causal":
                 return run.causal(*full, t, None, softcap)
             case "streaming":
                 return run.causal(*streaming, t, s.window, softcap)
             case "shared_blocks":
-                return run.shared_blocks(next(full), *blocks, t, softcap)
+                return run.shared_blocks(full[0], *blocks, t, softcap)
             case "shared_rings":
-                return run.shared_rings(next(streaming), *rings, t, self.ring, s.window, softcap)
+                return run.shared_rings(streaming[0], *rings, t, self.ring, s.window, softcap)
             case "split_blocks" | "even_blocks":
-                return run.unique_blocks(gather(next(full), t.row_token), *blocks, t, softcap)
+                return run.unique_blocks(gather(full[0], t.row_token), *blocks, t, softcap)
             case _:
-                return run.unique_rings(gather(next(streaming), t.row_token), *rings, self.ring, softcap)
+                return run.unique_rings(gather(streaming[0], t.row_token), *rings, self.ring, softcap)
 
 
 def take_kernel(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
@@ -205,11 +206,10 @@ def test_a_step_in_which_a_part_has_nothing_to_do_leaves_it_empty(
 def run(world: World, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
     q, k, v, step = world.inputs()
     assert isinstance(step, Step)
-    parts, step = step.parts, on_device(step._replace(parts=None), DEVICE)
-    q, k, v, sinks = (None if x is None else x.to(DEVICE) for x in (q, k, v, sinks))
+    q, k, v, step, sinks = on_device((q, k, v, step, sinks), DEVICE)
     cache = on_device(world.cache, DEVICE)
     spec = world.spec(Implementation.TRITON, softcap)
-    return unified_attention(q, k, v, cache, step._replace(parts=parts), spec, sinks).cpu()
+    return unified_attention(q, k, v, cache, step, spec, sinks).cpu()
 
 
 @FEW
@@ -255,9 +255,8 @@ def test_writing_changes_exactly_the_wanted_slots_and_takes_strided_vectors(dtyp
     wide = torch.randn(9, 2, 2 * 24, generator=generator).to(dtype)
     k, v = wide[..., :24].to(DEVICE), wide.to(DEVICE)[..., 24:]
     index = torch.randperm(5 * 2 * 4, generator=generator)[:18].to(DEVICE)
-    ours, theirs = (
-        [torch.full((5, 2, 4, 24), torch.nan, dtype=dtype, device=DEVICE) for _ in "kv"] for _ in "ot"
-    )
+    stores = [torch.full((5, 2, 4, 24), torch.nan, dtype=dtype, device=DEVICE) for _ in range(4)]
+    ours, theirs = (stores[0], stores[1]), (stores[2], stores[3])
     kernels(Implementation.TRITON).write_kv(*ours, index, k, v)
     write_kv(*theirs, index, k, v)
     for got, wanted in zip(ours, theirs):
@@ -318,11 +317,10 @@ def test_a_captured_graph_follows_its_inputs() -> None:
     def inputs(world: World) -> tuple[Any, ...]:
         q, k, v, step = world.inputs()
         assert isinstance(step, Step)
-        return on_device((q, k, v, world.cache, step._replace(parts=None)), DEVICE)
+        return on_device((q, k, v, world.cache, step), DEVICE)
 
     def attend(q: Any, k: Any, v: Any, cache: Any, step: Step) -> torch.Tensor:
-        whole = step._replace(parts=worlds[0].inputs()[3].parts)  # type: ignore[attr-defined]
-        return unified_attention(q, k, v, cache, whole, worlds[0].spec(Implementation.TRITON))
+        return unified_attention(q, k, v, cache, step, worlds[0].spec(Implementation.TRITON))
 
     fixed = inputs(worlds[0])
     attend(*fixed)
