@@ -76,7 +76,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(name: str) -> torch.device:
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"expected a device such as cuda, cuda:1 or cpu, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"expected a CUDA device, got none for {name!r}; try --toy --device cpu")
     if device.type == "cuda" and device.index is None:

@@ -6,10 +6,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
+def check_matplotlib(what: str) -> None:
+    """Raise ValueError unless matplotlib is installed, naming what needs it."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"{what} needs matplotlib, which is not installed: pip install 'hpu-duo[plot]'")
+
+
 def check_drawing(png: Path) -> None:
     """Raise ValueError unless a picture can be made and written there."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("--png needs matplotlib, which is not installed: pip install 'hpu-duo[plot]'")
+    check_matplotlib("--png")
     if png.suffix.lower() != ".png":
         raise ValueError(f"expected a file name that ends in .png, got {str(png)!r}")
     if not png.parent.is_dir():

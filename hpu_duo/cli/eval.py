@@ -9,6 +9,7 @@ import typer
 
 from hpu_duo.cli import eval_options as eopt
 from hpu_duo.cli import options as opt
+from hpu_duo.cli.drawing import check_matplotlib
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.eval_curve import curve
 from hpu_duo.cli.eval_files import longbench, ruler
@@ -105,6 +106,7 @@ def niah(
 ) -> None:
     """Find one needle at every depth of every length; draws a heat map and can be resumed."""
     with user_errors():
+        check_matplotlib("the heat map")
         from hpu_duo.eval import NeedleGrid, ResultFile
 
         grid = NeedleGrid(tuple(lengths), tuple(depths), num_documents, passkey_words, seed)
@@ -121,6 +123,8 @@ def niah(
         png, report = out / "heatmap.png", out / "report.json"
         check_outputs(out / RESULTS, [png, report])
         settings = {"num_documents": num_documents, "passkey_words": passkey_words, "seed": seed}
+        # Bytes kept are whole blocks.
+        settings |= {"block_size": block_size}
         results = ResultFile(out / RESULTS, "niah", {**choice.settings(), **settings})
         subject = choice.load()
         grid.check(subject)
@@ -171,6 +175,8 @@ def perplexity(
 ) -> None:
     """Perplexity of a text, decoded and scored token by token."""
     with user_errors():
+        if num_tokens is not None and num_tokens < 1:
+            raise ValueError(f"expected --num-tokens of at least 1, got {num_tokens}")
         from hpu_duo.builtin.passkeys import document
         from hpu_duo.cli.prompts import read_prompts
         from hpu_duo.eval import stream_perplexity
@@ -187,6 +193,7 @@ def perplexity(
         subject = choice.load(1)
         # A text longer than the model is refused, not cut, unless the user says where to cut.
         if file is None:
+            subject.check_lengths([num_tokens or 1], "a text")
             text = document(subject.count, (num_tokens or 2000) + 100, 0, 1, seed).text
         else:
             (text,) = read_prompts([], [str(file)])

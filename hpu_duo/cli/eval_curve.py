@@ -12,6 +12,7 @@ from rich.console import Console
 
 from hpu_duo.cli import eval_options as eopt
 from hpu_duo.cli import options as opt
+from hpu_duo.cli.drawing import check_matplotlib
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.eval_report import REPORT, RESULTS, check_outputs, finish, kv_fields, show, write_text
 
@@ -60,6 +61,7 @@ def curve(
 ) -> None:
     """Passkey accuracy against KV budget; full attention and all streaming are always measured."""
     with user_errors():
+        check_matplotlib("the picture of the curve")
         from hpu_duo.cli.eval_plot import draw_curve
         from hpu_duo.eval import CurveTask, PasskeyTask, ResultFile, curve_points
         from hpu_duo.eval.curve import FULL, summary

@@ -50,6 +50,8 @@ def ruler(
         from hpu_duo.eval import RULER_TASKS, ruler_sample
         from hpu_duo.eval.result_file import refuse_existing
 
+        if num_samples < 1:
+            raise ValueError(f"expected --num-samples of at least 1, got {num_samples}")
         chosen = list(tasks or RULER_TASKS)
         for task in chosen:
             if task not in RULER_TASKS:
@@ -69,6 +71,8 @@ def ruler(
             refuse_existing([write])
         results = _open(out, "ruler", {**choice.settings(), **settings})
         subject = choice.load()
+        if write is None:
+            subject.check_lengths(num_tokens, "samples")
         samples = [
             (length, ruler_sample(task, subject.count, length, index, seed))
             for length in num_tokens

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
 
 MAX_NUM_SEQS = 8
-SCORES = "full_attention_heads.tsv"
 
 Out = Annotated[
     Path | None,
@@ -52,7 +51,7 @@ class Choice:
         """What decides the results, for the first line of a file of them."""
         return {
             "model": "built-in" if self.model is None else str(self.model.resolve()),
-            "pattern": None if self.heads.pattern is None else digest(self.heads.pattern / SCORES),
+            "pattern": None if self.heads.pattern is None else _digests(self.heads.pattern),
             "sparsity": self.heads.sparsity,
             "threshold": self.heads.threshold,
             "sink": self.heads.sink,
@@ -87,6 +86,14 @@ def digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _digests(pattern: Path) -> dict[str, str]:
+    """Digests of the files of a pattern: scores, windows, and which heads retrieve if it says so."""
+    from hpu_duo.heads.pattern_files import CONFIG_FILE, RETRIEVAL_FILE, SCORES_FILE
+
+    optional = [RETRIEVAL_FILE] if (pattern / RETRIEVAL_FILE).is_file() else []
+    return {name: digest(pattern / name) for name in (SCORES_FILE, CONFIG_FILE, *optional)}
 
 
 def read_pattern(path: Path | None, heads: opt.HeadOptions) -> HeadPattern:

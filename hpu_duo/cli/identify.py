@@ -175,6 +175,9 @@ def identify(
             joined_workers,
         )
 
+        if threads is not None and threads < 1:
+            raise ValueError(f"expected --threads of at least 1, got {threads}")
+
         def pick(given: int | None, general: int, builtin: int) -> int:
             return given if given is not None else builtin if is_builtin else general
 
@@ -217,14 +220,17 @@ def identify(
         with user_errors():
             run = Identification(request, workers)
         view = IdentifyView(Console(stderr=True), run.total, is_silent=not workers.is_first)
-        try:
-            for progress in run.run():
-                view.moved(progress)
-        except KeyboardInterrupt:
-            view.ended()
-            _tell_interrupted(run, request)
-            raise typer.Exit(INTERRUPTED) from None
-        view.ended()
+        # A loss that is not finite is the doing of the type asked for.
+        with user_errors(FloatingPointError):
+            try:
+                for progress in run.run():
+                    view.moved(progress)
+            except KeyboardInterrupt:
+                view.ended()
+                _tell_interrupted(run, request)
+                raise typer.Exit(INTERRUPTED) from None
+            finally:
+                view.ended()
         run.write()
         if workers.is_first:
             _show(request, run.pattern(), as_json)

@@ -107,7 +107,8 @@ def read_longbench(path: Path, dataset: str | None = None) -> list[LongBenchItem
         ValueError: the file cannot be read, a line lacks a field, or a data set is unknown.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: texts hold line separators of Unicode, which JSON does not escape.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the data set {path}: {error}") from error
     items = [_item(path, at, line, dataset) for at, line in enumerate(lines, start=1) if line.strip()]
@@ -173,6 +174,12 @@ def _item(path: Path, at: int, line: str, dataset: str | None) -> LongBenchItem:
             raise ValueError(f"expected {name!r} of type {kind.__name__} in {where}, got {found.get(name)!r}")
     if not found["answers"]:
         raise ValueError(f"expected at least one answer in {where}, got none")
+    classes, length = found.get("all_classes") or [], found.get("length") or 0
+    if not isinstance(classes, list) or not isinstance(length, int):
+        raise ValueError(
+            f"expected all_classes to be a list and length a number in {where}, got {classes!r} and "
+            f"{length!r}"
+        )
     # LongBench-E names its data sets with this ending.
     name = str(found.get("dataset") or dataset or "").removesuffix("_e")
     if name not in DATASETS:
@@ -182,6 +189,6 @@ def _item(path: Path, at: int, line: str, dataset: str | None) -> LongBenchItem:
         context=found["context"],
         input=found["input"],
         answers=tuple(map(str, found["answers"])),
-        classes=tuple(map(str, found.get("all_classes") or ())),
-        length=int(found.get("length") or 0),
+        classes=tuple(map(str, classes)),
+        length=length,
     )

@@ -49,6 +49,8 @@ class NeedleGrid:
         Raises:
             ValueError: a document with its question and answer is too long.
         """
+        # First by the lengths alone: a text that is far too long takes minutes to write.
+        subject.check_lengths(self.lengths, "haystacks")
         written = self.cell(max(self.lengths), self.depths[0]).documents(subject.count)[0]
         (needle,) = written.passkeys
         extra = subject.count(needle.needle) + subject.count(needle.answer) + 2

@@ -96,6 +96,8 @@ def passkey_accuracy(subject: Subject, task: PasskeyTask) -> PasskeyResult:
     Raises:
         ValueError: the documents do not fit the model, or the tokenizer cannot encode them.
     """
+    # First by the length alone: a text that is far too long takes minutes to write.
+    subject.check_lengths([task.num_tokens], "passkey documents")
     written = task.documents(subject.count)
     prompts = [subject.encode(one.text, is_start=True) for one in written]
     asked = [[subject.encode(question(each)) for each in one.passkeys] for one in written]

@@ -174,3 +174,9 @@ def test_the_report_compares_pairs_that_were_measured_and_says_so_of_the_others(
 def test_a_clock_times_at_least_once(rounds: int, warm_up: int) -> None:
     with pytest.raises(ValueError, match="expected rounds >= 1 and warm_up >= 0"):
         Clock(torch.device("cpu"), rounds, warm_up)
+
+
+def test_a_device_that_torch_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"expected a device such as cuda, cuda:1 or cpu, got 'gpu'"):
+        gpu.main(["--device", "gpu", "--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,35 @@ def test_results_of_other_settings_and_foreign_files_are_left_alone(hpu_duo: Run
     refused = hpu_duo(*command)
     assert "another one" in refused.stderr
     assert files(tmp_path) == {"heatmap.png": b"mine", "results.jsonl": b"notes\n"}
+
+
+def test_results_of_other_blocks_or_of_another_window_are_not_mixed(hpu_duo: Run, tmp_path: Path) -> None:
+    """Bytes kept depend on the size of blocks, and what is kept on the window in the pattern's config."""
+    pattern, out = tmp_path / "pattern", tmp_path / "out"
+    shutil.copytree(PATTERN_DIR, pattern)
+    command = ("eval", "niah", "--out", out, "--pattern", pattern, "--sparsity", "0.5", *SMALL)
+    command = (*command, "--lengths", "150", "--depths", "1")
+    assert hpu_duo(*command).exit_code == 0
+    before = files(out)
+    refused = hpu_duo(*command, "--block-size", "64")
+    assert (refused.exit_code, files(out)) == (2, before)
+    assert "block_size=128 (asked: 64)" in refused.stderr
+    config = json.loads((pattern / "config.json").read_text())
+    (pattern / "config.json").write_text(json.dumps({**config, "recent_size": 32}))
+    refused = hpu_duo(*command)
+    assert (refused.exit_code, files(out)) == (2, before)
+    assert "same settings, got pattern=" in refused.stderr
+
+
+def test_a_missing_matplotlib_is_told_before_anything_is_measured(
+    hpu_duo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpu_duo.cli.drawing.find_spec", lambda _: None)
+    for command, what in (("niah", "the heat map"), ("curve", "the picture of the curve")):
+        refused = hpu_duo("eval", command, "--out", tmp_path / "out")
+        assert refused.exit_code == 2
+        assert f"{what} needs matplotlib" in refused.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_curve_has_a_picture_and_a_table(hpu_duo: Run, tmp_path: Path) -> None:
@@ -123,6 +153,7 @@ def test_perplexity_is_reported_by_position(hpu_duo: Run, tmp_path: Path) -> Non
     ("arguments", "message"),
     [
         (("ruler", "--tasks", "niah_quadruple"), "expected --tasks among"),
+        (("ruler", "--num-samples", "0"), "--num-samples of at least 1, got 0"),
         (("passkey", "--num-tokens", "9000"), "at most 8192 tokens"),
         (("passkey", "--pattern", "WRONG", "--sparsity", "0.5"), "4 layers x 4 KV heads"),
         (("curve", "--out", "OUT", "--patterns", "gates"), "LABEL=DIR"),
@@ -132,6 +163,8 @@ def test_perplexity_is_reported_by_position(hpu_duo: Run, tmp_path: Path) -> Non
         (("longbench", "--file", "MISSING"), "cannot read"),
         (("perplexity", "--file", "MISSING"), "cannot read"),
         (("perplexity", "--num-tokens", "9000"), "at most 8192 tokens"),
+        (("ruler", "--num-tokens", "9000000"), "samples of at most 8192 tokens"),
+        (("perplexity", "--num-tokens", "-5"), "--num-tokens of at least 1, got -5"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_and_nothing_is_written(

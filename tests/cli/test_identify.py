@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
 from hpu_duo.heads import HeadPattern
-from hpu_duo.identify import Identification, Method
+from hpu_duo.identify import Identification, LossForm, Method
 from tests.identify.induction import save_induction_model
 
 Run = Callable[..., Result]
@@ -106,6 +106,18 @@ def test_an_interrupted_run_goes_on_to_the_same_files(
     assert contents(tmp_path / "cut") == contents(tmp_path / "straight")
 
 
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(
+    identify: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        LossForm, "distillation", lambda self, student, teacher: (student - teacher).sum() / 0
+    )
+    result = identify(tmp_path / "out", *STEPS)
+    assert result.exit_code == 2
+    assert "the loss of document 0 or its gradient is not finite" in result.stderr
+    assert not (tmp_path / "out" / "full_attention_heads.tsv").exists()
+
+
 def test_a_half_written_state_is_refused_and_nothing_is_overwritten(identify: Run, tmp_path: Path) -> None:
     (tmp_path / "identify_state.json").write_text('{"format": "hpu-duo ident')
     before = contents(tmp_path)
@@ -148,6 +160,7 @@ def test_the_directory_of_a_checkpoint_is_no_place_for_a_pattern(
         (("--device", "tpu"), "got 'tpu'"),
         (("--recent", "0"), "recent >= 1"),
         (("--steps", "0"), "num_steps >= 1"),
+        (("--threads", "0"), "expected --threads of at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_written(

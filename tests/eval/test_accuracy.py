@@ -94,13 +94,22 @@ def test_perplexity_is_that_of_one_pass_over_the_text(builtin: Load, reference: 
     assert result.num_tokens == len(wanted)
 
 
-def test_what_the_model_cannot_hold_is_refused_before_anything_runs(builtin: Load) -> None:
+def test_what_the_model_cannot_hold_is_refused_before_anything_runs(
+    builtin: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject = builtin(0.5)
     before = subject.model.stats().num_steps
     with pytest.raises(ValueError, match=r"passkey documents of at most 8192 tokens.*got 8[2-9]"):
         passkey_accuracy(subject, PasskeyTask(8185, 1, 1, 4))
     with pytest.raises(ValueError, match="haystacks of at most 8192"):
         NeedleGrid((100, 8190), (0.5,), passkey_words=4).check(subject)
+    # Far too long texts are not even written.
+    with monkeypatch.context() as patch:
+        patch.setattr(PasskeyTask, "documents", None)
+        with pytest.raises(ValueError, match=r"passkey documents of at most 8192 tokens.*got 9000000"):
+            passkey_accuracy(subject, PasskeyTask(9_000_000))
+        with pytest.raises(ValueError, match=r"haystacks of at most 8192 tokens.*got 9000000"):
+            NeedleGrid((9_000_000,), (0.5,)).check(subject)
     with pytest.raises(ValueError, match="a text of at most 8192"):
         stream_perplexity(subject, [5] * 8193)
     with pytest.raises(ValueError, match="more than 8 tokens, the prefix, got 8"):

@@ -50,6 +50,22 @@ def test_the_official_prompts_are_taken_when_given(tmp_path: Path) -> None:
         read_prompts(path)
 
 
+def test_a_line_ends_at_its_newline_only(tmp_path: Path) -> None:
+    """JSON leaves Unicode's own line and paragraph separators in texts as they are."""
+    text = "one\u2028two\u2029three\x85four"
+    path = tmp_path / "x.jsonl"
+    line = json.dumps({**ITEM, "context": text}, ensure_ascii=False)
+    path.write_text(f"{line}\n{line}\n", encoding="utf-8")
+    assert [item.context for item in read_longbench(path)] == [text, text]
+
+
+@pytest.mark.parametrize(("name", "value"), [("all_classes", 3), ("length", [1]), ("length", "long")])
+def test_optional_fields_of_another_type_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    path = write(tmp_path / "x.jsonl", ITEM, {**ITEM, name: value})
+    with pytest.raises(ValueError, match=r"all_classes to be a list and length a number in line 2"):
+        read_longbench(path)
+
+
 def test_the_data_set_comes_from_the_line_or_else_from_the_caller(tmp_path: Path) -> None:
     bare = {name: value for name, value in ITEM.items() if name != "dataset"}
     assert read_longbench(write(tmp_path / "x.jsonl", bare), "trec")[0].dataset == "trec"
