@@ -218,4 +218,5 @@ def lm_eval(ctx: typer.Context) -> None:
             raise ValueError(
                 f"expected the package lm-eval (pip install 'hpu-duo[eval]'), got: {error}"
             ) from None
-    run_harness(ctx.args)
+        # What the harness refuses, an unknown task say, it refuses while running.
+        run_harness(ctx.args)

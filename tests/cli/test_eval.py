@@ -184,3 +184,10 @@ def test_the_harness_is_run_with_the_name_known(hpu_duo: Run) -> None:
     done = hpu_duo("eval", "lm-eval", "run", "--help")
     assert done.exit_code == 0
     assert "--model" in done.stdout
+
+
+def test_a_task_that_the_harness_does_not_know_is_told_in_a_sentence(hpu_duo: Run) -> None:
+    pytest.importorskip("lm_eval")
+    done = hpu_duo("eval", "lm-eval", "run", "--model", "hpu-duo", "--tasks", "no_such_task")
+    assert done.exit_code == 2
+    assert "hpu-duo: error: Tasks not found: no_such_task" in done.stderr
