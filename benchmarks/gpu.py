@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ..., or cpu together with --toy")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--date", default=date.today().isoformat(), help="in the names of the files")
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin no point after so long")
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin no curve point after so long")
     parser.add_argument("--rounds", type=int, help="timed calls of a kernel (30; 2 for --toy)")
     parser.add_argument("--attention", default="auto", help="kernels of the curves")
     parser.add_argument("--graphs", default="eager", help="capture backend of the decode curve")

@@ -33,6 +33,9 @@ def kv_fields(kv: KVBytes) -> dict[str, Any]:
 def show(rows: Sequence[Mapping[str, Any]], columns: Iterable[str], kv: KVBytes) -> None:
     """Print one line per row, and below what is kept of the cache."""
     console = Console()
+    if not console.is_terminal:
+        # A pipe cannot be widened by hand, and takes long lines rather than numbers that are cut off.
+        console.width = max(console.width, 160)
     table = Table(box=None, padding=(0, 2, 0, 0))
     names = list(columns)
     for name in names:
@@ -70,11 +73,18 @@ def check_outputs(results: Path, derived: Sequence[Path]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file at once, so that a kill leaves the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file at once, so that a kill leaves the old one or the new one.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
     half = path.with_name(path.name + ".new")
-    half.write_text(text, encoding="utf-8")
-    half.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _cell(value: object) -> str:

@@ -41,7 +41,6 @@ class GatedModel:
         layers: its decoder layers, and what each asks of its attention.
         calls: the latter by identity of the attention module.
         num_layers, num_kv_heads: of the gates.
-        max_positions: tokens that the model has positions for; None when its configuration does not say.
 
     Raises:
         ValueError: the model cannot be served, or its layers differ in KV heads.
@@ -56,7 +55,6 @@ class GatedModel:
         self.model = model
         self.layers = tuple(layers)
         self.num_layers, self.num_kv_heads = len(self.layers), kv_heads[0]
-        self.max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.device = next(model.parameters()).device
         self.calls = {id(layer.attention): layer.call for layer in layers}
         self._mask = placeholder_mask(self.device)

@@ -106,6 +106,13 @@ def test_a_curve_has_a_picture_and_a_table(hpu_duo: Run, tmp_path: Path) -> None
     assert ("random heads", "share") in found
     assert (out / "curve.png").read_bytes().startswith(PNG)
     assert len(json.loads(done.stdout)["points"]) == len(rows) == 5
+    shown = hpu_duo(
+        *("eval", "curve", "--out", out, "--patterns", f"gates={PATTERN_DIR}", "--shares", "0.25"),
+        *("--random-seeds", "1", "--recents", "16", "--sweep-share", "0.25"),
+        *("--num-tokens", "200", "--num-passkeys", "2", *SMALL),
+    ).stdout
+    assert "random heads " in shown
+    assert "…" not in shown
 
 
 def test_ruler_samples_are_written_and_answered(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
@@ -117,6 +124,8 @@ def test_ruler_samples_are_written_and_answered(hpu_duo: Run, model_dir: Path, t
     assert all(sample["length"] <= 900 for sample in samples)
     again = hpu_duo(*common, "--num-tokens", "900", "--write", tmp_path / "samples.jsonl")
     assert again.exit_code == 2
+    nowhere = hpu_duo(*common, "--num-tokens", "900", "--write", tmp_path / "samples.jsonl" / "more.jsonl")
+    assert (nowhere.exit_code, "cannot write" in nowhere.stderr) == (2, True)
     answered = hpu_duo(*common, "--num-tokens", "900", "--out", tmp_path / "run", "--json")
     assert answered.exit_code == 0, answered.output
     assert [row["task"] for row in json.loads(answered.stdout)["tasks"]] == ["niah_single_1", "vt"]
