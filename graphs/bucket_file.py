@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graphs.cost import CostFunction
-from graphs.shape import BatchShape, Phase
+from graphs.shape import LARGEST_SIZE, BatchShape, Phase
 from graphs.table import BucketTable
 
 _MOST_BUCKETS = 1_000_000
@@ -170,7 +170,8 @@ def _values(node: ast.expr, expected: str) -> list[int] | range:
         numbers = [_integer(item, expected) for item in node.args]
         if (len(numbers) == 3 and numbers[2] == 0) or not range(*numbers):
             raise ValueError(f"{expected}: an empty range")
-        if not -_MOST_BUCKETS < len(range(*numbers)) < _MOST_BUCKETS:
+        # The length of a range is no length to Python once it is beyond a machine word.
+        if max(map(abs, numbers)) > LARGEST_SIZE or len(range(*numbers)) > _MOST_BUCKETS:
             raise ValueError(f"{expected}: too long a range")
         return range(*numbers)
     return [_integer(node, expected)]

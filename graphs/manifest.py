@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections import Counter
@@ -26,6 +25,8 @@ FORMAT = "hpu-duo warm-up manifest"
 VERSION = 1
 
 _MOST_NAMED = 8
+_UNBELIEVABLE = 1 << 62
+"""Seconds and bytes from which on a file is taken for a broken one."""
 _ABSENT = "nothing"
 
 Configuration = Mapping[str, Any]
@@ -229,9 +230,11 @@ def _parse(fields: dict[str, Any]) -> Manifest:
 def _record(name: str, item: Any) -> GraphRecord:
     _expect(isinstance(item, dict) and isinstance(item.get("shape"), str), name, 'a "shape"', item)
     seconds, num_bytes = item.get("seconds"), item.get("bytes")
-    is_time = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
+    # Comparing does not convert, so integers of any length may come.
+    is_time = type(seconds) in (int, float) and 0 <= seconds < _UNBELIEVABLE
     _expect(seconds is None or is_time, f"{name}.seconds", "0 or more, or null", seconds)
-    _expect(num_bytes is None or type(num_bytes) is int, f"{name}.bytes", "an integer or null", num_bytes)
+    is_size = type(num_bytes) is int and abs(num_bytes) < _UNBELIEVABLE
+    _expect(num_bytes is None or is_size, f"{name}.bytes", "an integer or null", num_bytes)
     try:
         shape = BatchShape.parse(item["shape"])
     except ValueError as error:

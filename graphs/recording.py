@@ -14,6 +14,10 @@ from typing import Any
 
 from graphs.shape import BatchShape
 
+_UNBELIEVABLE = 1 << 62
+"""Steps from which on a file is taken for a broken one."""
+_MOST_SHOWN = 80
+
 
 class ShapeRecorder:
     """Appends the shape of every step to a file, one line each, in one write each.
@@ -106,12 +110,12 @@ def _line(shape: BatchShape, count: int) -> bytes:
 def _record(text: str) -> tuple[BatchShape, int]:
     try:
         record: Any = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"expected a JSON object, got {text.strip()!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected a JSON object, got {text.strip()[:_MOST_SHOWN]!r}") from error
     if not isinstance(record, dict) or not isinstance(record.get("shape"), str):
-        raise ValueError(f'expected an object with a "shape", got {text.strip()!r}')
+        raise ValueError(f'expected an object with a "shape", got {text.strip()[:_MOST_SHOWN]!r}')
     count = record.get("count", 1)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < _UNBELIEVABLE:
         raise ValueError(f'expected "count" to be an integer of at least 1, got {count!r}')
     return BatchShape.parse(record["shape"]), count
 

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import index
 
+LARGEST_SIZE = 2**31 - 1
+"""Of any dimension: device indices are int32."""
+
 _LETTERS = "csu"
 _SHAPE_TEXT = re.compile(r"(?P<phase>[^/]*)/q(?P<q>\d+)/s(?P<s>\d+)/u(?P<u>\d+)/l(?P<l>\d+)", re.ASCII)
 
@@ -77,7 +80,8 @@ class BatchShape:
         num_logits: ``N``, rows for which logits are computed, equally the ring rows processed.
 
     Raises:
-        ValueError: a negative or zero-query size, or blocks for a part that does not run.
+        ValueError: a negative size, one beyond ``LARGEST_SIZE``, no query tokens, or blocks for a part that
+            does not run.
     """
 
     phase: Phase
@@ -91,8 +95,9 @@ class BatchShape:
         for name in ("query_len", "num_shared_blocks", "num_unique_blocks", "num_logits"):
             size = index(getattr(self, name))
             object.__setattr__(self, name, size)
-            if size < 0:
-                raise ValueError(f"expected {name} >= 0, got {size}")
+            if not 0 <= size <= LARGEST_SIZE:
+                limit = ">= 0" if size < 0 else f"<= {LARGEST_SIZE}"
+                raise ValueError(f"expected {name} {limit}, got {size}")
         if self.query_len < 1:
             raise ValueError(f"expected query_len >= 1, got {self.query_len}")
         if self.num_shared_blocks and not self.phase.shared:

@@ -89,6 +89,7 @@ def test_an_operator_without_source_fails_only_when_asked(run: Run, monkeypatch:
     ("arguments", "message"),
     [
         (("--bucket", "csu"), "expected a shape such as"),
+        (("--bucket", "c--/q99999999999999999999/s0/u0/l1"), "expected query_len <= 2147483647"),
         (("--bucket", BUCKETS[0], "--buckets", "table.txt"), "got both"),
         (("--buckets", "missing.txt"), "missing.txt"),
         (("--bucket", "--u/q4/s0/u65/l4"), "64 unique blocks"),

@@ -99,6 +99,7 @@ def test_holding_never_contradicts_the_order(a: BatchShape, b: BatchShape) -> No
         ("csu/q-1/s0/u0/l0", "expected a shape such as"),
         ("sc/q1/s0/u0/l0", "expected a phase"),
         ("csu/q0/s0/u0/l0", "query_len >= 1, got 0"),
+        ("c--/q2147483648/s0/u0/l0", "query_len <= 2147483647, got 2147483648"),
         ("c-u/q1/s4/u0/l0", "no shared part: expected num_shared_blocks=0, got 4"),
         ("cs-/q1/s0/u4/l0", "no unique part: expected num_unique_blocks=0, got 4"),
     ],

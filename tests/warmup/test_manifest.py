@@ -125,6 +125,8 @@ def test_what_is_not_known_yet_is_not_compared() -> None:
         ({"graphs": ["x"]}, r"expected graphs\[0\] to be a \"shape\", got 'x'"),
         ({"graphs": [{"shape": "q1"}]}, r"graphs\[0\]: expected a shape such as"),
         ({"graphs": [{"shape": "--u/q1/s0/u1/l1", "seconds": -1}]}, r"graphs\[0\]\.seconds .* got -1"),
+        ({"graphs": [{"shape": "--u/q1/s0/u1/l1", "seconds": 10**400}]}, r"graphs\[0\]\.seconds .* got 1000"),
+        ({"graphs": [{"shape": "--u/q1/s0/u1/l1", "bytes": 10**400}]}, r"graphs\[0\]\.bytes .* got 1000"),
         ({"graphs": [{"shape": "--u/q1/s0/u1/l1", "bytes": 1.5}]}, r"graphs\[0\]\.bytes .* got 1\.5"),
         ({"graphs": [{"shape": "--u/q1/s0/u1/l1"}] * 2}, "expected graphs to be each shape once"),
     ],

@@ -83,6 +83,7 @@ def test_shapes_go_back_to_the_buckets_that_serve_their_parts(
         "(1, 1, range(0, 5, 0))",
         "(1, 1, range(10**9))",
         "(1, 1, range(100000000))",
+        "(1, 1, range(1, 10000000000000000000000000))",
         "(range(1, 2000), range(1, 2000), 1)",
         "(1, 1, __import__('os').getpid())",
         "(1, 1, open)",

@@ -57,11 +57,13 @@ def test_several_recordings_are_added_up(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "expected a JSON object"),
+        ("[" * 100_000, "expected a JSON object"),
         ("[1]", 'expected an object with a "shape"'),
         ('{"shape": 3}', 'expected an object with a "shape"'),
         ('{"shape": "x"}', "expected a shape such as"),
         ('{"shape": "--u/q4/s0/u40/l4", "count": 0}', "at least 1, got 0"),
         ('{"shape": "--u/q4/s0/u40/l4", "count": true}', "at least 1, got True"),
+        (f'{{"shape": "--u/q4/s0/u40/l4", "count": {10**400}}}', "at least 1, got 1000"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str, message: str) -> None:
