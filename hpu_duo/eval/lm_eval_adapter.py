@@ -11,6 +11,7 @@ module is enough for ``lm_eval.simple_evaluate(model="hpu-duo", ...)``.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -74,6 +75,11 @@ class HPUDuoLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
+        unknown = sorted(options.keys() - inspect.signature(HPUDuoModel.from_pretrained).parameters.keys())
+        if unknown:
+            raise ValueError(
+                f"expected arguments of HPUDuoLM or HPUDuoModel.from_pretrained, got {', '.join(unknown)}"
+            )
         is_cut = sparsity is not None or threshold is not None
         if pretrained is None and pattern is None and is_cut:
             pattern = PATTERN_DIR

@@ -206,6 +206,7 @@ def test_contexts_that_are_too_long_are_refused_or_cut_at_their_beginning(
     ("options", "message"),
     [
         ({"batch_size": "many"}, "batch_size"),
+        ({"sparsty": 0.5}, "expected arguments of HPUDuoLM or HPUDuoModel.from_pretrained, got sparsty"),
         ({"pattern": PATTERN_DIR}, "sparsity or threshold"),
         ({"pattern": HeadPattern.all_retrieval(2, 2)}, "4 layers x 4 KV heads"),
     ],
