@@ -14,6 +14,7 @@ from hpu_duo.cli.sizes import show_bytes
 from hpu_duo.warmup import Estimate, WarmUp, WarmUpReport
 
 _MOST_ROWS = 10
+_SIZES = "computed from sizes"
 
 
 class ProgressView:
@@ -62,11 +63,11 @@ def print_estimate(console: Console, prepared: WarmUp) -> None:
         phases[str(bucket.phase)] += 1
     listed = "  ".join(f"{phase} x {count}" for phase, count in phases.items())
     table.add_row("graphs", f"{len(prepared.buckets)} ({prepared.backend}): {listed}")
-    table.add_row("time", f"{_seconds(estimate)}; {_source(estimate)}")
+    table.add_row("time", f"{_seconds(estimate)}; {_source(estimate, f'from: {estimate.source}')}")
     table.add_row(
         "memory",
-        f"{show_bytes(estimate.kept_bytes)} kept by graphs, {show_bytes(estimate.transient_bytes)} while the "
-        "largest step runs; computed from sizes",
+        f"{show_bytes(estimate.kept_bytes)} kept by graphs, {_source(estimate, _SIZES)}; "
+        f"{show_bytes(estimate.transient_bytes)} while the largest step runs, {_SIZES}",
     )
     console.print(table)
     for note in prepared.notes:
@@ -134,7 +135,9 @@ def _seconds(estimate: Estimate) -> str:
     return f"{low / 60:.1f} to {high / 60:.1f} min"
 
 
-def _source(estimate: Estimate) -> str:
+def _source(estimate: Estimate, unmeasured: str) -> str:
+    if not estimate.num_measured:
+        return unmeasured
     if estimate.num_measured == len(estimate.graphs):
         return "as measured before"
-    return f"{estimate.num_measured} measured before, the others from: {estimate.source}"
+    return f"{estimate.num_measured} measured before, the others {unmeasured}"
