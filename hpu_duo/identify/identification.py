@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -197,6 +198,9 @@ def _check_output(request: IdentifyRequest) -> None:
     output = request.output
     if output.exists() and not output.is_dir():
         raise ValueError(f"expected a directory for the pattern, got the file {output}")
+    above = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"expected a place that can be written to for {output}, got {above}")
     has_state = (output / STATE_FILE).is_file()
     if request.resume and request.method is not Method.OPTIMISE:
         raise ValueError(f"expected --resume with the method 'optimise' only, got {request.method.value!r}")

@@ -137,6 +137,14 @@ def test_a_pattern_of_another_model_is_never_overwritten(identify: Run, tmp_path
     assert contents(tmp_path / "out") == before
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_run(identify: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    result = identify(tmp_path / "file" / "out", *STEPS)
+    assert result.exit_code == 2
+    assert "expected a place that can be written to" in result.stderr
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
 def test_the_directory_of_a_checkpoint_is_no_place_for_a_pattern(
     identify: Run, tmp_path: Path, copier_dir: Path
 ) -> None:
