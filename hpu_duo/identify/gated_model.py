@@ -112,7 +112,10 @@ class GatedModel:
     def hidden(self, ids: Tensor, trial: Trial) -> Tensor:
         """Last hidden states ``[T, hidden]`` of a text ``[T]``, attended by ``trial``."""
         tokens = ids.to(self.device)[None]
-        output: Any = self.model.base_model(
+        # Some models of transformers 4 name a part as their base that they do not have, and get themselves.
+        is_own_base = self.model.base_model is self.model
+        body = self.model.get_decoder() if is_own_base else self.model.base_model
+        output: Any = body(
             input_ids=tokens,
             position_ids=torch.arange(tokens.shape[1], device=self.device)[None],
             attention_mask=self._mask,

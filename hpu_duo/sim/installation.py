@@ -112,4 +112,6 @@ def _device_module() -> types.ModuleType:
     for name, answer in answers.items():
         setattr(module, name, lambda *_, answer=answer: answer)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
+    # torch.compile asks every device for them, for code of other devices too.
+    module.Stream, module.Event = torch.Stream, torch.Event  # type: ignore[attr-defined]
     return module

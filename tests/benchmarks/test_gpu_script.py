@@ -52,7 +52,9 @@ def test_every_implementation_that_can_run_here_gives_the_reference_s_result(fol
         assert "wrong result" not in point["note"], point
         if point["key"][0] == "kernels" and not point["values"]:
             # Triton is missing only where neither a GPU nor its interpreter is there.
-            assert any(word in point["note"] for word in ("CUDA", "GPU", "not installed")), point
+            # Older torch has fused attention for grouped heads on GPUs only.
+            reasons = ("CUDA", "GPU", "not installed", "No available kernel")
+            assert any(reason in point["note"] for reason in reasons), point
         if point["key"][0] in ("decode", "prefill"):
             assert point["values"], point
 

@@ -1,5 +1,7 @@
 """The simulated device computes what the CPU computes, and refuses what an HPU cannot do well."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -190,3 +192,17 @@ def test_a_report_says_what_it_does_not_prove() -> None:
         assert "host to device" in text
         assert "not show that Synapse compiles" in text
         assert "nor speed, nor device memory" in text
+
+
+def test_the_compiler_works_beside_the_simulated_hpu() -> None:
+    script = """
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from hpu_duo import sim
+sim.install()
+q = torch.randn(1, 1, 16, 16)
+attend = torch.compile(flex_attention, backend="eager", fullgraph=True)
+assert torch.allclose(attend(q, q, q), torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-5)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
