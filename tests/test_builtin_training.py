@@ -105,6 +105,7 @@ def test_the_shipped_tokenizer_is_the_one_that_training_builds() -> None:
     assert (MODEL_DIR / "tokenizer.json").read_text() == build_tokenizer().to_str(pretty=True)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes an optimiser of torch 2.9")
 def test_a_model_of_other_sizes_is_trained_exported_and_scored_by_the_same_script(tmp_path: Path) -> None:
     shape = Shape(
         num_layers=8, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=4, head_dim=32

@@ -51,7 +51,8 @@ def test_with_all_gates_at_one_the_model_is_unchanged(zoo: Zoo, name: str, full_
     hidden, taught = run(gated, gates, Band(2, 5), full_from)
     assert torch.equal(hidden, taught)
     with torch.no_grad():
-        expected = model.base_model(tokens()[None], use_cache=False).last_hidden_state[0]
+        outputs = model(tokens()[None], use_cache=False, output_hidden_states=True)
+        expected = outputs.hidden_states[-1][0]
     torch.testing.assert_close(taught, expected, atol=1e-4, rtol=1e-3)
 
 
