@@ -30,6 +30,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from graphs.atomic_file import replace_file
 from graphs.cost import CostFunction
 from graphs.shape import LARGEST_SIZE, BatchShape, Phase
 from graphs.table import BucketTable
@@ -93,7 +94,7 @@ def read_table(path: str | Path, cost: CostFunction | None = None) -> BucketTabl
 def write_table(path: str | Path, buckets: Iterable[BatchShape], comment: str = "") -> None:
     """Write a table, one shape a line below the comment."""
     heading = [f"# {line}".rstrip() for line in comment.splitlines()]
-    Path(path).write_text("\n".join([*heading, *map(str, buckets)]) + "\n", encoding="utf-8")
+    replace_file(path, "\n".join([*heading, *map(str, buckets)]) + "\n")
 
 
 def read_gaudi_buckets(path: str | Path) -> tuple[GaudiBucket, ...]:
@@ -115,7 +116,7 @@ def write_gaudi_buckets(path: str | Path, buckets: Iterable[GaudiBucket], commen
     """Write a file that ``VLLM_BUCKETING_FROM_FILE`` takes: one precise entry a line, each once."""
     heading = [f"# {line}".rstrip() for line in comment.splitlines()]
     entries = [str(tuple(bucket)) for bucket in dict.fromkeys(buckets)]
-    Path(path).write_text("\n".join([*heading, *entries]) + "\n", encoding="utf-8")
+    replace_file(path, "\n".join([*heading, *entries]) + "\n")
 
 
 def _gaudi_buckets(path: str | Path, lines: list[tuple[int, str]]) -> tuple[GaudiBucket, ...]:

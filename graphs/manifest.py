@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from graphs.atomic_file import replace_file
 from graphs.cost import CostFunction
 from graphs.shape import BatchShape
 from graphs.table import BucketTable
@@ -146,20 +145,9 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
         ],
     }
     target = Path(path)
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            temporary = file.name
-            file.write(json.dumps(fields, indent=1, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
+        replace_file(target, json.dumps(fields, indent=1, allow_nan=False) + "\n")
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise ValueError(f"cannot write the manifest {target}: {error.strerror}") from error
 
 

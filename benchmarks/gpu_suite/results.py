@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from graphs.atomic_file import replace_file
+
 _PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flashinfer-python", "numpy")
 
 
@@ -93,9 +95,7 @@ class Results:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Never half a file: a run may be stopped at any time.
-        draft = self.path.with_suffix(".part")
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        draft.replace(self.path)
+        replace_file(self.path, json.dumps(content, indent=1) + "\n")
 
 
 def describe_environment(device: torch.device, *, is_toy: bool) -> dict[str, str]:

@@ -78,11 +78,11 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ValueError: it cannot be written.
     """
-    half = path.with_name(path.name + ".new")
+    from graphs.atomic_file import replace_file
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
+        replace_file(path, text)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
 

@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from graphs.atomic_file import replace_file
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.device import resolve_device
 from hpu_duo.heads import HeadPattern
@@ -23,7 +24,7 @@ from hpu_duo.identify.measure import mean_qk_scores, measured, profile_scores
 from hpu_duo.identify.model_files import model_fingerprint
 from hpu_duo.identify.objective import Gates
 from hpu_duo.identify.optimise import GateTraining, TrainingSettings
-from hpu_duo.identify.run_state import STATE_FILE, StepLosses, replace_file
+from hpu_duo.identify.run_state import STATE_FILE, StepLosses
 from hpu_duo.identify.workers import Workers
 from hpu_duo.modeling.loading import load_tokenizer, read_config, resolve_dtype
 
@@ -181,7 +182,7 @@ class Identification:
             return
         output = self._request.output
         if self._training is not None:
-            replace_file(output / LOSSES_FILE, _losses_table(self._training.losses).encode())
+            replace_file(output / LOSSES_FILE, _losses_table(self._training.losses))
         aside = output / ".partial"
         self.pattern().save(aside)
         for name in (CONFIG_FILE, SCORES_FILE):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from graphs.atomic_file import replace_file
 from hpu_duo.identify.objective import AdamState
 
 STATE_FILE = "identify_state.json"
@@ -63,7 +63,7 @@ def write_state(state: RunState, directory: Path) -> None:
         "losses": [[one.distillation, one.penalty, one.total] for one in state.losses],
     }
     fields["checksum"] = _checksum(fields)
-    replace_file(directory / STATE_FILE, json.dumps(fields).encode())
+    replace_file(directory / STATE_FILE, json.dumps(fields))
 
 
 def read_state(directory: Path, run: Mapping[str, Any]) -> RunState | None:
@@ -80,16 +80,6 @@ def read_state(directory: Path, run: Mapping[str, Any]) -> RunState | None:
     gates, mean, square = (np.array(fields[name], dtype=np.float64) for name in ("gates", "mean", "square"))
     losses = tuple(StepLosses(index + 1, *one) for index, one in enumerate(fields["losses"]))
     return RunState(run, AdamState(fields["step"], gates, mean, square), losses)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that its name never stands for less than all of it."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
