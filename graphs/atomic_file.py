@@ -10,7 +10,7 @@ def replace_file(path: str | Path, text: str) -> None:
     """Write a UTF-8 file so that its name stands for the old content or for all of the new.
 
     Raises:
-        OSError: it cannot be written, which names ``path``; the old content is still there, and nothing lies beside it.
+        OSError: it cannot be written; names ``path``. The old content is still there, and nothing beside it.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")

@@ -22,5 +22,5 @@ def test_text_that_cannot_be_written_leaves_the_old_file_alone(tmp_path: Path) -
     with pytest.raises(OSError):
         replace_file(path, "new")
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(OSError, match="absent/table.txt'"):
+    with pytest.raises(OSError, match=r"absent/table\.txt'"):
         replace_file(tmp_path / "absent" / "table.txt", "new")
