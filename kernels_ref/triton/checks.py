@@ -18,9 +18,7 @@ Size = int | None
 def check_queries(name: str, q: torch.Tensor) -> None:
     """Queries, or new keys' pattern of them: ``[*, K, G, D]`` of a type and head size that kernels know."""
     check_vectors(name, q, (None, None, None, None))
-    if q.dtype not in DTYPES:
-        known = ", ".join(str(dtype) for dtype in DTYPES)
-        raise ValueError(f"expected {name} to be of one of {known}, got {q.dtype}")
+    _check_dtype(name, q)
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"expected {name} to have a head size of 1 to {MAX_HEAD_DIM}, got {q.shape[-1]}")
 
@@ -66,12 +64,26 @@ def check_triple(name: str, triple: Sequence[torch.Tensor], like: torch.Tensor, 
     for part, x in zip(("attn", "max", "sum"), triple):
         shape = (num, *like.shape[1:]) if part == "attn" else (num, *like.shape[1:-1])
         _check_shape(f"{name}.{part}", x, shape)
+        num = x.shape[0]
         _check_device(f"{name}.{part}", x, like.device)
         if x.dtype != torch.float32 or not x.is_contiguous():
             raise ValueError(
                 f"expected {name}.{part} to be contiguous torch.float32, got {x.dtype} with strides "
                 f"{tuple(x.stride())}"
             )
+
+
+def check_sinks(name: str, sinks: torch.Tensor, q: torch.Tensor) -> None:
+    """A logit for each query head of ``q [*, K, G, D]``, of any type that kernels know."""
+    _check_shape(name, sinks, q.shape[1:3])
+    _check_device(name, sinks, q.device)
+    _check_dtype(name, sinks)
+
+
+def _check_dtype(name: str, x: torch.Tensor) -> None:
+    if x.dtype not in DTYPES:
+        known = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(f"expected {name} to be of one of {known}, got {x.dtype}")
 
 
 def _check(name: str, x: torch.Tensor, shape: Sequence[Size], like: torch.Tensor | None) -> None:

@@ -12,7 +12,14 @@ from bias_builders import Window
 from kernels_ref.partial import Partial
 from kernels_ref.step import RingStep, StepTensors
 from kernels_ref.triton import operators
-from kernels_ref.triton.checks import check_plan, check_queries, check_stores, check_triple, check_vectors
+from kernels_ref.triton.checks import (
+    check_plan,
+    check_queries,
+    check_sinks,
+    check_stores,
+    check_triple,
+    check_vectors,
+)
 
 _NO_WINDOW = Window(0, 0)
 
@@ -146,10 +153,6 @@ def finish(
         check_triple("of_rows", of_rows, q_QKGD, None)
     if sinks_KG is not None:
         sinks_KG = sinks_KG.contiguous()
-        if sinks_KG.shape != q_QKGD.shape[1:3] or sinks_KG.device != q_QKGD.device:
-            raise ValueError(
-                f"expected sinks_KG to have shape {list(q_QKGD.shape[1:3])} on {q_QKGD.device}, "
-                f"got {list(sinks_KG.shape)} on {sinks_KG.device}"
-            )
+        check_sinks("sinks_KG", sinks_KG, q_QKGD)
     flat = [tensor for partial in of_tokens for tensor in partial]
     return operators.finish(q_QKGD, flat, list(of_rows or ()), single_row, sinks_KG)

@@ -19,6 +19,7 @@ from graphs.backends.toolchain import cpu_compile_problem
 from kernels_ref import Implementation, LayerCache, Step, unified_attention
 from kernels_ref.impl import kernels
 from kernels_ref.index import gather
+from kernels_ref.partial import Partial
 from kernels_ref.triton import availability, launch, operators
 from kernels_ref.triton.launch import DeviceLimits
 from tests.kernels_ref.scenario import RowSpec, Scenario, World
@@ -223,6 +224,39 @@ def test_bad_arguments_are_refused_by_name(
         call(part, edit(name, change))
 
 
+FINISH_BAD: list[tuple[str, Any, str]] = [
+    ("of_tokens", lambda p: [p] * 3, "expected of_tokens to have at most 2 partials, got 3"),
+    ("of_tokens", lambda p: [p._replace(attn=p.attn[1:])], r"expected of_tokens.attn .* \[5, 1, 2, 16\]"),
+    (
+        "of_tokens",
+        lambda p: [p._replace(sum=p.sum.half())],
+        "expected of_tokens.sum to be .*float16",
+    ),
+    ("of_rows", lambda p: p._replace(max=p.max[1:]), r"expected of_rows.max to have shape \[5, 1, 2\]"),
+    ("single_row", lambda p: torch.zeros(5), "expected single_row to be torch.int32, got torch.float32"),
+    ("sinks_KG", lambda p: torch.zeros(2), r"expected sinks_KG to have shape \[1, 2\], got \[2\]"),
+    (
+        "sinks_KG",
+        lambda p: torch.zeros(1, 2).double(),
+        "expected sinks_KG .* got torch.float64",
+    ),
+    ("sinks_KG", lambda p: torch.zeros(1, 2, device="meta"), "expected sinks_KG on cpu, got meta"),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("name", "bad", "message"), FINISH_BAD)
+def test_bad_parts_of_a_result_are_refused_by_name(name: str, bad: Any, message: str) -> None:
+    q = torch.zeros(5, 1, 2, 16)
+    part = Partial(q, q[..., 0].contiguous(), q[..., 0].contiguous())
+    arguments: dict[str, Any] = {"of_tokens": [part], "of_rows": None, "sinks_KG": None}
+    arguments["single_row"] = torch.zeros(5, dtype=torch.int32)
+    assert RUN.finish(q, **arguments).shape == q.shape
+    with pytest.raises(ValueError, match=message):
+        RUN.finish(q, **{**arguments, name: bad(part)})
+
+
+@needs_interpreter
 def test_heads_that_are_too_large_are_refused() -> None:
     q, store = torch.zeros(1, 1, 1, 320), torch.zeros(2, 1, 4, 320)
     with pytest.raises(ValueError, match="expected q_NKGD to have a head size of 1 to 256, got 320"):
