@@ -6,7 +6,8 @@
     python -m benchmarks.gpu --device cpu --only memory balance   # what is computed, in real sizes
 
 Each point is saved as soon as it is there, so that a run can be stopped, or end at ``--seconds``, and the
-same command continues it. A file holds one device and one set of versions. See docs/gpu-benchmarks.md.
+same command continues it; what could not be measured is tried again then. A file holds one device and one
+set of versions. See docs/gpu-benchmarks.md.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from benchmarks.gpu_suite.clock import Clock
 from benchmarks.gpu_suite.results import Results, describe_environment
 from benchmarks.gpu_suite.shapes import REAL, TOY, Sizes
+from graphs.atomic_file import replace_file
 
 COMPUTED = ("memory", "balance")
 SECTIONS = ("machine", *COMPUTED, "kernels", "decode", "prefill")
@@ -42,20 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         is_complete = _measure(options, sizes, device, results)
     except ValueError as error:
         sys.exit(f"gpu.py: {error}")
-    figures: list[Path] = []
-    if not options.no_figures:
-        from benchmarks.gpu_suite.figures import draw_figures
-
-        figures = draw_figures(results, sizes, stem)
     from benchmarks.gpu_suite.report import write_report
 
     command = ["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)]
-    text = write_report(results, sizes, options.date, command, [path.name for path in figures])
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+
+    def write(figures: Sequence[Path]) -> str:
+        text = write_report(results, sizes, options.date, command, [path.name for path in figures])
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(stem.with_suffix(".md"), text)
+        return text
+
+    # Drawing may fail: the report is there before it, and again with the figures.
+    text = write([])
     print(text)
     if not is_complete:
         print(f"Stopped after {options.seconds:g} s; the same command goes on from here.")
+    if not options.no_figures:
+        from benchmarks.gpu_suite.figures import draw_figures
+
+        write(draw_figures(results, sizes, stem))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -57,7 +57,7 @@ def measure_decode(clock: Clock, sizes: Sizes, setup: Setup, results: Results, b
         for shape in sizes.models
         for context in sizes.decode_contexts
         for system in SYSTEMS
-        if (key := Key("decode", f"{shape.name} at {context}", system)) not in results
+        if not results.is_measured(key := Key("decode", f"{shape.name} at {context}", system))
     ]
     return _measure(points, max(sizes.decode_contexts) + sizes.decode_steps + 8, setup, results, budget)
 
@@ -69,7 +69,7 @@ def measure_prefill(clock: Clock, sizes: Sizes, setup: Setup, results: Results, 
         for shape in sizes.models
         for chunk in reversed(sizes.prefill_chunks)
         for system in SYSTEMS
-        if (key := Key("prefill", f"{shape.name} in chunks of {chunk}", system)) not in results
+        if not results.is_measured(key := Key("prefill", f"{shape.name} in chunks of {chunk}", system))
     ]
     longest = max(prefill_tokens(shape, sizes) for shape in sizes.models)
     return _measure(points, longest + 8, setup, results, budget)
@@ -87,7 +87,8 @@ def _measure(
 ) -> bool:
     model: PreTrainedModel | None = None
     of: ModelShape | None = None
-    for shape, work, key in points:
+    # What has failed before comes last, so that it does not use up the time of what was never begun.
+    for shape, work, key in sorted(points, key=lambda point: results.get(point[2]) is not None):
         if budget.is_spent:
             return False
         if shape != of:

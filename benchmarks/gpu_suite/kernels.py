@@ -15,10 +15,13 @@ from kernels_ref import Partial, normalise
 
 TOLERANCE = 0.05
 """Largest error of an output, as a share of the largest output: rounding of half precision, not a bug."""
+_OURS_CANNOT = (RuntimeError,)
+_RIVALS_CANNOT = (RuntimeError, ImportError, OSError, ValueError, TypeError, AssertionError)
+"""How packages of others say that they cannot do or build something here."""
 
 
 def measure_kernels(clock: Clock, sizes: Sizes, dtype: torch.dtype, results: Results) -> None:
-    """Time every implementation of every case that has no point yet.
+    """Time every implementation of every case that has not been timed yet.
 
     A result that is off by more than ``TOLERANCE`` is noted as wrong, and not timed.
     """
@@ -27,21 +30,22 @@ def measure_kernels(clock: Clock, sizes: Sizes, dtype: torch.dtype, results: Res
 
 
 def measure_case(case: Case, clock: Clock, results: Results) -> None:
-    """Time the implementations of one case that have no point yet."""
+    """Time the implementations of one case that have not been timed yet."""
     works: dict[str, Callable[[], torch.Tensor | Partial] | str] = {**case.ours, **case.notes}
     if case.dense is not None:
         works |= rivals(case.dense)
     expected: torch.Tensor | None = None
     for system, work in works.items():
         key = Key("kernels", case.name, system)
-        if key in results:
+        if results.is_measured(key):
             continue
         if isinstance(work, str):
             results.add(Point(key, note=work))
             continue
         if expected is None:
             expected = _outputs(case.ours[REFERENCE]())
-        results.add(_measure(key, work, expected, case, clock))
+        cannot = _OURS_CANNOT if system in case.ours else _RIVALS_CANNOT
+        results.add(_measure(key, work, expected, case, clock, cannot))
 
 
 def _measure(
@@ -50,6 +54,7 @@ def _measure(
     expected: torch.Tensor,
     case: Case,
     clock: Clock,
+    cannot: tuple[type[Exception], ...],
 ) -> Point:
     try:
         error = float((_outputs(work()) - expected).abs().max() / expected.abs().max())
@@ -58,9 +63,9 @@ def _measure(
         timing = clock.time(work)
     except torch.OutOfMemoryError:
         return Point(key, note="out of memory")
-    except RuntimeError as problem:
-        # What a backend cannot do it says like this; the first line names it.
-        return Point(key, note=str(problem).strip().splitlines()[0])
+    except cannot as problem:
+        # The first line names it; some have none.
+        return Point(key, note=next(iter(str(problem).strip().splitlines()), type(problem).__name__))
     values = {**timing.values(), "bytes": case.num_bytes, "flops": case.flops, "error": error}
     return Point(key, {**values, "chosen": float(key.system == case.chosen)})
 

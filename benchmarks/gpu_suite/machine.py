@@ -14,14 +14,14 @@ PRODUCT = Key("machine", "matrix product", "torch")
 
 def measure_machine(clock: Clock, sizes: Sizes, dtype: torch.dtype, results: Results) -> None:
     """Bytes a second of a large copy, read and written ones, and operations a second of a square product."""
-    if COPY not in results:
+    if not results.is_measured(COPY):
         source = torch.ones(sizes.copy_bytes, dtype=torch.int8, device=clock.device)
         target = torch.empty_like(source)
         timing = clock.time(lambda: target.copy_(source))
         moved = 2 * sizes.copy_bytes
         results.add(Point(COPY, {**timing.values(), "bytes": moved, "bytes_per_s": moved / timing.median_s}))
         del source, target
-    if PRODUCT not in results:
+    if not results.is_measured(PRODUCT):
         n = sizes.matrix
         left, right = torch.randn(2, n, n, device=clock.device).to(dtype)
         timing = clock.time(lambda: left @ right)

@@ -75,8 +75,9 @@ class Results:
         for entry in points:
             self._points[Key(*entry["key"])] = Point(Key(*entry["key"]), entry["values"], entry["note"])
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._points
+    def is_measured(self, key: Key) -> bool:
+        """Whether there is a measurement of that key; a reason why there was none is no reason for ever."""
+        return key in self._points and self._points[key].is_measured
 
     def get(self, key: Key) -> Point | None:
         """The point of that key, if there is one."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -89,10 +90,20 @@ def _is_before(
     return query >= key
 
 
+def _imported(name: str) -> ModuleType | str:
+    """A package, or why it cannot be used: one built for another torch fails in its import."""
+    if importlib.util.find_spec(name) is None:
+        return f"{name} is not installed"
+    try:
+        return import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"{name} cannot be imported: {next(iter(str(error).splitlines()), type(error).__name__)}"
+
+
 def _flash_attn(dense: Dense) -> Work | str:
-    if importlib.util.find_spec("flash_attn") is None:
-        return "flash_attn is not installed"
-    module = import_module("flash_attn")
+    module = _imported("flash_attn")
+    if isinstance(module, str):
+        return module
     q, k, v = (x.transpose(1, 2).contiguous() for x in (dense.q, dense.k, dense.v))
     if dense.q.shape[2] == 1:
         decode = partial(module.flash_attn_with_kvcache, q, k, v, softmax_scale=1.0)
@@ -102,9 +113,9 @@ def _flash_attn(dense: Dense) -> Work | str:
 
 
 def _flashinfer(dense: Dense) -> Work | str:
-    if importlib.util.find_spec("flashinfer") is None:
-        return "flashinfer is not installed"
-    module = import_module("flashinfer")
+    module = _imported("flashinfer")
+    if isinstance(module, str):
+        return module
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (dense.q, dense.k, dense.v))
     if dense.q.shape[2] == 1:
         decode = partial(module.single_decode_with_kv_cache, q[0], k, v, sm_scale=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.gpu_suite import kernels, rivals
 from benchmarks.gpu_suite.clock import Clock
 from benchmarks.gpu_suite.kernel_cases import REFERENCE, Case
 from benchmarks.gpu_suite.kernels import measure_case
@@ -111,7 +113,7 @@ def test_results_of_other_hardware_are_not_mixed_in(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="measured with device='A', and this is 'B'"):
         Results(path, {"device": "B", "torch": "1"})
-    assert Key("machine", "copy", "torch") in Results(path, {"device": "A", "torch": "1"})
+    assert Results(path, {"device": "A", "torch": "1"}).is_measured(Key("machine", "copy", "torch"))
 
 
 def test_eager_and_captured_steps_are_not_mixed_in_one_file(folder: Path) -> None:
@@ -156,6 +158,59 @@ def test_what_an_implementation_cannot_do_is_noted_in_its_own_words(tmp_path: Pa
     case = Case("case", {REFERENCE: lambda: _partial(1.0), "other": refuse}, 1, 1)
     measure_case(case, Clock(torch.device("cpu"), rounds=1, warm_up=0), results)
     assert results.of("kernels")[1].note == "No available kernel."
+
+
+def test_what_failed_is_tried_again_and_what_was_measured_is_kept(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def work(name: str, problem: Exception | None = None) -> Partial:
+        calls.append(name)
+        if problem is not None:
+            raise problem
+        return _partial(1.0)
+
+    clock = Clock(torch.device("cpu"), rounds=1, warm_up=0)
+    for problem in (RuntimeError(), None):
+        results = Results(tmp_path / "points.json", {})
+        ours = {REFERENCE: lambda: work(REFERENCE), "other": partial(work, "other", problem)}
+        measure_case(Case("case", ours, 1, 1), clock, results)
+        other = results.get(Key("kernels", "case", "other"))
+        assert other is not None
+        assert other.note == ("" if problem is None else "RuntimeError")
+    calls.clear()
+    measure_case(Case("case", ours, 1, 1), clock, Results(tmp_path / "points.json", {}))
+    assert not calls
+
+
+def test_a_rival_that_cannot_be_imported_or_raises_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert rivals._imported("flash_attn") == "flash_attn cannot be imported: undefined symbol"
+
+    def refuse() -> torch.Tensor:
+        raise ValueError("head_dim 48 is not supported")
+
+    monkeypatch.setattr(kernels, "rivals", lambda dense: {"rival": refuse})
+    dense = rivals.Dense(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 8), False)
+    results = Results(tmp_path / "points.json", {})
+    case = Case("case", {REFERENCE: lambda: _partial(1.0)}, 1, 1, dense=dense)
+    measure_case(case, Clock(torch.device("cpu"), rounds=1, warm_up=0), results)
+    assert results.of("kernels")[1].note == "head_dim 48 is not supported"
+
+
+def test_a_figure_that_fails_does_not_cost_the_report(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no fonts")
+
+    (tmp_path / "gpu-toy-2001-02-03.json").write_bytes((folder / "gpu-toy-2001-02-03.json").read_bytes())
+    monkeypatch.setattr("benchmarks.gpu_suite.figures.draw_figures", fail)
+    with pytest.raises(RuntimeError, match="no fonts"):
+        gpu.main([*TOY_RUN, "--out", str(tmp_path)])
+    assert "## Kernels" in (tmp_path / "gpu-toy-2001-02-03.md").read_text()
 
 
 def test_the_report_compares_pairs_that_were_measured_and_says_so_of_the_others(tmp_path: Path) -> None:
