@@ -10,12 +10,11 @@ version, because only ``random.Random.random`` (a documented invariant of Python
 """
 
 import random
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TypeVar
 
+from hpu_duo.builtin.draws import choice, sample
+from hpu_duo.builtin.placing import place
 from hpu_duo.builtin.words import (
     ADJECTIVES,
     ADVERBS,
@@ -27,8 +26,6 @@ from hpu_duo.builtin.words import (
     TIMES,
     VERBS,
 )
-
-T = TypeVar("T")
 
 TokenCounter = Callable[[str], int]
 """Number of tokens of a piece of text, special tokens not counted."""
@@ -122,8 +119,8 @@ def document(
     """
     _check(num_passkeys, passkey_words, depths)
     rng = random.Random(seed)
-    words = _sample(rng, PASSKEY_WORDS, num_passkeys * passkey_words)
-    names = _sample(rng, NAMES, num_passkeys)
+    words = sample(rng, PASSKEY_WORDS, num_passkeys * passkey_words)
+    names = sample(rng, NAMES, num_passkeys)
     drawn = [rng.random() for _ in range(num_passkeys)] if depths is None else list(depths)
     passkeys = [
         Passkey(name, tuple(words[i * passkey_words : (i + 1) * passkey_words]), depth)
@@ -137,8 +134,9 @@ def document(
             f"num_tokens={num_tokens} cannot hold {num_passkeys} passkeys of {passkey_words} words: "
             f"{-budget} more tokens are needed"
         )
-    sentences, lengths = _filler(rng, count_tokens, budget)
-    return PasskeyDocument(" ".join(_hide(passkeys, sentences, lengths)), tuple(passkeys))
+    filler, lengths = _filler(rng, count_tokens, budget)
+    needles, where = [one.needle for one in passkeys], [one.depth for one in passkeys]
+    return PasskeyDocument(" ".join(place(needles, where, filler, lengths)), tuple(passkeys))
 
 
 def token_counter(tokenizer: object) -> TokenCounter:
@@ -149,8 +147,14 @@ def token_counter(tokenizer: object) -> TokenCounter:
 
 def sentence(rng: random.Random) -> str:
     """One sentence of filler text, without a passkey word in it."""
-    pieces = _choice(rng, SENTENCES).split(" ")
+    pieces = choice(rng, SENTENCES).split(" ")
     return " ".join(_fill(rng, piece) for piece in pieces)
+
+
+def sentences(rng: random.Random) -> Iterator[str]:
+    """Filler text sentence by sentence, without end."""
+    while True:
+        yield sentence(rng)
 
 
 def _check(num_passkeys: int, passkey_words: int, depths: Sequence[float] | None) -> None:
@@ -170,43 +174,20 @@ def _check(num_passkeys: int, passkey_words: int, depths: Sequence[float] | None
 
 
 def _filler(rng: random.Random, count_tokens: TokenCounter, budget: int) -> tuple[list[str], list[int]]:
-    sentences: list[str] = []
+    chosen: list[str] = []
     lengths: list[int] = []
-    while True:
-        written = sentence(rng)
+    for written in sentences(rng):
         length = count_tokens(" " + written)
         if length > budget:
-            return sentences, lengths
-        sentences.append(written)
+            break
+        chosen.append(written)
         lengths.append(length)
         budget -= length
+    return chosen, lengths
 
 
 def _fill(rng: random.Random, piece: str) -> str:
     if not piece.startswith("{"):
         return piece
     slot, _, tail = piece[1:].partition("}")
-    return _choice(rng, _WORD_LISTS[slot]) + tail
-
-
-def _hide(passkeys: list[Passkey], sentences: list[str], lengths: list[int]) -> list[str]:
-    """Insert each needle at the first sentence boundary at or after its depth."""
-    boundaries = list(accumulate(lengths, initial=0))
-    pieces = list(sentences)
-    # From the back, so that earlier insertions do not move later boundaries.
-    for passkey in reversed(passkeys):
-        pieces.insert(bisect_left(boundaries, passkey.depth * boundaries[-1]), passkey.needle)
-    return pieces
-
-
-def _choice(rng: random.Random, options: Sequence[T]) -> T:
-    return options[int(rng.random() * len(options))]
-
-
-def _sample(rng: random.Random, options: Sequence[T], count: int) -> list[T]:
-    """Draw without replacement (Fisher-Yates, first ``count`` places)."""
-    pool = list(options)
-    for i in range(count):
-        j = i + int(rng.random() * (len(pool) - i))
-        pool[i], pool[j] = pool[j], pool[i]
-    return pool[:count]
+    return choice(rng, _WORD_LISTS[slot]) + tail

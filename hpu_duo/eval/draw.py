@@ -1,13 +1,12 @@
-"""Random choices that are the same on every platform and Python version.
-
-Only ``random.Random.random`` is drawn from, whose sequence Python promises to keep.
-"""
+"""Streams of random choices by name, the same on every platform and Python version."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from typing import TypeVar
+
+from hpu_duo.builtin.draws import choice, sample
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ class Draw:
 
     def choice(self, options: Sequence[T]) -> T:
         """One of the options."""
-        return options[self.below(len(options))]
+        return choice(self._rng, options)
 
     def sample(self, options: Sequence[T], count: int) -> list[T]:
         """So many of the options, each at most once.
@@ -42,13 +41,7 @@ class Draw:
         Raises:
             ValueError: there are fewer.
         """
-        if count > len(options):
-            raise ValueError(f"expected at most {len(options)} draws without replacement, got {count}")
-        pool = list(options)
-        for i in range(count):
-            j = i + self.below(len(pool) - i)
-            pool[i], pool[j] = pool[j], pool[i]
-        return pool[:count]
+        return sample(self._rng, options, count)
 
     def shuffled(self, options: Sequence[T]) -> list[T]:
         """All options in another order."""

@@ -14,7 +14,7 @@ from typing import Any
 from hpu_duo.builtin.words import ADJECTIVES, NOUNS, PASSKEY_WORDS
 from hpu_duo.eval.draw import Draw
 from hpu_duo.eval.metrics import found_share
-from hpu_duo.eval.ruler_text import Filler, place
+from hpu_duo.eval.ruler_text import Filler
 
 TokenCounter = Callable[[str], int]
 
@@ -173,7 +173,7 @@ def _needles(spec: _Needles, draw: Draw) -> _Text:
 
     filler = Filler(spec.filler, order, distract if spec.filler == "needles" else None)
     return _Text(
-        lambda num: " ".join(place(hidden, depths, filler.pieces(num))) + question,
+        lambda num: filler.around(hidden, depths, num) + question,
         prefix,
         tuple(value for key in asked for value in values[key]),
     )
@@ -199,7 +199,7 @@ def _variables(draw: Draw, num_hops: int = 4) -> _Text:
     filler = Filler("noise", draw.below(2**31), None)
     question = f"\nWhich {len(names)} variables have the value {value}, directly or through others?"
     return _Text(
-        lambda num: " ".join(place(chain, depths, filler.pieces(num))) + question,
+        lambda num: filler.around(chain, depths, num) + question,
         f" The variables with the value {value} are",
         tuple(names),
     )

@@ -1,11 +1,13 @@
-"""The haystack: filler in any amount, and where needles go."""
+"""The haystack: filler in any amount."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import random
 from collections.abc import Callable, Sequence
+from itertools import islice
 
-from hpu_duo.builtin.passkeys import document
+from hpu_duo.builtin.passkeys import sentences
+from hpu_duo.builtin.placing import place
 from hpu_duo.eval.draw import Draw
 
 _NOISE = "The grass is green and the sky is blue. The sun is warm. We go there and come back again."
@@ -31,24 +33,15 @@ class Filler:
             self._made += self._more()
         return self._made[:num]
 
+    def around(self, needles: Sequence[str], depths: Sequence[float], num: int) -> str:
+        """The first ``num`` pieces, with each needle before the piece at its depth."""
+        return " ".join(place(needles, depths, self.pieces(num), [1] * num))
+
     def _more(self) -> list[str]:
         at = len(self._made)
         if self._kind == "noise":
             return [_NOISE] * _CHUNK
         if self._kind == "text":
-            # Counting every text as one token makes the budget a number of sentences.
-            return (
-                document(lambda text: 1, _CHUNK, 0, 1, self._seed + at).text.replace(". ", ".\n").split("\n")
-            )
+            return list(islice(sentences(random.Random(self._seed + at)), _CHUNK))
         assert self._piece is not None, "needles are written by a function"
         return [self._piece(Draw(self._seed, f"needle/{at + i}")) for i in range(_CHUNK)]
-
-
-def place(needles: Sequence[str], depths: Sequence[float], pieces: Sequence[str]) -> list[str]:
-    """The pieces with each needle before the piece at its depth; needles keep their order at equal depth."""
-    ends = range(len(pieces) + 1)
-    result = list(pieces)
-    order = sorted(range(len(needles)), key=lambda i: (depths[i], i))
-    for i in reversed(order):
-        result.insert(bisect_left(ends, depths[i] * len(pieces)), needles[i])
-    return result

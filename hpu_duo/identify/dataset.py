@@ -10,20 +10,16 @@ Source: the multi-passkey data of DuoAttention (Xiao et al. 2024, arXiv:2410.108
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpu_duo.builtin.draws import choice, sample
+from hpu_duo.builtin.placing import place
 from hpu_duo.identify.encoding import Encoder
 from hpu_duo.identify.forms import Form
 from hpu_duo.identify.haystack import Haystack
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,8 @@ class PasskeyDataset:
             raise ValueError(self._too_short(draft))
         filler = self._filler(draft.rng, budget)
         needles = [one.needle for one in draft.passkeys]
-        ids = [*self._opening, *_hide(needles, draft.depths, filler), *self._closing]
+        pieces = place(needles, draft.depths, filler, list(map(len, filler)))
+        ids = [*self._opening, *(token for piece in pieces for token in piece), *self._closing]
         labelled: list[int] = []
         questions: list[int] = []
         # The end-of-text token is no token of the passkey.
@@ -199,18 +196,18 @@ class PasskeyDataset:
 
     def _depths(self, rng: random.Random) -> list[float]:
         settings = self.settings
-        steps = sorted(_draw(rng, range(settings.num_depths), settings.num_passkeys))
+        steps = sorted(sample(rng, range(settings.num_depths), settings.num_passkeys))
         spread = settings.max_depth - settings.min_depth
         return [settings.min_depth + spread * step / max(settings.num_depths - 1, 1) for step in steps]
 
     def _passkeys(self, rng: random.Random) -> list[_Passkey]:
         settings, form, encode = self.settings, self.settings.form.texts, self._encoder.encode
         num, length = settings.num_passkeys, settings.passkey_words
-        labels = _draw(rng, form.labels, num) if form.shuffles else form.labels[:num]
+        labels = sample(rng, form.labels, num) if form.shuffles else form.labels[:num]
         if form.repeats:
-            words = [form.words[int(rng.random() * len(form.words))] for _ in range(num * length)]
+            words = [choice(rng, form.words) for _ in range(num * length)]
         else:
-            words = _draw(rng, form.words, num * length)
+            words = sample(rng, form.words, num * length)
         passkeys = []
         for index, label in enumerate(labels):
             fields = {"label": label, "words": " ".join(words[index * length : (index + 1) * length])}
@@ -229,24 +226,3 @@ class PasskeyDataset:
                 return filler
             filler.append(ids)
             budget -= len(ids)
-
-
-def _hide(
-    needles: Sequence[tuple[int, ...]], depths: Sequence[float], filler: Sequence[tuple[int, ...]]
-) -> list[int]:
-    """The filler with each needle before the first piece that starts at or after its depth."""
-    starts = list(accumulate(map(len, filler), initial=0))
-    pieces = list(filler)
-    # From the back, so that earlier insertions do not move later boundaries.
-    for needle, depth in zip(reversed(needles), reversed(depths)):
-        pieces.insert(bisect_left(starts, depth * starts[-1]), needle)
-    return [token for piece in pieces for token in piece]
-
-
-def _draw(rng: random.Random, options: Sequence[T], count: int) -> list[T]:
-    """Draw without replacement (Fisher-Yates, first ``count`` places)."""
-    pool = list(options)
-    for i in range(count):
-        j = i + int(rng.random() * (len(pool) - i))
-        pool[i], pool[j] = pool[j], pool[i]
-    return pool[:count]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from hpu_duo.builtin.passkeys import sentence
+from hpu_duo.builtin.passkeys import sentences
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 _LONGEST_PIECE = 40
@@ -36,8 +36,7 @@ class BuiltinHaystack:
 
     def pieces(self, rng: random.Random) -> Iterator[str]:
         """Sentences drawn one by one."""
-        while True:
-            yield sentence(rng)
+        return sentences(rng)
 
 
 class TextHaystack:
