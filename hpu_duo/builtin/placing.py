@@ -16,8 +16,8 @@ def place(
     """The pieces, with each needle before the first piece that starts at or after its depth.
 
     Args:
-        depths: of each needle, as a fraction in [0, 1] of the length of all pieces; needles of equal depth keep
-            their order.
+        depths: of each needle, as a fraction in [0, 1] of the length of all pieces. Needles of equal depth
+            keep their order.
         lengths: of each piece.
     """
     starts = list(accumulate(lengths, initial=0))

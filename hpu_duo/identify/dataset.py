@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +147,8 @@ class PasskeyDataset:
 
     def check(self, num_documents: int, max_positions: int | None) -> None:
         """Raise ValueError unless each of the first documents holds its passkeys and fits into a model."""
+        if not self._num_haystack_tokens(1):
+            raise ValueError("expected a tokenizer that can encode the haystack, got no tokens")
         for index in range(num_documents):
             draft = self._draft(index)
             if self._num_fixed(draft) > draft.length:
@@ -156,6 +159,26 @@ class PasskeyDataset:
                     f"expected documents of at most {max_positions} tokens, the positions of the model, got "
                     f"one of {draft.length} with {asked} of questions and answers: lower max_length"
                 )
+
+    def check_filler(self, length: int, max_positions: int | None) -> None:
+        """Raise ValueError unless the haystack has so many tokens before it repeats, and the model room."""
+        with_start = len(self._encoder.start) + length
+        if max_positions is not None and with_start > max_positions:
+            raise ValueError(
+                f"expected a model of at least {with_start} positions, got one of {max_positions}"
+            )
+        num_tokens = self._num_haystack_tokens(length)
+        if num_tokens < length:
+            raise ValueError(f"expected a haystack of at least {length} tokens, got one of {num_tokens}")
+
+    def _num_haystack_tokens(self, enough: int) -> int:
+        """Tokens of the haystack's text, counted no further than they are enough."""
+        total = 0
+        for piece in islice(self._haystack.pieces(random.Random(0)), self._haystack.num_pieces):
+            total += len(self._encoder.encode(" " + piece))
+            if total >= enough:
+                break
+        return total
 
     def _num_fixed(self, draft: _Draft) -> int:
         needles = sum(len(one.needle) for one in draft.passkeys)

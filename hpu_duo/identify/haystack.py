@@ -20,6 +20,11 @@ class Haystack(Protocol):
     """Filler text without end."""
 
     @property
+    def num_pieces(self) -> int | None:
+        """Pieces after which the text comes again; None if it never does."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """Equal for equal texts."""
         ...
@@ -33,6 +38,7 @@ class BuiltinHaystack:
     """Sentences from the templates of the built-in model's language."""
 
     fingerprint = "builtin"
+    num_pieces = None
 
     def pieces(self, rng: random.Random) -> Iterator[str]:
         """Sentences drawn one by one."""
@@ -63,6 +69,11 @@ class TextHaystack:
             raise ValueError(
                 f"expected UTF-8 text in {str(path)!r}, got byte {error.object[error.start]:#04x}"
             ) from error
+
+    @property
+    def num_pieces(self) -> int:
+        """All sentences, long ones cut."""
+        return len(self._pieces)
 
     def pieces(self, rng: random.Random) -> Iterator[str]:
         """The sentences in order, from a random one on."""

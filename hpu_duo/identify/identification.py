@@ -20,7 +20,7 @@ from hpu_duo.identify.dataset import DatasetSettings, PasskeyDataset
 from hpu_duo.identify.encoding import Encoder
 from hpu_duo.identify.gated_model import GatedModel
 from hpu_duo.identify.haystack import BuiltinHaystack, TextHaystack
-from hpu_duo.identify.measure import mean_qk_scores, measured, profile_scores
+from hpu_duo.identify.measure import MEAN_QK_TOKENS, mean_qk_scores, measured, profile_scores
 from hpu_duo.identify.model_files import model_fingerprint
 from hpu_duo.identify.objective import Gates
 from hpu_duo.identify.optimise import GateTraining, TrainingSettings
@@ -116,8 +116,10 @@ class Identification:
         training = request.training
         self.total = training.schedule.num_steps if is_optimised else request.num_samples
         num_documents = self.total * training.batch_size if is_optimised else self.total
-        if request.method is not Method.MEAN_QK:
-            positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if request.method is Method.MEAN_QK:
+            self._dataset.check_filler(MEAN_QK_TOKENS, positions)
+        else:
             self._dataset.check(num_documents, positions)
         workers.share(training.batch_size if is_optimised else request.num_samples)
 

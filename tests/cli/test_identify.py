@@ -180,6 +180,14 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_haystack_too_short_for_mean_qk_is_refused(identify: Run, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("It rained.")
+    result = identify(tmp_path / "out", "--method", "mean-qk", "--haystack", str(tmp_path / "short.txt"))
+    assert result.exit_code == 2
+    assert "expected a haystack of at least 500 tokens, got one of" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_tokenizer_that_cannot_encode_the_passkeys_is_refused(
     identify: Run, tmp_path: Path, copier_dir: Path
 ) -> None:

@@ -161,6 +161,29 @@ def test_a_tokenizer_that_gives_two_words_the_same_tokens_is_refused() -> None:
         encoder.check_words(["a", "a"])
 
 
+def test_text_without_passkeys_has_to_fit_the_model_and_the_haystack() -> None:
+    make(SMALL).check_filler(500, 501)
+    make(SMALL).check_filler(500, None)
+    with pytest.raises(ValueError, match="a model of at least 501 positions, got one of 500"):
+        make(SMALL).check_filler(500, 500)
+    num_tokens = sum(len(ENCODER.encode(" " + piece)) for piece in TextHaystack(TEXT)._pieces)
+    make(SMALL, TEXT).check_filler(num_tokens, None)
+    with pytest.raises(
+        ValueError, match=f"haystack of at least {num_tokens + 1} tokens, got one of {num_tokens}"
+    ):
+        make(SMALL, TEXT).check_filler(num_tokens + 1, None)
+
+
+def test_a_haystack_without_tokens_is_refused() -> None:
+    class Silent(Encoder):
+        def encode(self, text: str) -> tuple[int, ...]:
+            return () if text == " It rained all day." else super().encode(text)
+
+    dataset = PasskeyDataset(SMALL, TextHaystack("It rained all day."), Silent(TOKENIZER))
+    with pytest.raises(ValueError, match="can encode the haystack, got no tokens"):
+        dataset.check(1, None)
+
+
 def test_documents_longer_than_the_positions_are_found_before_the_run() -> None:
     dataset = make(SMALL)
     dataset.check(50, max_positions=400)
