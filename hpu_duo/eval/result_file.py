@@ -11,6 +11,10 @@ from typing import Any
 _FORMAT = "hpu-duo eval 1"
 
 
+class ResultsNotWrittenError(Exception):
+    """A result could not be written down; those before it are in the file."""
+
+
 class ResultFile:
     """A file of JSON lines: what was asked for, then one record per finished piece.
 
@@ -48,18 +52,38 @@ class ResultFile:
         self._num_whole = 0 if self.is_new else len(whole) + 1
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record so that it is there after a kill."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("r+b" if self.path.exists() else "x+b") as file:
-            file.truncate(self._num_whole)
-            file.seek(self._num_whole)
-            line = json.dumps(record) + "\n"
-            file.write(self._start + line.encode())
-            file.flush()
-            os.fsync(file.fileno())
-            self._num_whole = file.tell()
+        """Write one record so that it is there after a kill.
+
+        Raises:
+            ResultsNotWrittenError: the disk is full, say. The file holds the records before this one.
+        """
+        line = json.dumps(record) + "\n"
+        try:
+            self._num_whole = self._write(self._start + line.encode())
+        except OSError as error:
+            raise ResultsNotWrittenError(
+                f"cannot write the results to {self.path}: {error.strerror}; it holds {len(self.records)} of "
+                "them, and the same command goes on from there"
+            ) from error
         self._start = b""
         self.records.append(json.loads(line))
+
+    def _write(self, data: bytes) -> int:
+        """Put the data behind the whole lines; returns the size of the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: after a failure nothing is left that closing the file would try to write again.
+        with self.path.open("r+b" if self.path.exists() else "x+b", buffering=0) as file:
+            file.truncate(self._num_whole)
+            file.seek(self._num_whole)
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(self._num_whole)
+                raise
+            return file.tell()
 
     def find(self, **values: Any) -> dict[str, Any] | None:
         """The record that has these values, if there is one."""

@@ -1,13 +1,15 @@
 """Results that go on after a kill, and files that are left alone."""
 
+import errno
 import json
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.eval.result_file import ResultFile, refuse_existing
+from hpu_duo.eval.result_file import ResultFile, ResultsNotWrittenError, refuse_existing
 
 SETTINGS = {"model": "tiny", "lengths": (1, 2)}
 
@@ -79,6 +81,34 @@ def test_a_broken_line_in_the_middle_is_refused_and_left_alone(tmp_path: Path, l
     with pytest.raises(ValueError, match="JSON object in line 2"):
         ResultFile(path, "niah", SETTINGS)
     assert json.loads(path.read_bytes().split(b"\n")[0])["kind"] == "niah"
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a_full_disk_loses_no_earlier_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    path = tmp_path / "results.jsonl"
+    results = ResultFile(path, "niah", SETTINGS)
+    for number in range(num_before):
+        results.append({"cell": number, "score": number / 3})
+    before = path.read_bytes() if num_before else b""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(
+            ResultsNotWrittenError,
+            match=f"{re.escape(str(path))}: No space left on device; it holds {num_before} of them",
+        ):
+            results.append({"cell": num_before, "score": 1.0})
+    assert path.read_bytes() == before
+    assert len(results.records) == num_before
+    again = ResultFile(path, "niah", SETTINGS)
+    for number in range(num_before, 3):
+        again.append({"cell": number, "score": number / 3})
+    assert path.read_bytes() == write(tmp_path / "other.jsonl", 3)
 
 
 def test_files_that_exist_are_named(tmp_path: Path) -> None:
