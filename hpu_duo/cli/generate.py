@@ -12,6 +12,7 @@ from rich.console import Console
 
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import INTERRUPTED, user_errors
+from hpu_duo.cli.option_groups import grouped
 from hpu_duo.cli.prompts import encode, read_prompts, tokenizer_of
 from hpu_duo.cli.report import run_fields, run_table
 from hpu_duo.cli.serving import Run, RunReport
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 _SAMPLING = "Sampling"
 
 
+@grouped
 def generate(
+    *,
     prompt: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="A prompt; repeat for several.")
     ] = None,
@@ -65,26 +68,8 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after an end token.", rich_help_panel=_SAMPLING)
     ] = False,
-    pattern: opt.Pattern = None,
-    sparsity: opt.Sparsity = None,
-    threshold: opt.Threshold = None,
-    sink: opt.Sink = None,
-    recent: opt.Recent = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    graphs: opt.Graphs = "eager",
-    attention: opt.Attention = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    max_num_seqs: opt.MaxNumSeqs = None,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
-    block_size: opt.BlockSize = 128,
-    num_blocks: opt.NumBlocks = None,
-    kv_cache_bytes: opt.KVCacheBytes = None,
-    buckets: opt.Buckets = None,
-    max_captured_tokens: opt.MaxCapturedTokens = None,
-    graph_memory_bytes: opt.GraphMemoryBytes = None,
-    fail_on_recompile: opt.FailOnRecompile = False,
-    record_shapes: opt.RecordShapes = None,
+    heads: opt.HeadOptions,
+    engine: opt.EngineOptions,
 ) -> None:
     """Continue one prompt, streaming its text, or several of them in one batch.
 
@@ -101,29 +86,7 @@ def generate(
             "max_tokens": max_new_tokens,
         }
         params = _params(sampling)
-        loaded = opt.load_model(
-            model,
-            opt.HeadOptions(pattern, sparsity, threshold, sink, recent),
-            opt.EngineOptions(
-                device=device,
-                dtype=dtype,
-                graphs=graphs,
-                attention=attention,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                kv_cache_bytes=kv_cache_bytes,
-                buckets=buckets,
-                max_captured_tokens=max_captured_tokens,
-                graph_memory_bytes=graph_memory_bytes,
-                fail_on_recompile=fail_on_recompile,
-                record_shapes=record_shapes,
-                seed=seed,
-            ),
-            len(prompts),
-        )
+        loaded = opt.load_model(model, heads, engine, len(prompts), seed)
         tokenizer = tokenizer_of(loaded)
         ids = [encode(tokenizer, text, chat) for text in prompts]
         run = Run(loaded.engine, ids, [params] * len(ids))

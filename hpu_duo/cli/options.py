@@ -156,37 +156,41 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 class HeadOptions:
     """Which heads stream."""
 
-    pattern: Path | None
-    sparsity: float | None
-    threshold: float | None
-    sink: int | None
-    recent: int | None
+    pattern: Pattern = None
+    sparsity: Sparsity = None
+    threshold: Threshold = None
+    sink: Sink = None
+    recent: Recent = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a pattern's scores are to be cut anew."""
+        return self.sparsity is not None or self.threshold is not None
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """How steps are computed and how much is held; see ``HPUDuoModel.from_pretrained``."""
 
-    device: str = "auto"
-    dtype: str = "auto"
-    graphs: str = "eager"
-    attention: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 2048
-    block_size: int = 128
-    num_blocks: int | None = None
-    kv_cache_bytes: str | None = None
-    buckets: Path | None = None
-    max_captured_tokens: int | None = None
-    graph_memory_bytes: str | None = None
-    fail_on_recompile: bool = False
-    record_shapes: Path | None = None
-    seed: int = 0
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    graphs: Graphs = "eager"
+    attention: Attention = "auto"
+    max_model_len: MaxModelLen = None
+    max_num_seqs: MaxNumSeqs = None
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048
+    block_size: BlockSize = 128
+    num_blocks: NumBlocks = None
+    kv_cache_bytes: KVCacheBytes = None
+    buckets: Buckets = None
+    max_captured_tokens: MaxCapturedTokens = None
+    graph_memory_bytes: GraphMemoryBytes = None
+    fail_on_recompile: FailOnRecompile = False
+    record_shapes: RecordShapes = None
 
 
 def load_model(
-    path: Path | None, heads: HeadOptions, options: EngineOptions, num_requests: int
+    path: Path | None, heads: HeadOptions, options: EngineOptions, num_requests: int, seed: int = 0
 ) -> HPUDuoModel:
     """Load what the options describe.
 
@@ -196,6 +200,7 @@ def load_model(
         options: with ``fail_on_recompile``, the model is warmed up as well.
         num_requests: how many there will be, the default of ``max_num_seqs`` unless the buckets are a
             manifest, which has its own.
+        seed: from which requests without a seed draw.
 
     Raises:
         ValueError: the files or the options do not fit together; see ``HPUDuoModel.from_pretrained``.
@@ -213,10 +218,9 @@ def load_model(
     warnings.filterwarnings("ignore", message=".* is in beta and the API may change", category=UserWarning)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    is_cut = heads.sparsity is not None or heads.threshold is not None
     loaded = HPUDuoModel.from_pretrained(
         MODEL_DIR if path is None else path,
-        pattern=PATTERN_DIR if path is None and heads.pattern is None and is_cut else heads.pattern,
+        pattern=PATTERN_DIR if path is None and heads.pattern is None and heads.is_cut else heads.pattern,
         sparsity=heads.sparsity,
         threshold=heads.threshold,
         sink=heads.sink,
@@ -236,7 +240,7 @@ def load_model(
         graph_memory_bytes=graph_memory_bytes,
         fail_on_recompile=options.fail_on_recompile,
         record_shapes=options.record_shapes,
-        seed=options.seed,
+        seed=seed,
     )
     if options.fail_on_recompile:
         loaded.warmup()

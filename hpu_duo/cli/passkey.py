@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +14,7 @@ from rich.table import Table
 from hpu_duo.builtin.passkeys import Passkey, PasskeyDocument, document, question, token_counter
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import INTERRUPTED, user_errors
+from hpu_duo.cli.option_groups import Only, grouped
 from hpu_duo.cli.prompts import encode, tokenizer_of
 from hpu_duo.cli.report import run_fields, run_table
 from hpu_duo.cli.serving import Run, RunReport
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 # A wrong answer may take more tokens than the right one before it comes to its full stop.
 _SPARE_TOKENS = 4
+_OFFERED = Only(
+    *("device", "dtype", "graphs", "attention", "max_num_seqs", "max_num_batched_tokens", "block_size"),
+    "fail_on_recompile",
+)
 
 
 @dataclass(frozen=True)
@@ -46,52 +51,28 @@ class Answer:
         return self.answered == self.expected
 
 
+@grouped
 def passkey(
+    *,
     num_tokens: Annotated[int, typer.Option(help="Length of the document.")] = 3000,
     num_passkeys: Annotated[int, typer.Option(help="Passkeys to hide, each asked for once.")] = 8,
     passkey_words: Annotated[int, typer.Option(help="Words of each passkey.")] = 3,
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    pattern: opt.Pattern = None,
-    sparsity: opt.Sparsity = None,
-    threshold: opt.Threshold = None,
-    sink: opt.Sink = None,
-    recent: opt.Recent = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    graphs: opt.Graphs = "eager",
-    attention: opt.Attention = "auto",
-    max_num_seqs: opt.MaxNumSeqs = None,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
-    block_size: opt.BlockSize = 128,
-    fail_on_recompile: opt.FailOnRecompile = False,
+    heads: opt.HeadOptions,
+    engine: Annotated[opt.EngineOptions, _OFFERED],
 ) -> None:
     """Hide passkeys in a long document and ask for all of them in one batch.
 
     Without --model it runs the built-in model with half of its KV heads streaming.
     """
-    if model is None and pattern is None and sparsity is None and threshold is None:
-        sparsity = 0.5
+    if model is None and heads.pattern is None and not heads.is_cut:
+        heads = replace(heads, sparsity=0.5)
     with user_errors():
         if num_passkeys < 1:
             raise ValueError(f"expected --num-passkeys of at least 1, got {num_passkeys}")
-        loaded = opt.load_model(
-            model,
-            opt.HeadOptions(pattern, sparsity, threshold, sink, recent),
-            opt.EngineOptions(
-                device=device,
-                dtype=dtype,
-                graphs=graphs,
-                attention=attention,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                block_size=block_size,
-                fail_on_recompile=fail_on_recompile,
-                seed=seed,
-            ),
-            num_passkeys,
-        )
+        loaded = opt.load_model(model, heads, engine, num_passkeys, seed)
         tokenizer = tokenizer_of(loaded)
         written = document(token_counter(tokenizer), num_tokens, num_passkeys, passkey_words, seed)
         prompts = [encode(tokenizer, written.text + question(one)) for one in written.passkeys]
