@@ -30,8 +30,37 @@ Gaudi 2."""
 KEY_SLOTS = 8192
 """The same bound in slots, for models or ranks with few heads."""
 
-UNIQUE_CHUNK = 256
-"""Blocks of the contiguous slice that are read at a time."""
+UNIQUE_BYTES = 16 << 20
+"""Bound of what one chunk of whole blocks makes in the unique part."""
+
+
+def shared_chunk(num_query_heads: int, block_size: int, key_bytes: int) -> int:
+    """Blocks that the shared part gathers at a time.
+
+    Args:
+        num_query_heads: query tokens times their heads.
+        key_bytes: of the keys of one block.
+    """
+    score_bytes = 4 * num_query_heads * block_size
+    return max(1, min(SCORE_BYTES // score_bytes, KEY_BYTES // key_bytes, KEY_SLOTS // block_size))
+
+
+def unique_chunk(num_rows: int, num_heads: int, block_size: int, head_dim: int, key_bytes: int) -> int:
+    """Whole blocks that the unique part reads at a time.
+
+    As many as one request of ``KEY_SLOTS`` tokens has, so that a longer one takes no more; or more, while
+    what a chunk makes stays below the partly filled blocks, one of each row, which are gathered together.
+
+    Args:
+        num_heads: query heads of a row.
+        key_bytes: of the keys of one block.
+    """
+    # Two copies in float32 of each score, of each result, and of what finds the largest score of a row.
+    block_bytes = 8 * num_heads * (block_size + head_dim + num_rows)
+    # Gathered keys, gathered values, and those with unused slots cleared.
+    tail_bytes = 3 * num_rows * key_bytes
+    chunk = max(KEY_SLOTS // block_size, tail_bytes // block_bytes)
+    return max(1, min(UNIQUE_BYTES // block_bytes, chunk))
 
 
 def soften(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -99,9 +128,8 @@ def shared_blocks(
     """Every query against every shared block, a bounded chunk of blocks at a time."""
     num_queries, num_kv, group, _ = q_QKGD.shape
     block_size = k_XKBD.shape[2]
-    score_bytes = 4 * num_queries * num_kv * group * block_size
     key_bytes = k_XKBD[0].numel() * k_XKBD.element_size()
-    chunk = max(1, min(SCORE_BYTES // score_bytes, KEY_BYTES // key_bytes, KEY_SLOTS // block_size))
+    chunk = shared_chunk(num_queries * num_kv * group, block_size, key_bytes)
     total = empty(q_QKGD)
     for begin in range(0, t.shared_block.shape[0], chunk):
         blocks = slice(begin, begin + chunk)
@@ -177,42 +205,63 @@ def _dense(
 def unique_blocks(
     q_NKGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, t: StepTensors, softcap: float | None
 ) -> Partial:
-    """Single-token rows against the blocks that only they read.
+    """Single-token rows against the blocks that only they read, a bounded chunk of blocks at a time.
 
     Whole blocks come from the contiguous slice ``[0, NU)`` without a mask: each block meets the
     query of its owner, and the results are summed by owner. Blocks of nobody are dropped by
     owner, so whatever they hold cannot leak. Partly filled blocks are gathered and masked.
     """
-    num_rows = q_NKGD.shape[0]
+    num_rows, num_kv, group, dim = q_NKGD.shape
+    key_bytes = k_XKBD[0].numel() * k_XKBD.element_size()
+    chunk = unique_chunk(num_rows, num_kv * group, k_XKBD.shape[2], dim, key_bytes)
     total = _tails(q_NKGD, k_XKBD, v_XKBD, t, softcap)
-    no_query = torch.zeros_like(q_NKGD[:1])
-    queries = torch.cat([q_NKGD, no_query])
-    for begin in range(0, t.owner.shape[0], UNIQUE_CHUNK):
-        owner = t.owner[begin : begin + UNIQUE_CHUNK]
+    for begin in range(0, t.owner.shape[0], chunk):
+        owner = t.owner[begin : begin + chunk]
         k, v = k_XKBD[begin : begin + len(owner)], v_XKBD[begin : begin + len(owner)]
-        scores = soften(torch.matmul(gather(queries, owner), k.transpose(2, 3)), softcap)
-        total = merge(total, sum_by_owner(attend(scores, None, v), owner, num_rows))
+        query = gather(q_NKGD, torch.clamp(owner, max=num_rows - 1))
+        scores = soften(torch.matmul(query, k.transpose(2, 3)), softcap)
+        total = merge_by_owner(total, scores, v, owner)
     return total
 
 
-def sum_by_owner(blocks: Partial, owner: torch.Tensor, num_rows: int) -> Partial:
-    """Merge the partials of blocks that belong to the same row: ``[X, ...]`` to ``[N, ...]``."""
-    num_blocks, num_kv, group, dim = blocks.attn.shape
-    owned = (owner < num_rows)[:, None, None]
-    block_max = torch.where(owned, blocks.max, FLOOR)
-    row = torch.arange(num_rows + 1, dtype=owner.dtype, device=owner.device)
+def merge_by_owner(
+    total: Partial, scores_XKGB: torch.Tensor, v_XKBD: torch.Tensor, owner: torch.Tensor
+) -> Partial:
+    """Add whole blocks to what their owners have seen so far.
+
+    Weights are taken against the new largest score of the owner at once, so that the blocks need no
+    partial of their own, which would take twice as many operators.
+
+    Args:
+        total: of the N rows.
+        scores_XKGB: float32, of each block with the query of its owner; overwritten.
+        owner: row of each block, ``N`` = nobody, whose scores and values may be anything; int32 ``[X]``.
+    """
+    num_rows, num_kv, group, dim = total.attn.shape
+    num_blocks = owner.shape[0]
+    row = torch.arange(num_rows, dtype=owner.dtype, device=owner.device)
     member_NX = row[:, None] == owner[None]
     # A masked maximum over all pairs: [N, chunk, H] is small, and it is native everywhere.
-    row_max = torch.where(member_NX[..., None, None], block_max[None], FLOOR).amax(dim=1)
-    weight = torch.exp(block_max - gather(row_max, owner))
+    block_max = torch.where(member_NX[..., None, None], scores_XKGB.amax(dim=-1)[None], FLOOR)
+    row_max = torch.maximum(total.max, block_max.amax(dim=1))
+    reference = gather(row_max, torch.clamp(owner, max=num_rows - 1))
+    weights = scores_XKGB.sub_(reference[..., None]).exp_()
     # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
-    attn = torch.where(owned[..., None], blocks.attn, 0.0) * weight[..., None]
-    total = torch.where(owned, blocks.sum, 0.0) * weight
-    member = member_NX[:num_rows].to(total.dtype)
+    owned = (owner < num_rows)[:, None, None]
+    attn = torch.where(owned[..., None], torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).float(), 0.0)
+    sums = torch.where(owned, weights.sum(dim=-1), 0.0)
+    member = member_NX.to(attn.dtype)
+    decay = torch.exp(total.max - row_max)
     return Partial(
-        torch.matmul(member, attn.reshape(num_blocks, -1)).view(num_rows, num_kv, group, dim),
-        row_max[:num_rows],
-        torch.matmul(member, total.reshape(num_blocks, -1)).view(num_rows, num_kv, group),
+        torch.addcmul(
+            torch.matmul(member, attn.view(num_blocks, -1)).view(num_rows, num_kv, group, dim),
+            total.attn,
+            decay[..., None],
+        ),
+        row_max,
+        torch.addcmul(
+            torch.matmul(member, sums.view(num_blocks, -1)).view(num_rows, num_kv, group), total.sum, decay
+        ),
     )
 
 

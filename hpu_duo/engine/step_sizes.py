@@ -11,7 +11,7 @@ from typing import Any
 
 from graphs import BatchShape
 from kernels_ref import LayerSpec
-from kernels_ref.reference import KEY_BYTES, QUERY_SLICE, SCORE_BYTES, UNIQUE_CHUNK
+from kernels_ref.reference import QUERY_SLICE, shared_chunk, unique_chunk
 
 _FLOAT32 = 4
 _SCORE_COPIES = 4
@@ -111,19 +111,26 @@ class StepSizes:
             return _SCORE_COPIES * rings
         scores = shape.query_len * self.num_block_heads * self.block_size * _FLOAT32
         keys = self.num_block_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
-        chunk = min(shape.num_shared_blocks, max(1, min(SCORE_BYTES // scores, KEY_BYTES // keys)))
+        query_heads = shape.query_len * self.num_block_heads
+        chunk = min(shape.num_shared_blocks, shared_chunk(query_heads, self.block_size, keys))
         return max(_SCORE_COPIES * chunk * scores + self._gathered_bytes(chunk), _SCORE_COPIES * rings)
 
     def _unique_bytes(self, shape: BatchShape) -> int:
         if not shape.phase.unique:
             return 0
         # Whole blocks are read where they lie; tails, one block of each row, are gathered.
-        chunk, rows = min(shape.num_unique_blocks, UNIQUE_CHUNK), shape.num_logits
-        per_slot = self.num_block_heads * _FLOAT32
+        rows, per_slot = shape.num_logits, self.num_block_heads * _FLOAT32
+        chunk = min(shape.num_unique_blocks, self._unique_chunk(rows))
         blocks = chunk * per_slot * (_SCORE_COPIES * self.block_size + rows + 3 * self.head_dim)
         tails = _SCORE_COPIES * rows * per_slot * self.block_size + self._gathered_bytes(rows)
         rings = _SCORE_COPIES * rows * self.num_ring_heads * self.ring_width * _FLOAT32
         return max(blocks, tails, rings)
+
+    def _unique_chunk(self, rows: int) -> int:
+        if not self.num_block_heads:
+            return 0
+        keys = self.num_block_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
+        return unique_chunk(rows, self.num_block_heads, self.block_size, self.head_dim, keys)
 
     def _gathered_bytes(self, num_blocks: int) -> int:
         """Keys and values of some blocks, once as they were stored and once with unused slots cleared."""

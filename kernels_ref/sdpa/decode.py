@@ -11,10 +11,11 @@ import torch
 from bias_builders import leading_slots
 from kernels_ref.avx512 import rows
 from kernels_ref.partial import Partial, attend, empty, merge
-from kernels_ref.reference import sum_by_owner
+from kernels_ref.reference import merge_by_owner
 
-BLOCK_CHUNK = 128
-"""Blocks read at a time: their scores stay in the second-level cache."""
+CHUNK_SLOTS = 8192
+"""Slots of the blocks that are read at a time: their scores stay in the second-level cache, and a single
+request of that many tokens fills a chunk, so that a longer one takes no more."""
 
 
 def unique_blocks(
@@ -36,13 +37,15 @@ def unique_blocks(
         return total
     # Blocks before the first and after the last owned one are not read at all.
     first, last = int(owned[0]), int(owned[-1]) + 1
-    for begin in range(first, last, BLOCK_CHUNK):
-        end = min(begin + BLOCK_CHUNK, last)
+    chunk = max(1, CHUNK_SLOTS // k_XKBD.shape[2])
+    for begin in range(first, last, chunk):
+        end = min(begin + chunk, last)
         k, v = k_XKBD[begin:end], v_XKBD[begin:end]
         if num_rows == 1 and len(owned) == last - first:
             total = merge(total, _one_row(q_NKGD, k, v, softcap))
         else:
-            total = merge(total, _by_owner(q_NKGD, k, v, owner[begin:end], softcap))
+            query = q_NKGD.index_select(0, owner[begin:end].clamp(max=num_rows - 1))
+            total = merge_by_owner(total, _scores(query, k, softcap), v, owner[begin:end])
     return total
 
 
@@ -107,13 +110,3 @@ def _one_row(q_1KGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, s
     weights = scores_XKGB.sub_(largest_KG[..., None]).exp_()
     attn = torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).sum(dim=0, dtype=torch.float32)
     return Partial(attn[None], largest_KG[None], weights.sum(dim=(0, 3))[None])
-
-
-def _by_owner(
-    q_NKGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, owner: torch.Tensor, softcap: float
-) -> Partial:
-    """Each block against the query of its owner, summed by owner; what nobody owns lands in no row."""
-    num_rows = q_NKGD.shape[0]
-    queries = torch.cat([q_NKGD, torch.zeros_like(q_NKGD[:1])])
-    part = attend(_scores(queries.index_select(0, owner), k_XKBD, softcap), None, v_XKBD)
-    return sum_by_owner(part, owner, num_rows)

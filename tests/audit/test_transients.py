@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.transients import BLOCK, KINDS, StepKind, measure, small_runner
+from benchmarks.transients import BLOCK, KINDS, LLAMA_3_1_8B, StepKind, measure, small_runner
 from graphs import BatchShape
 from hpu_duo.audit import Structure, audit_bucket, build_structure
+from hpu_duo.config import CacheConfig
 from hpu_duo.cost import GAUDI2
 from hpu_duo.engine.batch import flatten
 from hpu_duo.heads import HeadPattern
@@ -28,9 +29,9 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bounds of chunks, scaled down with the model: the shortest context already fills them."""
     monkeypatch.setattr(reference, "SCORE_BYTES", 1 << 15)
     monkeypatch.setattr(reference, "KEY_BYTES", 1 << 12)
-    monkeypatch.setattr(reference, "UNIQUE_CHUNK", 4)
+    monkeypatch.setattr(reference, "KEY_SLOTS", 64)
     monkeypatch.setattr(prefill, "CONTEXT_BLOCKS", 4)
-    monkeypatch.setattr(decode, "BLOCK_CHUNK", 4)
+    monkeypatch.setattr(decode, "CHUNK_SLOTS", 4 * BLOCK)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,24 @@ def test_an_audited_step_needs_no_more_after_a_longer_context(structure: Structu
         for num_blocks in (24, 48)
     }
     assert len(peaks) == 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16])
+def test_decodes_of_llama_8b_need_no_more_after_256k_tokens_than_after_8k(
+    num_rows: int, tmp_path: Path
+) -> None:
+    LlamaConfig(**{**LLAMA_3_1_8B, "num_hidden_layers": 1}).save_pretrained(tmp_path)
+    config = engine_config(tmp_path)
+    structure = build_structure(replace(config, cache=CacheConfig(BLOCK, num_blocks=2048)), GAUDI2)
+    shape = "--u/q{rows}/s0/u{blocks}/l{rows}"
+    peaks = {
+        audit_bucket(
+            structure, BatchShape.parse(shape.format(rows=num_rows, blocks=context // BLOCK))
+        ).peak_transient_bytes
+        for context in (8_192, 65_536, 262_144)
+    }
+    assert len(peaks) == 1
+    assert max(peaks) < num_rows * (1 << 22)
 
 
 def test_the_audit_agrees_with_the_allocator_about_the_reference_kernels(weights_dir: Path) -> None:

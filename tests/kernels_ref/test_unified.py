@@ -73,11 +73,11 @@ def test_long_rows_cross_slices_chunks_and_bands(
     """Every loop of the kernels goes round several times, so that its borders are crossed."""
     monkeypatch.setattr(reference, "QUERY_SLICE", 8)
     monkeypatch.setattr(reference, "SCORE_BYTES", 4096)
-    monkeypatch.setattr(reference, "UNIQUE_CHUNK", 3)
+    monkeypatch.setattr(reference, "unique_chunk", lambda *_: 3)
     monkeypatch.setattr(sdpa, "SHORT_SLICE", 2)
     monkeypatch.setattr(prefill, "BAND_SLICE", 8)
     monkeypatch.setattr(prefill, "CONTEXT_BLOCKS", 2)
-    monkeypatch.setattr(decode, "BLOCK_CHUNK", 3)
+    monkeypatch.setattr(decode, "CHUNK_SLOTS", 3 * 4)
     rows = (
         RowSpec(41, 1),
         RowSpec(37, 30),
