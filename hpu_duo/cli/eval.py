@@ -15,6 +15,7 @@ from hpu_duo.cli.eval_curve import curve
 from hpu_duo.cli.eval_files import longbench, ruler
 from hpu_duo.cli.eval_report import RESULTS, check_outputs, finish, kv_fields, show
 from hpu_duo.cli.many_values import ManyValues
+from hpu_duo.cli.option_groups import grouped
 
 eval_app = typer.Typer(
     help="Measure accuracy beside KV bytes, everything through the decode path.", no_args_is_help=True
@@ -25,7 +26,9 @@ eval_app.command(cls=ManyValues)(curve)
 
 
 @eval_app.command()
+@grouped
 def passkey(
+    *,
     num_tokens: Annotated[int, typer.Option(help="Length of a document.")] = 2000,
     num_documents: eopt.NumDocuments = 4,
     num_passkeys: eopt.NumPasskeys = 8,
@@ -33,34 +36,15 @@ def passkey(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    pattern: opt.Pattern = None,
-    sparsity: opt.Sparsity = None,
-    threshold: opt.Threshold = None,
-    sink: opt.Sink = None,
-    recent: opt.Recent = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    graphs: opt.Graphs = "eager",
-    attention: opt.Attention = "auto",
-    max_num_seqs: opt.MaxNumSeqs = eopt.MAX_NUM_SEQS,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
-    block_size: opt.BlockSize = 128,
+    heads: opt.HeadOptions,
+    engine: eopt.Engine,
 ) -> None:
     """Share of passkeys that are found word for word."""
     with user_errors():
         from hpu_duo.eval import PasskeyTask, passkey_accuracy
 
         task = PasskeyTask(num_tokens, num_documents, num_passkeys, passkey_words, seed)
-        engine = opt.EngineOptions(
-            device=device,
-            dtype=dtype,
-            graphs=graphs,
-            attention=attention,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-        )
-        choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
+        choice = eopt.Choice(model, heads, engine)
         result = passkey_accuracy(choice.load(), task)
         row = {
             "num_tokens": num_tokens,
@@ -76,7 +60,9 @@ def passkey(
 
 
 @eval_app.command(cls=ManyValues)
+@grouped
 def niah(
+    *,
     out: eopt.Directory,
     lengths: Annotated[list[int], typer.Option(help="Lengths of the documents.")] = [512, 1000, 2000, 4000],  # noqa: B006
     depths: Annotated[list[float], typer.Option(help="Depths of the needle, 0 to 1.")] = [  # noqa: B006
@@ -91,18 +77,8 @@ def niah(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    pattern: opt.Pattern = None,
-    sparsity: opt.Sparsity = None,
-    threshold: opt.Threshold = None,
-    sink: opt.Sink = None,
-    recent: opt.Recent = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    graphs: opt.Graphs = "eager",
-    attention: opt.Attention = "auto",
-    max_num_seqs: opt.MaxNumSeqs = eopt.MAX_NUM_SEQS,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
-    block_size: opt.BlockSize = 128,
+    heads: opt.HeadOptions,
+    engine: eopt.Engine,
 ) -> None:
     """Find one needle at every depth of every length; draws a heat map and can be resumed."""
     with user_errors():
@@ -110,21 +86,12 @@ def niah(
         from hpu_duo.eval import NeedleGrid, ResultFile
 
         grid = NeedleGrid(tuple(lengths), tuple(depths), num_documents, passkey_words, seed)
-        engine = opt.EngineOptions(
-            device=device,
-            dtype=dtype,
-            graphs=graphs,
-            attention=attention,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-        )
-        choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
+        choice = eopt.Choice(model, heads, engine)
         png, report = out / "heatmap.png", out / "report.json"
         check_outputs(out / RESULTS, [png, report])
         settings = {"num_documents": num_documents, "passkey_words": passkey_words, "seed": seed}
         # Bytes kept are whole blocks.
-        settings |= {"block_size": block_size}
+        settings |= {"block_size": engine.block_size}
         results = ResultFile(out / RESULTS, "niah", {**choice.settings(), **settings})
         subject = choice.load()
         grid.check(subject)
@@ -149,7 +116,9 @@ def niah(
 
 
 @eval_app.command()
+@grouped
 def perplexity(
+    *,
     file: Annotated[
         Path | None, typer.Option(help="UTF-8 text.", show_default="text of the built-in language")
     ] = None,
@@ -161,17 +130,8 @@ def perplexity(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    pattern: opt.Pattern = None,
-    sparsity: opt.Sparsity = None,
-    threshold: opt.Threshold = None,
-    sink: opt.Sink = None,
-    recent: opt.Recent = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    graphs: opt.Graphs = "eager",
-    attention: opt.Attention = "auto",
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
-    block_size: opt.BlockSize = 128,
+    heads: opt.HeadOptions,
+    engine: eopt.OneRequestEngine,
 ) -> None:
     """Perplexity of a text, decoded and scored token by token."""
     with user_errors():
@@ -181,15 +141,7 @@ def perplexity(
         from hpu_duo.cli.prompts import read_prompts
         from hpu_duo.eval import stream_perplexity
 
-        engine = opt.EngineOptions(
-            device=device,
-            dtype=dtype,
-            graphs=graphs,
-            attention=attention,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-        )
-        choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
+        choice = eopt.Choice(model, heads, engine)
         subject = choice.load(1)
         # A text longer than the model is refused, not cut, unless the user says where to cut.
         if file is None:

@@ -15,9 +15,12 @@ from hpu_duo.cli import options as opt
 from hpu_duo.cli.drawing import check_matplotlib
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.eval_report import REPORT, RESULTS, check_outputs, finish, kv_fields, show, write_text
+from hpu_duo.cli.option_groups import Only, grouped
 
 
+@grouped
 def curve(
+    *,
     out: eopt.Directory,
     patterns: Annotated[
         list[str] | None,
@@ -49,15 +52,8 @@ def curve(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    sink: opt.Sink = None,
-    recent: opt.Recent = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    graphs: opt.Graphs = "eager",
-    attention: opt.Attention = "auto",
-    max_num_seqs: opt.MaxNumSeqs = eopt.MAX_NUM_SEQS,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
-    block_size: opt.BlockSize = 128,
+    heads: Annotated[opt.HeadOptions, Only("sink", "recent")],
+    engine: eopt.Engine,
 ) -> None:
     """Passkey accuracy against KV budget; full attention and all streaming are always measured."""
     with user_errors():
@@ -66,7 +62,6 @@ def curve(
         from hpu_duo.eval import CurveTask, PasskeyTask, ResultFile, curve_points
         from hpu_duo.eval.curve import FULL, summary
 
-        heads = opt.HeadOptions(None, None, None, sink, recent)
         named: list[tuple[str, Path | None]] = [_named(one) for one in patterns or []]
         if not named and model is not None:
             raise ValueError("expected --patterns LABEL=DIR for a model that has none of its own, got none")
@@ -75,18 +70,9 @@ def curve(
             read, tuple(shares), random_seeds, tuple(sinks or ()), tuple(recents or ()), sweep_share
         ).points()
         task = PasskeyTask(num_tokens, num_documents, num_passkeys, passkey_words, seed)
-        engine = opt.EngineOptions(
-            device=device,
-            dtype=dtype,
-            graphs=graphs,
-            attention=attention,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-        )
         choice = eopt.Choice(model, heads, engine)
         settings = {name: getattr(task, name) for name in ("num_tokens", "num_documents", "num_passkeys")}
-        settings |= {"passkey_words": passkey_words, "seed": seed, "block_size": block_size}
+        settings |= {"passkey_words": passkey_words, "seed": seed, "block_size": engine.block_size}
         check_outputs(out / RESULTS, [out / "curve.csv", out / "curve.png", out / REPORT])
         results = ResultFile(out / RESULTS, "curve", {**choice.settings(), **settings})
         records = []

@@ -13,12 +13,15 @@ from hpu_duo.cli import eval_options as eopt
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.eval_report import REPORT, RESULTS, check_outputs, finish, kv_fields, show, write_text
+from hpu_duo.cli.option_groups import grouped
 
 if TYPE_CHECKING:
     from hpu_duo.eval import ResultFile, Subject
 
 
+@grouped
 def ruler(
+    *,
     tasks: Annotated[
         list[str] | None, typer.Option(help="Tasks by RULER's names.", show_default="all of them")
     ] = None,
@@ -32,18 +35,8 @@ def ruler(
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
-    pattern: opt.Pattern = None,
-    sparsity: opt.Sparsity = None,
-    threshold: opt.Threshold = None,
-    sink: opt.Sink = None,
-    recent: opt.Recent = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    graphs: opt.Graphs = "eager",
-    attention: opt.Attention = "auto",
-    max_num_seqs: opt.MaxNumSeqs = eopt.MAX_NUM_SEQS,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
-    block_size: opt.BlockSize = 128,
+    heads: opt.HeadOptions,
+    engine: eopt.Engine,
 ) -> None:
     """Synthetic tasks in the manner of RULER, written for the model's tokenizer."""
     with user_errors():
@@ -56,16 +49,7 @@ def ruler(
         for task in chosen:
             if task not in RULER_TASKS:
                 raise ValueError(f"expected --tasks among {', '.join(RULER_TASKS)}, got {task!r}")
-        engine = opt.EngineOptions(
-            device=device,
-            dtype=dtype,
-            graphs=graphs,
-            attention=attention,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-        )
-        choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
+        choice = eopt.Choice(model, heads, engine)
         settings = {"num_tokens": num_tokens, "num_samples": num_samples, "seed": seed, "tasks": chosen}
         if write is not None:
             refuse_existing([write])
@@ -97,7 +81,9 @@ def ruler(
     _report(rows, subject, max(map(len, prompts)), out, as_json)
 
 
+@grouped
 def longbench(
+    *,
     file: Annotated[list[Path], typer.Option(help="JSON lines in LongBench's format; repeatable.")],
     dataset: Annotated[
         str | None, typer.Option(help="Data set of lines that name none.", show_default="the file's name")
@@ -113,18 +99,8 @@ def longbench(
     out: eopt.Out = None,
     model: opt.Model = None,
     as_json: opt.Json = False,
-    pattern: opt.Pattern = None,
-    sparsity: opt.Sparsity = None,
-    threshold: opt.Threshold = None,
-    sink: opt.Sink = None,
-    recent: opt.Recent = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    graphs: opt.Graphs = "eager",
-    attention: opt.Attention = "auto",
-    max_num_seqs: opt.MaxNumSeqs = eopt.MAX_NUM_SEQS,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
-    block_size: opt.BlockSize = 128,
+    heads: opt.HeadOptions,
+    engine: eopt.Engine,
 ) -> None:
     """Questions over long contexts from LongBench files, each with the metric of its data set."""
     with user_errors():
@@ -133,16 +109,7 @@ def longbench(
         items = [item for path in file for item in read_longbench(path, dataset or path.stem)]
         templates = None if prompts is None else read_prompts(prompts)
         texts = [prompt_text(item, templates) for item in items]
-        engine = opt.EngineOptions(
-            device=device,
-            dtype=dtype,
-            graphs=graphs,
-            attention=attention,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-        )
-        choice = eopt.Choice(model, opt.HeadOptions(pattern, sparsity, threshold, sink, recent), engine)
+        choice = eopt.Choice(model, heads, engine)
         settings = {
             "files": [eopt.digest(path) for path in file],
             "prompts": templates,

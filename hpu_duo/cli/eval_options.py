@@ -12,6 +12,7 @@ import typer
 
 from hpu_duo.builtin import PATTERN_DIR
 from hpu_duo.cli import options as opt
+from hpu_duo.cli.option_groups import Only
 
 if TYPE_CHECKING:
     from hpu_duo.eval import Subject
@@ -37,6 +38,21 @@ Directory = Annotated[
 NumDocuments = Annotated[int, typer.Option(help="Documents for each measurement.")]
 NumPasskeys = Annotated[int, typer.Option(help="Passkeys of each document, each asked for once.")]
 PasskeyWords = Annotated[int, typer.Option(help="Words of each passkey.")]
+
+
+@dataclass(frozen=True)
+class EvaluationEngine(opt.EngineOptions):
+    """How evaluations run: a few requests at a time, for their prompts are long."""
+
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests that run at the same time.", rich_help_panel=opt.ENGINE)
+    ] = MAX_NUM_SEQS
+
+
+_STEP = ("device", "dtype", "graphs", "attention")
+_SIZES = ("max_num_batched_tokens", "block_size")
+Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
+OneRequestEngine = Annotated[opt.EngineOptions, Only(*_STEP, *_SIZES)]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NUM_SEQS = 32
 
-_HEADS = "Heads"
-_ENGINE = "Engine"
+HEADS = "Heads"
+"""Name of a panel of the help, as the next."""
+ENGINE = "Engine"
 
 Model = Annotated[
     Path | None,
@@ -32,21 +33,21 @@ Pattern = Annotated[
     typer.Option(
         help="Directory of a head pattern in DuoAttention's published format.",
         show_default="all heads retrieve",
-        rich_help_panel=_HEADS,
+        rich_help_panel=HEADS,
     ),
 ]
 Sparsity = Annotated[
-    float | None, typer.Option(help="Share of KV heads that stream, 0 to 1.", rich_help_panel=_HEADS)
+    float | None, typer.Option(help="Share of KV heads that stream, 0 to 1.", rich_help_panel=HEADS)
 ]
 Threshold = Annotated[
-    float | None, typer.Option(help="KV heads with a higher score retrieve.", rich_help_panel=_HEADS)
+    float | None, typer.Option(help="KV heads with a higher score retrieve.", rich_help_panel=HEADS)
 ]
 Sink = Annotated[
     int | None,
     typer.Option(
         help="First tokens that streaming heads keep.",
         show_default="the pattern's",
-        rich_help_panel=_HEADS,
+        rich_help_panel=HEADS,
     ),
 ]
 Recent = Annotated[
@@ -54,29 +55,29 @@ Recent = Annotated[
     typer.Option(
         help="Newest tokens that streaming heads keep.",
         show_default="the pattern's",
-        rich_help_panel=_HEADS,
+        rich_help_panel=HEADS,
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or hpu.", rich_help_panel=_ENGINE)]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or hpu.", rich_help_panel=ENGINE)]
 Dtype = Annotated[
-    str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=_ENGINE)
+    str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=ENGINE)
 ]
 Graphs = Annotated[
     str,
     typer.Option(
         help="How steps are captured: auto, eager, compile, cuda, hpu-compile or hpu-graph.",
-        rich_help_panel=_ENGINE,
+        rich_help_panel=ENGINE,
     ),
 ]
 Attention = Annotated[
-    str, typer.Option(help="Attention kernels: auto, reference or sdpa.", rich_help_panel=_ENGINE)
+    str, typer.Option(help="Attention kernels: auto, reference or sdpa.", rich_help_panel=ENGINE)
 ]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
         help="Tokens of prompt and output together.",
         show_default="what model and cache hold",
-        rich_help_panel=_ENGINE,
+        rich_help_panel=ENGINE,
     ),
 ]
 MaxNumSeqs = Annotated[
@@ -84,17 +85,17 @@ MaxNumSeqs = Annotated[
     typer.Option(
         help="Requests that run at the same time.",
         show_default=f"as many as there are, at most {DEFAULT_MAX_NUM_SEQS}",
-        rich_help_panel=_ENGINE,
+        rich_help_panel=ENGINE,
     ),
 ]
 MaxNumBatchedTokens = Annotated[
     int,
-    typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=_ENGINE),
+    typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=ENGINE),
 ]
-BlockSize = Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=_ENGINE)]
+BlockSize = Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=ENGINE)]
 NumBlocks = Annotated[
     int | None,
-    typer.Option(help="KV blocks to hold.", show_default="what the requests need", rich_help_panel=_ENGINE),
+    typer.Option(help="KV blocks to hold.", show_default="what the requests need", rich_help_panel=ENGINE),
 ]
 KVCacheBytes = Annotated[
     str | None,
@@ -103,7 +104,7 @@ KVCacheBytes = Annotated[
         "--kv-cache-memory-bytes",
         metavar="SIZE",
         help="Memory of the KV cache instead of a number of blocks, such as 4GiB.",
-        rich_help_panel=_ENGINE,
+        rich_help_panel=ENGINE,
     ),
 ]
 Buckets = Annotated[
@@ -111,7 +112,7 @@ Buckets = Annotated[
     typer.Option(
         help="File with the shapes to capture, as hpu-duo plan writes it.",
         show_default="made from the limits",
-        rich_help_panel=_ENGINE,
+        rich_help_panel=ENGINE,
     ),
 ]
 MaxCapturedTokens = Annotated[
@@ -119,7 +120,7 @@ MaxCapturedTokens = Annotated[
     typer.Option(
         help="Steps of more tokens, long prefills, run uncaptured.",
         show_default="all are captured",
-        rich_help_panel=_ENGINE,
+        rich_help_panel=ENGINE,
     ),
 ]
 GraphMemoryBytes = Annotated[
@@ -128,7 +129,7 @@ GraphMemoryBytes = Annotated[
         metavar="SIZE",
         help="Device memory to leave free for captured steps, such as 2GiB.",
         show_default="as estimated",
-        rich_help_panel=_ENGINE,
+        rich_help_panel=ENGINE,
     ),
 ]
 FailOnRecompile = Annotated[
@@ -136,7 +137,7 @@ FailOnRecompile = Annotated[
     typer.Option(
         "--fail-on-recompile",
         help="Warm up first, and end with an error if a step compiles anything afterwards.",
-        rich_help_panel=_ENGINE,
+        rich_help_panel=ENGINE,
     ),
 ]
 RecordShapes = Annotated[
@@ -145,7 +146,7 @@ RecordShapes = Annotated[
         metavar="FILE",
         help="Append the exact shape of every step to this file, to plan from.",
         show_default="not recorded",
-        rich_help_panel=_ENGINE,
+        rich_help_panel=ENGINE,
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Fixes everything that is drawn at random.")]
