@@ -13,14 +13,15 @@ INTERRUPTED = 130
 
 
 @contextmanager
-def user_errors(kind: type[Exception] = ValueError) -> Iterator[None]:
+def user_errors(kind: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
     """End the command with a sentence if what the user asked for cannot be done.
 
     To be put around reading and checking, not around running: a ``ValueError`` from a step that was
     accepted is a bug of this package, and keeps its traceback.
 
     Args:
-        kind: the errors that are the user's. Around running, one that only says that it had to stop.
+        kind: the errors that are the user's. Around running, those that only say that it had to stop; none of
+            them, ``()``, leaves the interruption.
     """
     try:
         yield

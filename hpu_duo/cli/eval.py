@@ -41,19 +41,21 @@ def passkey(
 ) -> None:
     """Share of passkeys that are found word for word."""
     with user_errors():
-        from hpu_duo.eval import PasskeyTask, passkey_accuracy
+        from hpu_duo.eval import PasskeyQuestions, PasskeyTask
 
         task = PasskeyTask(num_tokens, num_documents, num_passkeys, passkey_words, seed)
-        choice = eopt.Choice(model, heads, engine)
-        result = passkey_accuracy(choice.load(), task)
-        row = {
-            "num_tokens": num_tokens,
-            "num_answers": result.num_answers,
-            "num_exact": result.num_exact,
-            "accuracy": result.accuracy,
-            "token_accuracy": result.token_accuracy,
-            "logprob": result.logprob,
-        }
+        subject = eopt.Choice(model, heads, engine).load()
+        questions = PasskeyQuestions.write(subject, task)
+    with user_errors(()):
+        result = questions.ask(subject)
+    row = {
+        "num_tokens": num_tokens,
+        "num_answers": result.num_answers,
+        "num_exact": result.num_exact,
+        "accuracy": result.accuracy,
+        "token_accuracy": result.token_accuracy,
+        "logprob": result.logprob,
+    }
     if not as_json:
         show([row], row, result.kv)
     finish({**row, **kv_fields(result.kv)}, None, as_json)
@@ -83,7 +85,8 @@ def niah(
     """Find one needle at every depth of every length; draws a heat map and can be resumed."""
     with user_errors():
         check_matplotlib("the heat map")
-        from hpu_duo.eval import NeedleGrid, ResultFile
+        from hpu_duo.cli.eval_plot import draw_grid
+        from hpu_duo.eval import NeedleGrid, ResultFile, ResultsNotWrittenError
 
         grid = NeedleGrid(tuple(lengths), tuple(depths), num_documents, passkey_words, seed)
         choice = eopt.Choice(model, heads, engine)
@@ -95,7 +98,7 @@ def niah(
         results = ResultFile(out / RESULTS, "niah", {**choice.settings(), **settings})
         subject = choice.load()
         grid.check(subject)
-        cells = list(grid.fill(subject, results))
+    with user_errors(ResultsNotWrittenError):
         rows = [
             {
                 "num_tokens": cell["num_tokens"],
@@ -104,15 +107,13 @@ def niah(
                 "token_accuracy": cell["token_accuracy"],
                 "kv_ratio": cell["held_bytes"] / cell["full_bytes"],
             }
-            for cell in cells
+            for cell in grid.fill(subject, results)
         ]
-        from hpu_duo.cli.eval_plot import draw_grid
-
         draw_grid(rows, png)
-    kv = subject.kv_bytes(max(lengths))
-    if not as_json:
-        show(rows, rows[0], kv)
-    finish({"cells": rows, **kv_fields(kv)}, out, as_json)
+        kv = subject.kv_bytes(max(lengths))
+        if not as_json:
+            show(rows, rows[0], kv)
+        finish({"cells": rows, **kv_fields(kv)}, out, as_json)
 
 
 @eval_app.command()
@@ -139,7 +140,7 @@ def perplexity(
             raise ValueError(f"expected --num-tokens of at least 1, got {num_tokens}")
         from hpu_duo.builtin.passkeys import document
         from hpu_duo.cli.prompts import read_prompts
-        from hpu_duo.eval import stream_perplexity
+        from hpu_duo.eval import check_stream, stream_perplexity
 
         choice = eopt.Choice(model, heads, engine)
         subject = choice.load(1)
@@ -149,8 +150,11 @@ def perplexity(
             text = document(subject.count, (num_tokens or 2000) + 100, 0, 1, seed).text
         else:
             (text,) = read_prompts([], [str(file)])
-        result = stream_perplexity(subject, subject.encode(text, is_start=True)[:num_tokens], prefix, window)
-        rows = [{"from_token": first, "perplexity": value} for first, value in result.by_position]
+        ids = subject.encode(text, is_start=True)[:num_tokens]
+        check_stream(subject, ids, prefix, window)
+    with user_errors(()):
+        result = stream_perplexity(subject, ids, prefix, window)
+    rows = [{"from_token": first, "perplexity": value} for first, value in result.by_position]
     if not as_json:
         show([*rows, {"from_token": "all", "perplexity": result.perplexity}], rows[0], result.kv)
     report = {"num_tokens": result.num_tokens, "perplexity": result.perplexity, "windows": rows}
@@ -170,5 +174,6 @@ def lm_eval(ctx: typer.Context) -> None:
             raise ValueError(
                 f"expected the package lm-eval (pip install 'hpu-duo[eval]'), got: {error}"
             ) from None
-        # What the harness refuses, an unknown task say, it refuses while running.
+        # What the harness refuses, an unknown task say, it refuses while running; the model's own work raises
+        # no ValueError there.
         run_harness(ctx.args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +16,10 @@ from hpu_duo.cli.drawing import check_matplotlib
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.eval_report import REPORT, RESULTS, check_outputs, finish, kv_fields, show, write_text
 from hpu_duo.cli.option_groups import Only, grouped
+
+if TYPE_CHECKING:
+    from hpu_duo.eval import Subject
+    from hpu_duo.heads import HeadPattern
 
 
 @grouped
@@ -59,7 +63,15 @@ def curve(
     with user_errors():
         check_matplotlib("the picture of the curve")
         from hpu_duo.cli.eval_plot import draw_curve
-        from hpu_duo.eval import CurveTask, PasskeyTask, ResultFile, curve_points
+        from hpu_duo.eval import (
+            CurveTask,
+            KVBytes,
+            PasskeyQuestions,
+            PasskeyTask,
+            ResultFile,
+            ResultsNotWrittenError,
+            curve_points,
+        )
         from hpu_duo.eval.curve import FULL, summary
 
         named: list[tuple[str, Path | None]] = [_named(one) for one in patterns or []]
@@ -75,9 +87,18 @@ def curve(
         settings |= {"passkey_words": passkey_words, "seed": seed, "block_size": engine.block_size}
         check_outputs(out / RESULTS, [out / "curve.csv", out / "curve.png", out / REPORT])
         results = ResultFile(out / RESULTS, "curve", {**choice.settings(), **settings})
-        records = []
-        notes = Console(stderr=True)
-        for record in curve_points(points, task, choice.loader(), results):
+
+    def load(pattern: HeadPattern) -> Subject:
+        with user_errors():
+            subject = choice.load_with(pattern)
+            # Refuses a task that does not fit the model or its tokenizer before it is begun.
+            PasskeyQuestions.write(subject, task)
+        return subject
+
+    records = []
+    notes = Console(stderr=True)
+    with user_errors(ResultsNotWrittenError):
+        for record in curve_points(points, task, load, results):
             records.append(record)
             notes.print(
                 f"{len(records)}/{len(points)} {record['label']} {record['retrieval_heads']} heads: "
@@ -87,14 +108,12 @@ def curve(
         rows = summary(records)
         write_text(out / "curve.csv", _csv(rows))
         draw_curve(rows, out / "curve.png")
-    from hpu_duo.eval import KVBytes
-
-    full = next(record for record in records if record["label"] == FULL)
-    kv = KVBytes(num_tokens, full["held_bytes"], full["full_bytes"])
-    if not as_json:
-        columns = ("label", "sweep", "retrieval_heads", "sink", "recent", "num_seeds", "num_answers")
-        show(rows, (*columns, "accuracy", "accuracy_min", "accuracy_max", "kv_ratio"), kv)
-    finish({"points": rows, **kv_fields(kv)}, out, as_json)
+        full = next(record for record in records if record["label"] == FULL)
+        kv = KVBytes(num_tokens, full["held_bytes"], full["full_bytes"])
+        if not as_json:
+            columns = ("label", "sweep", "retrieval_heads", "sink", "recent", "num_seeds", "num_answers")
+            show(rows, (*columns, "accuracy", "accuracy_min", "accuracy_max", "kv_ratio"), kv)
+        finish({"points": rows, **kv_fields(kv)}, out, as_json)
 
 
 def _named(text: str) -> tuple[str, Path | None]:

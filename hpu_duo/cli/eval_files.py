@@ -40,7 +40,7 @@ def ruler(
 ) -> None:
     """Synthetic tasks in the manner of RULER, written for the model's tokenizer."""
     with user_errors():
-        from hpu_duo.eval import RULER_TASKS, ruler_sample
+        from hpu_duo.eval import RULER_TASKS, ResultsNotWrittenError, ruler_sample
         from hpu_duo.eval.result_file import refuse_existing
 
         if num_samples < 1:
@@ -63,22 +63,26 @@ def ruler(
             for task in chosen
             for index in range(num_samples)
         ]
-        if write is not None:
-            lines = (json.dumps(sample.as_record()) + "\n" for _, sample in samples)
-            write_text(write, "".join(lines))
-            typer.echo(f"{len(samples)} samples in {write}", err=True)
-            return
+    if write is not None:
+        with user_errors(ResultsNotWrittenError):
+            write_text(write, "".join(json.dumps(sample.as_record()) + "\n" for _, sample in samples))
+        typer.echo(f"{len(samples)} samples in {write}", err=True)
+        return
+    with user_errors():
         prompts = [subject.encode(sample.prompt, is_start=True) for _, sample in samples]
+        most = [sample.max_new_tokens for _, sample in samples]
+        _check(subject, prompts, most)
+    with user_errors(ResultsNotWrittenError):
         records = _answer(
             subject,
             prompts,
-            [sample.max_new_tokens for _, sample in samples],
+            most,
             [{**sample.as_record(), "num_tokens": length} for length, sample in samples],
             lambda at, pred: samples[at][1].score(pred),
             results,
         )
         rows = _means(records, ("task", "num_tokens"))
-    _report(rows, subject, max(map(len, prompts)), out, as_json)
+        _report(rows, subject, max(map(len, prompts)), out, as_json)
 
 
 @grouped
@@ -104,6 +108,7 @@ def longbench(
 ) -> None:
     """Questions over long contexts from LongBench files, each with the metric of its data set."""
     with user_errors():
+        from hpu_duo.eval import ResultsNotWrittenError
         from hpu_duo.eval.longbench import cut_middle, prompt_text, read_longbench, read_prompts
 
         items = [item for path in file for item in read_longbench(path, dataset or path.stem)]
@@ -120,10 +125,13 @@ def longbench(
         ids = [subject.encode(text, is_start=True) for text in texts]
         if max_length is not None:
             ids = [cut_middle(one, max_length) for one in ids]
+        most = [item.kind.max_new_tokens for item in items]
+        _check(subject, ids, most)
+    with user_errors(ResultsNotWrittenError):
         records = _answer(
             subject,
             ids,
-            [item.kind.max_new_tokens for item in items],
+            most,
             [
                 {
                     "index": at,
@@ -138,7 +146,7 @@ def longbench(
             results,
         )
         rows = _means(records, ("dataset",))
-    _report(rows, subject, max(map(len, ids)), out, as_json)
+        _report(rows, subject, max(map(len, ids)), out, as_json)
 
 
 def _open(out: Path | None, kind: str, settings: dict[str, Any]) -> ResultFile | None:
@@ -150,6 +158,11 @@ def _open(out: Path | None, kind: str, settings: dict[str, Any]) -> ResultFile |
     return ResultFile(out / RESULTS, kind, settings)
 
 
+def _check(subject: Subject, prompts: Sequence[list[int]], max_new_tokens: Sequence[int]) -> None:
+    lengths = [len(prompt) + most for prompt, most in zip(prompts, max_new_tokens, strict=True)]
+    subject.check_lengths(lengths, "prompts")
+
+
 def _answer(
     subject: Subject,
     prompts: Sequence[list[int]],
@@ -159,8 +172,6 @@ def _answer(
     results: ResultFile | None,
 ) -> list[dict[str, Any]]:
     """Answer and score prompt by prompt, in batches as large as the engine runs at once."""
-    lengths = [len(prompt) + most for prompt, most in zip(prompts, max_new_tokens, strict=True)]
-    subject.check_lengths(lengths, "prompts")
     done = [] if results is None else list(results.records)
     width = subject.model.config.scheduler.max_num_seqs
     for first in range(len(done), len(prompts), width):

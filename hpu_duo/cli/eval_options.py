@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpu_duo.builtin import PATTERN_DIR
+from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.option_groups import Only
 
@@ -64,9 +63,20 @@ class Choice:
     engine: opt.EngineOptions
 
     def settings(self) -> dict[str, object]:
-        """What decides the results, for the first line of a file of them."""
+        """What decides the results, for the first line of a file of them.
+
+        Raises:
+            ValueError: the model or the pattern cannot be read.
+        """
+        from hpu_duo.eval.result_file import FINGERPRINT
+        from hpu_duo.modeling.loading import read_config
+        from hpu_duo.modeling.model_files import model_fingerprint
+
+        directory = MODEL_DIR if self.model is None else self.model
+        read_config(directory)
         return {
             "model": "built-in" if self.model is None else str(self.model.resolve()),
+            FINGERPRINT: model_fingerprint(directory),
             "pattern": None if self.heads.pattern is None else _digests(self.heads.pattern),
             "sparsity": self.heads.sparsity,
             "threshold": self.heads.threshold,
@@ -81,15 +91,11 @@ class Choice:
 
         return Subject(opt.load_model(self.model, self.heads, self.engine, num_requests))
 
-    def loader(self) -> Callable[[HeadPattern], Subject]:
-        """Loads the model with one pattern after another."""
+    def load_with(self, pattern: HeadPattern) -> Subject:
+        """The same model with a binarised pattern."""
         from hpu_duo.eval import Subject
 
-        def load(pattern: HeadPattern) -> Subject:
-            heads = opt.HeadOptions(pattern, None, None, None, None)  # type: ignore[arg-type]
-            return Subject(opt.load_model(self.model, heads, self.engine, MAX_NUM_SEQS))
-
-        return load
+        return Subject(opt.load_model(self.model, pattern, self.engine, MAX_NUM_SEQS))
 
 
 def digest(path: Path) -> str:
@@ -114,8 +120,6 @@ def _digests(pattern: Path) -> dict[str, str]:
 
 def read_pattern(path: Path | None, heads: opt.HeadOptions) -> HeadPattern:
     """The scores in a directory, with the window that the options ask for; None is the built-in model's."""
-    from dataclasses import replace
-
     from hpu_duo.heads import HeadPattern
 
     pattern = HeadPattern.load(PATTERN_DIR if path is None else path)

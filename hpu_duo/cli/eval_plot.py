@@ -17,7 +17,7 @@ def draw_grid(cells: Sequence[Row], png: Path) -> None:
     """Write a heat map of the accuracy: lengths to the right, depths down.
 
     Raises:
-        ValueError: the file cannot be written.
+        ResultsNotWrittenError: the file cannot be written.
     """
     lengths = sorted({cell["num_tokens"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells})
@@ -43,7 +43,7 @@ def draw_curve(rows: Sequence[Row], png: Path) -> None:
     Lines are means over seeds, bands reach from the worst to the best of them.
 
     Raises:
-        ValueError: the file cannot be written.
+        ResultsNotWrittenError: the file cannot be written.
     """
     sweeps = [name for name in ("sink", "recent") if any(row["sweep"] == name for row in rows)]
     figure = _figure((7 + 4 * len(sweeps), 4.6))
@@ -96,8 +96,10 @@ def _figure(size: tuple[float, float]) -> Any:
 
 
 def _save(figure: Any, png: Path) -> None:
+    from hpu_duo.eval import ResultsNotWrittenError
+
     try:
         png.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png, dpi=120)
     except OSError as error:
-        raise ValueError(f"cannot write the picture {png}: {error.strerror}") from error
+        raise ResultsNotWrittenError(f"cannot write the picture {png}: {error.strerror}") from error

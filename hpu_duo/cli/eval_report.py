@@ -52,7 +52,11 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Iterable[str], kv: KVBytes)
 
 
 def finish(report: Mapping[str, Any], out: Path | None, as_json: bool) -> None:
-    """Print the report as JSON if asked, and write it beside the results."""
+    """Print the report as JSON if asked, and write it beside the results.
+
+    Raises:
+        ResultsNotWrittenError: it cannot be written.
+    """
     text = json.dumps(report, indent=2)
     if as_json:
         typer.echo(text)
@@ -76,15 +80,16 @@ def write_text(path: Path, text: str) -> None:
     """Write a file at once, so that a kill leaves the old one or the new one.
 
     Raises:
-        ValueError: it cannot be written.
+        ResultsNotWrittenError: it cannot be written.
     """
     from graphs.atomic_file import replace_file
+    from hpu_duo.eval import ResultsNotWrittenError
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text)
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+        raise ResultsNotWrittenError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _cell(value: object) -> str:

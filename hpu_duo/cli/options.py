@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.cli.sizes import parse_bytes
 
 if TYPE_CHECKING:
+    from hpu_duo.heads import HeadPattern
     from hpu_duo.llm import HPUDuoModel
 
 DEFAULT_MAX_NUM_SEQS = 32
@@ -191,13 +192,18 @@ class EngineOptions:
 
 
 def load_model(
-    path: Path | None, heads: HeadOptions, options: EngineOptions, num_requests: int, seed: int = 0
+    path: Path | None,
+    heads: HeadOptions | HeadPattern,
+    options: EngineOptions,
+    num_requests: int,
+    seed: int = 0,
 ) -> HPUDuoModel:
     """Load what the options describe.
 
     Args:
         path: None is the built-in model, whose own pattern is used when the heads are to be cut
             and no other pattern is named.
+        heads: options, or a pattern to take as it is.
         options: with ``fail_on_recompile``, the model is warmed up as well.
         num_requests: how many there will be, the default of ``max_num_seqs`` unless the buckets are a
             manifest, which has its own.
@@ -221,11 +227,7 @@ def load_model(
     logging.disable_progress_bar()
     loaded = HPUDuoModel.from_pretrained(
         MODEL_DIR if path is None else path,
-        pattern=PATTERN_DIR if path is None and heads.pattern is None and heads.is_cut else heads.pattern,
-        sparsity=heads.sparsity,
-        threshold=heads.threshold,
-        sink=heads.sink,
-        recent=heads.recent,
+        **_head_arguments(path, heads),
         device=options.device,
         dtype=options.dtype,
         attention=options.attention,
@@ -246,6 +248,13 @@ def load_model(
     if options.fail_on_recompile:
         loaded.warmup()
     return loaded
+
+
+def _head_arguments(path: Path | None, heads: HeadOptions | HeadPattern) -> dict[str, Any]:
+    if not isinstance(heads, HeadOptions):
+        return {"pattern": heads}
+    own = PATTERN_DIR if path is None and heads.is_cut else None
+    return {**vars(heads), "pattern": own if heads.pattern is None else heads.pattern}
 
 
 def _max_num_seqs(options: EngineOptions, num_requests: int) -> int:

@@ -8,9 +8,9 @@ missing. Scoring a text inside its own prefill would let every pattern look loss
 from hpu_duo.eval.curve import CurvePoint, CurveTask, binarised, curve_points
 from hpu_duo.eval.longbench import LongBenchItem, read_longbench
 from hpu_duo.eval.needle import NeedleGrid
-from hpu_duo.eval.passkey import PasskeyResult, PasskeyTask, passkey_accuracy
-from hpu_duo.eval.perplexity import PerplexityResult, stream_perplexity
-from hpu_duo.eval.result_file import ResultFile
+from hpu_duo.eval.passkey import PasskeyQuestions, PasskeyResult, PasskeyTask, passkey_accuracy
+from hpu_duo.eval.perplexity import PerplexityResult, check_stream, stream_perplexity
+from hpu_duo.eval.result_file import ResultFile, ResultsNotWrittenError
 from hpu_duo.eval.ruler import RULER_TASKS, RulerSample, ruler_sample
 from hpu_duo.eval.subject import KVBytes, Subject
 
@@ -21,13 +21,16 @@ __all__ = [
     "KVBytes",
     "LongBenchItem",
     "NeedleGrid",
+    "PasskeyQuestions",
     "PasskeyResult",
     "PasskeyTask",
     "PerplexityResult",
     "ResultFile",
+    "ResultsNotWrittenError",
     "RulerSample",
     "Subject",
     "binarised",
+    "check_stream",
     "curve_points",
     "passkey_accuracy",
     "read_longbench",

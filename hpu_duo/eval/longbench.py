@@ -184,7 +184,7 @@ def _item(path: Path, at: int, line: str, dataset: str | None) -> LongBenchItem:
     name = str(found.get("dataset") or dataset or "").removesuffix("_e")
     if name not in DATASETS:
         raise ValueError(f"expected one of the data sets {', '.join(DATASETS)} in {where}, got {name!r}")
-    return LongBenchItem(
+    item = LongBenchItem(
         dataset=name,
         context=found["context"],
         input=found["input"],
@@ -192,3 +192,9 @@ def _item(path: Path, at: int, line: str, dataset: str | None) -> LongBenchItem:
         classes=tuple(map(str, classes)),
         length=length,
     )
+    try:
+        # What no answer could be compared with is found now, and not when there is one.
+        item.score("")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return item

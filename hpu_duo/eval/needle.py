@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpu_duo.eval.passkey import PasskeyTask, passkey_accuracy
+from hpu_duo.eval.passkey import PasskeyQuestions, PasskeyTask, passkey_accuracy
 from hpu_duo.eval.result_file import ResultFile
 from hpu_duo.eval.subject import Subject
 
@@ -44,10 +44,11 @@ class NeedleGrid:
         return PasskeyTask(length, self.num_documents, 1, self.passkey_words, self.seed, (depth,))
 
     def check(self, subject: Subject) -> None:
-        """Refuse lengths that the model cannot hold, before the first cell.
+        """Refuse what the model cannot hold or its tokenizer cannot encode, before the first cell.
 
         Raises:
-            ValueError: a document with its question and answer is too long.
+            ValueError: a document with its question and answer is too long, or too short for its needle; or a
+                text cannot be encoded.
         """
         # First by the lengths alone: a text that is far too long takes minutes to write.
         subject.check_lengths(self.lengths, "haystacks")
@@ -55,6 +56,8 @@ class NeedleGrid:
         (needle,) = written.passkeys
         extra = subject.count(needle.needle) + subject.count(needle.answer) + 2
         subject.check_lengths([max(self.lengths) + extra], "haystacks")
+        # Needles are the same at every length, so the shortest is the one that may not hold them.
+        PasskeyQuestions.write(subject, self.cell(min(self.lengths), self.depths[0]))
 
     def fill(self, subject: Subject, results: ResultFile) -> Iterator[dict[str, Any]]:
         """Compute the cells that ``results`` does not have yet, the shortest first; yields every cell."""

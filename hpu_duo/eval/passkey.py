@@ -87,36 +87,65 @@ class PasskeyResult:
         return self.num_right / self.num_tokens
 
 
-def passkey_accuracy(subject: Subject, task: PasskeyTask) -> PasskeyResult:
-    """Ask for every passkey of every document.
+@dataclass(frozen=True)
+class PasskeyQuestions:
+    """Documents with their questions and answers, as token ids that a model can hold.
 
-    A document is prefilled once. Each question and its answer are then decoded behind a copy of its cache, so
-    a streaming head has to answer from what it kept of the document.
+    Attributes:
+        prompts: each document.
+        continuations: of each document, every question with its answer.
+        answer_lengths: tokens of these answers.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    continuations: tuple[tuple[tuple[int, ...], ...], ...]
+    answer_lengths: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def write(cls, subject: Subject, task: PasskeyTask) -> PasskeyQuestions:
+        """The questions of a task.
+
+        Raises:
+            ValueError: the documents do not fit the model, or the tokenizer cannot encode them.
+        """
+        # First by the length alone: a text that is far too long takes minutes to write.
+        subject.check_lengths([task.num_tokens], "passkey documents")
+        written = task.documents(subject.count)
+        prompts = tuple(tuple(subject.encode(one.text, is_start=True)) for one in written)
+        asked = [[subject.encode(question(each)) for each in one.passkeys] for one in written]
+        answers = [[subject.encode(each.answer) for each in one.passkeys] for one in written]
+        continuations = tuple(
+            tuple((*ask, *answer) for ask, answer in zip(*each, strict=True))
+            for each in zip(asked, answers, strict=True)
+        )
+        subject.check_lengths(
+            [len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, continuations, strict=True)],
+            "passkey documents",
+        )
+        return cls(prompts, continuations, tuple(tuple(map(len, each)) for each in answers))
+
+    def ask(self, subject: Subject) -> PasskeyResult:
+        """Ask for every passkey of every document.
+
+        A document is prefilled once. Each question and its answer are then decoded behind a copy of its
+        cache, so a streaming head has to answer from what it kept of the document.
+        """
+        scores, kv = subject.score(self.prompts, self.continuations)
+        pairs = [
+            pair
+            for each_score, each_length in zip(scores, self.answer_lengths, strict=True)
+            for pair in zip(each_score, each_length, strict=True)
+        ]
+        return count_answers(pairs, kv)
+
+
+def passkey_accuracy(subject: Subject, task: PasskeyTask) -> PasskeyResult:
+    """Write the questions of a task and ask them; see ``PasskeyQuestions``.
 
     Raises:
         ValueError: the documents do not fit the model, or the tokenizer cannot encode them.
     """
-    # First by the length alone: a text that is far too long takes minutes to write.
-    subject.check_lengths([task.num_tokens], "passkey documents")
-    written = task.documents(subject.count)
-    prompts = [subject.encode(one.text, is_start=True) for one in written]
-    asked = [[subject.encode(question(each)) for each in one.passkeys] for one in written]
-    answers = [[subject.encode(each.answer) for each in one.passkeys] for one in written]
-    continuations = [
-        [[*ask, *answer] for ask, answer in zip(*each, strict=True)]
-        for each in zip(asked, answers, strict=True)
-    ]
-    subject.check_lengths(
-        [len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, continuations, strict=True)],
-        "passkey documents",
-    )
-    scores, kv = subject.score(prompts, continuations)
-    pairs = [
-        pair
-        for each_score, each_answer in zip(scores, answers, strict=True)
-        for pair in zip(each_score, map(len, each_answer), strict=True)
-    ]
-    return count_answers(pairs, kv)
+    return PasskeyQuestions.write(subject, task).ask(subject)
 
 
 def count_answers(scored: Sequence[tuple[ContinuationScore, int]], kv: KVBytes) -> PasskeyResult:

@@ -39,15 +39,8 @@ class PerplexityResult:
         return tuple((first, math.exp(-logprob / size)) for first, size, logprob in self.windows)
 
 
-def stream_perplexity(
-    subject: Subject, token_ids: Sequence[int], num_prefix: int = 1, window: int = 256
-) -> PerplexityResult:
-    """Prefill the first tokens, then decode and score all others.
-
-    Args:
-        token_ids: the stream.
-        num_prefix: how many tokens to prefill, at least one.
-        window: scored tokens of one part of the report.
+def check_stream(subject: Subject, token_ids: Sequence[int], num_prefix: int = 1, window: int = 256) -> None:
+    """Refuse what ``stream_perplexity`` cannot score, before anything runs.
 
     Raises:
         ValueError: nothing is left to score, or the stream does not fit the model.
@@ -59,6 +52,22 @@ def stream_perplexity(
             f"expected a text of more than {num_prefix} tokens, the prefix, got {len(token_ids)}"
         )
     subject.check_lengths([len(token_ids)], "a text")
+
+
+def stream_perplexity(
+    subject: Subject, token_ids: Sequence[int], num_prefix: int = 1, window: int = 256
+) -> PerplexityResult:
+    """Prefill the first tokens, then decode and score all others.
+
+    Args:
+        token_ids: the stream.
+        num_prefix: how many tokens to prefill, at least one.
+        window: scored tokens of one part of the report.
+
+    Raises:
+        ValueError: see ``check_stream``.
+    """
+    check_stream(subject, token_ids, num_prefix, window)
     ((score,),), kv = subject.score([token_ids[:num_prefix]], [[token_ids[num_prefix:]]])
     logprobs = score.logprobs
     windows = tuple(

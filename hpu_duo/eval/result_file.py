@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+FINGERPRINT = "model_fingerprint"
+"""Setting that tells one model's files from another's."""
 _FORMAT = "hpu-duo eval 1"
 
 
@@ -125,6 +127,12 @@ def _check_header(path: Path, line: bytes, wanted: dict[str, Any]) -> None:
         return
     settings, asked = found.get("settings", {}), wanted["settings"]
     names = sorted(name for name in {*settings, *asked} if settings.get(name) != asked.get(name))
+    if FINGERPRINT in names and settings.get("model") == asked.get("model"):
+        raise ValueError(
+            f"expected {path} to hold results of the model in {asked.get('model')} as it is now, got results "
+            "of another config.json or other weights"
+        )
+    names = [name for name in names if name != FINGERPRINT]
     other = ", ".join(f"{name}={settings.get(name)!r} (asked: {asked.get(name)!r})" for name in names)
     raise ValueError(f"expected {path} to hold results of the same settings, got {other}")
 

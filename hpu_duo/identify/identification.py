@@ -21,12 +21,12 @@ from hpu_duo.identify.encoding import Encoder
 from hpu_duo.identify.gated_model import GatedModel
 from hpu_duo.identify.haystack import BuiltinHaystack, TextHaystack
 from hpu_duo.identify.measure import MEAN_QK_TOKENS, mean_qk_scores, measured, profile_scores
-from hpu_duo.identify.model_files import model_fingerprint
 from hpu_duo.identify.objective import Gates
 from hpu_duo.identify.optimise import GateTraining, TrainingSettings
 from hpu_duo.identify.run_state import STATE_FILE, StepLosses
 from hpu_duo.identify.workers import Workers
 from hpu_duo.modeling.loading import load_tokenizer, read_config, resolve_dtype
+from hpu_duo.modeling.model_files import model_fingerprint
 
 LOSSES_FILE = "losses.tsv"
 PICTURE_FILE = "heads.png"

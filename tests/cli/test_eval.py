@@ -10,6 +10,7 @@ import pytest
 from typer.testing import Result
 
 from hpu_duo.builtin import PATTERN_DIR
+from hpu_duo.engine.runner import Runner
 from hpu_duo.heads import HeadPattern
 
 Run = Callable[..., Result]
@@ -77,6 +78,52 @@ def test_results_of_other_blocks_or_of_another_window_are_not_mixed(hpu_duo: Run
     refused = hpu_duo(*command)
     assert (refused.exit_code, files(out)) == (2, before)
     assert "same settings, got pattern=" in refused.stderr
+
+
+def test_results_of_a_model_whose_weights_have_changed_are_not_mixed(
+    hpu_duo: Run, model_dir: Path, tmp_path: Path
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(model_dir, model)
+    command = ("eval", "niah", "--out", out, "--model", model, "--lengths", "150", "--depths", "1", *SMALL)
+    assert hpu_duo(*command).exit_code == 0
+    before = files(out)
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    refused = hpu_duo(*command)
+    assert (refused.exit_code, files(out)) == (2, before)
+    assert f"the model in {model} as it is now, got results of another config.json" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["passkey", "perplexity", "niah", "ruler"])
+def test_a_bug_in_a_step_keeps_its_traceback(
+    hpu_duo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    arguments = {
+        "passkey": ("--num-tokens", "200", "--num-passkeys", "1", *SMALL),
+        "perplexity": ("--num-tokens", "40"),
+        "niah": ("--out", tmp_path, "--lengths", "150", "--depths", "1", *SMALL),
+        "ruler": ("--tasks", "vt", "--num-tokens", "900", "--num-samples", "1"),
+    }[command]
+
+    def fail(*_: object) -> None:
+        raise ValueError("operands could not be broadcast together")
+
+    monkeypatch.setattr(Runner, "run", fail)
+    done = hpu_duo("eval", command, *arguments)
+    assert done.exit_code == 1
+    assert isinstance(done.exception, ValueError)
+    assert "broadcast" in str(done.exception)
+
+
+def test_an_interrupted_evaluation_ends_with_one_word(hpu_duo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "run", interrupt)
+    done = hpu_duo("eval", "passkey", "--num-tokens", "200", "--num-passkeys", "1", *SMALL)
+    assert (done.exit_code, done.stderr) == (130, "hpu-duo: interrupted\n")
 
 
 def test_a_missing_matplotlib_is_told_before_anything_is_measured(
