@@ -26,6 +26,13 @@ struct Stores {
   int64_t k_unit, k_head, k_slot, v_unit, v_head, v_slot;  // strides, in items
 };
 
+// Keys that lie a stride apart.
+struct Keys {
+  const bf16 *first;
+  int64_t slot;
+  int count;
+};
+
 // A pass over up to kMaxGroup query heads of one row and key/value head.
 struct Heads {
   alignas(64) bf16 q[kMaxGroup * kMaxDim];
@@ -34,36 +41,56 @@ struct Heads {
   float largest[kMaxGroup], total[kMaxGroup];
 };
 
-// The sums of sixteen vectors, in order.
-inline __m512 sums_of(const __m512 *x) {
-  __m512 quads[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[4 * i], x[4 * i + 1]), _mm512_unpackhi_ps(x[4 * i], x[4 * i + 1]));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[4 * i + 2], x[4 * i + 3]), _mm512_unpackhi_ps(x[4 * i + 2], x[4 * i + 3]));
-    quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))));
-  }
+// Four vectors to one whose quarters hold, each, what a quarter adds to the sums of the four.
+inline __m512 quarter_sums(const __m512 *x) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))));
+}
+
+// Four of these to sixteen sums, in order.
+inline __m512 sums_of(const __m512 *quads) {
   const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
   const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88), _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
   return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
 
-// scores[g][j] of `count` keys; lanes behind the last one repeat it and are masked by `soften`.
-void score(Heads &h, int group, int dim, const bf16 *k, int64_t slot, int count) {
+inline void prefetch(const bf16 *from, int dim) {
+  // To the second level: the first one has few places for what is under way.
+  for (int d = 0; d < dim; d += kPairs) _mm_prefetch((const char *)(from + d), _MM_HINT_T1);
+}
+
+// scores[g][j] of `count` keys; lanes behind the last one repeat it and are masked by `soften`. Fetches the
+// values meanwhile. V is dim / kPairs, or 0 for any.
+template <int G, int V>
+void score(Heads &h, int dim, const bf16 *k, int64_t k_slot, const bf16 *v, int64_t v_slot, int count) {
+  const int width = V ? V * kPairs : dim;
   for (int j = 0; j < count; j += kLanes) {
-    for (int g = 0; g < group; ++g) {
-      __m512 products[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        const bf16 *key = k + std::min(j + i, count - 1) * slot;
-        __m512 sum = _mm512_setzero_ps();
-        for (int d = 0; d < dim; d += kPairs)
-          sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_load_si512(h.q + g * dim + d), (__m512bh)_mm512_loadu_si512(key + d));
-        products[i] = sum;
+    __m512 quads[G][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      __m512 products[G][4];
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) {
+        const int slot = std::min(j + 4 * i + n, count - 1);
+        const bf16 *key = k + slot * k_slot;
+        prefetch(v + slot * v_slot, width);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) products[g][n] = _mm512_setzero_ps();
+#pragma GCC unroll 8
+        for (int d = 0; d < width; d += kPairs) {
+          const __m512bh part = (__m512bh)_mm512_loadu_si512(key + d);
+#pragma GCC unroll 4
+          for (int g = 0; g < G; ++g)
+            products[g][n] = _mm512_dpbf16_ps(products[g][n], (__m512bh)_mm512_load_si512(h.q + g * width + d), part);
+        }
       }
-      _mm512_store_ps(h.scores + g * kKeys + j, sums_of(products));
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) quads[g][i] = quarter_sums(products[g]);
     }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) _mm512_store_ps(h.scores + g * kKeys + j, sums_of(quads[g]));
   }
 }
 
@@ -93,45 +120,82 @@ void soften(Heads &h, int group, int dim, int count) {
   }
 }
 
-template <int G>
-void add_values(Heads &h, int dim, const bf16 *v, int64_t slot, int count) {
-  for (int d = 0; d < dim; d += kPairs) {
-    __m512 sum[G][2];
+// Adds weighted values to W * kPairs items of the sums from d on, and fetches keys that are next meanwhile.
+// Of each vector of values the even items and the odd ones have sums of their own: see `in_order`.
+template <int G, int W>
+void add_columns(Heads &h, int dim, int d, const bf16 *v, int64_t slot, int count, const Keys &next) {
+  const __m512i odd = _mm512_set1_epi32(0xFFFF0000);
+  __m512 sum[G][2 * W];
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g)
-      for (int n = 0; n < 2; ++n) sum[g][n] = _mm512_load_ps(h.attn + g * dim + d + n * kLanes);
-    for (int j = 0; j < count; ++j) {
-      __m512 value[2];
-#pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n)
-        value[n] = _mm512_castsi512_ps(_mm512_slli_epi32(
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(v + j * slot + d + n * kLanes))), 16));
+  for (int g = 0; g < G; ++g)
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g)
+    for (int n = 0; n < 2 * W; ++n) sum[g][n] = _mm512_load_ps(h.attn + g * dim + d + n * kLanes);
+  for (int j = 0; j < count; ++j) {
+    for (int ahead = j; ahead < next.count; ahead += count) prefetch(next.first + ahead * next.slot + d, W * kPairs);
+    __m512 value[2 * W];
 #pragma GCC unroll 2
-        for (int n = 0; n < 2; ++n)
-          sum[g][n] = _mm512_fmadd_ps(_mm512_set1_ps(h.scores[g * kKeys + j]), value[n], sum[g][n]);
+    for (int n = 0; n < W; ++n) {
+      const __m512i pairs = _mm512_loadu_si512(v + j * slot + d + n * kPairs);
+      value[2 * n] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+      value[2 * n + 1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, odd));
     }
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g)
-      for (int n = 0; n < 2; ++n) _mm512_store_ps(h.attn + g * dim + d + n * kLanes, sum[g][n]);
+    for (int g = 0; g < G; ++g) {
+      const __m512 weight = _mm512_set1_ps(h.scores[g * kKeys + j]);
+#pragma GCC unroll 4
+      for (int n = 0; n < 2 * W; ++n) sum[g][n] = _mm512_fmadd_ps(weight, value[n], sum[g][n]);
+    }
   }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+    for (int n = 0; n < 2 * W; ++n) _mm512_store_ps(h.attn + g * dim + d + n * kLanes, sum[g][n]);
 }
 
-void attend_unit(Heads &h, int group, int dim, const Stores &stores, int64_t unit, int head, int visible) {
+template <int G>
+void attend_keys(Heads &h, int dim, const Stores &stores, const bf16 *k, const bf16 *v, int count, const Keys &next) {
+  switch (dim) {
+    case 64: score<G, 2>(h, dim, k, stores.k_slot, v, stores.v_slot, count); break;
+    case 128: score<G, 4>(h, dim, k, stores.k_slot, v, stores.v_slot, count); break;
+    default: score<G, 0>(h, dim, k, stores.k_slot, v, stores.v_slot, count);
+  }
+  soften(h, G, dim, count);
+  int d = 0;
+  for (; d + 2 * kPairs <= dim; d += 2 * kPairs)
+    add_columns<G, 2>(h, dim, d, v, stores.v_slot, count, next);
+  if (d < dim) add_columns<G, 1>(h, dim, d, v, stores.v_slot, count, next);
+}
+
+// The first keys of a unit.
+Keys keys_of(const Stores &stores, int64_t unit, int head, int visible) {
+  return {stores.k + unit * stores.k_unit + head * stores.k_head, stores.k_slot, std::min(kKeys, visible)};
+}
+
+// `next` are the keys that follow this unit.
+void attend_unit(Heads &h, int group, int dim, const Stores &stores, int64_t unit, int head, int visible, const Keys &next) {
   const bf16 *k = stores.k + unit * stores.k_unit + head * stores.k_head;
   const bf16 *v = stores.v + unit * stores.v_unit + head * stores.v_head;
   for (int first = 0; first < visible; first += kKeys) {
-    const int count = std::min(kKeys, visible - first);
-    score(h, group, dim, k + first * stores.k_slot, stores.k_slot, count);
-    soften(h, group, dim, count);
-    const bf16 *values = v + first * stores.v_slot;
+    const int count = std::min(kKeys, visible - first), left = visible - first - count;
+    const bf16 *keys = k + first * stores.k_slot, *values = v + first * stores.v_slot;
+    const Keys following = left ? Keys{keys + count * stores.k_slot, stores.k_slot, std::min(kKeys, left)} : next;
     switch (group) {
-      case 1: add_values<1>(h, dim, values, stores.v_slot, count); break;
-      case 2: add_values<2>(h, dim, values, stores.v_slot, count); break;
-      case 3: add_values<3>(h, dim, values, stores.v_slot, count); break;
-      default: add_values<4>(h, dim, values, stores.v_slot, count);
+      case 1: attend_keys<1>(h, dim, stores, keys, values, count, following); break;
+      case 2: attend_keys<2>(h, dim, stores, keys, values, count, following); break;
+      case 3: attend_keys<3>(h, dim, stores, keys, values, count, following); break;
+      default: attend_keys<4>(h, dim, stores, keys, values, count, following);
     }
+  }
+}
+
+// Sums of even and odd items, a vector of each in turn, to sums in the order of the values.
+void in_order(float *to, const float *from, int dim) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  for (int d = 0; d < dim; d += kPairs) {
+    const __m512 even = _mm512_load_ps(from + d), odd = _mm512_load_ps(from + d + kLanes);
+    _mm512_storeu_ps(to + d, _mm512_permutex2var_ps(even, low, odd));
+    _mm512_storeu_ps(to + d + kLanes, _mm512_permutex2var_ps(even, high, odd));
   }
 }
 
@@ -151,6 +215,10 @@ void hpu_duo_attend_rows(const void *q, const void *k, const void *v, const int 
   std::vector<std::vector<int>> owned(num_rows);
   for (int unit = 0; unit < sizes[5]; ++unit)
     if (owner[unit] >= 0 && owner[unit] < num_rows) owned[owner[unit]].push_back(unit);
+  const auto keys_at = [&](int row, size_t i, int head) {
+    return i < owned[row].size() ? keys_of(stores, owned[row][i], head, num_slots)
+                                 : keys_of(stores, last[row], head, last_visible[row]);
+  };
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
   for (int row = 0; row < num_rows; ++row)
     for (int head = 0; head < num_heads; ++head)
@@ -164,10 +232,15 @@ void hpu_duo_attend_rows(const void *q, const void *k, const void *v, const int 
           h.total[g] = 0;
         }
         std::fill(h.attn, h.attn + count * dim, 0.0f);
-        for (int unit : owned[row]) attend_unit(h, count, dim, stores, unit, head, num_slots);
-        attend_unit(h, count, dim, stores, last[row], head, last_visible[row]);
+        const int num_owned = (int)owned[row].size();
+        for (int i = 0; i < num_owned; ++i)
+          attend_unit(h, count, dim, stores, owned[row][i], head, num_slots, keys_at(row, i + 1, head));
+        const Keys next = head + 1 < num_heads ? keys_at(row, 0, head + 1)
+                          : row + 1 < num_rows ? keys_at(row + 1, 0, 0)
+                                               : Keys{};
+        attend_unit(h, count, dim, stores, last[row], head, last_visible[row], next);
         const int64_t place = ((int64_t)row * num_heads + head) * group + first;
-        std::copy(h.attn, h.attn + count * dim, attn + place * dim);
+        for (int g = 0; g < count; ++g) in_order(attn + (place + g) * dim, h.attn + g * dim, dim);
         std::copy(h.largest, h.largest + count, largest + place);
         std::copy(h.total, h.total + count, total + place);
       }
