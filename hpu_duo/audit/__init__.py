@@ -9,20 +9,21 @@ from hpu_duo.audit.audit import Progress, audit, audit_bucket
 from hpu_duo.audit.native import Engine, NativeOperator, native_operators, native_sources
 from hpu_duo.audit.report import AuditReport, LayerRecipe, OperatorUse, StepAudit
 from hpu_duo.audit.structure import Structure, build_structure
-from hpu_duo.audit.tracer import StepTracer, Violation
+from hpu_duo.audit.tracer import Finding, Severity, StepTracer
 from hpu_duo.audit.work import Work, operator_work
 
 __all__ = [
     "AuditReport",
     "Engine",
+    "Finding",
     "LayerRecipe",
     "NativeOperator",
     "OperatorUse",
     "Progress",
+    "Severity",
     "StepAudit",
     "StepTracer",
     "Structure",
-    "Violation",
     "Work",
     "audit",
     "audit_bucket",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bias_builders import Window
 from hpu_duo.audit.native import Engine, NativeOperator, native_operators
-from hpu_duo.audit.tracer import Tally, Violation
+from hpu_duo.audit.tracer import Finding, FindingKey, Severity, Tally
 from hpu_duo.audit.work import Work
 
 _NO_WORK = Work()
@@ -25,8 +25,8 @@ class StepAudit:
         peak_transient_bytes: of the tensors that the step makes, at most, while it runs operator by
             operator; its results included, weights, stores and staged inputs not.
         input_bytes: staged inputs, copied from the host.
-        violations: rules of the HPU that it breaks; a step that cannot be followed to its end after one
-            counts what came before.
+        findings: rules of the HPU that it breaks, and notes; a step that cannot be followed to its end
+            after one counts what came before.
     """
 
     name: str
@@ -34,7 +34,7 @@ class StepAudit:
     operators: Mapping[str, int]
     peak_transient_bytes: int
     input_bytes: int
-    violations: tuple[Violation, ...]
+    findings: tuple[Finding, ...]
 
     @classmethod
     def of(cls, name: str, tally: Tally, peak_transient_bytes: int, input_bytes: int) -> StepAudit:
@@ -45,7 +45,7 @@ class StepAudit:
             dict(sorted(tally.operators.items())),
             peak_transient_bytes,
             input_bytes,
-            tuple(tally.violations.values()),
+            tuple(tally.findings.values()),
         )
 
     def on(self, engine: Engine) -> Work:
@@ -121,9 +121,23 @@ class AuditReport:
         return tuple(sorted(use.name for use in self.operators if use.native is None))
 
     @property
-    def violations(self) -> tuple[Violation, ...]:
-        """Rules broken in any step, each line once, in the order of the steps."""
-        return tuple(dict.fromkeys(violation for step in self.steps for violation in step.violations))
+    def findings(self) -> tuple[Finding, ...]:
+        """Rules broken in any step, and notes: each line once, in the order of the steps."""
+        first: dict[FindingKey, Finding] = {}
+        for step in self.steps:
+            for finding in step.findings:
+                first.setdefault(finding.key, finding)
+        return tuple(first.values())
+
+    @property
+    def violations(self) -> tuple[Finding, ...]:
+        """The findings that are forbidden."""
+        return tuple(each for each in self.findings if each.severity is Severity.FORBIDDEN)
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """The other ones."""
+        return tuple(each for each in self.findings if each.severity is Severity.NOTE)
 
     @property
     def peak_transient_bytes(self) -> int:

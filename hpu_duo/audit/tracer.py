@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,46 +25,70 @@ _HERE = str(Path(__file__).parent)
 _WIDE = (torch.int64, torch.float64, torch.complex128)
 _MASKS = (torch.bool, torch.uint8)
 _NO_WORK = Work()
+_INDEX_SOURCES = ("indices", "moe-routing")
+
+
+class Severity(str, Enum):
+    """How bad a finding is.
+
+    ``FORBIDDEN``: an HPU does it badly, wrongly or not at all. ``NOTE``: it does not keep to a rule of this
+    project, and public sources show that an HPU does it nevertheless.
+    """
+
+    FORBIDDEN = "forbidden"
+    NOTE = "note"
+
+
+FindingKey = tuple[Severity, Rule, str, str]
 
 
 @dataclass(frozen=True)
-class Violation:
-    """Something that a step may not do on an HPU.
+class Finding:
+    """Something about an operator of a step that a reader should know.
 
     Attributes:
         rule: which rule of ``hpu_duo.sim`` it breaks.
         operator: the torch operator.
         source: file, line and function that called it.
         detail: what about it.
+        severity: how bad it is.
+        shown_by: for a note, keys of ``native_sources()`` that show it on an HPU.
     """
 
     rule: Rule
     operator: str
     source: str
     detail: str
+    severity: Severity = Severity.FORBIDDEN
+    shown_by: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> FindingKey:
+        """What makes it another finding than that of the same line in another step."""
+        return self.severity, self.rule, self.operator, self.source
 
     def __str__(self) -> str:
         return f"{self.rule.value}: {self.operator} at {self.source}: {self.detail}"
 
 
 class TraceEnded(RuntimeError):
-    """A step did something after which its shapes are unknown; the last violation says what."""
+    """A step did something after which its shapes are unknown; the last finding says what."""
 
 
 @dataclass
 class Tally:
-    """What was counted: work by engine, calls by operator (without overload), and rules broken."""
+    """What was counted: work by engine, calls by operator (without overload), and what was found."""
 
     work: dict[Engine, Work] = field(default_factory=dict)
     operators: Counter[str] = field(default_factory=Counter)
-    violations: dict[tuple[Rule, str, str], Violation] = field(default_factory=dict)
+    findings: dict[FindingKey, Finding] = field(default_factory=dict)
 
     def add(self, other: Tally) -> None:
         """Count everything that another one has counted."""
         for engine, work in other.work.items():
             self.work[engine] = self.work.get(engine, _NO_WORK) + work
         self.operators.update(other.operators)
-        self.violations.update(other.violations)
+        self.findings.update(other.findings)
 
 
 class StepTracer(TorchDispatchMode):
@@ -87,6 +112,7 @@ class StepTracer(TorchDispatchMode):
         self.live_bytes = self.peak_bytes = 0
         self._held = [tensor.untyped_storage() for tensor in held]
         self._known = {storage._cdata for storage in self._held}
+        self._own_indices: set[int] = set()
         self._described: dict[OpOverload, Operator] = {}
         self._is_counting = True
 
@@ -133,6 +159,7 @@ class StepTracer(TorchDispatchMode):
 
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
+        self._own_indices.discard(key)
         self.live_bytes -= size
 
     def __torch_dispatch__(
@@ -160,9 +187,10 @@ class StepTracer(TorchDispatchMode):
         self._check_operands(func, operator, operands, args, kwargs)
         result = func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.track(results)
+        self._mark_own_indices(operator, operands, results)
         self._check_results(operator, results)
         self._count(func, operator, operands, results)
-        self.track(results)
         return result
 
     def _count(
@@ -205,29 +233,55 @@ class StepTracer(TorchDispatchMode):
         if operator.takes_index_list and any(i is not None and i.dtype in _MASKS for i in args[1]):
             self._end(Rule.BOOLEAN_INDEX, operator, "an index is a mask")
         if operator.is_scatter:
-            self._note(Rule.SCATTER, operator, "use index_copy_, index_add or where")
+            self._add(Rule.SCATTER, operator, "use index_copy_, index_add or where")
         if not operator.may_take_wide:
             for tensor in operands:
                 if tensor.dim() and tensor.dtype in _WIDE:
-                    self._note(Rule.WIDE_DTYPE, operator, f"takes {tensor.dtype} {tuple(tensor.shape)}")
+                    self._check_wide(operator, tensor)
         for written in (*(args[i] for i in operator.written), *map(kwargs.get, operator.written_names)):
             for tensor in tree_leaves(written):
                 if isinstance(tensor, torch.Tensor) and _is_partial(tensor):
-                    self._note(Rule.VIEW_WRITE, operator, f"writes {tuple(tensor.shape)} of a larger tensor")
+                    self._add(Rule.VIEW_WRITE, operator, f"writes {tuple(tensor.shape)} of a larger tensor")
+
+    def _check_wide(self, operator: Operator, tensor: torch.Tensor) -> None:
+        if operator.reads_indices and self._is_own_index(tensor):
+            detail = f"reads the int64 indices {tuple(tensor.shape)} that another operator has just found"
+            self._add(Rule.WIDE_DTYPE, operator, detail, Severity.NOTE, _INDEX_SOURCES)
+        else:
+            self._add(Rule.WIDE_DTYPE, operator, f"takes {tensor.dtype} {tuple(tensor.shape)}")
 
     def _check_results(self, operator: Operator, results: list[torch.Tensor]) -> None:
         for tensor in results:
-            if tensor.dim() and tensor.dtype in _WIDE and not operator.may_make_wide:
-                self._note(Rule.WIDE_DTYPE, operator, f"makes {tensor.dtype} {tuple(tensor.shape)}")
+            is_wide = tensor.dim() and tensor.dtype in _WIDE
+            if is_wide and not (operator.may_make_wide or self._is_own_index(tensor)):
+                self._add(Rule.WIDE_DTYPE, operator, f"makes {tensor.dtype} {tuple(tensor.shape)}")
 
-    def _note(self, rule: Rule, operator: Operator, detail: str) -> None:
+    def _mark_own_indices(
+        self, operator: Operator, operands: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
+        """Remember indices that the device has counted itself; views of them share their memory."""
+        if operator.makes_indices or (operator.keeps_indices and any(map(self._is_own_index, operands))):
+            for tensor in results:
+                if tensor.dtype == torch.int64:
+                    self._own_indices.add(tensor.untyped_storage()._cdata)
+
+    def _is_own_index(self, tensor: torch.Tensor) -> bool:
+        return tensor.dtype == torch.int64 and tensor.untyped_storage()._cdata in self._own_indices
+
+    def _add(
+        self,
+        rule: Rule,
+        operator: Operator,
+        detail: str,
+        severity: Severity = Severity.FORBIDDEN,
+        shown_by: tuple[str, ...] = (),
+    ) -> None:
         source = calling_line(_HERE)
-        self.tally.violations.setdefault(
-            (rule, operator.name, source), Violation(rule, operator.name, source, detail)
-        )
+        finding = Finding(rule, operator.name, source, detail, severity, shown_by)
+        self.tally.findings.setdefault(finding.key, finding)
 
     def _end(self, rule: Rule, operator: Operator, detail: str) -> None:
-        self._note(rule, operator, detail)
+        self._add(rule, operator, detail)
         raise TraceEnded(detail)
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from hpu_duo.cli.sizes import show_bytes
 
 if TYPE_CHECKING:
-    from hpu_duo.audit import AuditReport, LayerRecipe, OperatorUse, StepAudit
+    from hpu_duo.audit import AuditReport, Finding, LayerRecipe, OperatorUse, StepAudit
 
 NOT_SHOWN = "not shown in public sources"
 _CAVEAT = (
@@ -31,15 +31,16 @@ def print_report(report: AuditReport, console: Console | None = None) -> None:
     if report.sampling:
         _print(console, "Sampling, after the graph", _steps(report.sampling))
     _print(console, "Operators", _operators(report.operators))
+    if report.findings:
+        _print(console, "Findings", _findings(report.findings))
     used = {key for use in report.operators if use.native is not None for key in use.native.sources}
+    used |= {key for finding in report.findings for key in finding.shown_by}
     for key, source in native_sources().items():
         if key in used:
             console.print(f"{key}: {source}", style="dim", highlight=False)
     console.print()
     if report.violations:
         console.print(f"{len(report.violations)} forbidden", style="bold red", highlight=False)
-        for violation in report.violations:
-            console.print(f"  {violation}", highlight=False, markup=False)
     else:
         console.print("Nothing forbidden", style="bold", highlight=False)
     if report.unknown:
@@ -64,7 +65,8 @@ def report_fields(report: AuditReport) -> dict[str, Any]:
         "operators": [_operator_fields(use) for use in report.operators],
         "sources": dict(native_sources()),
         "unknown": list(report.unknown),
-        "violations": [{**asdict(violation), "rule": violation.rule.name} for violation in report.violations],
+        "violations": [_finding_fields(finding) for finding in report.violations],
+        "notes": [_finding_fields(finding) for finding in report.notes],
         "is_measured_by_this_project": False,
     }
 
@@ -127,6 +129,30 @@ def _operators(uses: tuple[OperatorUse, ...]) -> Table:
     return table
 
 
+def _findings(findings: tuple[Finding, ...]) -> Table:
+    from hpu_duo.audit import Severity
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("severity", "rule", "operator", "what", "shown by", "where"):
+        table.add_column(name, overflow="fold")
+    for finding in findings:
+        shown_by = ", ".join(finding.shown_by)
+        table.add_row(
+            finding.severity.value,
+            finding.rule.value,
+            finding.operator,
+            finding.detail,
+            shown_by,
+            finding.source,
+            style="red" if finding.severity is Severity.FORBIDDEN else "",
+        )
+    return table
+
+
+def _finding_fields(finding: Finding) -> dict[str, Any]:
+    return {**asdict(finding), "rule": finding.rule.name, "severity": finding.severity.value}
+
+
 def _step_fields(step: StepAudit) -> dict[str, Any]:
     return {
         "name": step.name,
@@ -134,7 +160,7 @@ def _step_fields(step: StepAudit) -> dict[str, Any]:
         "operators": dict(step.operators),
         "peak_transient_bytes": step.peak_transient_bytes,
         "input_bytes": step.input_bytes,
-        "num_violations": len(step.violations),
+        "num_findings": len(step.findings),
     }
 
 

@@ -18,7 +18,10 @@ _SCATTERS = frozenset(
 _WIDE_RESULTS = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "topk", "kthvalue", "mode"})
 """Operators that have indices among their results, and no form that returns them as int32."""
 
-_NARROWING = frozenset({"_to_copy", "copy_", "clone", "detach", "lift_fresh", "alias"})
+_COPIES = frozenset({"_to_copy", "copy_", "clone", "detach", "lift_fresh", "alias", "_unsafe_view"})
+"""Operators whose results hold the same numbers, narrowed perhaps."""
+
+_INDEX_LISTS = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
 _INDEX_ARGUMENT = {
     "index_select": (2, 1),
     "index_copy": (2, 1),
@@ -60,6 +63,9 @@ class Operator:
         is_dynamic: the size of its result depends on values.
         is_scatter: writes to scattered places.
         may_make_wide, may_take_wide: 64-bit results or operands are its only form, or about to end.
+        makes_indices: its results hold indices that the device counted itself, of the size of a dimension.
+        keeps_indices: of such indices it makes the same ones again.
+        reads_indices: it looks up entries by index.
         index: position of an index argument, and of the dimension; None for an operator without.
         takes_index_list: ``aten.index`` and its relatives, with a list of indices.
         needs_long: torch's CPU kernel insists on int64 for this index.
@@ -75,6 +81,9 @@ class Operator:
     is_scatter: bool
     may_make_wide: bool
     may_take_wide: bool
+    makes_indices: bool
+    keeps_indices: bool
+    reads_indices: bool
     index: tuple[int, int | None] | None
     takes_index_list: bool
     needs_long: bool
@@ -105,9 +114,12 @@ def describe(func: OpOverload) -> Operator:
         is_dynamic=name in _DYNAMIC or func is torch.ops.aten.repeat_interleave.Tensor,
         is_scatter=name in _SCATTERS,
         may_make_wide=is_view or name in _WIDE_RESULTS,
-        may_take_wide=is_view or name in _NARROWING,
+        may_take_wide=is_view or name in _COPIES,
+        makes_indices=name in _WIDE_RESULTS,
+        keeps_indices=is_view or name in _COPIES,
+        reads_indices=name in _INDEX_ARGUMENT or name in _INDEX_LISTS,
         index=_INDEX_ARGUMENT.get(name),
-        takes_index_list=name in ("index", "index_put", "index_put_", "_index_put_impl_"),
+        takes_index_list=name in _INDEX_LISTS,
         needs_long=name in _LONG_ON_CPU,
     )
 

@@ -51,6 +51,10 @@ class _Call:
             return type(value)(map(self.unwrap, value))
         if isinstance(value, torch.device):
             return _CPU
+        if isinstance(value, torch.ScriptObject):
+            # A process group, say, is another object in each call, and may not live as long as the counts.
+            self.signature.append(type(value))
+            return value
         # 1, 1.0 and True are equal, and different recipes.
         self.signature.append((type(value), value))
         return value
@@ -213,9 +217,14 @@ class SimulatedHpu:
             for sim in sims:
                 if sim.host is result:
                     return sim
-            if result.dtype in _WIDE and not operator.may_make_wide:
+            made = SimTensor(result)
+            if result.dtype == torch.int64:
+                made.is_own_index = operator.makes_indices or (
+                    operator.keeps_indices and any(sim.is_own_index for sim in sims)
+                )
+            if result.dtype in _WIDE and not (operator.may_make_wide or made.is_own_index):
                 self.break_rule(Rule.WIDE_DTYPE, operator.name, f"makes {result.dtype}")
-            return SimTensor(result)
+            return made
         if isinstance(result, list | tuple):
             return type(result)([self._wrap(operator, sims, each) for each in result])
         return result
@@ -283,7 +292,7 @@ class SimulatedHpu:
             self.break_rule(Rule.MIXED_DEVICES, name, f"operands {shapes} are in host memory")
         if not operator.may_take_wide:
             for sim in call.sims:
-                if sim.signature[-1] in _WIDE:
+                if sim.signature[-1] in _WIDE and not (sim.is_own_index and operator.reads_indices):
                     self.break_rule(Rule.WIDE_DTYPE, name, f"takes {sim.dtype} {tuple(sim.shape)}")
         if operator.is_scatter:
             self.break_rule(Rule.SCATTER, name, "use index_copy_, index_add or where")

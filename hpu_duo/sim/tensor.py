@@ -19,10 +19,13 @@ class SimTensor(torch.Tensor):
     Attributes:
         host: the data, a CPU tensor of the same shape, strides and dtype. For the simulation only.
         signature: shape, strides, offset and dtype: what a recipe depends on.
+        is_own_index: indices that the device counted itself, as ``topk`` does: each is below the size of a
+            dimension, so it is the same number whether the device holds it in 32 bits or in 64.
     """
 
     host: torch.Tensor
     signature: Signature
+    is_own_index: bool
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> SimTensor:
@@ -35,6 +38,7 @@ class SimTensor(torch.Tensor):
     def __init__(self, host: torch.Tensor) -> None:
         self.host = host
         self.signature = (host.size(), host.stride(), host.storage_offset(), host.dtype)
+        self.is_own_index = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -3,16 +3,18 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import transformers
-from transformers import MixtralConfig
+import torch
 from typer.testing import CliRunner, Result
 
 from hpu_duo.audit import native
 from hpu_duo.cli.app import app
 from hpu_duo.heads import HeadPattern
-from tests.audit.conftest import BUCKETS, TINY
+from kernels_ref import reference
+from tests.audit.conftest import BUCKETS
+from tests.modeling.families import FAMILIES, IS_5
 
 Run = Callable[..., Result]
 LIMITS = ("--max-num-seqs", 4, "--max-num-batched-tokens", 32, "--block-size", 16, "--num-blocks", 64)
@@ -60,19 +62,56 @@ def test_json_has_the_same_with_a_pattern_and_a_bucket_file(
     assert {key for each in fields["operators"] for key in each["sources"]} <= set(fields["sources"])
 
 
-def test_a_forbidden_operator_ends_with_one(run: Run, tmp_path: Path) -> None:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    MixtralConfig(**{**TINY, **experts, "num_hidden_layers": 1}).save_pretrained(tmp_path)
-    result = run("--bucket", BUCKETS[0], "--json", model=tmp_path)
-    if int(transformers.__version__.split(".")[0]) < 5:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_are_audited_and_their_int64_indices_noted(run: Run, tmp_path: Path, family: str) -> None:
+    FAMILIES[family]().save_pretrained(tmp_path)
+    result = run("--bucket", BUCKETS[0], "--bucket", BUCKETS[1], "--json", model=tmp_path)
+    if not IS_5:
         # Its shapes depend on the routing, so the layers cannot even be looked at without data.
         assert result.exit_code == 2
         assert "nonzero" in result.stderr
         return
+    assert result.exit_code == 0, result.output
+    fields = json.loads(result.stdout)
+    assert fields["violations"] == []
+    assert {note["operator"] for note in fields["notes"]} == {"aten.index.Tensor"}
+    assert {note["severity"] for note in fields["notes"]} == {"note"}
+    assert all("transformers" in note["source"] for note in fields["notes"])
+    assert all(
+        note["shown_by"] and set(note["shown_by"]) <= set(fields["sources"]) for note in fields["notes"]
+    )
+    assert all(step["num_findings"] for step in fields["buckets"])
+    assert all(step["work"]["matrix"]["num_operations"] > 0 for step in fields["buckets"])
+
+
+@pytest.mark.skipif(not IS_5, reason="before 5, experts cannot be looked at without data")
+def test_findings_are_a_table_with_severity_and_source(run: Run, tmp_path: Path) -> None:
+    FAMILIES["mixtral"]().save_pretrained(tmp_path)
+    result = run("--bucket", BUCKETS[0], model=tmp_path)
+    assert result.exit_code == 0, result.output
+    for text in (
+        "Findings",
+        "note",
+        "64-bit tensor",
+        "aten.index.Tensor",
+        "moe-routing",
+        "Nothing forbidden",
+    ):
+        assert text in result.stdout
+
+
+def test_a_forbidden_operator_ends_with_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    normalise = reference.finish
+
+    def counting(*args: Any) -> torch.Tensor:
+        out: torch.Tensor = normalise(*args)
+        return out + (out > 0).sum(dim=0).to(out.dtype)
+
+    monkeypatch.setattr(reference, "finish", counting)
+    result = run("--bucket", BUCKETS[0])
     assert result.exit_code == 1, result.output
-    violations = json.loads(result.stdout)["violations"]
-    assert violations
-    assert all("transformers" in violation["source"] for violation in violations)
+    for text in ("Findings", "forbidden", "aten.sum", "test_command.py", "1 forbidden"):
+        assert text in result.stdout
 
 
 def test_an_operator_without_source_fails_only_when_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hpu_duo.audit import Engine, StepTracer, peak_allocated_bytes
+from hpu_duo.audit import Engine, Severity, StepTracer, native_sources, peak_allocated_bytes
 from hpu_duo.audit.structure import make_hpu_known
 from hpu_duo.audit.tracer import TraceEnded
 from hpu_duo.sim import Rule
@@ -46,6 +46,7 @@ def fake() -> FakeTensorMode:
         (lambda x, i: x.index_put((i,), x[0]), Rule.SCATTER),
         (lambda x, i: torch.arange(4, device="hpu"), Rule.WIDE_DTYPE),
         (lambda x, i: x.double(), Rule.WIDE_DTYPE),
+        (lambda x, i: x[x[:, 0].argsort() + 0], Rule.WIDE_DTYPE),
         (lambda x, i: x[:2].add_(1), Rule.VIEW_WRITE),
     ],
 )
@@ -60,9 +61,25 @@ def test_what_the_simulated_device_refuses_is_found_without_data(
                 run(*tensors)
         except TraceEnded:
             pass
-    found = list(tracer.tally.violations.values())
-    assert [violation.rule for violation in found] == [rule]
+    found = list(tracer.tally.findings.values())
+    assert {finding.rule for finding in found} == {rule}
+    assert {finding.severity for finding in found} == {Severity.FORBIDDEN}
     assert "test_tracer.py" in found[0].source
+
+
+def test_int64_indices_that_an_operator_found_are_noted_where_they_are_read(fake: FakeTensorMode) -> None:
+    with fake:
+        x = on_hpu(4, 8)
+        tracer = traced(lambda x: x[x.topk(2).indices.t().reshape(-1).clamp(max=3).to(torch.int32)], x)
+        noted = traced(lambda x: x[:, 0][x[:, :4].topk(2).indices.t().reshape(-1)].exp(), x)
+    (forbidden,) = tracer.tally.findings.values()
+    assert "clamp" in forbidden.operator
+    (note,) = noted.tally.findings.values()
+    assert note.severity is Severity.NOTE
+    assert note.rule is Rule.WIDE_DTYPE
+    assert set(note.shown_by) <= set(native_sources())
+    assert "(8,)" in note.detail
+    assert noted.live_bytes == 0
 
 
 def test_static_operators_break_no_rule(fake: FakeTensorMode) -> None:
@@ -71,7 +88,7 @@ def test_static_operators_break_no_rule(fake: FakeTensorMode) -> None:
         tracer = traced(
             lambda x, i: x.index_copy_(0, i, torch.where(x > 0, x, 0.0).index_select(0, i)).softmax(-1), x, i
         )
-    assert not tracer.tally.violations
+    assert not tracer.tally.findings
     assert tracer.live_bytes == 0
 
 

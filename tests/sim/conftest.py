@@ -3,6 +3,7 @@ import torch
 
 from hpu_duo import sim
 from tests.engine.tiny import Tiny, make_tiny
+from tests.modeling.families import Zoo
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,6 +14,11 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("zoo"))
 
 
 @pytest.fixture(scope="session")

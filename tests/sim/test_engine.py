@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from hpu_duo import HeadPattern, HPUDuoModel, sim
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams, static_routes
-from hpu_duo.sim import HpuRuleViolation, Rule
+from hpu_duo.sim import HpuRuleViolation
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, tokens_of
-from tests.modeling.families import VOCAB, Zoo, prompts_of
+from tests.modeling.families import IS_5, VOCAB, Zoo, prompts_of
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -143,25 +141,33 @@ def test_the_cpu_attention_kernels_are_refused(tiny: Tiny) -> None:
         tiny.load(device="hpu-sim", attention="sdpa")
 
 
-def test_routing_of_experts_is_the_known_exception_and_can_be_allowed(tmp_path: Path) -> None:
-    _, path = Zoo(tmp_path).load("mixtral")
-    limits: dict[str, Any] = {
-        "block_size": 8,
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 8,
-        "max_model_len": 24,
-    }
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+SMALL: dict[str, Any] = {
+    "block_size": 8,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+    "max_model_len": 24,
+}
+
+
+@pytest.mark.skipif(not IS_5, reason="before 5, transformers needs shapes that depend on the routing")
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_routed_on_the_device_like_on_the_cpu_without_an_exception(family: str, zoo: Zoo) -> None:
+    _, path = zoo.load(family)
     prompts, params = prompts_of([5, 11], seed=6), SamplingParams(temperature=0, max_tokens=3)
-    limits["max_model_len"] = 24
-    served = HPUDuoModel.from_pretrained(path, device="hpu-sim", **limits)
-    with pytest.raises(HpuRuleViolation, match="transformers") as caught:
-        served.engine.generate(prompts, params)
-    assert caught.value.rule is Rule.WIDE_DTYPE
-    if transformers.__version__ < "5":
-        pytest.skip("before 5, transformers also needs shapes that depend on the routing")
-    with sim.watch() as seen, sim.allow(Rule.WIDE_DTYPE):
+    served = HPUDuoModel.from_pretrained(path, device="hpu-sim", **SMALL)
+    with sim.watch() as seen:
         done = served.engine.generate(prompts, params)
-    assert set(seen.report().excused) == {Rule.WIDE_DTYPE}
+    assert seen.report().max_reads == 1
+    assert not seen.report().excused
     table = served.engine.runner.graphs.table
-    on_cpu = HPUDuoModel.from_pretrained(path, device="cpu", attention="reference", buckets=table, **limits)
+    on_cpu = HPUDuoModel.from_pretrained(path, device="cpu", attention="reference", buckets=table, **SMALL)
     assert tokens_of(done) == tokens_of(on_cpu.engine.generate(prompts, params))
+
+
+@pytest.mark.skipif(IS_5, reason="from 5 on, experts have static shapes")
+def test_routing_with_dynamic_shapes_is_refused(zoo: Zoo) -> None:
+    _, path = zoo.load("mixtral")
+    served = HPUDuoModel.from_pretrained(path, device="hpu-sim", **SMALL)
+    with pytest.raises(HpuRuleViolation, match="transformers"):
+        served.engine.generate(prompts_of([5]), SamplingParams(temperature=0, max_tokens=3))

@@ -43,6 +43,8 @@ BAD: dict[str, tuple[Rule, Callable[[], object]]] = {
     "int64 cast": (Rule.WIDE_DTYPE, lambda: ints(1).long()),
     "float64 cast": (Rule.WIDE_DTYPE, lambda: table().double()),
     "int64 operand": (Rule.WIDE_DTYPE, lambda: table().argmax(dim=-1) + 1),
+    "computed int64 index": (Rule.WIDE_DTYPE, lambda: table()[table()[:, 0].topk(2).indices * 1]),
+    "int64 entries": (Rule.WIDE_DTYPE, lambda: table().topk(2).indices.index_select(0, ints(1))),
     "negative index": (Rule.BAD_INDEX, lambda: table().index_select(0, ints(0, -1))),
     "index past the end": (Rule.BAD_INDEX, lambda: table().index_select(1, ints(3))),
     "negative write": (
@@ -86,6 +88,9 @@ GOOD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "written through a whole view": lambda x, i: x.view(2, 6).index_copy_(0, i[:1] - 1, x.view(2, 6)[1:] * 2),
     "summed by index": lambda x, i: x.index_add(0, i, x[:2]),
     "narrowed argmax": lambda x, i: x.argmax(dim=-1).to(torch.int32) + 1,
+    "rows by the indices of topk": lambda x, i: x[x[:, 0].topk(2).indices],
+    "rows by a view of such indices": lambda x, i: x[x[:, :2].topk(2).indices.t().reshape(-1)],
+    "rows in their order": lambda x, i: x.index_select(0, x[:, 1].argsort()),
     "sorted": lambda x, i: torch.sort(x, dim=-1, descending=True).values,
     "counted": lambda x, i: (x > 3).sum(dim=-1, dtype=torch.int32),
     "repeated": lambda x, i: x.repeat_interleave(2, dim=1),
