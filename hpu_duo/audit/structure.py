@@ -26,7 +26,7 @@ from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import read_layers
-from hpu_duo.modeling.rope import depends_on_length, positions_served, rope_types
+from hpu_duo.modeling.rope import fix_frequencies, positions_served
 from hpu_duo.modeling.step_model import StepModel
 from kernels_ref import Implementation
 
@@ -99,12 +99,8 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
             f"expected max_model_len of at most {positions_served(text_config)}, the positions this model "
             f"serves, got {max_len}"
         )
-    if depends_on_length(text_config):
-        raise ValueError(
-            f"the rotary embedding of {path} ({', '.join(sorted(rope_types(text_config)))}) reads positions "
-            "on the host in every step, which no captured step of an HPU can do; expected another one"
-        )
     model = build_without_weights(path, hf_config, dtype)
+    fix_frequencies(model)
     with _autocast_on_meta():
         layers = read_layers(model)
     pattern = resolve_pattern(config.heads, layers)

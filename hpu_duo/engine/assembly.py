@@ -27,7 +27,7 @@ from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
 from hpu_duo.modeling.probe import DecoderLayer, probe
-from hpu_duo.modeling.rope import positions_served
+from hpu_duo.modeling.rope import fix_frequencies, positions_served
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
 from kernels_ref import Implementation, LayerSpec
@@ -83,6 +83,7 @@ def assemble_around(
     dtype = model.dtype
     text_config = model.config.get_text_config()
     max_len = _wanted_len(config.scheduler, text_config)
+    fix_frequencies(model)
     layers = probe(model)
     pattern = resolve_pattern(config.heads, layers)
     layouts, windows = assign_heads(layers, pattern, max_len)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
@@ -13,8 +15,27 @@ def rope_types(config: Any) -> set[str]:
 
 
 def depends_on_length(config: Any) -> bool:
-    """Whether frequencies change with a sequence's length: transformers then asks the host in each step."""
+    """Whether frequencies change with a sequence's length."""
     return bool(rope_types(config) & _LENGTH_DEPENDENT)
+
+
+def fix_frequencies(model: nn.Module) -> None:
+    """Let rotary embeddings keep the frequencies of short texts, in place.
+
+    Those that depend on a sequence's length compare it in every step: transformers reads the largest position
+    on the host, or copies frequencies. No request is longer than ``positions_served``, so that the outcome
+    is always the same.
+    """
+    for module in model.modules():
+        kept = getattr(module, "rope_type", None)
+        if isinstance(kept, str) and kept in _LENGTH_DEPENDENT:
+            _restore(module, "")
+            module.rope_type = "default"
+        elif isinstance(kept, dict) and _LENGTH_DEPENDENT & set(kept.values()):
+            changing = {layer_type for layer_type, kind in kept.items() if kind in _LENGTH_DEPENDENT}
+            for layer_type in changing:
+                _restore(module, f"{layer_type}_")
+            module.rope_type = {**kept, **dict.fromkeys(changing, "default")}
 
 
 def positions_served(config: Any) -> int:
@@ -36,6 +57,14 @@ def positions_served(config: Any) -> int:
     for entry in _entries(config):
         original = entry.get("original_max_position_embeddings", original)
     return min(limit, original) if isinstance(original, int) else limit
+
+
+def _restore(module: nn.Module, prefix: str) -> None:
+    """A model that has seen a longer text has other frequencies since."""
+    frequencies = getattr(module, f"{prefix}inv_freq")
+    original = getattr(module, f"{prefix}original_inv_freq", None)
+    if original is not None:
+        setattr(module, f"{prefix}inv_freq", original.to(frequencies.device))
 
 
 def _entries(config: Any) -> list[dict[str, Any]]:
