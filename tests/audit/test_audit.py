@@ -27,8 +27,7 @@ from hpu_duo.engine.runner import bucket_step
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.step_model import run_layer
 from tests.audit.conftest import BUCKETS, TINY, edit_config, engine_config
-
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+from tests.modeling.families import LENGTH_DEPENDENT
 
 
 def test_a_config_alone_is_audited_without_forbidden_or_unknown_operators(structure: Structure) -> None:
@@ -85,7 +84,6 @@ def test_every_operator_of_the_table_exists_and_names_its_sources() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"model_type": "t5"}, "decoder-only"),
         ({"hidden_act": "nonsense"}, "nonsense"),
-        ({"rope_scaling": DYNAMIC, "rope_parameters": DYNAMIC}, "dynamic.* reads positions on the host"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused(
@@ -94,6 +92,25 @@ def test_a_model_that_cannot_be_built_is_refused(
     path = edit_config(config_dir, tmp_path / "broken", **changes)
     with pytest.raises(ValueError, match=message):
         build_structure(engine_config(path), GAUDI2)
+
+
+@pytest.mark.parametrize("rope", LENGTH_DEPENDENT, ids=lambda rope: str(rope["rope_type"]))
+def test_frequencies_that_depend_on_the_length_are_fixed_up_to_the_original_one(
+    config_dir: Path, tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    path = edit_config(config_dir, tmp_path / "long", rope_scaling=rope, rope_parameters=rope)
+    bucket = BatchShape.parse(BUCKETS[1])
+    config = engine_config(path)
+    served = min(1024, rope.get("original_max_position_embeddings", 1024))
+    as_long = replace(config, scheduler=replace(config.scheduler, max_model_len=served))
+    with_it = audit_bucket(build_structure(as_long, GAUDI2), bucket)
+    without = audit_bucket(build_structure(engine_config(config_dir), GAUDI2), bucket)
+    assert with_it.findings == ()
+    # Only the scale of cosines and sines may come on top.
+    assert sum(with_it.operators.values()) == sum(without.operators.values())
+    too_long = replace(config, scheduler=replace(config.scheduler, max_model_len=served + 1))
+    with pytest.raises(ValueError, match=f"max_model_len of at most {served}"):
+        build_structure(too_long, GAUDI2)
 
 
 def test_what_does_not_fit_together_is_refused(config_dir: Path) -> None:

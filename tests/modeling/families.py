@@ -35,6 +35,17 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LENGTH_DEPENDENT: tuple[dict[str, Any], ...] = (
+    {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0},
+    {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 1.5],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10_000.0,
+    },
+)
+"""Rotary embeddings of heads of size 8 whose frequencies change with the length of a sequence."""
 
 
 IS_5 = int(transformers.__version__.split(".")[0]) >= 5

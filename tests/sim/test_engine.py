@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from hpu_duo import HeadPattern, HPUDuoModel, sim
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams, static_routes
 from hpu_duo.sim import HpuRuleViolation
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, tokens_of
-from tests.modeling.families import IS_5, VOCAB, Zoo, prompts_of
+from tests.modeling.families import (
+    BASE,
+    IS_5,
+    LENGTH_DEPENDENT,
+    VOCAB,
+    Zoo,
+    greedy,
+    prompts_of,
+    save_random,
+)
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -23,6 +34,12 @@ LIMITS: dict[str, Any] = {
     "max_num_batched_tokens": 48,
     "num_blocks": 13,
     "max_model_len": 48,
+}
+SMALL: dict[str, Any] = {
+    "block_size": 8,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+    "max_model_len": 24,
 }
 Done = dict[tuple[int, int], tuple[list[int], FinishReason]]
 
@@ -141,13 +158,23 @@ def test_the_cpu_attention_kernels_are_refused(tiny: Tiny) -> None:
         tiny.load(device="hpu-sim", attention="sdpa")
 
 
+@pytest.mark.parametrize("rope", LENGTH_DEPENDENT, ids=lambda rope: str(rope["rope_type"]))
+def test_frequencies_that_depend_on_the_length_are_those_of_transformers_up_to_the_original_one(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    key = "rope_parameters" if IS_5 else "rope_scaling"
+    model = save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 2, key: rope}), tmp_path)
+    prompts, params = prompts_of([5, 37], seed=6), SamplingParams(temperature=0, max_tokens=5)
+    limits = {**SMALL, "max_model_len": 48}
+    served = HPUDuoModel.from_pretrained(tmp_path, device="hpu-sim", **limits)
+    with sim.watch() as seen:
+        done = served.engine.generate(prompts, params)
+    assert not seen.report().excused
+    assert seen.report().max_reads == 1
+    assert [samples for (samples,) in tokens_of(done)] == [greedy(model, prompt, 5) for prompt in prompts]
+
+
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
-SMALL: dict[str, Any] = {
-    "block_size": 8,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 8,
-    "max_model_len": 24,
-}
 
 
 @pytest.mark.skipif(not IS_5, reason="before 5, transformers needs shapes that depend on the routing")

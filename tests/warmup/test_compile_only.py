@@ -18,7 +18,7 @@ from hpu_duo.device.habana import HabanaRuntime
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.warmup.tables import digest_tables
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
-from tests.modeling.families import BASE, IS_5, prompts_of, save_random
+from tests.modeling.families import BASE, IS_5, LENGTH_DEPENDENT, prompts_of, save_random
 
 STANDIN = Path(__file__).parents[1] / "sim" / "standin"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -100,24 +100,19 @@ def test_a_table_that_is_first_filled_while_nothing_is_launched_is_found(
         served.warmup(compile_only=True)
 
 
-@pytest.mark.skipif(not IS_5, reason="older versions keep no frequencies of long texts")
-def test_the_frequencies_that_transformers_keeps_for_long_texts_are_among_the_tables(tmp_path: Path) -> None:
-    factors = [1.0, 1.5, 2.0, 4.0]
-    rope = {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * 4,
-        "long_factor": factors,
-        "original_max_position_embeddings": 64,
-        "rope_theta": 10_000.0,
-    }
-    config = LlamaConfig(**{**BASE, "num_hidden_layers": 1}, rope_parameters=rope)
-    save_random(config, tmp_path)
+def test_steps_fill_no_frequencies_of_long_texts(tmp_path: Path) -> None:
+    rope = {"rope_parameters" if IS_5 else "rope_scaling": LENGTH_DEPENDENT[1]}
+    save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 1}, **rope), tmp_path)
     served = HPUDuoModel.from_pretrained(
         tmp_path, graphs="eager", block_size=8, max_num_seqs=2, max_num_batched_tokens=16, num_blocks=16
     )
-    names = [name for name in digest_tables(served.engine.runner.model.model) if "inv_freq" in name]
-    assert any("long_inv_freq" in name for name in names)
-    assert any(name.endswith("rotary_emb.inv_freq") for name in names)
+    model = served.engine.runner.model.model
+    # Looked over at load, as every model is.
+    before = digest_tables(model)
+    served.engine.generate(PROMPTS[:1], GREEDY)
+    assert digest_tables(model) == before
+    assert any(name.endswith("rotary_emb.inv_freq") for name in before)
+    assert not any("long_inv_freq" in name for name in before)
 
 
 def test_a_warm_up_changes_no_table(tiny: Tiny) -> None:
