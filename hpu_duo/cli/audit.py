@@ -9,55 +9,36 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpu_duo.cli.errors import user_errors
-from hpu_duo.cli.options import Buckets, Dtype, Json, Pattern, Recent, Sink, Sparsity, Threshold
+from hpu_duo.cli.option_groups import grouped
+from hpu_duo.cli.options import LIMITS, Buckets, Dtype, HeadOptions, Json, LimitOptions
 from hpu_duo.cli.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from hpu_duo.audit import AuditReport, Structure
 
 FOUND_FORBIDDEN = 1
-_LIMITS = "Limits"
 
 
+@grouped
 def audit(
+    *,
     model: Annotated[Path, typer.Option(help="Directory with a config.json; no weights needed.")],
     hardware: Annotated[
         str, typer.Option(help="gaudi2 or gaudi3: how many KV blocks fit, unless they are given.")
     ] = "gaudi3",
-    pattern: Pattern = None,
-    sparsity: Sparsity = None,
-    threshold: Threshold = None,
-    sink: Sink = None,
-    recent: Recent = None,
+    heads: HeadOptions,
     dtype: Dtype = "auto",
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of prompt and output together.",
-            show_default="what the model serves",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Requests that run at the same time.", rich_help_panel=_LIMITS)
-    ] = 32,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens of one step.", rich_help_panel=_LIMITS)
-    ] = 2048,
-    max_chunk_rows: Annotated[
-        int, typer.Option(help="Prompts that may continue in the same step.", rich_help_panel=_LIMITS)
-    ] = 1,
-    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=_LIMITS)] = 128,
+    limits: LimitOptions,
     num_blocks: Annotated[
         int | None,
-        typer.Option(help="KV blocks to hold.", show_default="what fits", rich_help_panel=_LIMITS),
+        typer.Option(help="KV blocks to hold.", show_default="what fits", rich_help_panel=LIMITS),
     ] = None,
     kv_cache_bytes: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
             help="Memory of the KV cache instead of a number of blocks, such as 4GiB.",
-            rich_help_panel=_LIMITS,
+            rich_help_panel=LIMITS,
         ),
     ] = None,
     buckets: Buckets = None,
@@ -100,9 +81,14 @@ def audit(
         structure = build_structure(
             EngineConfig(
                 ModelConfig(model, dtype=dtype),
-                HeadConfig(pattern, sparsity, threshold, sink, recent),
-                CacheConfig(block_size, num_blocks, cache_bytes),
-                SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, max_chunk_rows),
+                HeadConfig(**vars(heads)),
+                CacheConfig(limits.block_size, num_blocks, cache_bytes),
+                SchedulerConfig(
+                    limits.max_num_seqs,
+                    limits.max_num_batched_tokens,
+                    limits.max_model_len,
+                    limits.max_chunk_rows,
+                ),
                 GraphConfig(table=BucketTable.from_strings(bucket) if bucket else table),
             ),
             find_hardware(hardware),

@@ -8,15 +8,11 @@ from typing import Annotated
 
 import typer
 
-from hpu_duo.cli.capacity_choices import (
-    DEFAULT_KV_FORMATS,
-    DEFAULT_SPARSITIES,
-    default_contexts,
-    report_fields,
-)
+from hpu_duo.cli.capacity_choices import report_fields
 from hpu_duo.cli.drawing import check_drawing
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.options import Json
+from hpu_duo.cli.plan_hardware import HardwareOptions
 
 _HEADS = "Heads"
 _MEMORY = "Memory and steps"
@@ -82,32 +78,23 @@ def capacity(
     with user_errors():
         if png is not None:
             check_drawing(png)
-        from hpu_duo.cost import Format, Serving, find_hardware
-        from hpu_duo.cost import capacity as compute
-
-        serving = Serving(
-            find_hardware(hardware),
-            num_devices=devices,
-            weights=Format.parse(dtype),
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            memory_utilization=memory_utilization,
-            graph_memory=graph_memory,
+        asked = HardwareOptions(
+            devices=devices,
+            dtype=dtype,
+            context=context,
+            sparsity=sparsity,
+            kv_cache_dtype=kv_cache_dtype,
             sink=sink,
             recent=recent,
+            memory_utilization=memory_utilization,
+            graph_memory=graph_memory,
         )
-        formats = [Format.parse(text) for text in kv_cache_dtype or DEFAULT_KV_FORMATS]
+        serving = asked.on(hardware, max_num_seqs, max_num_batched_tokens, block_size)
         # transformers is slow to import: everything that can be refused without it comes first.
         from hpu_duo.cost.read_model import read_model
 
         size = read_model(model)
-        contexts = context or default_contexts(size.max_positions)
-        found = [
-            compute(size, serving, share, one, contexts)
-            for share in sparsity or DEFAULT_SPARSITIES
-            for one in formats
-        ]
+        found = asked.compare(size, serving)
         if png is not None:
             from hpu_duo.cli.capacity_plot import draw
 

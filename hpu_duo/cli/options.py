@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 DEFAULT_MAX_NUM_SEQS = 32
 
 HEADS = "Heads"
-"""Name of a panel of the help, as the next."""
+"""Name of a panel of the help, as the next ones."""
 ENGINE = "Engine"
+LIMITS = "Limits"
 
 Model = Annotated[
     Path | None,
@@ -189,6 +190,30 @@ class EngineOptions:
     graph_memory_bytes: GraphMemoryBytes = None
     fail_on_recompile: FailOnRecompile = False
     record_shapes: RecordShapes = None
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """How much may run in a step, for what is computed without weights."""
+
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and output together.",
+            show_default="what the model serves",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Requests that run at the same time.", rich_help_panel=LIMITS)
+    ] = 32
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens of one step.", rich_help_panel=LIMITS)
+    ] = 2048
+    max_chunk_rows: Annotated[
+        int, typer.Option(help="Prompts that may continue in the same step.", rich_help_panel=LIMITS)
+    ] = 1
+    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=LIMITS)] = 128
 
 
 def load_model(

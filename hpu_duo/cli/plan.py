@@ -13,48 +13,32 @@ from rich.console import Console
 from hpu_duo.cli.capacity_choices import report_fields
 from hpu_duo.cli.drawing import check_drawing
 from hpu_duo.cli.errors import user_errors
-from hpu_duo.cli.options import Json
-from hpu_duo.cli.plan_hardware import HardwareOptions, graph_bytes
+from hpu_duo.cli.option_groups import grouped
+from hpu_duo.cli.options import LIMITS, Json, LimitOptions
+from hpu_duo.cli.plan_hardware import HARDWARE, HardwareOptions, graph_bytes
 
 if TYPE_CHECKING:
     from graphs.planner import Traffic
 
-_LIMITS = "Limits"
 _BUDGET = "Budget"
-_HARDWARE = "Hardware"
 _OUTPUT = "Output"
 _GIB = 1 << 30
 _STRATEGIES = ("planned", "thinned", "upstream-unified", "exponential", "linear", "padding-aware")
 
 
+@grouped
 def plan(
+    *,
     model: Annotated[Path, typer.Option(help="Directory with config.json, or the file.")],
     num_blocks: Annotated[
         int | None,
         typer.Option(
             help="KV blocks that are held.",
             show_default="what fits on --hardware",
-            rich_help_panel=_LIMITS,
+            rich_help_panel=LIMITS,
         ),
     ] = None,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of prompt and output together.",
-            show_default="what the model serves",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Requests that run at the same time.", rich_help_panel=_LIMITS)
-    ] = 32,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens of one step.", rich_help_panel=_LIMITS)
-    ] = 2048,
-    max_chunk_rows: Annotated[
-        int, typer.Option(help="Prompts that may continue in the same step.", rich_help_panel=_LIMITS)
-    ] = 1,
-    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=_LIMITS)] = 128,
+    asked: LimitOptions,
     graphs_budget: Annotated[
         int, typer.Option(help="Most shapes to capture, when planned.", rich_help_panel=_BUDGET)
     ] = 64,
@@ -82,53 +66,10 @@ def plan(
         typer.Option(
             help="gaudi2 or gaudi3: show what fits and how fast it would be, and plan for it.",
             show_default="plan for any device",
-            rich_help_panel=_HARDWARE,
+            rich_help_panel=HARDWARE,
         ),
     ] = None,
-    devices: Annotated[
-        int, typer.Option(help="Devices that share the model.", rich_help_panel=_HARDWARE)
-    ] = 1,
-    dtype: Annotated[
-        str, typer.Option(help="Format of the weights of layers: bf16 or fp8.", rich_help_panel=_HARDWARE)
-    ] = "bf16",
-    context: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Lengths of context to compare, in tokens.",
-            show_default="8192 32768 131072 524288, as the model allows",
-            rich_help_panel=_HARDWARE,
-        ),
-    ] = None,
-    sparsity: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="Shares of KV heads that stream; the table is planned for the first.",
-            show_default="0 0.5 0.75",
-            rich_help_panel=_HARDWARE,
-        ),
-    ] = None,
-    kv_cache_dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Formats of keys and values; the table is planned for the first.",
-            show_default="bf16 fp8",
-            rich_help_panel=_HARDWARE,
-        ),
-    ] = None,
-    sink: Annotated[
-        int, typer.Option(help="First tokens that streaming heads keep.", rich_help_panel=_HARDWARE)
-    ] = 128,
-    recent: Annotated[
-        int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=_HARDWARE)
-    ] = 256,
-    memory_utilization: Annotated[
-        float,
-        typer.Option(help="Share of the memory left by weights that may be used.", rich_help_panel=_HARDWARE),
-    ] = 0.9,
-    graph_memory: Annotated[
-        float,
-        typer.Option(help="Share of that for graphs instead of the KV cache.", rich_help_panel=_HARDWARE),
-    ] = 0.1,
+    served: HardwareOptions,
     png: Annotated[
         Path | None,
         typer.Option(
@@ -166,7 +107,7 @@ def plan(
     """
     with user_errors():
         _check_strategy(strategy)
-        _check_hardware(hardware, num_blocks, context, sparsity, kv_cache_dtype, png)
+        _check_hardware(hardware, num_blocks, served, png)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs import BucketLimits
         from graphs.planner import GraphBudget, evaluate, prior
@@ -182,30 +123,22 @@ def plan(
         from hpu_duo.cost.read_model import read_model
 
         size = read_model(model)
-        serving, found, kv_layers = None, [], size.kv_layers(0.0, sink, recent, size.max_positions)
+        serving, found, kv_layers = (
+            None,
+            [],
+            size.kv_layers(0.0, served.sink, served.recent, size.max_positions),
+        )
         if hardware is not None:
             from hpu_duo.cost import bucket_limits, step_cost
 
-            options = HardwareOptions(
-                hardware,
-                devices,
-                dtype,
-                context,
-                sparsity,
-                kv_cache_dtype,
-                sink,
-                recent,
-                memory_utilization,
-                graph_memory,
-            )
-            serving = options.serving(max_num_seqs, max_num_batched_tokens, block_size)
-            found = options.compare(size, serving, in_time.most_graphs)
+            serving = served.on(hardware, asked.max_num_seqs, asked.max_num_batched_tokens, asked.block_size)
+            found = served.compare(size, serving, in_time.most_graphs)
             if png is not None:
                 from hpu_duo.cli.capacity_plot import draw
 
                 draw(size, serving, found, png)
-            deployment = options.deployment(size, serving, max_model_len or size.max_positions)
-            limits = replace(bucket_limits(deployment), max_chunk_rows=max_chunk_rows)
+            deployment = served.deployment(size, serving, asked.max_model_len or size.max_positions)
+            limits = replace(bucket_limits(deployment), max_chunk_rows=asked.max_chunk_rows)
             if num_blocks is not None:
                 limits = replace(limits, num_blocks=num_blocks)
             cost, kv_layers = step_cost(deployment), deployment.kv_layers
@@ -214,17 +147,17 @@ def plan(
             from hpu_duo.cli.bucket_plans import step_cost as any_cost
 
             limits = BucketLimits(
-                max_num_seqs,
-                max_num_batched_tokens,
-                max_model_len or size.max_positions,
-                block_size,
+                asked.max_num_seqs,
+                asked.max_num_batched_tokens,
+                asked.max_model_len or size.max_positions,
+                asked.block_size,
                 num_blocks,
-                max_chunk_rows=max_chunk_rows,
+                max_chunk_rows=asked.max_chunk_rows,
             )
-            cost = any_cost(size, block_size)
+            cost = any_cost(size, asked.block_size)
         budget = in_time
         if max_gib is not None:
-            bytes_of = graph_bytes(model, size, kv_layers, block_size)
+            bytes_of = graph_bytes(model, size, kv_layers, asked.block_size)
             budget = replace(in_time, memory_bytes=max_gib * _GIB, bytes_of=bytes_of)
         names = list(_STRATEGIES) if compare else []
         chosen = choose(strategy, limits, cost, budget, traffic)
@@ -267,9 +200,7 @@ def plan(
 def _check_hardware(
     hardware: str | None,
     num_blocks: int | None,
-    context: list[int] | None,
-    sparsity: list[float] | None,
-    kv_cache_dtype: list[str] | None,
+    served: HardwareOptions,
     png: Path | None,
 ) -> None:
     if png is not None:
@@ -279,9 +210,9 @@ def _check_hardware(
     if num_blocks is None:
         raise ValueError("expected --num-blocks, or --hardware to find out how many fit, got neither")
     compared = {
-        "--context": context,
-        "--sparsity": sparsity,
-        "--kv-cache-dtype": kv_cache_dtype,
+        "--context": served.context,
+        "--sparsity": served.sparsity,
+        "--kv-cache-dtype": served.kv_cache_dtype,
         "--png": png,
     }
     for name, value in compared.items():

@@ -5,46 +5,83 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from hpu_duo.cli.capacity_choices import DEFAULT_KV_FORMATS, DEFAULT_SPARSITIES, default_contexts
 
 if TYPE_CHECKING:
     from graphs import BatchShape
-    from hpu_duo.cost import Capacity, Deployment, ModelSize, Serving
+    from hpu_duo.cost import Capacity, Deployment, Format, ModelSize, Serving
     from hpu_duo.kv.plan import LayerKV
+
+
+HARDWARE = "Hardware"
+"""Name of a panel of the help."""
 
 
 @dataclass(frozen=True)
 class HardwareOptions:
-    """What a model is served on, and what to compare; see ``hpu-duo capacity``.
+    """How a model is served on some hardware, and what to compare; see ``hpu-duo capacity``.
 
-    Attributes:
-        name: of the hardware.
-        contexts, sparsities, kv_formats: to compare; the first sparsity and format are planned for.
+    The first sparsity and the first format of keys and values are planned for.
     """
 
-    name: str
-    devices: int
-    dtype: str
-    contexts: list[int] | None
-    sparsities: list[float] | None
-    kv_formats: list[str] | None
-    sink: int
-    recent: int
-    memory_utilization: float
-    graph_memory: float
+    devices: Annotated[int, typer.Option(help="Devices that share the model.", rich_help_panel=HARDWARE)] = 1
+    dtype: Annotated[
+        str, typer.Option(help="Format of the weights of layers: bf16 or fp8.", rich_help_panel=HARDWARE)
+    ] = "bf16"
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Lengths of context to compare, in tokens.",
+            show_default="8192 32768 131072 524288, as the model allows",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None
+    sparsity: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Shares of KV heads that stream; the table is planned for the first.",
+            show_default="0 0.5 0.75",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Formats of keys and values; the table is planned for the first.",
+            show_default="bf16 fp8",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None
+    sink: Annotated[
+        int, typer.Option(help="First tokens that streaming heads keep.", rich_help_panel=HARDWARE)
+    ] = 128
+    recent: Annotated[
+        int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=HARDWARE)
+    ] = 256
+    memory_utilization: Annotated[
+        float,
+        typer.Option(help="Share of the memory left by weights that may be used.", rich_help_panel=HARDWARE),
+    ] = 0.9
+    graph_memory: Annotated[
+        float,
+        typer.Option(help="Share of that for graphs instead of the KV cache.", rich_help_panel=HARDWARE),
+    ] = 0.1
 
-    def serving(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> Serving:
-        """The same with the limits of a scheduler.
+    def on(self, hardware: str, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> Serving:
+        """The same on some hardware, with the limits of a scheduler.
 
         Raises:
             ValueError: an unknown name, or a value out of range.
         """
         from hpu_duo.cost import Format, Serving, find_hardware
 
+        self._formats()
         return Serving(
-            find_hardware(self.name),
+            find_hardware(hardware),
             num_devices=self.devices,
             weights=Format.parse(self.dtype),
             block_size=block_size,
@@ -56,20 +93,22 @@ class HardwareOptions:
             recent=self.recent,
         )
 
-    def compare(self, size: ModelSize, serving: Serving, num_graphs: int) -> list[Capacity]:
+    def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:
         """What every choice gives.
+
+        Args:
+            num_graphs: budget that the bucket table is planned for.
 
         Raises:
             ValueError: see ``hpu_duo.cost.capacity``.
         """
-        from hpu_duo.cost import Format, capacity
+        from hpu_duo.cost import capacity
 
-        contexts = self.contexts or default_contexts(size.max_positions)
-        formats = [Format.parse(text) for text in self.kv_formats or DEFAULT_KV_FORMATS]
+        contexts = self.context or default_contexts(size.max_positions)
         return [
             capacity(size, serving, share, one, contexts, num_graphs=num_graphs)
-            for share in self.sparsities or DEFAULT_SPARSITIES
-            for one in formats
+            for share in self.sparsity or DEFAULT_SPARSITIES
+            for one in self._formats()
         ]
 
     def deployment(self, size: ModelSize, serving: Serving, max_len: int) -> Deployment:
@@ -78,15 +117,16 @@ class HardwareOptions:
         Raises:
             ValueError: see ``hpu_duo.cost.Deployment``.
         """
-        from hpu_duo.cost import Deployment, Format
+        from hpu_duo.cost import Deployment
 
-        return Deployment(
-            size,
-            serving,
-            (self.sparsities or DEFAULT_SPARSITIES)[0],
-            Format.parse((self.kv_formats or DEFAULT_KV_FORMATS)[0]),
-            max_len,
-        )
+        share = (self.sparsity or DEFAULT_SPARSITIES)[0]
+        return Deployment(size, serving, share, self._formats()[0], max_len)
+
+    def _formats(self) -> list[Format]:
+        """Of keys and values; ValueError for one that is unknown."""
+        from hpu_duo.cost import Format
+
+        return [Format.parse(text) for text in self.kv_cache_dtype or DEFAULT_KV_FORMATS]
 
 
 def graph_bytes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.option_groups import Only, grouped
 
 if TYPE_CHECKING:
     from graphs import BucketTable
@@ -20,9 +22,16 @@ if TYPE_CHECKING:
 _TABLE = "Table"
 _BUDGET = "Budget"
 _OUTPUT = "Output"
+# Where the table comes from stands among the options of the table.
+_OFFERED = Only(
+    *("device", "dtype", "graphs", "attention", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("block_size", "num_blocks", "kv_cache_bytes", "max_captured_tokens", "graph_memory_bytes"),
+)
 
 
+@grouped
 def warmup(
+    *,
     model: opt.Model = None,
     graphs_budget: Annotated[
         int | None,
@@ -98,23 +107,8 @@ def warmup(
         bool,
         typer.Option("--compile-only", help="Build graphs without launching them; on HPU."),
     ] = False,
-    pattern: opt.Pattern = None,
-    sparsity: opt.Sparsity = None,
-    threshold: opt.Threshold = None,
-    sink: opt.Sink = None,
-    recent: opt.Recent = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    graphs: opt.Graphs = "eager",
-    attention: opt.Attention = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    max_num_seqs: opt.MaxNumSeqs = None,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
-    block_size: opt.BlockSize = 128,
-    num_blocks: opt.NumBlocks = None,
-    kv_cache_bytes: opt.KVCacheBytes = None,
-    max_captured_tokens: opt.MaxCapturedTokens = None,
-    graph_memory_bytes: opt.GraphMemoryBytes = None,
+    heads: opt.HeadOptions,
+    engine: Annotated[opt.EngineOptions, _OFFERED],
     as_json: opt.Json = False,
 ) -> None:
     """Capture the shapes of a table: estimated first, within a budget, the largest first.
@@ -136,26 +130,8 @@ def warmup(
         for file in (replay, manifest if manifest is not None and manifest.exists() else None):
             if file is not None:
                 read_manifest(file)
-        loaded = opt.load_model(
-            model,
-            opt.HeadOptions(pattern, sparsity, threshold, sink, recent),
-            opt.EngineOptions(
-                device=device,
-                dtype=dtype,
-                graphs=graphs,
-                attention=attention,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                kv_cache_bytes=kv_cache_bytes,
-                max_captured_tokens=max_captured_tokens,
-                graph_memory_bytes=graph_memory_bytes,
-                buckets=buckets or replay,
-            ),
-            opt.DEFAULT_MAX_NUM_SEQS,
-        )
+        engine = replace(engine, buckets=buckets or replay)
+        loaded = opt.load_model(model, heads, engine, opt.DEFAULT_MAX_NUM_SEQS)
         from hpu_duo.cli.warmup_views import ProgressView, print_estimate, print_report, report_fields
 
         table = (
@@ -165,8 +141,9 @@ def warmup(
         )
         if table is None and not loaded.engine.runner.uses_table:
             raise ValueError(
-                f"with --graphs {graphs} on {loaded.engine.runner.device.type} steps run at their own shapes "
-                "and nothing is captured: expected --buckets, --replay, --graphs-budget or another --graphs"
+                f"with --graphs {engine.graphs} on {loaded.engine.runner.device.type} steps run at their "
+                "own shapes and nothing is captured: expected --buckets, --replay, --graphs-budget or "
+                "another --graphs"
             )
         prepared = loaded.prepare_warmup(
             table=table,
