@@ -30,124 +30,14 @@ Model = Annotated[
     Path | None,
     typer.Option(help="Directory of a transformers checkpoint.", show_default="the built-in model"),
 ]
-Pattern = Annotated[
-    Path | None,
-    typer.Option(
-        help="Directory of a head pattern in DuoAttention's published format.",
-        show_default="all heads retrieve",
-        rich_help_panel=HEADS,
-    ),
-]
-Sparsity = Annotated[
-    float | None, typer.Option(help="Share of KV heads that stream, 0 to 1.", rich_help_panel=HEADS)
-]
-Threshold = Annotated[
-    float | None, typer.Option(help="KV heads with a higher score retrieve.", rich_help_panel=HEADS)
-]
-Sink = Annotated[
-    int | None,
-    typer.Option(
-        help="First tokens that streaming heads keep.",
-        show_default="the pattern's",
-        rich_help_panel=HEADS,
-    ),
-]
-Recent = Annotated[
-    int | None,
-    typer.Option(
-        help="Newest tokens that streaming heads keep.",
-        show_default="the pattern's",
-        rich_help_panel=HEADS,
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or hpu.", rich_help_panel=ENGINE)]
 Dtype = Annotated[
     str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=ENGINE)
-]
-Graphs = Annotated[
-    str,
-    typer.Option(
-        help="How steps are captured: auto, eager, compile, cuda, hpu-compile or hpu-graph.",
-        rich_help_panel=ENGINE,
-    ),
-]
-Attention = Annotated[
-    str, typer.Option(help="Attention kernels: auto, reference or sdpa.", rich_help_panel=ENGINE)
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens of prompt and output together.",
-        show_default="what model and cache hold",
-        rich_help_panel=ENGINE,
-    ),
-]
-MaxNumSeqs = Annotated[
-    int | None,
-    typer.Option(
-        help="Requests that run at the same time.",
-        show_default=f"as many as there are, at most {DEFAULT_MAX_NUM_SEQS}",
-        rich_help_panel=ENGINE,
-    ),
-]
-MaxNumBatchedTokens = Annotated[
-    int,
-    typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=ENGINE),
-]
-BlockSize = Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=ENGINE)]
-NumBlocks = Annotated[
-    int | None,
-    typer.Option(help="KV blocks to hold.", show_default="what the requests need", rich_help_panel=ENGINE),
-]
-KVCacheBytes = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-cache-bytes",
-        "--kv-cache-memory-bytes",
-        metavar="SIZE",
-        help="Memory of the KV cache instead of a number of blocks, such as 4GiB.",
-        rich_help_panel=ENGINE,
-    ),
 ]
 Buckets = Annotated[
     Path | None,
     typer.Option(
         help="File with the shapes to capture, as hpu-duo plan writes it.",
         show_default="made from the limits",
-        rich_help_panel=ENGINE,
-    ),
-]
-MaxCapturedTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Steps of more tokens, long prefills, run uncaptured.",
-        show_default="all are captured",
-        rich_help_panel=ENGINE,
-    ),
-]
-GraphMemoryBytes = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Device memory to leave free for captured steps, such as 2GiB.",
-        show_default="as estimated",
-        rich_help_panel=ENGINE,
-    ),
-]
-FailOnRecompile = Annotated[
-    bool,
-    typer.Option(
-        "--fail-on-recompile",
-        help="Warm up first, and end with an error if a step compiles anything afterwards.",
-        rich_help_panel=ENGINE,
-    ),
-]
-RecordShapes = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Append the exact shape of every step to this file, to plan from.",
-        show_default="not recorded",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -159,11 +49,36 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 class HeadOptions:
     """Which heads stream."""
 
-    pattern: Pattern = None
-    sparsity: Sparsity = None
-    threshold: Threshold = None
-    sink: Sink = None
-    recent: Recent = None
+    pattern: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a head pattern in DuoAttention's published format.",
+            show_default="all heads retrieve",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
+    sparsity: Annotated[
+        float | None, typer.Option(help="Share of KV heads that stream, 0 to 1.", rich_help_panel=HEADS)
+    ] = None
+    threshold: Annotated[
+        float | None, typer.Option(help="KV heads with a higher score retrieve.", rich_help_panel=HEADS)
+    ] = None
+    sink: Annotated[
+        int | None,
+        typer.Option(
+            help="First tokens that streaming heads keep.",
+            show_default="the pattern's",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
+    recent: Annotated[
+        int | None,
+        typer.Option(
+            help="Newest tokens that streaming heads keep.",
+            show_default="the pattern's",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
 
     @property
     def is_cut(self) -> bool:
@@ -175,21 +90,90 @@ class HeadOptions:
 class EngineOptions:
     """How steps are computed and how much is held; see ``HPUDuoModel.from_pretrained``."""
 
-    device: Device = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or hpu.", rich_help_panel=ENGINE)] = "auto"
     dtype: Dtype = "auto"
-    graphs: Graphs = "eager"
-    attention: Attention = "auto"
-    max_model_len: MaxModelLen = None
-    max_num_seqs: MaxNumSeqs = None
-    max_num_batched_tokens: MaxNumBatchedTokens = 2048
-    block_size: BlockSize = 128
-    num_blocks: NumBlocks = None
-    kv_cache_bytes: KVCacheBytes = None
+    graphs: Annotated[
+        str,
+        typer.Option(
+            help="How steps are captured: auto, eager, compile, cuda, hpu-compile or hpu-graph.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "eager"
+    attention: Annotated[
+        str, typer.Option(help="Attention kernels: auto, reference or sdpa.", rich_help_panel=ENGINE)
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and output together.",
+            show_default="what model and cache hold",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests that run at the same time.",
+            show_default=f"as many as there are, at most {DEFAULT_MAX_NUM_SEQS}",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=ENGINE),
+    ] = 2048
+    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=ENGINE)] = 128
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="KV blocks to hold.", show_default="what the requests need", rich_help_panel=ENGINE
+        ),
+    ] = None
+    kv_cache_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache-bytes",
+            "--kv-cache-memory-bytes",
+            metavar="SIZE",
+            help="Memory of the KV cache instead of a number of blocks, such as 4GiB.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
     buckets: Buckets = None
-    max_captured_tokens: MaxCapturedTokens = None
-    graph_memory_bytes: GraphMemoryBytes = None
-    fail_on_recompile: FailOnRecompile = False
-    record_shapes: RecordShapes = None
+    max_captured_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps of more tokens, long prefills, run uncaptured.",
+            show_default="all are captured",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    graph_memory_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Device memory to leave free for captured steps, such as 2GiB.",
+            show_default="as estimated",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    fail_on_recompile: Annotated[
+        bool,
+        typer.Option(
+            "--fail-on-recompile",
+            help="Warm up first, and end with an error if a step compiles anything afterwards.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False
+    record_shapes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Append the exact shape of every step to this file, to plan from.",
+            show_default="not recorded",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
