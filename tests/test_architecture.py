@@ -14,7 +14,7 @@ OPTIONAL = ("triton", "habana_frameworks", "optimum", "matplotlib", "fastapi", "
 LEAVES = ("kernels_ref.triton", "kernels_ref.hpu", "graphs.backends.hpu", "hpu_duo.eval.lm_eval_adapter")
 """The only modules that may need an optional package to be imported at all."""
 
-READS_ENVIRONMENT = ("hpu_duo.config", "hpu_duo.device.habana")
+READS_ENVIRONMENT = ("hpu_duo.config", "hpu_duo.device.habana", "hpu_duo.device.processes")
 INHERITED = ("forward", "extra_repr")
 """Methods of ``torch.nn.Module`` whose contract is torch's; the class says what it computes."""
 

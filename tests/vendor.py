@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 STANDIN = Path(__file__).parent / "sim" / "standin"
-VARIABLES = ("PT_HPU_LAZY_MODE", "PT_HPU_WEIGHT_SHARING", "PT_HPU_ENABLE_LAZY_COLLECTIVES")
+VARIABLES = (
+    *("PT_HPU_LAZY_MODE", "PT_HPU_WEIGHT_SHARING", "PT_HPU_ENABLE_LAZY_COLLECTIVES"),
+    *("HLS_MODULE_ID", "HABANA_VISIBLE_MODULES"),
+)
 
 
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.options import Json
 
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -26,7 +28,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        topic: versions, devices, cpu or graphs.
+        topic: versions, devices, cpu, graphs or collectives.
         is_usable: None for a fact that is neither good nor bad.
     """
 
@@ -36,17 +38,35 @@ class Finding:
     detail: str
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    collectives: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Also start N processes, let their devices exchange data, and check what arrives: the first "
+            "thing to know about a machine with several cards.",
+            show_default="not checked",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Device of --collectives: auto, cpu, cuda, hpu or hpu-sim.")
+    ] = "auto",
+    as_json: Json = False,
+) -> None:
     """Print versions, devices and capture backends, and why something is not usable.
 
-    The exit code is 0 if models can run on the CPU of this machine, else 1.
+    The exit code is 0 if models can run on the CPU of this machine and --collectives found no fault, else 1.
     """
     findings = [*_versions(), *_with_torch()]
+    if collectives is not None:
+        with user_errors():
+            findings.append(_collectives(device, collectives))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         _show(findings)
-    if not any((f.topic, f.name, f.is_usable) == ("devices", "cpu", True) for f in findings):
+    runs = any((f.topic, f.name, f.is_usable) == ("devices", "cpu", True) for f in findings)
+    if not runs or any(f.topic == "collectives" and not f.is_usable for f in findings):
         raise typer.Exit(1)
 
 
@@ -123,6 +143,24 @@ def _graphs() -> Iterator[Finding]:
         device = {"cuda": "cuda", "hpu-compile": "hpu", "hpu-graph": "hpu"}.get(name, "cpu")
         reason = problem(device) or make_backend(name).problem(torch.device(device))
         yield Finding("graphs", name, reason is None, reason or f"usable on {device}")
+
+
+def _collectives(device: str, num_processes: int) -> Finding:
+    from hpu_duo.device import WorkerError
+    from hpu_duo.device.collectives import check_collectives
+
+    try:
+        found = check_collectives(device, num_processes)
+    except WorkerError as error:
+        reason, _, trace = str(error).partition("\n")
+        typer.echo(trace, err=True, nl=False)
+        return Finding("collectives", device, False, reason)
+    detail = (
+        f"{num_processes} processes on {', '.join(dict.fromkeys(found.devices))}: all_reduce and broadcast are right; "
+        f"{found.num_bytes >> 20} MiB summed in {found.seconds * 1e3:.1f} ms, "
+        f"{found.bus_bandwidth / 1e9:.1f} GB/s on the bus"
+    )
+    return Finding("collectives", found.backend, True, detail)
 
 
 def _show(findings: list[Finding]) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +13,12 @@ from rich.console import Console
 
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.cli.errors import INTERRUPTED, user_errors
-from hpu_duo.cli.identify_view import IdentifyView, heads_table, pattern_fields
+from hpu_duo.cli.identify_view import heads_table, pattern_fields
 from hpu_duo.cli.options import Json, Model
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
-    from hpu_duo.identify import Identification, IdentifyRequest
+    from hpu_duo.identify import IdentifyRequest
 
 _DATA = "Documents"
 _HEADS = "Heads"
@@ -149,30 +146,37 @@ def identify(
         ),
     ] = "",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads.", show_default="torch's choice", rich_help_panel=_RUN)
+        int | None,
+        typer.Option(help="CPU threads of a process.", show_default="torch's choice", rich_help_panel=_RUN),
+    ] = None,
+    num_processes: Annotated[
+        int | None,
+        typer.Option(
+            help="Start so many processes, each with a device of its own, that share the documents.",
+            show_default="this one alone",
+            rich_help_panel=_RUN,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Score the KV heads of a model, and write its head pattern and a heat map.
 
-    Runs alone, or in several processes that share each batch: torchrun --nproc-per-node 2 -m hpu_duo.cli
-    identify ... The built-in model takes a minute or two on one CPU core.
+    Runs alone, or in several processes that share each batch: --num-processes on one machine, or torchrun
+    --nproc-per-node 2 -m hpu_duo.cli identify ... The built-in model takes a minute or two on one CPU core.
     """
     is_builtin = model is None
     with user_errors():
-        from transformers.utils import logging
-
+        from hpu_duo.cli.identify_run import ToldInterruptError, identifier
+        from hpu_duo.device import Refused, WorkerError
         from hpu_duo.identify import (
             DatasetSettings,
             Form,
             FullFrom,
-            Identification,
             IdentifyRequest,
             LossForm,
             Method,
             Schedule,
             TrainingSettings,
-            joined_workers,
         )
 
         if threads is not None and threads < 1:
@@ -213,27 +217,17 @@ def identify(
             device=device,
             resume=resume,
         )
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".* is in beta and the API may change", category=UserWarning)
-    with _cpu_set_up(threads), joined_workers() as workers:
-        with user_errors():
-            run = Identification(request, workers)
-        view = IdentifyView(Console(stderr=True), run.total, is_silent=not workers.is_first)
-        # A loss that is not finite is the doing of the type asked for.
-        with user_errors(FloatingPointError):
-            try:
-                for progress in run.run():
-                    view.moved(progress)
-            except KeyboardInterrupt:
-                view.ended()
-                _tell_interrupted(run, request)
-                raise typer.Exit(INTERRUPTED) from None
-            finally:
-                view.ended()
-        run.write()
-        if workers.is_first:
-            _show(request, run.pattern(), as_json)
+        start = identifier(request, threads, num_processes)
+    with user_errors(Refused):
+        try:
+            pattern = start()
+        except WorkerError as error:
+            typer.echo(f"hpu-duo: {error}", err=True)
+            raise typer.Exit(1) from None
+        except ToldInterruptError:
+            raise typer.Exit(INTERRUPTED) from None
+    if pattern is not None:
+        _show(request, pattern, as_json)
 
 
 def _choice(names: type[Choice], option: str, text: str) -> Choice:
@@ -241,29 +235,6 @@ def _choice(names: type[Choice], option: str, text: str) -> Choice:
     if text not in known:
         raise ValueError(f"expected {option} to be one of {', '.join(known)}, got {text!r}")
     return names(text)
-
-
-@contextmanager
-def _cpu_set_up(threads: int | None) -> Iterator[None]:
-    """Threads as asked for, and subnormal numbers, on which CPUs are many times slower, taken for zero."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if threads is None else threads)
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-        torch.set_num_threads(before)
-
-
-def _tell_interrupted(run: Identification, request: IdentifyRequest) -> None:
-    run.save_state()
-    told = f"hpu-duo: interrupted after {run.num_done} of {run.total} steps"
-    if request.method.value == "optimise":
-        told += "; the same command with --resume goes on"
-    typer.echo(told, err=True)
 
 
 def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None:

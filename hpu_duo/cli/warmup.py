@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -130,6 +131,8 @@ def warmup(
         for file in (replay, manifest if manifest is not None and manifest.exists() else None):
             if file is not None:
                 read_manifest(file)
+        if manifest is not None and not (manifest.parent.is_dir() and os.access(manifest.parent, os.W_OK)):
+            raise ValueError(f"expected --manifest in a directory that can be written to, got {manifest}")
         engine = replace(engine, buckets=buckets or replay)
         loaded = opt.load_model(model, heads, engine, opt.DEFAULT_MAX_NUM_SEQS)
         from hpu_duo.cli.warmup_views import ProgressView, print_estimate, print_report, report_fields

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 
 import torch
 
 from hpu_duo import sim
+from hpu_duo.device.processes import Member, Refused, WorkerError, run_processes
 from hpu_duo.device.runtime import CpuRuntime, CudaRuntime, DeviceRuntime
 
 __all__ = [
@@ -15,11 +17,18 @@ __all__ = [
     "CpuRuntime",
     "CudaRuntime",
     "DeviceRuntime",
+    "Member",
+    "Refused",
+    "WorkerError",
     "cuda_problem",
     "hpu_problem",
+    "own_device",
     "problem",
+    "process_environments",
     "resolve_device",
+    "run_processes",
     "runtime_for",
+    "usable_name",
 ]
 
 SIMULATED = "hpu-sim"
@@ -56,17 +65,13 @@ def problem(name: str, lazy: bool | None = None) -> str | None:
     return reasons[name]()
 
 
-def resolve_device(name: str | torch.device, lazy: bool | None = None) -> torch.device:
-    """The device for a name; "auto" takes the first of HPU, CUDA and CPU that is usable.
+def usable_name(name: str | torch.device, lazy: bool | None = None) -> str:
+    """The name of a device that is usable here; "auto" becomes the first such of HPU, CUDA and CPU.
 
-    "hpu-sim" gives this process a simulated ``hpu:0``, see ``hpu_duo.sim``.
+    Takes no device: a process that only starts others asks this.
 
     Args:
-        lazy: the mode that HPU is used in, if it is; None leaves it to the user's environment.
-
-    Raises:
-        ValueError: an unknown name, a device that is not usable here, or HPU in the other mode: nothing
-            falls back.
+        lazy: as in ``resolve_device``, which raises what this does.
     """
     text = str(name)
     if text == "auto":
@@ -79,10 +84,68 @@ def resolve_device(name: str | torch.device, lazy: bool | None = None) -> torch.
     reason = problem(kind, lazy)
     if reason is not None:
         raise ValueError(f"device {text!r} was asked for, but {reason}")
-    if kind == SIMULATED:
+    return text
+
+
+def resolve_device(name: str | torch.device, lazy: bool | None = None) -> torch.device:
+    """The device for a name; "auto" takes the first of HPU, CUDA and CPU that is usable.
+
+    "hpu-sim" gives this process a simulated ``hpu:0``, see ``hpu_duo.sim``.
+
+    Args:
+        lazy: the mode that HPU is used in, if it is; None leaves it to the user's environment.
+
+    Raises:
+        ValueError: an unknown name, a device that is not usable here, or HPU in the other mode: nothing
+            falls back.
+    """
+    text = usable_name(name, lazy)
+    if text.partition(":")[0] == SIMULATED:
         sim.install()
         return torch.device("hpu", 0)
     return torch.device(text)
+
+
+def process_environments(name: str, num_processes: int) -> list[Mapping[str, str]]:
+    """Variables for each of several processes of this machine that run on a device; see ``run_processes``.
+
+    Args:
+        name: as ``usable_name`` returns it. CUDA devices with an index are shared by all processes.
+
+    Raises:
+        ValueError: fewer than one process, or more than there are devices for.
+    """
+    kind, _, index = name.partition(":")
+    if num_processes < 1:
+        raise ValueError(f"expected at least 1 process, got {num_processes}")
+    if kind == "hpu":
+        from hpu_duo.device import habana
+
+        _check_enough(kind, habana.num_devices(), num_processes)
+        return [habana.card_environment(rank, num_processes) for rank in range(num_processes)]
+    if kind == "cuda" and not index:
+        _check_enough(kind, torch.cuda.device_count(), num_processes)
+    return [{} for _ in range(num_processes)]
+
+
+def own_device(device: torch.device, local_rank: int) -> torch.device:
+    """The device of one of several processes of a machine.
+
+    CUDA devices are taken in order; an HPU process has one device, whose card the environment chose.
+
+    Args:
+        device: what ``resolve_device`` returned in this process.
+    """
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", local_rank)
+    return device
+
+
+def _check_enough(kind: str, num_devices: int, num_processes: int) -> None:
+    if num_processes > num_devices:
+        raise ValueError(
+            f"expected at most {num_devices} processes, one for each {kind} device, got {num_processes}"
+        )
 
 
 def runtime_for(device: torch.device, lazy: bool | None = None) -> DeviceRuntime:

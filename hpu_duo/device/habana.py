@@ -20,6 +20,7 @@ _ENVIRONMENT = {
 }
 _LAZY_ENVIRONMENT = {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"}
 _LAZY = "PT_HPU_LAZY_MODE"
+_MODULE, _VISIBLE = "HLS_MODULE_ID", "HABANA_VISIBLE_MODULES"
 _INFERENCE_SWITCHES = ("hpu_inference_set_env", "hpu_set_inference_env", "hpu_set_env")
 """What the switch to inference was called, newest name first."""
 
@@ -73,6 +74,43 @@ def is_available(lazy: bool | None = None) -> bool:
     return bool(hpu.is_available())
 
 
+def num_devices() -> int:
+    """Cards that the vendor's packages, which must be installed, find."""
+    prepare_environment()
+    import habana_frameworks.torch.hpu as hpu
+
+    return int(hpu.device_count())
+
+
+def card_environment(local_rank: int, num_processes: int) -> Mapping[str, str]:
+    """Variables that give one of several processes of a machine a card of its own.
+
+    The card is that of the list ``HABANA_VISIBLE_MODULES``, or of all modules, at the place of the process.
+    The vendor's ``hccl`` module chooses the same when it is imported, but gloo alone does not import it. One
+    process takes any card that is free.
+
+    Raises:
+        ValueError: the list is shorter than the processes are many, or the user has named one card for all.
+
+    Source: docs.habana.ai, "Gaudi-to-process Assignment"; gaudi-pytorch-bridge, ``distributed/hccl``.
+    """
+    values = dict(prepare_environment())
+    if num_processes == 1:
+        return values
+    if _MODULE in os.environ:
+        raise ValueError(
+            f"expected {_VISIBLE} for the cards of {num_processes} processes, got {_MODULE}="
+            f"{os.environ[_MODULE]}, which names one card for all of them: unset it"
+        )
+    listed = os.environ.get(_VISIBLE)
+    if not listed:
+        return {**values, _MODULE: str(local_rank)}
+    modules = listed.split(",")
+    if len(modules) < num_processes:
+        raise ValueError(f"expected {_VISIBLE} to list {num_processes} cards, one a process, got {listed!r}")
+    return {**values, _MODULE: modules[local_rank].strip()}
+
+
 def _is_lazy() -> bool:
     from habana_frameworks.torch.utils.internal import is_lazy
 
@@ -103,7 +141,6 @@ class HabanaRuntime:
     """
 
     compiles_operators = True
-    collectives = "hccl"
 
     def __init__(self, lazy: bool | None = None) -> None:
         prepare_environment(lazy)
@@ -113,16 +150,21 @@ class HabanaRuntime:
         self._core, self._hpu = core, hpu
         self.is_lazy = _is_lazy()
 
+    def collectives(self) -> str:
+        """HCCL, which ``torch.distributed`` knows under this name once the vendor's module is imported.
+
+        The import also reads ``LOCAL_RANK`` and ``PT_HPU_LAZY_MODE``: both have to be set before.
+        """
+        import habana_frameworks.torch.distributed.hccl  # noqa: F401
+
+        return "hccl"
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """In lazy mode, launch what the step has collected; in eager mode it has been launched."""
         yield
         if self.is_lazy:
             self._core.mark_step()
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        """A new stream, for reading results back while the next step runs."""
-        return self._hpu.stream(self._hpu.Stream())
 
     def synchronize(self) -> None:
         """Wait for all streams."""

@@ -29,17 +29,12 @@ class DeviceRuntime(Protocol):
         """
         ...
 
-    @property
     def collectives(self) -> str:
-        """What torch.distributed calls the device's backend."""
+        """What ``torch.distributed`` calls the device's backend, which it knows from now on."""
         ...
 
     def step(self) -> AbstractContextManager[None]:
         """Around everything that one engine step does on the device."""
-        ...
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        """Queue what is inside on another stream; ``synchronize`` waits for it too."""
         ...
 
     def synchronize(self) -> None:
@@ -84,14 +79,13 @@ class CpuRuntime:
 
     is_lazy = False
     compiles_operators = False
-    collectives = "gloo"
+
+    def collectives(self) -> str:
+        """Gloo is a part of torch."""
+        return "gloo"
 
     def step(self) -> AbstractContextManager[None]:
         """Nothing happens around a step."""
-        return nullcontext()
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        """There is one stream."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -126,18 +120,17 @@ class CudaRuntime:
 
     is_lazy = False
     compiles_operators = False
-    collectives = "nccl"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    def collectives(self) -> str:
+        """NCCL is a part of torch's builds for CUDA."""
+        return "nccl"
+
     def step(self) -> AbstractContextManager[None]:
         """Nothing happens around a step."""
         return nullcontext()
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        """A new stream."""
-        return torch.cuda.stream(torch.cuda.Stream(self._device))
 
     def synchronize(self) -> None:
         """Wait for all streams."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+
+from hpu_duo.device import Member, own_device
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,13 @@ class Workers:
         if self.size == 1:
             return own
         parts = [torch.zeros(own.shape, dtype=torch.float64) for _ in range(self.size)]
-        dist.all_gather(parts, torch.from_numpy(np.ascontiguousarray(own)))
+        try:
+            dist.all_gather(parts, torch.from_numpy(np.ascontiguousarray(own)))
+        except RuntimeError:
+            # Where all processes are interrupted, one that waits here first sees the others leave. Python
+            # raises the interrupt, which is the reason, at the next call.
+            time.sleep(0)
+            raise
         return np.concatenate([part.numpy() for part in parts])
 
     def wait(self) -> None:
@@ -56,19 +65,24 @@ class Workers:
 
     def device(self, wanted: torch.device) -> torch.device:
         """The device of this process: processes of one machine take their accelerators in order."""
-        if self.size == 1 or wanted.type == "cpu" or wanted.index is not None:
-            return wanted
-        return torch.device(wanted.type, self.local_rank)
+        return wanted if self.size == 1 else own_device(wanted, self.local_rank)
 
 
 @contextmanager
-def joined_workers() -> Iterator[Workers]:
-    """The processes that ``torchrun`` started, or this one alone."""
-    if not dist.is_torchelastic_launched():
+def joined_workers(member: Member | None = None) -> Iterator[Workers]:
+    """The processes that this one was started with, by ``run_processes`` or ``torchrun``, or this one alone.
+
+    Args:
+        member: what ``run_processes`` gave this process.
+    """
+    if member is not None:
+        with member.joined("gloo"):
+            yield Workers(member.rank, member.size, member.rank)
+    elif dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+        try:
+            yield Workers(dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank())
+        finally:
+            dist.destroy_process_group()
+    else:
         yield Workers()
-        return
-    dist.init_process_group("gloo")
-    try:
-        yield Workers(dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank())
-    finally:
-        dist.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -18,18 +18,17 @@ class SimRuntime:
 
     is_lazy = False
     compiles_operators = True
-    collectives = "gloo"
 
     def __init__(self, device: SimulatedHpu) -> None:
         self._device = device
 
+    def collectives(self) -> str:
+        """The data lie on the host, where gloo exchanges them."""
+        return "gloo"
+
     def step(self) -> AbstractContextManager[None]:
         """Counts per step are taken inside."""
         return self._device.step()
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        """There is one stream."""
-        return nullcontext()
 
     def synchronize(self) -> None:
         """Nothing runs behind the caller's back."""

@@ -5,15 +5,25 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpu_duo import sim
-from hpu_duo.device import NAMES, CpuRuntime, hpu_problem, problem, resolve_device, runtime_for
+from hpu_duo.device import (
+    NAMES,
+    CpuRuntime,
+    hpu_problem,
+    problem,
+    process_environments,
+    resolve_device,
+    runtime_for,
+)
 from hpu_duo.device.habana import DeviceMemory, HabanaRuntime, prepare_environment
 from tests.vendor import calls, importable
 
@@ -110,9 +120,36 @@ def test_memory_and_waiting_are_asked_of_the_vendor() -> None:
     runtime = HabanaRuntime()
     assert runtime.free_bytes() == 700
     assert runtime.memory() == DeviceMemory(limit=1000, in_use=300, peak=450)
-    with runtime.side_stream():
-        runtime.synchronize()
-    assert (calls()["stream"], calls()["synchronize"]) == (1, 1)
+    runtime.synchronize()
+    assert calls()["synchronize"] == 1
+
+
+@pytest.mark.usefixtures("vendor")
+def test_hccl_is_known_to_torch_once_the_vendors_module_is_imported() -> None:
+    assert HabanaRuntime().collectives() == "hccl"
+    assert dist.is_backend_available("hccl")
+    assert "habana_frameworks.torch.distributed.hccl" in sys.modules
+
+
+@pytest.mark.usefixtures("vendor")
+def test_each_process_has_a_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def modules(num_processes: int) -> list[str | None]:
+        environments = process_environments("hpu", num_processes)
+        assert {one["PT_HPU_LAZY_MODE"] for one in environments} == {"0"}
+        return [one.get("HLS_MODULE_ID") for one in environments]
+
+    assert modules(4) == ["0", "1", "2", "3"]
+    assert modules(1) == [None], "any module that is free"
+    with pytest.raises(ValueError, match="at most 4 processes, one for each hpu device, got 5"):
+        modules(5)
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", "6, 7")
+    assert modules(2) == ["6", "7"]
+    with pytest.raises(ValueError, match="HABANA_VISIBLE_MODULES to list 3 cards, one a process, got '6, 7'"):
+        modules(3)
+    monkeypatch.setenv("HLS_MODULE_ID", "6")
+    with pytest.raises(ValueError, match="got HLS_MODULE_ID=6, which names one card for all of them"):
+        modules(2)
+    assert modules(1) == [None]
 
 
 @pytest.mark.usefixtures("vendor")

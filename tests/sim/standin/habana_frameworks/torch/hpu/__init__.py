@@ -18,6 +18,11 @@ def is_available() -> bool:
     return True
 
 
+def device_count() -> int:
+    """A machine of four cards."""
+    return 4
+
+
 def synchronize() -> None:
     """Waits for nothing, and counts."""
     CALLS["synchronize"] += 1

@@ -1,0 +1,140 @@
+"""Whether the devices of this machine can exchange data: what to know before anything runs on several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hpu_duo.device import (
+    Member,
+    own_device,
+    process_environments,
+    resolve_device,
+    run_processes,
+    runtime_for,
+    usable_name,
+)
+from hpu_duo.device.runtime import DeviceRuntime
+
+_PATTERN = 251
+"""Values that repeat: small integers, whose sums float32 holds exactly, and a prime, so that no chunk of a
+ring is like another."""
+_NUM_TIMED = 3
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What was found out about a machine whose devices exchange data correctly.
+
+    Attributes:
+        backend: what ``torch.distributed`` calls it.
+        devices: the device of each process; of HPUs, the module.
+        num_bytes: size of the tensor that every device contributed to a sum.
+        seconds: the shortest time that a sum took in the slowest process.
+    """
+
+    backend: str
+    devices: tuple[str, ...]
+    num_bytes: int
+    seconds: float
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes a second that each device sends if the sum goes around a ring; 0 for one device.
+
+        Of each byte, ``2 (n - 1) / n`` have to leave a device. Source: nccl-tests, ``PERFORMANCE.md``.
+        """
+        size = len(self.devices)
+        return self.num_bytes / self.seconds * 2 * (size - 1) / size
+
+
+def check_collectives(
+    name: str, num_processes: int, num_bytes: int = 1 << 25, deadline_s: float = 300.0
+) -> Exchange:
+    """Start processes, each with a device of its own, that sum and send tensors by the device's backend.
+
+    Every process checks every value that it ends up with.
+
+    Args:
+        name: of the device; "auto" as in ``resolve_device``.
+        num_processes: how many, which is how many devices take part.
+        num_bytes: of the tensor that is summed; a multiple of 4.
+        deadline_s: how long it may take in all, starting included.
+
+    Raises:
+        ValueError: the device is not usable, there are fewer of it, or one was named for all.
+        WorkerError: a process failed, a value was wrong, or time ran out.
+    """
+    kind, _, index = usable_name(name).partition(":")
+    if index:
+        raise ValueError(f"processes take devices in order: expected {kind!r} without a number, got {name!r}")
+    environments = process_environments(kind, num_processes)
+    found = run_processes(_exchange, (kind, num_bytes // 4, deadline_s), environments, deadline_s)
+    return Exchange(
+        found[0].backend,
+        tuple(_label(one.device, environment) for one, environment in zip(found, environments)),
+        num_bytes,
+        max(one.seconds for one in found),
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    backend: str
+    device: str
+    seconds: float
+
+
+def _label(device: str, environment: Mapping[str, str]) -> str:
+    module = environment.get("HLS_MODULE_ID")
+    return device if module is None else f"{device} (module {module})"
+
+
+def _exchange(member: Member, kind: str, num_values: int, timeout_s: float) -> _Found:
+    device = own_device(resolve_device(kind), member.rank)
+    runtime = runtime_for(device)
+    backend = runtime.collectives()
+    with member.joined(backend, device, timeout_s):
+        for sender in range(member.size):
+            _check_broadcast(member, device, sender)
+        values = _values(num_values, member.rank).to(device)
+        dist.all_reduce(values)
+        # 1 + 2 + ... + size times what process 0 contributes
+        _check("all_reduce", values, _values(num_values, member.size * (member.size + 1) // 2 - 1))
+        seconds = min(_timed_sum(values, runtime) for _ in range(_NUM_TIMED))
+    return _Found(backend, str(device), seconds)
+
+
+def _check_broadcast(member: Member, device: torch.device, sender: int) -> None:
+    values = _values(_PATTERN, member.rank).to(device)
+    dist.broadcast(values, sender)
+    _check("broadcast", values, _values(_PATTERN, sender))
+
+
+def _timed_sum(values: torch.Tensor, runtime: DeviceRuntime) -> float:
+    runtime.synchronize()
+    start = time.perf_counter()
+    dist.all_reduce(values)
+    runtime.synchronize()
+    return time.perf_counter() - start
+
+
+def _values(count: int, rank: int) -> torch.Tensor:
+    """What a process contributes, on the host: float32 ``[count]``, ``rank + 1`` times a pattern."""
+    pattern = torch.arange(_PATTERN, dtype=torch.float32) * (rank + 1)
+    return pattern.repeat(count // _PATTERN + 1)[:count]
+
+
+def _check(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    host = got.cpu()
+    wrong = host != expected
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise RuntimeError(
+            f"{what} left {int(wrong.sum())} of {len(host)} values wrong: "
+            f"expected {float(expected[first])} at {first}, got {float(host[first])}"
+        )
