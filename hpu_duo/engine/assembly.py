@@ -24,6 +24,7 @@ from hpu_duo.engine.step_tables import StepTables
 from hpu_duo.heads import HeadLayout, permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
+from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
 from hpu_duo.modeling.probe import DecoderLayer, probe
@@ -103,10 +104,11 @@ def assemble_around(
         memory = plan_of(config.graph.memory_bytes)
 
     permute_heads([layer.attention for layer in layers], layouts, layers[0].call.head_dim)
-    _pack(config, model, layers, dtype, device, backend)
+    live = LiveRows()
+    _pack(config, model, layers, dtype, device, backend, live)
     runtime.place(model)
     store = KVStore(memory, dtype, device)
-    step_model = StepModel(model, layers, specs, store.layers)
+    step_model = StepModel(model, layers, specs, store.layers, live)
     runner = _make_runner(config, step_model, store, tables, runtime)
     scheduler = Scheduler(
         SchedulerLimits(
@@ -146,6 +148,7 @@ def _pack(
     dtype: torch.dtype,
     device: torch.device,
     backend: CaptureBackend,
+    live: LiveRows,
 ) -> None:
     wanted = config.model.pack_weights
     possible = device.type == "cpu" and can_pack(dtype)
@@ -156,7 +159,8 @@ def _pack(
     if possible and wanted is not False:
         # One request at a time and compiled: its decodes read weights fastest as they lie.
         is_vector = config.scheduler.max_num_seqs == 1 and backend.name == "compile"
-        pack_linears(model, vector=[layer.module for layer in layers] if is_vector else [])
+        vector = [layer.module for layer in layers] if is_vector else []
+        pack_linears(model, vector=vector, head=model.get_output_embeddings(), live=live)
 
 
 def layer_spec(

@@ -172,6 +172,7 @@ class Runner:
         batch = flatten(_rows(plan), _token_ids(plan), self.geometry.block_size)
         bucket = self.graphs.resolve(batch.shape) if self.uses_table else batch.shape
         fill(self.inputs.stage(bucket), batch, bucket, self.geometry)
+        self.model.live.set(batch.shape, bucket)
         build_s = time.perf_counter() - began
         logits = self.graphs.run(bucket, self._step_of(bucket), self.inputs.copy_in(bucket))
         return batch.shape, bucket, logits, build_s

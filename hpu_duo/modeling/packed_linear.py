@@ -2,22 +2,26 @@
 
 A plain ``F.linear`` on CPU lays the weight out anew in every call. For one token that is most of
 the time of a decode step, because a decode reads every weight once and does little else. Weights are
-packed for our own kernel where the CPU has AVX512-BF16 and no AMX, elsewhere for oneDNN.
+packed for our own kernel where the CPU has AVX512-BF16 and no AMX, elsewhere for oneDNN. Our kernel leaves
+out the rows that only pad a step to its bucket.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
 from torch import nn
 
+from hpu_duo.modeling.huge_pages import HugePages
+from hpu_duo.modeling.live_rows import LiveRows
 from kernels_ref.avx512 import linear as avx512
 
 _library = torch.library.Library("hpu_duo", "FRAGMENT")
 _ARGUMENTS = "Tensor x, Tensor packed, Tensor? bias, int out_features"
 _library.define(f"packed_linear({_ARGUMENTS}) -> Tensor")
-_library.define(f"panel_linear({_ARGUMENTS}) -> Tensor")
+_library.define(f"panel_linear({_ARGUMENTS}, Tensor? live) -> Tensor")
 
 
 def _packed_linear(
@@ -27,7 +31,11 @@ def _packed_linear(
 
 
 def _packed_linear_fake(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
@@ -46,28 +54,56 @@ def can_pack(dtype: torch.dtype) -> bool:
     return mkldnn and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+class PanelLinear(nn.Module):
+    """``nn.Linear`` for inference, with the weight in panels for our kernel.
+
+    Args:
+        memory: where to put them; see ``num_bytes``.
+        live: int32 ``[2]`` of ``LiveRows``, or None to compute every row.
+    """
+
+    packed: torch.Tensor
+
+    def __init__(self, linear: nn.Linear, memory: HugePages, live: torch.Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach()
+        packed = avx512.pack(weight, memory.take(avx512.packed_shape(*weight.shape), weight.dtype))
+        bias = None if linear.bias is None else avx512.pack_bias(linear.bias.detach())
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("live", live, persistent=False)
+
+    @staticmethod
+    def num_bytes(linear: nn.Linear) -> int:
+        """Bytes of the packed weight."""
+        return HugePages.rounded(
+            math.prod(avx512.packed_shape(*linear.weight.shape)) * linear.weight.dtype.itemsize
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Only [1, tokens, features] has the tokens of the step in their order.
+        live = self.live if x.dim() == 3 and x.shape[0] == 1 else None
+        return torch.ops.hpu_duo.panel_linear(x, self.packed, self.bias, self.out_features, live)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, in panels"
+
+
 class PackedLinear(nn.Module):
-    """``nn.Linear`` for inference, with the weight in panels for our kernel or in oneDNN's own layout."""
+    """``nn.Linear`` for inference, with the weight in oneDNN's own layout."""
 
     packed: torch.Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = linear.weight.detach().contiguous()
-        bias = None if linear.bias is None else linear.bias.detach()
-        self.is_in_panels = avx512.fits(weight)
-        if self.is_in_panels:
-            packed = avx512.pack(weight)
-            bias = None if bias is None else avx512.pack_bias(bias)
-        else:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous())
         self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        operator = torch.ops.hpu_duo.panel_linear if self.is_in_panels else torch.ops.hpu_duo.packed_linear
-        return operator(x, self.packed, self.bias, self.out_features)
+        return torch.ops.hpu_duo.packed_linear(x, self.packed, self.bias, self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
@@ -93,13 +129,21 @@ class VectorLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def pack_linears(model: nn.Module, *, vector: Collection[nn.Module] = ()) -> int:
+def pack_linears(
+    model: nn.Module,
+    *,
+    vector: Collection[nn.Module] = (),
+    head: nn.Module | None = None,
+    live: LiveRows | None = None,
+) -> int:
     """Replace every bfloat16 ``nn.Linear`` of the model in place; returns how many.
 
     A weight shared with the embedding table stays there for look-ups and is packed beside it.
 
     Args:
         vector: modules whose linears become ``VectorLinear`` instead of being packed for oneDNN.
+        head: the linear that gets rows of logits; all others get query tokens.
+        live: how many of these rows count.
     """
     as_vectors = {id(module) for parent in vector for module in parent.modules()}
     # Names only: a list of the layers themselves would keep all plain weights until the end.
@@ -109,8 +153,15 @@ def pack_linears(model: nn.Module, *, vector: Collection[nn.Module] = ()) -> int
         for name, child in module.named_children()
         if type(child) is nn.Linear and can_pack(child.weight.dtype)
     ]
+    linears = (getattr(module, name) for module, name in targets)
+    memory = HugePages(sum(PanelLinear.num_bytes(x) for x in linears if avx512.fits(x.weight)))
     for module, name in targets:
         child = getattr(module, name)
-        is_vector = id(child) in as_vectors and not avx512.fits(child.weight)
-        setattr(module, name, VectorLinear(child) if is_vector else PackedLinear(child))
+        packed: nn.Module
+        if avx512.fits(child.weight):
+            rows = None if live is None else live.logits if child is head else live.tokens
+            packed = PanelLinear(child, memory, rows)
+        else:
+            packed = VectorLinear(child) if id(child) in as_vectors else PackedLinear(child)
+        setattr(module, name, packed)
     return len(targets)

@@ -30,12 +30,12 @@ def fix_frequencies(model: nn.Module) -> None:
         kept = getattr(module, "rope_type", None)
         if isinstance(kept, str) and kept in _LENGTH_DEPENDENT:
             _restore(module, "")
-            module.rope_type = "default"
+            module.rope_type = "default"  # type: ignore[assignment]
         elif isinstance(kept, dict) and _LENGTH_DEPENDENT & set(kept.values()):
             changing = {layer_type for layer_type, kind in kept.items() if kind in _LENGTH_DEPENDENT}
             for layer_type in changing:
                 _restore(module, f"{layer_type}_")
-            module.rope_type = {**kept, **dict.fromkeys(changing, "default")}
+            module.rope_type = {**kept, **dict.fromkeys(changing, "default")}  # type: ignore[assignment]
 
 
 def positions_served(config: Any) -> int:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from bias_builders import Window
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer, placeholder_mask
 from hpu_duo.modeling.layer_kind import LayerKind
+from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.probe import DecoderLayer
 from kernels_ref import LayerCache, LayerSpec, Step
 
@@ -39,6 +40,7 @@ class StepModel:
 
     Attributes:
         specs: attention of each layer.
+        live: what tells linears on a CPU which rows of a step are padding.
         kinds: distinct kinds of layers; layers of one kind run the same compiled region.
     """
 
@@ -48,8 +50,9 @@ class StepModel:
         layers: Sequence[DecoderLayer],
         specs: Sequence[LayerSpec],
         caches: Sequence[LayerCache],
+        live: LiveRows,
     ) -> None:
-        self.model = model
+        self.model, self.live = model, live
         self.specs = tuple(specs)
         self._runners: dict[Hashable, LayerRunner] = {}
         # Where it is not given, transformers counts it anew in each step, as int64.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hpu_duo.modeling.attention import AttentionLayer
-from hpu_duo.modeling.packed_linear import PackedLinear
+from hpu_duo.modeling.packed_linear import PackedLinear, PanelLinear
 
 Digests = Mapping[str, str]
 
@@ -43,7 +43,7 @@ def check_unchanged(before: Digests, after: Digests) -> None:
 def _tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         # Stores change in every step, and packed weights never do.
-        if isinstance(module, AttentionLayer | PackedLinear):
+        if isinstance(module, AttentionLayer | PackedLinear | PanelLinear):
             continue
         held = {**module._buffers, **{n: v for n, v in vars(module).items() if n not in _OF_MODULES}}
         for name, value in held.items():

@@ -79,11 +79,16 @@ void multiply_rows(int rows, const bf16 *x, int64_t inputs, const bf16 *panel, c
 
 extern "C" {
 
-// y[rows, outputs] = x[rows, inputs] * weight^T + bias. `bias` is null or padded to whole panels.
-void hpu_duo_linear(const void *x, const void *packed, const float *bias, void *y, int64_t rows, int64_t outputs,
-                    int64_t inputs, int num_threads) {
+// y[rows, outputs] = x[rows, inputs] * weight^T + bias. `bias` is null or padded to whole panels. `live` is null
+// or two numbers: if `rows` is the first one, only as many rows as the second says are computed, the others are 0.
+void hpu_duo_linear(const void *x, const void *packed, const float *bias, const int *live, void *y, int64_t rows,
+                    int64_t outputs, int64_t inputs, int num_threads) {
   const bf16 *in = (const bf16 *)x, *weight = (const bf16 *)packed;
   bf16 *out = (bf16 *)y;
+  if (live && rows == live[0] && live[1] < rows) {
+    std::fill(out + live[1] * outputs, out + rows * outputs, (bf16)0);
+    rows = live[1];
+  }
   const int64_t tile_rows = std::clamp(kTileItems / inputs / kStep * kStep, (int64_t)kStep, kMaxTileRows);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(num_threads) if (num_threads > 1)
   for (int64_t row = 0; row < rows; row += tile_rows)

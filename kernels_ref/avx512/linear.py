@@ -22,11 +22,21 @@ def fits(weight_NK: torch.Tensor) -> bool:
     return is_cpu_bfloat16 and weight_NK.shape[1] % 2 == 0 and _library() is not None
 
 
-def pack(weight_NK: torch.Tensor) -> torch.Tensor:
-    """A weight in panels, ``[ceil(outputs / 64), inputs / 2, 64, 2]``."""
+def packed_shape(num_outputs: int, num_inputs: int) -> tuple[int, int, int, int]:
+    """Shape of a packed weight: panels, pairs of inputs, outputs of a panel, inputs of a pair."""
+    return -(-num_outputs // PANEL), num_inputs // 2, PANEL, 2
+
+
+def pack(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """A weight in panels, of ``packed_shape``.
+
+    Args:
+        out: where to put it.
+    """
     missing = -weight_NK.shape[0] % PANEL
     padded = torch.nn.functional.pad(weight_NK, (0, 0, 0, missing)) if missing else weight_NK
-    return padded.view(-1, PANEL, weight_NK.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    panels = padded.reshape(-1, PANEL, weight_NK.shape[1] // 2, 2).transpose(1, 2)
+    return panels.contiguous() if out is None else out.copy_(panels)
 
 
 def pack_bias(bias_N: torch.Tensor) -> torch.Tensor:
@@ -35,9 +45,17 @@ def pack_bias(bias_N: torch.Tensor) -> torch.Tensor:
 
 
 def multiply(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x [..., inputs]`` times the packed weight, plus the packed bias: ``[..., out_features]``.
+
+    Args:
+        live: int32 ``[2]``. If ``x`` has as many rows as the first number says, only as many of them as the
+            second says are multiplied, and the results of the others are 0.
 
     Raises:
         ValueError: ``x`` is not bfloat16 or has another number of inputs, or nothing is packed here.
@@ -54,6 +72,7 @@ def multiply(
         x.data_ptr(),
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
+        None if live is None else live.data_ptr(),
         out.data_ptr(),
         x.numel() // num_inputs,
         out_features,
@@ -67,6 +86,6 @@ def multiply(
 def _library() -> ctypes.CDLL | None:
     library = load("linear")
     if library is not None:
-        library.hpu_duo_linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int]
+        library.hpu_duo_linear.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3 + [ctypes.c_int]
         library.hpu_duo_linear.restype = None
     return library

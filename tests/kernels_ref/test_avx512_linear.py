@@ -67,3 +67,29 @@ def test_what_cannot_be_multiplied_is_refused() -> None:
         linear.multiply(torch.randn(1, 8), packed, None, 4)
     assert linear.fits(torch.randn(4, 7).bfloat16()) is False
     assert linear.fits(torch.randn(4, 8)) is False
+
+
+@here
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 300), live=st.integers(0, 300), padded=st.integers(0, 300), is_padded=st.booleans()
+)
+def test_rows_of_padding_are_zero_and_the_others_as_without_padding(
+    rows: int, live: int, padded: int, is_padded: bool
+) -> None:
+    live = min(live, rows)
+    padded = rows if is_padded else padded
+    x, weight = torch.randn(rows, 64).bfloat16(), linear.pack(torch.randn(70, 64).bfloat16())
+    x[live if padded == rows else rows :] = torch.nan
+    out = linear.multiply(x, weight, None, 70, torch.tensor([padded, live], dtype=torch.int32))
+    counted = live if padded == rows else rows
+    assert torch.equal(out[:counted], linear.multiply(x[:counted], weight, None, 70))
+    assert not out[counted:].any()
+
+
+@here
+def test_a_weight_may_be_packed_into_memory_that_is_given() -> None:
+    weight = torch.randn(70, 64).bfloat16()
+    out = torch.full(linear.packed_shape(70, 64), torch.nan, dtype=torch.bfloat16)
+    assert linear.pack(weight, out) is out
+    assert torch.equal(out, linear.pack(weight))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpu_duo.sampling import SamplingBatch, SamplingParams, SamplingRow, sample
 from hpu_duo.sampling.batch import FORBIDDEN
 from hpu_duo.sampling.rng import uniform
-from hpu_duo.sampling.sampler import draw
+from hpu_duo.sampling.sampler import draw, most_likely
 from tests.sampling.reference import Case, distribution, edited_scores, sample_cases
 
 torch.set_num_threads(1)
@@ -209,3 +209,17 @@ def test_sampling_leaves_the_logits_as_they_were() -> None:
     batch = SamplingBatch.build([Case(logits[0].tolist(), params, 0, (1, 2)).row()], V)
     sample(logits, batch)
     assert torch.equal(logits, before)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    vocab_size=st.one_of(st.integers(1, 40), st.integers(500, 1300)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_the_lowest_id_wins_among_equals(vocab_size: int, dtype: torch.dtype, seed: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    # Few distinct values, so that nearly every row has ties.
+    scores = torch.randint(-3, 3, (5, vocab_size), generator=gen).to(dtype)
+    expected = [row.index(max(row)) for row in scores.tolist()]
+    assert most_likely(scores).tolist() == expected
