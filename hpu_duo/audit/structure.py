@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from graphs import BatchShape, BucketLimits, BucketTable
 from hpu_duo import sim
+from hpu_duo.audit.reach import check_reach
 from hpu_duo.config import CacheConfig, EngineConfig
 from hpu_duo.cost import Hardware
 from hpu_duo.engine.assembly import layer_spec
@@ -134,6 +135,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     if table is None:
         table = default_table(limits, step_model.specs, text_config)
     check_table(table, limits)
+    check_reach(table, limits)
     return Structure(
         name=path.resolve().name,
         mode=mode,
