@@ -25,6 +25,7 @@ from hpu_duo.engine.memory_choice import plan_memory
 from hpu_duo.engine.step_tables import check_table, default_table
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
+from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import read_layers
 from hpu_duo.modeling.rope import fix_frequencies, positions_served
@@ -130,7 +131,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         _move(model)
         store = KVStore(memory, dtype, HPU)
         specs = [layer_spec(*each, Implementation.REFERENCE) for each in zip(layers, layouts, windows)]
-        step_model = StepModel(model, layers, specs, store.layers)
+        step_model = StepModel(model, layers, specs, store.layers, LiveRows())
     table = config.graph.table
     if table is None:
         table = default_table(limits, step_model.specs, text_config)
