@@ -126,12 +126,12 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         uses_blocks=memory.uses_blocks,
         max_chunk_rows=scheduler.max_chunk_rows,
     )
-    mode = FakeTensorMode()
+    mode, live = FakeTensorMode(), LiveRows()
     with mode:
         _move(model)
         store = KVStore(memory, dtype, HPU)
         specs = [layer_spec(*each, Implementation.REFERENCE) for each in zip(layers, layouts, windows)]
-        step_model = StepModel(model, layers, specs, store.layers, LiveRows())
+        step_model = StepModel(model, layers, specs, store.layers, live)
     table = config.graph.table
     if table is None:
         table = default_table(limits, step_model.specs, text_config)
