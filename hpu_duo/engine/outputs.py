@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hpu_duo.request import FinishReason
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.runner import StepResult
+    from hpu_duo.engine.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,60 @@ class Completion:
         self.logprobs += output.logprobs
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+
+
+class Completions:
+    """What the requests of one call have been given so far.
+
+    Args:
+        on_output: called with each of their outputs.
+    """
+
+    def __init__(self, on_output: Callable[[RequestOutput], None] | None) -> None:
+        self._on_output = on_output
+        self._samples: dict[str, dict[int, Completion]] = {}
+
+    def expect(self, request_id: str) -> None:
+        """Take in a request, behind those that are there."""
+        self._samples[request_id] = {}
+
+    def take(self, outputs: Iterable[RequestOutput]) -> None:
+        """Add what a step gave these requests."""
+        for output in outputs:
+            if output.request_id not in self._samples:
+                continue
+            samples = self._samples[output.request_id]
+            if output.sample_index not in samples:
+                samples[output.sample_index] = Completion(output.request_id, output.sample_index)
+            samples[output.sample_index].add(output)
+            if self._on_output is not None:
+                self._on_output(output)
+
+    def others(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+        """Outputs of requests that are not of this call."""
+        return [output for output in outputs if output.request_id not in self._samples]
+
+    def in_order(self) -> list[list[Completion]]:
+        """The samples of each request."""
+        return [[samples[index] for index in sorted(samples)] for samples in self._samples.values()]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._samples)
+
+
+def logprobs_by_request(plan: StepPlan, result: StepResult) -> dict[str, TokenLogprob]:
+    """Log-probabilities of a step's tokens, for the samples that asked for them."""
+    if result.logprobs is None:
+        return {}
+    sampled, rank, top_ids, top = (x.tolist() for x in result.logprobs)
+    found = {}
+    for index, row in enumerate(plan.sampled_rows):
+        width = row.request.params.logprobs
+        if width is not None:
+            best = dict(zip(top_ids[index][:width], top[index][:width]))
+            token = int(result.token_ids[index])
+            found[row.request.request_id] = TokenLogprob(token, sampled[index], rank[index], best)
+    return found

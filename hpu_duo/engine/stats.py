@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.runner import Runner, StepResult
+    from hpu_duo.engine.scheduler import Scheduler
+    from hpu_duo.engine.step_plan import StepPlan
+    from hpu_duo.kv.leases import KVLeases
+    from hpu_duo.kv.plan import MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,37 @@ class EngineStats:
     device_s: float
     bytes_copied: int
 
+    @classmethod
+    def of(cls, counters: StepCounters, scheduler: Scheduler, runner: Runner) -> EngineStats:
+        """What the counters say, and what is held now."""
+        leases, memory, graphs = scheduler.leases, runner.store.plan, runner.graphs.counters
+        return cls(
+            steps=dict(counters.steps),
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            num_padded_tokens=counters.num_padded_tokens,
+            num_query_tokens=counters.num_query_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_graph_misses=graphs.misses,
+            num_late_captures=graphs.late_captures,
+            num_uncaptured_steps=graphs.bypasses,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            used_blocks=leases.blocks.num_used,
+            total_blocks=memory.num_blocks if memory.uses_blocks else 0,
+            used_rows=leases.rows.num_used,
+            total_rows=memory.max_num_seqs,
+            kv_bytes=runner.store.num_bytes,
+            graph_bytes=memory.graph_bytes,
+            held_bytes=_held_bytes(leases, memory),
+            full_attention_bytes=memory.full_attention_bytes(scheduler.num_cached_tokens),
+            peak_held_bytes=counters.peak_held_bytes,
+            peak_full_attention_bytes=counters.peak_full_attention_bytes,
+            host_s=counters.host_s,
+            device_s=counters.device_s,
+            bytes_copied=runner.inputs.bytes_copied,
+        )
+
     @property
     def num_steps(self) -> int:
         """Steps of all phases."""
@@ -81,3 +120,23 @@ class StepCounters:
     peak_full_attention_bytes: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
+
+    def count(self, plan: StepPlan, result: StepResult, leases: KVLeases, memory: MemoryPlan) -> None:
+        """Account for a step that has run, before anything of it is given back."""
+        self.steps[str(result.shape.phase)] += 1
+        self.num_prompt_tokens += sum(
+            max(0, min(row.end, row.request.num_prompt_tokens) - row.start) for row in plan.rows
+        )
+        self.num_output_tokens += len(result.token_ids)
+        self.num_query_tokens += result.bucket.query_len
+        self.num_padded_tokens += result.bucket.query_len - result.shape.query_len
+        self.num_preemptions += len(plan.preempted)
+        cached = sum(row.end for row in plan.rows)
+        if cached >= self.peak_cached_tokens:
+            self.peak_cached_tokens = cached
+            self.peak_held_bytes = _held_bytes(leases, memory)
+            self.peak_full_attention_bytes = memory.full_attention_bytes(cached)
+
+
+def _held_bytes(leases: KVLeases, memory: MemoryPlan) -> int:
+    return leases.blocks.num_used * memory.block_bytes + leases.rows.num_used * memory.row_bytes

@@ -47,7 +47,7 @@ def model() -> torch.nn.Module:
 
 
 def _lease(engine: Engine) -> tuple[object, ...]:
-    [request] = (state.request for state in engine._samples.values())
+    [request] = (state.request for state in engine._samples)
     blocks = request.block_table[: request.num_blocks].tolist()
     return request.row, blocks, request.num_computed_tokens, request.num_tokens, engine.scheduler.num_running
 

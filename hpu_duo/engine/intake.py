@@ -1,0 +1,70 @@
+"""From a prompt and parameters to the samples that an engine serves, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpu_duo.engine.output_text import SampleState
+from hpu_duo.request import Request, TokenLimits
+from hpu_duo.sampling import SamplingParams, derive_seed, special_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = Sequence[int] | np.ndarray
+
+
+class Intake:
+    """Makes samples, changing nothing.
+
+    Args:
+        limits: what the model says about tokens.
+        tokenizer: for text and stop strings; None for token ids only.
+        seed: from which requests without a seed get theirs.
+    """
+
+    def __init__(self, limits: TokenLimits, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> None:
+        assert limits.vocab_size is not None, "the engine needs the size of the vocabulary"
+        self.vocab_size = limits.vocab_size
+        self._limits, self._tokenizer, self._seed = limits, tokenizer, seed
+        self._eos = tuple(limits.eos_token_ids)
+        self._special_ids = None if tokenizer is None else special_token_ids(tokenizer)
+
+    def requests(
+        self, request_id: str, number: int, prompt: Prompt, each: Sequence[SamplingParams]
+    ) -> list[Request]:
+        """The samples of one prompt, as the scheduler sees them.
+
+        Args:
+            number: of the prompt, in order of arrival; gives requests without a seed one of their own.
+            each: parameters of each sample.
+
+        Raises:
+            ValueError: the prompt or the parameters do not fit the model, or stop strings have no tokenizer.
+        """
+        for params in each:
+            params.validate(self.vocab_size)
+        if any(params.stop for params in each) and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
+        seed = derive_seed(self._seed, number) if each[0].seed is None else each[0].seed
+        first = Request(f"{request_id}#0", prompt, each[0], self._limits, sampling_seed=derive_seed(seed, 0))
+        siblings = [
+            first.sibling(
+                f"{request_id}#{index}",
+                sample_index=index,
+                sampling_seed=derive_seed(seed, index),
+                params=params,
+            )
+            for index, params in enumerate(each[1:], start=1)
+        ]
+        return [first, *siblings]
+
+    def states(self, request_id: str, requests: Sequence[Request]) -> list[SampleState]:
+        """What the engine keeps for each sample besides."""
+        return [
+            SampleState(request, request_id, self._eos, self._tokenizer, self._special_ids)
+            for request in requests
+        ]
