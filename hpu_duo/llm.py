@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import GenerationConfig
 
-from graphs import BucketTable, CaptureBackend, MissPolicy, StepCost
-from graphs.bucket_file import read_table
-from graphs.manifest import Manifest, is_manifest, read_manifest
+from graphs import BucketTable, CaptureBackend, MissPolicy
+from graphs.manifest import read_manifest
 from graphs.recording import ShapeRecorder
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.engine.assembly import assemble
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.outputs import Completion, ContinuationScore, RequestOutput
+from hpu_duo.engine.outputs import ContinuationScore
 from hpu_duo.engine.stats import EngineStats
-from hpu_duo.generation import TokenLists, as_token_ids, read_generation, read_inputs
+from hpu_duo.generation import (
+    TokenLists,
+    as_token_ids,
+    assemble_rows,
+    feed,
+    read_generation,
+    read_inputs,
+)
 from hpu_duo.modeling.loading import load_tokenizer, read_config, read_generation_config
 from hpu_duo.warmup import (
+    GivenBuckets,
     Progress,
     WarmUp,
     WarmUpBudget,
     WarmUpReport,
     configuration_of,
-    known_before_loading,
     parse_phases,
-    versions_of,
 )
 
 if TYPE_CHECKING:
@@ -127,9 +131,7 @@ class HPUDuoModel:
             ValueError: a file is missing or unreadable, the architecture cannot be served, or an
                 argument is out of range or does not fit the others.
         """
-        manifest = None
-        if isinstance(buckets, str | Path):
-            buckets, manifest = _read_buckets(buckets, StepCost(block_size=block_size))
+        given = GivenBuckets.read(buckets, block_size)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"expected seed to be an integer, got {seed!r}")
         config = EngineConfig(
@@ -139,21 +141,19 @@ class HPUDuoModel:
             scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, max_chunk_rows),
             graph=GraphConfig(
                 graphs,
-                buckets,
+                given.table,
                 _miss_policy(on_miss),
                 max_captured_tokens,
                 graph_memory_bytes,
                 fail_on_recompile,
             ),
         )
-        if manifest is not None:
-            config = _with_limits_of(manifest, config)
+        config = given.complete(config)
         generation_config = read_generation_config(path, read_config(path))
         eos = as_token_ids("eos_token_id", generation_config.eos_token_id)
         tokenizer = load_tokenizer(path)
         engine = assemble(config, frozenset(eos), tokenizer, seed)
-        if manifest is not None:
-            manifest.check(configuration_of(engine), versions_of(engine.runner.device))
+        given.check(engine)
         if record_shapes is not None:
             engine.recorder = ShapeRecorder(record_shapes)
         return cls(engine, tokenizer, generation_config, config)
@@ -220,9 +220,9 @@ class HPUDuoModel:
                 f"a streamer takes one sequence, got {len(prompts)} prompts with "
                 f"{asked.num_samples} samples each"
             )
-        on_output = None if streamer is None else _feed(streamer, rows[0])
+        on_output = None if streamer is None else feed(streamer, rows[0])
         done = self.engine.generate(prompts, params, on_output)
-        return _assemble_rows(rows, done, asked.pad_token_id)
+        return assemble_rows(rows, done, asked.pad_token_id)
 
     def warmup(
         self,
@@ -321,51 +321,6 @@ class HPUDuoModel:
     def stats(self) -> EngineStats:
         """Steps by phase string, padding, bytes held and bytes of a full cache, blocks and rows in use."""
         return self.engine.stats()
-
-
-def _feed(streamer: BaseStreamer, prompt: list[int]) -> Callable[[RequestOutput], None]:
-    """Hands on the prompt with the first output: only then has the request been accepted."""
-    unread = [prompt]
-
-    def on_output(output: RequestOutput) -> None:
-        if unread:
-            streamer.put(torch.tensor([unread.pop()]))
-        if output.token_ids:
-            streamer.put(torch.tensor(output.token_ids))
-
-    return on_output
-
-
-def _assemble_rows(rows: list[list[int]], done: list[list[Completion]], pad_token_id: int) -> torch.Tensor:
-    """Each row as given and the new tokens of each of its samples, padded on the right: int64 ``[B, L]``."""
-    filled = [row + sample.token_ids for row, samples in zip(rows, done) for sample in samples]
-    new = max(len(sample.token_ids) for samples in done for sample in samples)
-    width = max(len(row) for row in rows) + new
-    return torch.tensor([row + [pad_token_id] * (width - len(row)) for row in filled])
-
-
-def _read_buckets(path: str | Path, cost: StepCost) -> tuple[BucketTable, Manifest | None]:
-    if not is_manifest(path):
-        return read_table(path, cost), None
-    manifest = read_manifest(path)
-    return manifest.table(cost), manifest
-
-
-def _with_limits_of(manifest: Manifest, config: EngineConfig) -> EngineConfig:
-    """What was left open as the manifest has it; free memory, for example, is another each time.
-
-    Raises:
-        ValueError: what was asked for is not what the manifest is for, as far as can be told without weights.
-    """
-    manifest.check(known_before_loading(config), {}, known_only=True)
-    scheduler, cache = config.scheduler, config.cache
-    length = manifest.configuration.get("limits.max_model_len")
-    num_blocks = manifest.configuration.get("limits.num_blocks")
-    if scheduler.max_model_len is None and isinstance(length, int):
-        scheduler = replace(scheduler, max_model_len=length)
-    if cache.num_blocks is None and cache.kv_cache_bytes is None and num_blocks:
-        cache = replace(cache, num_blocks=num_blocks)
-    return replace(config, scheduler=scheduler, cache=cache)
 
 
 def _miss_policy(name: str) -> MissPolicy:

@@ -11,6 +11,7 @@ from hpu_duo.warmup.estimate import (
     WarmUpBudget,
     estimate_of,
 )
+from hpu_duo.warmup.given_buckets import GivenBuckets
 from hpu_duo.warmup.planning import plan_within
 from hpu_duo.warmup.selection import check_holds_everything, parse_phases, select
 from hpu_duo.warmup.tool import Progress, WarmUp, WarmUpReport, WarmUpStoppedError
@@ -18,6 +19,7 @@ from hpu_duo.warmup.tool import Progress, WarmUp, WarmUpReport, WarmUpStoppedErr
 __all__ = [
     "PRIORS",
     "Estimate",
+    "GivenBuckets",
     "GraphCosts",
     "GraphEstimate",
     "Prior",

@@ -1,0 +1,34 @@
+"""What one call of ``generate`` gives back, as transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+    from hpu_duo.engine.outputs import Completion, RequestOutput
+
+
+def feed(streamer: BaseStreamer, prompt: list[int]) -> Callable[[RequestOutput], None]:
+    """Hands each token on to a streamer, and the prompt before the first: only then is it accepted."""
+    unread = [prompt]
+
+    def on_output(output: RequestOutput) -> None:
+        if unread:
+            streamer.put(torch.tensor([unread.pop()]))
+        if output.token_ids:
+            streamer.put(torch.tensor(output.token_ids))
+
+    return on_output
+
+
+def assemble_rows(rows: list[list[int]], done: list[list[Completion]], pad_token_id: int) -> torch.Tensor:
+    """Each row as given and the new tokens of each of its samples, padded on the right: int64 ``[B, L]``."""
+    filled = [row + sample.token_ids for row, samples in zip(rows, done) for sample in samples]
+    new = max(len(sample.token_ids) for samples in done for sample in samples)
+    width = max(len(row) for row in rows) + new
+    return torch.tensor([row + [pad_token_id] * (width - len(row)) for row in filled])

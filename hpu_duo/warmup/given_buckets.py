@@ -1,0 +1,67 @@
+"""The shapes that a model is told to capture when it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from graphs import BucketTable, StepCost
+from graphs.bucket_file import read_table
+from graphs.manifest import Manifest, is_manifest, read_manifest
+from hpu_duo.config import EngineConfig
+from hpu_duo.engine.engine import Engine
+from hpu_duo.warmup.configuration import configuration_of, known_before_loading, versions_of
+
+
+@dataclass(frozen=True)
+class GivenBuckets:
+    """A table, with the manifest it is of, if any, which says what it is for.
+
+    Attributes:
+        table: None leaves the shapes to the way of capturing.
+        manifest: of an earlier warm-up.
+    """
+
+    table: BucketTable | None
+    manifest: Manifest | None = None
+
+    @classmethod
+    def read(cls, buckets: BucketTable | str | Path | None, block_size: int) -> GivenBuckets:
+        """What was asked for; paths are read.
+
+        Raises:
+            ValueError: a file is neither a table nor a manifest.
+        """
+        if not isinstance(buckets, str | Path):
+            return cls(buckets)
+        cost = StepCost(block_size=block_size)
+        if not is_manifest(buckets):
+            return cls(read_table(buckets, cost))
+        manifest = read_manifest(buckets)
+        return cls(manifest.table(cost), manifest)
+
+    def complete(self, config: EngineConfig) -> EngineConfig:
+        """The configuration, with what it leaves open as the manifest has it.
+
+        Free memory, for example, is another each time, and the number of blocks with it.
+
+        Raises:
+            ValueError: what was asked for is not what the manifest is for, as far as can be told without
+                weights.
+        """
+        if self.manifest is None:
+            return config
+        self.manifest.check(known_before_loading(config), {}, known_only=True)
+        scheduler, cache = config.scheduler, config.cache
+        length = self.manifest.configuration.get("limits.max_model_len")
+        num_blocks = self.manifest.configuration.get("limits.num_blocks")
+        if scheduler.max_model_len is None and isinstance(length, int):
+            scheduler = replace(scheduler, max_model_len=length)
+        if cache.num_blocks is None and cache.kv_cache_bytes is None and num_blocks:
+            cache = replace(cache, num_blocks=num_blocks)
+        return replace(config, scheduler=scheduler, cache=cache)
+
+    def check(self, engine: Engine) -> None:
+        """Raise ValueError unless the manifest, if there is one, is for this engine."""
+        if self.manifest is not None:
+            self.manifest.check(configuration_of(engine), versions_of(engine.runner.device))
