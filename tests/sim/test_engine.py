@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from graphs import BatchShape
 from hpu_duo import HeadPattern, HPUDuoModel, sim
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams, static_routes
@@ -18,6 +22,7 @@ from hpu_duo.sim import HpuRuleViolation
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, tokens_of
 from tests.modeling.families import (
     BASE,
+    BLOCK,
     IS_5,
     LENGTH_DEPENDENT,
     VOCAB,
@@ -41,6 +46,7 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 8,
     "max_model_len": 24,
 }
+BEGINS = (8, 16, 21)
 Done = dict[tuple[int, int], tuple[list[int], FinishReason]]
 
 
@@ -54,9 +60,20 @@ class Workload:
 
     @classmethod
     def random(cls, num_requests: int, seed: int) -> Workload:
+        """Every other prompt begins like others do, with one of three beginnings of one to three blocks."""
         rng = random.Random(seed)
         lengths = [rng.choice((1, 2, 7, 8, 9, 16, rng.randint(1, 40))) for _ in range(num_requests)]
-        return cls(prompts_of(lengths, seed=seed), [_params(rng) for _ in lengths], seed)
+        prompts = prompts_of(lengths, seed=seed)
+        begins = prompts_of(BEGINS, seed=seed + 1)
+        for number in range(0, num_requests, 2):
+            prompts[number] = (rng.choice(begins) + prompts[number])[:40]
+        return cls(prompts, [_params(rng) for _ in lengths], seed)
+
+    def num_alike(self) -> int:
+        """Prompts that agree with another one in its first block, and differ from it later."""
+        different = {tuple(prompt) for prompt in self.prompts if len(prompt) > BLOCK}
+        begins = Counter(prompt[:BLOCK] for prompt in different)
+        return sum(count for count in begins.values() if count > 1)
 
     def run(self, served: HPUDuoModel) -> Done:
         """Submit a few at a time and abort some; arrivals depend on nothing but the seed."""
@@ -97,9 +114,14 @@ def _params(rng: random.Random) -> SamplingParams:
             return SamplingParams(temperature=0, **common)
 
 
-def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(tiny: Tiny) -> None:
+def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
+    tiny: Tiny, tmp_path: Path
+) -> None:
     work = Workload.random(300, seed=2)
-    served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
+    assert len({len(prompt) for prompt in work.prompts}) > 20
+    assert work.num_alike() > 100
+    recording = tmp_path / "shapes.jsonl"
+    served = tiny.load(device="hpu-sim", pattern=PATTERN, record_shapes=recording, **LIMITS)
     runner = served.engine.runner
     assert runner.device == torch.device("hpu", 0)
     assert {tensor.device for layer in runner.store.layers for tensor in layer} == {runner.device}
@@ -111,24 +133,43 @@ def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_
     report, stats = seen.report(), served.stats()
     assert (report.new_graphs, report.new_recipes) == (0, 0)
     assert (runner.graphs.counters.misses, runner.graphs.counters.late_captures) == (0, 0)
-    assert report.max_reads == 1
     assert not report.excused
     assert len(report.steps) == stats.num_steps == sum(report.graph_runs.values())
     assert report.between == sim.StepTraffic()
 
-    num_rows = LIMITS["max_num_seqs"]
-    longest = max(route.num_seen for route in static_routes(num_rows, VOCAB, LIMITS["max_model_len"]))
-    sampling = 4 * (9 * num_rows + 2 * longest) + 4 * 2 * longest
-    copies = 8 * 3 * num_rows
-    assert report.max_h2d_bytes <= runner.inputs.capacity_bytes + sampling + copies
-    assert report.max_d2h_bytes <= 4 * num_rows * (3 + 2 * 8)
-
-    assert stats.num_preemptions > 0
+    shapes = [BatchShape.parse(json.loads(line)["shape"]) for line in recording.read_text().splitlines()]
+    _check_traffic(served, report.steps, shapes)
+    # Samples of one prompt read its blocks together, in steps of decodes alone and beside prompts. Without
+    # a prefix cache, requests that begin alike hold blocks of their own.
+    for phase in ("-su", "csu"):
+        assert sum(shape.num_shared_blocks > 0 for shape in shapes if str(shape.phase) == phase) > 10
+    assert max(shape.num_shared_blocks for shape in shapes if not shape.phase.causal) > 1
+    assert stats.num_preemptions > 10
     reasons = [reason for _, reason in done.values()]
-    assert 0 < reasons.count(FinishReason.ABORT) < len(reasons) // 3
+    assert 10 < reasons.count(FinishReason.ABORT) < len(reasons) // 3
+
     on_cpu = tiny.load(device="cpu", pattern=PATTERN, buckets=runner.graphs.table, **LIMITS)
     assert work.run(on_cpu) == done
+    assert on_cpu.stats().steps == stats.steps
     assert on_cpu.stats().num_preemptions == stats.num_preemptions
+
+
+def _check_traffic(
+    served: HPUDuoModel, steps: Sequence[sim.StepTraffic], shapes: Sequence[BatchShape]
+) -> None:
+    """What each step copies, against the bound of its own bucket."""
+    num_rows, runner = LIMITS["max_num_seqs"], served.engine.runner
+    longest = max(route.num_seen for route in static_routes(num_rows, VOCAB, LIMITS["max_model_len"]))
+    sampling = 4 * (9 * num_rows + 2 * longest) + 4 * 2 * longest
+    # Two numbers for each block or row that moves, of which a row has three at most.
+    moves = 8 * 3 * num_rows
+    for step, shape in zip(steps, shapes, strict=True):
+        bucket = runner.graphs.table.fit(shape)
+        assert isinstance(bucket, BatchShape)
+        assert 0 <= step.h2d_bytes - runner.inputs.layout(bucket).num_bytes <= sampling + moves
+        assert step.d2h_reads <= 1
+        assert step.d2h_bytes <= 4 * bucket.num_logits * (3 + 2 * 8)
+    assert max(step.d2h_reads for step in steps) == 1
 
 
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
