@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bias_builders import StepRows
-from graphs import BucketLimits
+from graphs import BatchShape, BucketLimits
 from graphs.recording import ShapeRecorder
 from hpu_duo.engine.batch import flatten
 from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
@@ -83,16 +83,18 @@ def record(limits: BucketLimits, num_steps: int, seed: int, recorder: ShapeRecor
                 scheduler.add(request)
         plan = scheduler.plan()
         assert plan is not None, "there is always a request"
-        recorder.add(flatten(_rows(plan), np.zeros(plan.num_tokens, np.int32), limits.block_size).shape)
+        recorder.add(exact_shape(plan, limits.block_size))
         scheduler.commit(plan, [0] * len(plan.sampled_rows))
 
 
-def _rows(plan: StepPlan) -> StepRows:
+def exact_shape(plan: StepPlan, block_size: int) -> BatchShape:
+    """The shape of a planned step, unpadded."""
     tables = [row.request.block_table[: row.request.num_blocks] for row in plan.rows]
-    return StepRows(
+    rows = StepRows(
         row_id=np.array([row.ring_row for row in plan.rows], np.int32),
         start=np.array([row.start for row in plan.rows], np.int32),
         num_new=np.array([row.num_new_tokens for row in plan.rows], np.int32),
         block_ids=np.concatenate(tables),
         num_blocks=np.array([len(table) for table in tables], np.int32),
     )
+    return flatten(rows, np.zeros(plan.num_tokens, np.int32), block_size).shape

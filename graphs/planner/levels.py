@@ -17,6 +17,7 @@ Bools = NDArray[np.bool_]
 
 QUERY, SHARED, UNIQUE, LOGITS = 3, 4, 5, 6
 _ROWS_AT_ONCE = 1 << 14
+_PHASES = tuple(Phase.all())
 
 
 def to_levels(shapes: Iterable[BatchShape]) -> Levels:
@@ -36,11 +37,10 @@ def price(cost: CostFunction, levels: Levels) -> Floats:
         return np.array([cost(shape) for shape in to_shapes(levels)], dtype=np.float64)
     prices = np.empty(len(levels))
     code = levels[:, 0] * 4 + levels[:, 1] * 2 + levels[:, 2]
-    for number, phase in enumerate(Phase.all()):
-        rows = np.flatnonzero(code == number)
-        if len(rows):
-            sizes = levels[rows, QUERY:].astype(np.float64)
-            prices[rows] = cost.at(phase, *sizes.T)
+    for number in np.unique(code).tolist():
+        rows = code == number
+        sizes = levels[rows, QUERY:].astype(np.float64)
+        prices[rows] = cost.at(_PHASES[number], *sizes.T)
     return prices
 
 

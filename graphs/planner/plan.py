@@ -5,31 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from graphs.cost import CostFunction, StepCost
 from graphs.limits import BucketLimits
-from graphs.planner.cells import Cells
-from graphs.planner.levels import to_shapes
-from graphs.planner.search import TableSearch
-from graphs.planner.traffic import Prototypes, Traffic, check_within, prior, smoothed
+from graphs.planner.levels import cheapest, price, to_levels, to_shapes
+from graphs.planner.prior import prior
+from graphs.planner.search import Resolution, TableSearch
+from graphs.planner.traffic import Blur, Traffic, check_within, smoothed
 from graphs.shape import BatchShape
 from graphs.table import BucketTable
 
+FINE = Resolution()
 
-@dataclass(frozen=True)
-class Resolution:
-    """How closely shapes are looked at.
+RECORDED = Blur(share=0.2, spread=1.5, neighbours=1)
+"""What recorded traffic is blurred by: tomorrow's steps resemble today's, and seldom repeat them."""
 
-    Args:
-        num_cells: boxes that the reachable shapes are cut into, about.
-        num_points: rows that the traffic is gathered in, about.
-    """
-
-    num_cells: int = 4000
-    num_points: int = 800
-
-
-COARSE = Resolution(1000, 300)
-"""A tenth of the time, for when the size of a table matters more than its padding."""
+ASSUMED = Blur(share=0.5, spread=3.0, neighbours=4)
+"""What the prior is blurred by: it knows nothing of the users."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ def plan_table(
     *,
     worst_case: float = 0.5,
     cover_share: float = 0.2,
-    resolution: Resolution = Resolution(),
+    resolution: Resolution = FINE,
 ) -> BucketTable:
     """Choose the buckets that pad the traffic least, within a budget, and hold every reachable shape.
 
@@ -104,8 +97,9 @@ def plan_table(
     Args:
         budget: an int is a number of graphs.
         cost: default ``StepCost(block_size=limits.block_size)``.
-        traffic: recorded shapes and how often each occurs; three tenths of their weight go to shapes
-            nearby (``smoothed``). None plans for ``prior(limits)``.
+        traffic: recorded shapes and how often each occurs, blurred as ``RECORDED``. None plans for
+            ``prior(limits)``, blurred as ``ASSUMED``, and gives the default table
+            (``BucketTable.exponential``) where that costs less on other users of the same kind.
         worst_case: padding of a step, relative to its cost, that is aimed at.
         cover_share: share of the budget that may go into the bound for shapes that are not in the traffic.
         resolution: finer takes longer and pads less.
@@ -121,11 +115,8 @@ def plan_table(
             f"expected worst_case > 0 and 0 < cover_share <= 1, got {worst_case} and {cover_share}"
         )
     cost = cost or StepCost(block_size=limits.block_size)
-    if traffic is None:
-        traffic = prior(limits)
-    else:
+    if traffic is not None:
         check_within(limits, traffic)
-        traffic = smoothed(limits, traffic)
     most = budget.most_graphs
     short = budget.bytes_short((limits.largest,))
     if short:
@@ -135,23 +126,48 @@ def plan_table(
         )
     if most == 1:
         return BucketTable((limits.largest,), cost)
-    cells = Cells.within(limits, cost, resolution.num_cells)
-    search = TableSearch(cells, Prototypes.of(traffic, cost, resolution.num_points), cost)
+    known = prior(limits) if traffic is None else traffic
+    blurred = smoothed(limits, known, ASSUMED if traffic is None else RECORDED)
+    search = TableSearch(limits, cost, blurred, known, worst_case, resolution)
+    planned = BucketTable(_within(budget, limits, search, cover_share), cost)
+    return planned if traffic is not None else or_default(planned, budget, limits)
 
-    def buckets_of(num_graphs: int) -> tuple[BatchShape, ...]:
-        return to_shapes(search.find(num_graphs, worst_case, cover_share).buckets)
 
-    buckets = buckets_of(most)
+def _within(
+    budget: GraphBudget, limits: BucketLimits, search: TableSearch, cover_share: float
+) -> tuple[BatchShape, ...]:
+    """The largest table that fits the count and the memory."""
+    most = budget.most_graphs
+    buckets = to_shapes(search.find(most, cover_share))
     if not budget.bytes_short(buckets):
-        return BucketTable(buckets, cost)
-    # The graph count that fits the memory, between one that fits and one that does not.
+        return buckets
     fitting: tuple[BatchShape, ...] = (limits.largest,)
     fits, fails = 1, most
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        buckets = buckets_of(middle)
+        buckets = to_shapes(search.find(middle, cover_share, is_draft=True))
         if budget.bytes_short(buckets):
             fails = middle
         else:
             fitting, fits = buckets, middle
-    return BucketTable(fitting, cost)
+    buckets = to_shapes(search.find(fits, cover_share)) if fits > 1 else fitting
+    return fitting if budget.bytes_short(buckets) else buckets
+
+
+def or_default(planned: BucketTable, budget: GraphBudget, limits: BucketLimits) -> BucketTable:
+    """A table planned for the prior, or the default one where that fits the budget and costs less.
+
+    Both are tried on other users of the same kind as those that were planned for.
+    """
+    default = BucketTable.exponential(limits, cost=planned.cost)
+    if len(default) > budget.most_graphs or budget.bytes_short(default.buckets):
+        return planned
+    others = prior(limits, seed=1)
+    levels, weight = to_levels(others), np.array(list(others.values()))
+
+    def spent(table: BucketTable) -> float:
+        buckets = to_levels(table.buckets)
+        prices = price(table.cost, buckets)
+        return float(weight @ prices[cheapest(buckets, prices, levels)])
+
+    return min(planned, default, key=spent)

@@ -11,56 +11,12 @@ from graphs.cost import CostFunction
 from graphs.limits import BucketLimits
 from graphs.planner.cells import lowest_of
 from graphs.planner.levels import QUERY, SHARED, UNIQUE, Floats, Levels, price, to_levels
-from graphs.shape import BatchShape, Phase
+from graphs.shape import BatchShape
 
 Traffic = Mapping[BatchShape, float]
 """How often each exact shape occurs, in any unit."""
 
-_PRIOR_STEPS = {"--u": 0.60, "-su": 0.05, "c-u": 0.05, "csu": 0.20, "cs-": 0.05, "c--": 0.05}
-_PRIOR_POINTS = 128
 _GROWTHS = tuple(2.0 ** (i / 16) for i in range(1, 65))
-
-
-def prior(limits: BucketLimits) -> dict[BatchShape, float]:
-    """Stated guesses about traffic, for when none was recorded.
-
-    Steps: 60 % decodes alone, 5 % decodes that share blocks, 20 % a chunk with context next to decodes, 5 %
-    each a first chunk next to decodes, a chunk with context alone, and a first chunk alone; what the limits
-    make unreachable is left out. Sizes are spread evenly on a logarithmic scale between the smallest and
-    the limits, independently of each other, except that half of the steps with a causal part use up
-    ``max_num_batched_tokens``, that logit rows of decodes are as many as their tokens, and that gathered
-    context is at most that of one request per chunk row, and of one request for decodes.
-
-    Returns:
-        128 points a phase, of a Halton sequence, hence the same in every run.
-    """
-    found: dict[BatchShape, float] = {}
-    for phase in limits.reachable_phases:
-        weight = _PRIOR_STEPS[str(phase)] / _PRIOR_POINTS
-        for number in range(_PRIOR_POINTS):
-            shape = _prior_shape(limits, phase, number)
-            found[shape] = found.get(shape, 0.0) + weight
-    return found
-
-
-def _prior_shape(limits: BucketLimits, phase: Phase, number: int) -> BatchShape:
-    points = [_halton(number + 1, base) for base in (2, 3, 5, 7)]
-    fewest, *_ = lowest_of(limits, phase)
-    largest = limits.largest_of(phase)
-    context = limits.blocks_per_request * (limits.max_chunk_rows if phase.causal else 1)
-    query_len = _spread(fewest, largest.query_len, points[0])
-    if phase.causal and number % 2:
-        query_len = largest.query_len
-    num_logits = query_len
-    if phase.causal:
-        num_logits = _spread(1, min(largest.num_logits, query_len), points[3])
-    return BatchShape(
-        phase,
-        query_len,
-        _spread(0, min(largest.num_shared_blocks, context), points[1]),
-        _spread(0, largest.num_unique_blocks, points[2]),
-        num_logits,
-    )
 
 
 def _halton(number: int, base: int) -> float:
@@ -72,23 +28,33 @@ def _halton(number: int, base: int) -> float:
     return value
 
 
-def _spread(low: int, high: int, point: float) -> int:
-    return min(high, round((low + 1) * ((high + 1) / (low + 1)) ** point) - 1)
+@dataclass(frozen=True)
+class Blur:
+    """How far traffic may be from what is known of it.
 
-
-def smoothed(limits: BucketLimits, traffic: Traffic, share: float = 0.3, spread: float = 1.5) -> Traffic:
-    """Traffic of which a share goes to reachable shapes nearby.
-
-    A recording shows some of the shapes that the same users will cause tomorrow. So that a table does not
-    fit it too closely, each shape gives ``share`` of its weight to four neighbours, whose sizes are up to
-    ``spread`` times larger or smaller, each by a factor of its own.
+    Args:
+        share: part of the weight of each shape that goes to reachable shapes nearby.
+        spread: their sizes are up to this many times larger or smaller, each by a factor of its own.
+        neighbours: how many of them there are for each shape.
     """
-    found = {shape: weight * (1 - share) for shape, weight in traffic.items()}
+
+    share: float
+    spread: float
+    neighbours: int
+
+
+def smoothed(limits: BucketLimits, traffic: Traffic, blur: Blur) -> Traffic:
+    """Traffic of which a share goes to reachable shapes nearby, so that a table does not fit it too closely.
+
+    A recording shows some of the shapes that the same users will cause tomorrow, and a guess fewer.
+    """
+    found = {shape: weight * (1 - blur.share) for shape, weight in traffic.items()}
     for number, (shape, weight) in enumerate(sorted(traffic.items())):
-        for neighbour in range(4):
-            point = number * 4 + neighbour + 1
-            near = _near(limits, shape, [spread ** (2 * _halton(point, base) - 1) for base in (2, 3, 5, 7)])
-            found[near] = found.get(near, 0.0) + weight * share / 4
+        for neighbour in range(blur.neighbours):
+            point = number * blur.neighbours + neighbour + 1
+            factors = [blur.spread ** (2 * _halton(point, base) - 1) for base in (2, 3, 5, 7)]
+            near = _near(limits, shape, factors)
+            found[near] = found.get(near, 0.0) + weight * blur.share / blur.neighbours
     return found
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from graphs import BucketLimits, StepCost
-from graphs.planner import COARSE, plan_table
+from graphs.planner import GraphBudget
 from hpu_duo.cost.deployment import Deployment, Serving
 from hpu_duo.cost.hardware import Format
 from hpu_duo.cost.model import ModelSize
@@ -155,12 +154,7 @@ def step_cost(deployment: Deployment) -> StepCost:
 def _warm_up(deployment: Deployment, num_graphs: int) -> WarmUp | None:
     if deployment.count_requests(deployment.max_len) < 1:
         return None
-    planned = _planned_graphs(bucket_limits(deployment), num_graphs, step_cost(deployment))
+    # A planned table spends the whole budget: there are always shapes that another bucket would suit better.
+    planned = GraphBudget(num_graphs).most_graphs
     low, high = SECONDS_PER_GRAPH
     return WarmUp(planned, planned * low, planned * high)
-
-
-@lru_cache(maxsize=64)
-def _planned_graphs(limits: BucketLimits, num_graphs: int, cost: StepCost) -> int:
-    # Only how many there are is asked for, and a coarse plan has as many as a fine one.
-    return len(plan_table(limits, num_graphs, cost, resolution=COARSE))

@@ -4,12 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketLimits, BucketTable, Miss, StepCost
-from graphs.planner import GraphBudget, evaluate, plan_table, prior
+from graphs.planner import GraphBudget, Resolution, evaluate, plan_table, prior
 from graphs.planner.cells import Cells
 from graphs.planner.levels import holds, price, to_levels
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
 LIMITS = BucketLimits(8, 256, 4096, 64, 200)
+QUICK = Resolution(num_cells=200, num_points=60, num_rows=400, rounds=2)
 TRAFFIC = {
     BatchShape.parse("--u/q4/s0/u40/l4"): 70.0,
     BatchShape.parse("--u/q8/s0/u90/l8"): 20.0,
@@ -19,13 +20,13 @@ TRAFFIC = {
 
 
 @given(st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_a_planned_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(data: st.DataObject) -> None:
     limits = data.draw(limits_strategy)
     num_graphs = data.draw(st.sampled_from([1, 2, 5, 20]))
     seen = {data.draw(scheduled_shapes(limits)): 1.0 for _ in range(3)}
     for traffic in (None, seen):
-        table = plan_table(limits, num_graphs, traffic=traffic)
+        table = plan_table(limits, num_graphs, traffic=traffic, resolution=QUICK)
         assert 1 <= len(table) <= num_graphs
         assert all(limits.largest.holds(bucket) for bucket in table)
         for _ in range(8):
@@ -45,9 +46,10 @@ def test_every_reachable_shape_lies_in_a_cell(data: st.DataObject) -> None:
 
 
 def test_the_same_input_gives_the_same_table() -> None:
-    assert plan_table(LIMITS, 12, traffic=TRAFFIC) == plan_table(
-        LIMITS, 12, traffic=dict(reversed(TRAFFIC.items()))
-    )
+    for traffic in (TRAFFIC, None):
+        turned = None if traffic is None else dict(reversed(traffic.items()))
+        plans = [plan_table(LIMITS, 12, traffic=given, resolution=QUICK) for given in (traffic, turned)]
+        assert plans[0] == plans[1]
 
 
 def test_a_plan_from_traffic_pads_that_traffic_less_than_the_default_table_does() -> None:
@@ -61,7 +63,7 @@ def test_a_plan_from_traffic_pads_that_traffic_less_than_the_default_table_does(
 def test_more_graphs_pad_the_prior_less() -> None:
     cost = StepCost(block_size=64)
     means = [
-        evaluate(plan_table(LIMITS, n, cost).buckets, LIMITS, cost, prior(LIMITS)).mean
+        evaluate(plan_table(LIMITS, n, cost, resolution=QUICK).buckets, LIMITS, cost, prior(LIMITS)).mean
         for n in (1, 4, 16, 64)
     ]
     assert means == sorted(means, reverse=True)
@@ -73,10 +75,10 @@ def test_one_graph_holds_everything() -> None:
 
 
 def test_time_and_memory_bound_the_table() -> None:
-    in_time = plan_table(LIMITS, GraphBudget(64, seconds=50, seconds_per_graph=10))
+    in_time = plan_table(LIMITS, GraphBudget(64, seconds=50, seconds_per_graph=10), resolution=QUICK)
     assert len(in_time) <= 5
     budget = GraphBudget(64, memory_bytes=2000, bytes_of=lambda shape: float(shape.query_len))
-    in_memory = plan_table(LIMITS, budget)
+    in_memory = plan_table(LIMITS, budget, resolution=QUICK)
     assert sum(bucket.query_len for bucket in in_memory) <= 2000
     assert len(in_memory) > 1
     assert evaluate(in_memory.buckets, LIMITS, StepCost(block_size=64), prior(LIMITS)).holds_all
@@ -105,7 +107,8 @@ def test_traffic_of_another_deployment_is_refused() -> None:
 
 def test_a_cost_that_prices_one_shape_at_a_time_will_do() -> None:
     cost = StepCost(block_size=64)
-    assert plan_table(LIMITS, 8, lambda shape: cost(shape)).buckets == plan_table(LIMITS, 8, cost).buckets
+    plans = [plan_table(LIMITS, 8, priced, resolution=QUICK) for priced in (cost, lambda shape: cost(shape))]
+    assert plans[0].buckets == plans[1].buckets
 
 
 @given(st.data())

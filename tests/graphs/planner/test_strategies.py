@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketLimits, BucketTable, Miss, StepCost
-from graphs.planner import evaluate, exponential, linear, padding_aware, prior, upstream_unified
+from graphs.planner import evaluate, exponential, linear, padding_aware, upstream_unified
 from graphs.planner.levels import to_levels, to_shapes
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
@@ -92,9 +92,3 @@ def test_steps_without_a_bucket_are_counted_and_left_out_of_the_mean() -> None:
     held, missed = BatchShape.parse("--u/q1/s0/u1/l1"), BatchShape.parse("c--/q16/s0/u0/l1")
     report = evaluate((held,), limits, StepCost(), {held: 3, missed: 1})
     assert (report.missed, report.mean, report.holds_all) == (0.25, 0.0, False)
-
-
-@given(limits_strategy)
-@settings(max_examples=40, deadline=None)
-def test_the_prior_is_reachable(limits: BucketLimits) -> None:
-    assert all(limits.reaches(shape) for shape in prior(limits))
