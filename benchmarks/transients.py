@@ -176,12 +176,13 @@ def _computed() -> Iterator[str]:
         "",
         "## Computed: Llama-3.1-8B on an HPU",
         "",
-        "By the audit, for the reference kernels in bfloat16, operator by operator and unfused, in MiB. Rows",
-        f"of decodes share out the blocks of one context. Longer than the {131_072:,} tokens that the model",
-        "serves only to show the trend.",
+        "By the audit, for the reference kernels in bfloat16, operator by operator and unfused, in MiB; then",
+        "the operators that a step launches. Rows of decodes share out the blocks of one context. Longer than",
+        f"the {131_072:,} tokens that the model serves only to show the trend.",
         "",
-        f"| heads | step | {' | '.join(f'{c:,}' for c in CONTEXTS)} |",
-        f"| --- | --- |{' ---: |' * len(CONTEXTS)}",
+        f"| heads | step | {' | '.join(f'{c:,}' for c in CONTEXTS)} | "
+        f"operators: {' | '.join(f'{c:,}' for c in CONTEXTS)} |",
+        f"| --- | --- |{' ---: |' * 2 * len(CONTEXTS)}",
     )
     shapes = (
         ("1 decode", "--u/q1/s0/u{n}/l1"),
@@ -201,11 +202,15 @@ def _computed() -> Iterator[str]:
             )
             structure = build_structure(config, GAUDI3)
             for name, shape in shapes:
-                peaks = [
+                steps = [
                     audit_bucket(structure, BatchShape.parse(shape.format(n=context // BLOCK)))
                     for context in CONTEXTS
                 ]
-                yield f"| {heads} | {name} | {_mebibytes([p.peak_transient_bytes for p in peaks])} |"
+                launches = [sum(work.num_launches for work in step.work.values()) for step in steps]
+                yield (
+                    f"| {heads} | {name} | {_mebibytes([step.peak_transient_bytes for step in steps])} | "
+                    f"{' | '.join(f'{count:,}' for count in launches)} |"
+                )
 
 
 def _mebibytes(sizes: Sequence[int]) -> str:
