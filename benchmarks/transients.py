@@ -177,8 +177,8 @@ def _computed() -> Iterator[str]:
         "## Computed: Llama-3.1-8B on an HPU",
         "",
         "By the audit, for the reference kernels in bfloat16, operator by operator and unfused, in MiB; then",
-        "the operators that a step launches. Rows of decodes share out the blocks of one context. Longer than",
-        f"the {131_072:,} tokens that the model serves only to show the trend.",
+        "the operators that a step launches. Rows of decodes share out the blocks of one context. Longer",
+        f"than the {131_072:,} tokens that the model serves only to show the trend.",
         "",
         f"| heads | step | {' | '.join(f'{c:,}' for c in CONTEXTS)} | "
         f"operators: {' | '.join(f'{c:,}' for c in CONTEXTS)} |",

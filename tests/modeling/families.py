@@ -39,6 +39,7 @@ LENGTH_DEPENDENT: tuple[dict[str, Any], ...] = (
     {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0},
     {
         "rope_type": "longrope",
+        "factor": 4.0,
         "short_factor": [1.0, 1.1, 1.3, 1.5],
         "long_factor": [1.0, 2.0, 4.0, 8.0],
         "original_max_position_embeddings": 64,

@@ -15,6 +15,9 @@ ROPES = pytest.mark.parametrize("rope", LENGTH_DEPENDENT, ids=lambda rope: str(r
 def random_model(rope: dict[str, Any]) -> LlamaForCausalLM:
     torch.manual_seed(3)
     sizes = {**BASE, "num_hidden_layers": 1, "max_position_embeddings": 96}
+    if "original_max_position_embeddings" in rope:
+        # Before 5, transformers looks for it here.
+        sizes["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     return LlamaForCausalLM(LlamaConfig(**sizes, **{"rope_parameters" if IS_5 else "rope_scaling": rope}))
 
 
