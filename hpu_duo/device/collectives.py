@@ -104,7 +104,7 @@ def _exchange(member: Member, kind: str, num_values: int, timeout_s: float) -> _
         values = _values(num_values, member.rank).to(device)
         dist.all_reduce(values)
         # 1 + 2 + ... + size times what process 0 contributes
-        _check("all_reduce", values, _values(num_values, member.size * (member.size + 1) // 2 - 1))
+        check_values("all_reduce", values, _values(num_values, member.size * (member.size + 1) // 2 - 1))
         seconds = min(_timed_sum(values, runtime) for _ in range(_NUM_TIMED))
     return _Found(backend, str(device), seconds)
 
@@ -112,7 +112,7 @@ def _exchange(member: Member, kind: str, num_values: int, timeout_s: float) -> _
 def _check_broadcast(member: Member, device: torch.device, sender: int) -> None:
     values = _values(_PATTERN, member.rank).to(device)
     dist.broadcast(values, sender)
-    _check("broadcast", values, _values(_PATTERN, sender))
+    check_values("broadcast", values, _values(_PATTERN, sender))
 
 
 def _timed_sum(values: torch.Tensor, runtime: DeviceRuntime) -> float:
@@ -129,7 +129,12 @@ def _values(count: int, rank: int) -> torch.Tensor:
     return pattern.repeat(count // _PATTERN + 1)[:count]
 
 
-def _check(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+def check_values(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare what arrived on a device with what had to, both ``[count]``.
+
+    Raises:
+        RuntimeError: a value differs; says how many do, and which is the first.
+    """
     host = got.cpu()
     wrong = host != expected
     if wrong.any():

@@ -254,3 +254,33 @@ def test_a_pattern_of_another_model_is_refused(hpu_duo: Run, copier_dir: Path) -
         result = hpu_duo("pattern", "show", *arguments)
         assert result.exit_code == 2
         assert complaint in result.stderr
+
+
+def test_processes_that_cannot_share_the_work_are_refused_before_any_is_started(
+    identify: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, told in (
+        (("--num-processes", "2"), "a batch that 2 processes divide, got 1 texts"),
+        (
+            ("--num-processes", "3", "--method", "profile", "--samples", "4"),
+            "3 processes divide, got 4 texts",
+        ),
+        (("--num-processes", "0"), "at least 1 process, got 0"),
+    ):
+        result = identify(tmp_path / "out", *arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert told in result.stderr
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    result = identify(tmp_path / "out", "--num-processes", "2", "--batch-size", "2")
+    assert result.exit_code == 2
+    assert "torchrun has started the processes already: expected no --num-processes" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_started_process_finds_wrong_is_told_once(identify: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = identify(tmp_path, "--num-processes", "1")
+    assert result.exit_code == 2
+    assert (
+        result.stderr == f"hpu-duo: error: {tmp_path} holds config.json already: choose another directory\n"
+    )

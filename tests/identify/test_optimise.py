@@ -1,5 +1,6 @@
 """Training gates: what it finds, and that nothing but the request decides the result."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,21 +157,25 @@ def test_a_model_whose_layers_all_have_short_windows_is_refused(
 
 
 def test_two_processes_find_the_gates_of_one(induction_dir: Path, tmp_path: Path) -> None:
-    """Under torchrun, with the same global batch: bit by bit, since each text is summed in order."""
+    """Started by us or by torchrun, with the same global batch: bit by bit, as texts are summed in order."""
     arguments = (
         *("identify", "--model", induction_dir, "--form", "names", "--min-length", 120, "--max-length", 180),
         *("--num-passkeys", 2, "--passkey-words", 3, "--sink", 4, "--recent", 24, "--threads", 1),
         *("--steps", 3, "--batch-size", 2, "--device", "cpu"),
     )
-    one, two = tmp_path / "one", tmp_path / "two"
-    alone = CliRunner().invoke(app, [str(word) for word in (*arguments, "--output", one)])
-    assert alone.exit_code == 0, alone.stderr
+    one, ours, theirs = tmp_path / "one", tmp_path / "ours", tmp_path / "theirs"
+    for output, more in ((one, ()), (ours, ("--num-processes", 2))):
+        command = [str(word) for word in (*arguments, "--output", output, *more, "--json")]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["output"] == str(output)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    command = [str(word) for word in (*launcher, "-m", "hpu_duo.cli", *arguments, "--output", two)]
+    command = [str(word) for word in (*launcher, "-m", "hpu_duo.cli", *arguments, "--output", theirs)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for name in ("full_attention_heads.tsv", "losses.tsv", "config.json", "heads.png"):
-        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+        bits = [(directory / name).read_bytes() for directory in (one, ours, theirs)]
+        assert bits[0] == bits[1] == bits[2], name
 
 
 def test_the_builtin_models_retrieval_heads_are_found(encoder: Encoder, tmp_path: Path) -> None:

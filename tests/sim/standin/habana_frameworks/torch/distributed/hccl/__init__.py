@@ -16,6 +16,8 @@ from habana_frameworks.torch.utils.internal import is_lazy
 from hpu_duo.sim import installation
 
 IS_LAZY = is_lazy()
+FAULT = "STANDIN_HCCL_FAULT"
+"""Tests: what is wrong with the cards' network."""
 
 
 def _choose_module() -> None:
@@ -26,6 +28,8 @@ def _choose_module() -> None:
 
 
 def _make_group(options: Any, _: Any) -> Any:
+    if FAULT in os.environ:
+        raise RuntimeError(os.environ[FAULT])
     return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
 
 

@@ -1,0 +1,115 @@
+"""Processes that are started: what they find, what they give back, and that none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpu_duo.device import Refused, WorkerError, own_device, process_environments, run_processes
+from tests.device import work
+
+ROOT = Path(__file__).parents[2]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has asked for its exit code does not."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not what():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_each_process_has_its_environment_before_it_imports_and_gives_its_result_back() -> None:
+    before = dict(os.environ)
+    first, second = run_processes(work.look_around, ("hello",), [{"OWN": "a"}, {"OWN": "b"}])
+    for rank, found in enumerate((first, second)):
+        now = found["now"]
+        assert isinstance(now, dict)
+        assert found["argument"] == "hello"
+        assert found["sum"] == [3, 3, 3]
+        assert found["at import"] == {"RANK": str(rank), "OWN": "ab"[rank]}
+        assert (now["LOCAL_RANK"], now["WORLD_SIZE"], now["LOCAL_WORLD_SIZE"]) == (str(rank), "2", "2")
+        assert now["MASTER_ADDR"] == "127.0.0.1"
+        assert int(now["MASTER_PORT"]) > 0
+    assert dict(os.environ) == before
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("unhashable", r"(?s)^process 1 failed: TypeError: .*in fail\n.*unhashable type: 'list'"),
+        ("kill", r"^process 1 terminated with signal SIGKILL"),
+        ("interrupt", r"^process 1 failed: KeyboardInterrupt"),
+    ],
+)
+def test_a_process_that_fails_takes_the_others_down_and_is_the_one_named(how: str, told: str) -> None:
+    with pytest.raises(WorkerError, match=told) as raised:
+        run_processes(work.fail, (how,), [{}, {}])
+    assert raised.value.rank == 1
+
+
+def test_a_refusal_keeps_its_words() -> None:
+    with pytest.raises(Refused, match=r"^no such thing as refusal$"):
+        run_processes(work.fail, ("refusal",), [{}])
+
+
+def test_processes_that_take_too_long_are_ended() -> None:
+    with pytest.raises(WorkerError, match=r"^process 0(, 1)? had not ended after 0.01 s$"):
+        run_processes(work.fail, ("none",), [{}, {}], deadline_s=0.01)
+
+
+def test_arguments_that_cannot_be_sent_are_an_error_and_start_nothing() -> None:
+    with pytest.raises(TypeError, match="cannot pickle"):
+        run_processes(work.look_around, (threading.Lock(),), [{}])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_one_that_started_it(sent: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C, which is passed on, and a death that leaves no time to pass anything on."""
+    command = [sys.executable, "-m", "tests.device.work", str(tmp_path)]
+    parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2 or parent.poll() is not None)
+        pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+        parent.send_signal(sent)
+        _, told = parent.communicate(timeout=60)
+    finally:
+        parent.kill()
+    assert parent.returncode == (130 if sent == signal.SIGINT else -sent), told
+    wait_for(lambda: not any(map(is_alive, pids)))
+    assert len(pids) == 2
+    assert {path.name for path in tmp_path.glob("*.saved")} == {"0.saved", "1.saved"}
+    assert "Traceback" not in told
+
+
+def test_devices_are_given_out_by_rank_and_not_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert process_environments("cpu", 3) == [{}, {}, {}]
+    with pytest.raises(ValueError, match="expected at least 1 process, got 0"):
+        process_environments("cpu", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert process_environments("cuda", 2) == [{}, {}]
+    with pytest.raises(ValueError, match="at most 2 processes, one for each cuda device, got 3"):
+        process_environments("cuda", 3)
+    assert process_environments("cuda:1", 3) == [{}, {}, {}], "one device for all was asked for"
+    assert own_device(torch.device("cuda"), 1) == torch.device("cuda", 1)
+    assert own_device(torch.device("cuda", 0), 1) == torch.device("cuda", 0)
+    assert own_device(torch.device("cpu"), 1) == torch.device("cpu")
+    assert own_device(torch.device("hpu"), 1) == torch.device("hpu"), "an HPU process has one device"
