@@ -83,7 +83,8 @@ def test_arguments_that_cannot_be_sent_are_an_error_and_start_nothing() -> None:
 def test_no_process_outlives_the_one_that_started_it(sent: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C, which is passed on, and a death that leaves no time to pass anything on."""
     command = [sys.executable, "-m", "tests.device.work", str(tmp_path)]
-    parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2 or parent.poll() is not None)
         pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
