@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from graphs import BucketTable, CaptureBackend, GraphMissError
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
+from kernels_ref import sdpa
+from kernels_ref.sdpa.store import write_as_operator
 from tests.engine.tiny import MAX_LEN, PATTERN, Tiny, assert_holds_nothing
 from tests.modeling.families import VOCAB
 
@@ -99,12 +102,11 @@ def test_the_portable_attention_traces_into_one_graph_per_bucket_and_kind_of_lay
     assert tokens == eager_tokens
 
 
-@pytest.mark.xfail(
-    torch.__version__.startswith("2.7."),
-    reason="the compiler of torch 2.7 copies a store that is written through a view",
-    strict=True,
-)
-def test_compiled_layers_write_their_stores_in_place(tiny: Tiny) -> None:
+@pytest.mark.parametrize("write", [sdpa.write_kv, write_as_operator])
+def test_compiled_layers_write_their_stores_in_place(
+    tiny: Tiny, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "write_kv", write)
     served = load(tiny, CompileBackend(), num_blocks=4000)
     engine = served.engine
     engine.add_request([1, 2, 3, 4, 5], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
