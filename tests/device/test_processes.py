@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpu_duo.device import Refused, WorkerError, own_device, process_environments, run_processes
+from hpu_duo.device import WorkerError, own_device, process_environments, run_processes
 from tests.device import work
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,6 @@ def test_each_process_has_its_environment_before_it_imports_and_gives_its_result
     [
         ("unhashable", r"(?s)^process 1 failed: TypeError: .*in fail\n.*unhashable type: 'list'"),
         ("kill", r"^process 1 terminated with signal SIGKILL"),
-        ("interrupt", r"^process 1 failed: KeyboardInterrupt"),
     ],
 )
 def test_a_process_that_fails_takes_the_others_down_and_is_the_one_named(how: str, told: str) -> None:
@@ -64,9 +63,9 @@ def test_a_process_that_fails_takes_the_others_down_and_is_the_one_named(how: st
     assert raised.value.rank == 1
 
 
-def test_a_refusal_keeps_its_words() -> None:
-    with pytest.raises(Refused, match=r"^no such thing as refusal$"):
-        run_processes(work.fail, ("refusal",), [{}])
+def test_a_process_that_is_interrupted_from_outside_has_failed() -> None:
+    with pytest.raises(WorkerError, match=r"^process 0 failed: KeyboardInterrupt"):
+        run_processes(work.fail, ("interrupt",), [{}])
 
 
 def test_processes_that_take_too_long_are_ended() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpu_duo.device import Member, Refused, run_processes
+from hpu_duo.device import Member, run_processes
 
 WHEN_IMPORTED = {name: os.environ.get(name) for name in ("RANK", "OWN")}
 """What the environment held when a process imported this, which is before it runs anything of ours."""
@@ -29,11 +29,9 @@ def look_around(member: Member, argument: str) -> dict[str, object]:
 
 
 def fail(member: Member, how: str) -> None:
-    """Process 1 fails as it is told; the other one waits for it."""
-    if how == "refusal":
-        raise Refused(f"no such thing as {how}")
+    """The last process fails as it is told; others wait for it."""
     with member.joined("gloo"):
-        if member.rank == 1:
+        if member.rank == member.size - 1:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "interrupt":
