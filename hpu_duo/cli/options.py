@@ -90,7 +90,9 @@ class HeadOptions:
 class EngineOptions:
     """How steps are computed and how much is held; see ``HPUDuoModel.from_pretrained``."""
 
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or hpu.", rich_help_panel=ENGINE)] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, hpu or hpu-sim.", rich_help_panel=ENGINE)] = (
+        "auto"
+    )
     dtype: Dtype = "auto"
     graphs: Annotated[
         str,
@@ -100,7 +102,7 @@ class EngineOptions:
         ),
     ] = "eager"
     attention: Annotated[
-        str, typer.Option(help="Attention kernels: auto, reference or sdpa.", rich_help_panel=ENGINE)
+        str, typer.Option(help="Attention kernels: auto, reference, sdpa or triton.", rich_help_panel=ENGINE)
     ] = "auto"
     max_model_len: Annotated[
         int | None,
