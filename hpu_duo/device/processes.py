@@ -171,7 +171,7 @@ def run_processes(
             with _environment({**common, **ranks, **own}):
                 family.start(_member, (member, work, args))
         _join(family, Path(name), deadline_s)
-        return [_result(Path(name), rank) for rank in range(size)]
+        return [_read(_result_path(Path(name), rank)) for rank in range(size)]
 
 
 class _Family:
@@ -212,16 +212,17 @@ def _join(family: _Family, directory: Path, deadline_s: float | None) -> None:
         while not context.join(None if end is None else max(0.0, end - time.monotonic())):
             late = [rank for rank, process in enumerate(family.processes) if process.is_alive()]
             if end is not None and time.monotonic() >= end and late:
-                names = ", ".join(map(str, late))
-                raise WorkerError(late[0], f"process {names} had not ended after {deadline_s:g} s")
+                names = ("process " if len(late) == 1 else "processes ") + ", ".join(map(str, late))
+                raise WorkerError(late[0], f"{names} had not ended after {deadline_s:g} s")
     except mp.ProcessExitedException as error:
         # It left no word of its own: killed from outside, or it never came as far as our code.
         raise WorkerError(error.error_index, f"{error}; see above for what it printed") from None
     except mp.ProcessRaisedException as error:
         raise _first_failure(directory, error.error_index, str(error)) from None
-    if any(directory.glob("*.failure")):
-        # An interrupt from outside is no error to torch's launcher.
-        raise _first_failure(directory, 0, "")
+    for rank in range(len(family.processes)):
+        if not _result_path(directory, rank).exists():
+            # Interrupted from outside, which is no error to torch's launcher, or ended by its own code.
+            raise _first_failure(directory, rank, f"process {rank} ended before its work was done")
 
 
 def _first_failure(directory: Path, rank: int, told: str) -> Exception:
@@ -239,7 +240,7 @@ def _member(_: int, member: Member, work: Callable[..., Any], args: tuple[Any, .
     signal.signal(signal.SIGTERM, _interrupt)
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
-        _write(member.directory / f"{member.rank}.result", work(member, *args))
+        _write(_result_path(member.directory, member.rank), work(member, *args))
     except BaseException as error:
         member.report(error)
         raise
@@ -301,8 +302,8 @@ def _words(error: BaseException) -> tuple[str, str]:
     return lines[-1].strip().splitlines()[0], "".join(lines)
 
 
-def _result(directory: Path, rank: int) -> Any:
-    return _read(directory / f"{rank}.result")
+def _result_path(directory: Path, rank: int) -> Path:
+    return directory / f"{rank}.result"
 
 
 def _write(path: Path, value: Any) -> None:

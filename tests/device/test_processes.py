@@ -63,19 +63,26 @@ def test_a_process_that_fails_takes_the_others_down_and_is_the_one_named(how: st
     assert raised.value.rank == 1
 
 
-def test_a_process_that_is_interrupted_from_outside_has_failed() -> None:
-    with pytest.raises(WorkerError, match=r"^process 0 failed: KeyboardInterrupt"):
-        run_processes(work.fail, ("interrupt",), [{}])
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("interrupt", "^process 0 failed: KeyboardInterrupt"),
+        ("leave", "^process 0 ended before its work was done$"),
+    ],
+)
+def test_a_process_that_ends_well_without_a_result_has_failed(how: str, told: str) -> None:
+    with pytest.raises(WorkerError, match=told):
+        run_processes(work.fail, (how,), [{}])
 
 
 def test_processes_that_take_too_long_are_ended() -> None:
-    with pytest.raises(WorkerError, match=r"^process 0(, 1)? had not ended after 0.01 s$"):
+    with pytest.raises(WorkerError, match=r"^processes 0, 1 had not ended after 0\.01 s$"):
         run_processes(work.fail, ("none",), [{}, {}], deadline_s=0.01)
 
 
 def test_arguments_that_cannot_be_sent_are_an_error_and_start_nothing() -> None:
     with pytest.raises(TypeError, match="cannot pickle"):
-        run_processes(work.look_around, (threading.Lock(),), [{}])  # type: ignore[arg-type]
+        run_processes(work.look_around, (threading.Lock(),), [{}])
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
