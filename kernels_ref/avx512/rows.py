@@ -16,6 +16,8 @@ from kernels_ref.partial import Partial
 
 _PAIRS = 32
 _MAX_DIM = 256
+_Strides = ctypes.c_int64 * 9
+_Sizes = ctypes.c_int * 6
 
 
 def fits(q_NKGD: torch.Tensor, k_XKSD: torch.Tensor) -> bool:
@@ -52,18 +54,25 @@ def attend(
     if library is None:
         raise ValueError("expected a CPU and a compiler that this kernel can use; ask fits() first")
     # The kernel reads runs of head_dim items.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_NKGD, k_XKSD, v_XKSD))
-    plan = [x.contiguous() for x in (owner, last, last_visible)]
-    attn = q.new_empty(q.shape, dtype=torch.float32)
-    partial = Partial(attn, attn.new_empty(q.shape[:3]), attn.new_empty(q.shape[:3]))
-    sizes = (num_rows, num_kv, group, dim, num_slots, len(owner))
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q_NKGD, k_XKSD, v_XKSD))
+    owner, last, last_visible = owner.contiguous(), last.contiguous(), last_visible.contiguous()
+    attn = torch.empty((num_rows, num_kv, group, dim), dtype=torch.float32)
+    largest, total = (torch.empty((num_rows, num_kv, group), dtype=torch.float32) for _ in range(2))
     library.hpu_duo_attend_rows(
-        *(x.data_ptr() for x in (q, k, v, *plan, *partial)),
-        (ctypes.c_int64 * 9)(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        (ctypes.c_int * 6)(*sizes),
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        owner.data_ptr(),
+        last.data_ptr(),
+        last_visible.data_ptr(),
+        attn.data_ptr(),
+        largest.data_ptr(),
+        total.data_ptr(),
+        _Strides(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        _Sizes(num_rows, num_kv, group, dim, num_slots, len(owner)),
         torch.get_num_threads(),
     )
-    return partial
+    return Partial(attn, largest, total)
 
 
 @torch.compiler.assume_constant_result

@@ -6,6 +6,8 @@ Shapes: as in ``kernels_ref.reference``; ``softcap`` 0 means none.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from bias_builders import leading_slots
@@ -59,7 +61,7 @@ def unique_rings(
     """Row ``n`` against ring ``n``."""
     num_rows = q_NKGD.shape[0]
     if not softcap and rows.fits(q_NKGD, k_RKWD):
-        own = torch.arange(num_rows, dtype=torch.int32)
+        own = _row_numbers(num_rows)
         return rows.attend(q_NKGD, k_RKWD, v_RKWD, own[:0], own, visible)
     used = int(visible.max())
     if used == 0:
@@ -68,6 +70,12 @@ def unique_rings(
     if bool((visible == used).all()):
         return attend(_scores(q_NKGD, k, softcap), None, v)
     return _masked(q_NKGD, k, v, visible, softcap)
+
+
+@cache
+def _row_numbers(num_rows: int) -> torch.Tensor:
+    # Every layer of every step asks, for one of a few sizes.
+    return torch.arange(num_rows, dtype=torch.int32)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, softcap: float) -> torch.Tensor:
