@@ -11,6 +11,7 @@ import typer
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.cli import options as opt
+from hpu_duo.cli.loading import load_model
 from hpu_duo.cli.option_groups import Only
 
 if TYPE_CHECKING:
@@ -86,16 +87,16 @@ class Choice:
         }
 
     def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:
-        """Load the model; see ``options.load_model``."""
+        """Load the model; see ``load_model``."""
         from hpu_duo.eval import Subject
 
-        return Subject(opt.load_model(self.model, self.heads, self.engine, num_requests))
+        return Subject(load_model(self.model, self.heads, self.engine, num_requests))
 
     def load_with(self, pattern: HeadPattern) -> Subject:
         """The same model with a binarised pattern."""
         from hpu_duo.eval import Subject
 
-        return Subject(opt.load_model(self.model, pattern, self.engine, MAX_NUM_SEQS))
+        return Subject(load_model(self.model, pattern, self.engine, MAX_NUM_SEQS))
 
 
 def digest(path: Path) -> str:

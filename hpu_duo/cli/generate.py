@@ -12,6 +12,7 @@ from rich.console import Console
 
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import INTERRUPTED, user_errors
+from hpu_duo.cli.loading import load_model
 from hpu_duo.cli.option_groups import grouped
 from hpu_duo.cli.prompts import encode, read_prompts, tokenizer_of
 from hpu_duo.cli.report import run_fields, run_table
@@ -86,7 +87,7 @@ def generate(
             "max_tokens": max_new_tokens,
         }
         params = _params(sampling)
-        loaded = opt.load_model(model, heads, engine, len(prompts), seed)
+        loaded = load_model(model, heads, engine, len(prompts), seed)
         tokenizer = tokenizer_of(loaded)
         ids = [encode(tokenizer, text, chat) for text in prompts]
         run = Run(loaded.engine, ids, [params] * len(ids))

@@ -14,6 +14,7 @@ from rich.table import Table
 from hpu_duo.builtin.passkeys import Passkey, PasskeyDocument, document, question, token_counter
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import INTERRUPTED, user_errors
+from hpu_duo.cli.loading import load_model
 from hpu_duo.cli.option_groups import Only, grouped
 from hpu_duo.cli.prompts import encode, tokenizer_of
 from hpu_duo.cli.report import run_fields, run_table
@@ -72,7 +73,7 @@ def passkey(
     with user_errors():
         if num_passkeys < 1:
             raise ValueError(f"expected --num-passkeys of at least 1, got {num_passkeys}")
-        loaded = opt.load_model(model, heads, engine, num_passkeys, seed)
+        loaded = load_model(model, heads, engine, num_passkeys, seed)
         tokenizer = tokenizer_of(loaded)
         written = document(token_counter(tokenizer), num_tokens, num_passkeys, passkey_words, seed)
         prompts = [encode(tokenizer, written.text + question(one)) for one in written.passkeys]

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.loading import load_model
 from hpu_duo.cli.option_groups import Only, grouped
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def warmup(
         if manifest is not None and not (manifest.parent.is_dir() and os.access(manifest.parent, os.W_OK)):
             raise ValueError(f"expected --manifest in a directory that can be written to, got {manifest}")
         engine = replace(engine, buckets=buckets or replay)
-        loaded = opt.load_model(model, heads, engine, opt.DEFAULT_MAX_NUM_SEQS)
+        loaded = load_model(model, heads, engine, opt.DEFAULT_MAX_NUM_SEQS)
         from hpu_duo.cli.warmup_views import ProgressView, print_estimate, print_report, report_fields
 
         table = (
