@@ -155,8 +155,9 @@ def _collectives(device: str, num_processes: int) -> Finding:
         reason, _, trace = str(error).partition("\n")
         typer.echo(trace, err=True, nl=False)
         return Finding("collectives", device, False, reason)
+    devices = ", ".join(dict.fromkeys(found.devices))
     detail = (
-        f"{num_processes} processes on {', '.join(dict.fromkeys(found.devices))}: all_reduce and broadcast are right; "
+        f"{num_processes} processes on {devices}: all_reduce and broadcast are right; "
         f"{found.num_bytes >> 20} MiB summed in {found.seconds * 1e3:.1f} ms, "
         f"{found.bus_bandwidth / 1e9:.1f} GB/s on the bus"
     )

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from hpu_duo import sim
-from hpu_duo.device.processes import Member, Refused, WorkerError, run_processes
+from hpu_duo.device.member import Member, Refused
+from hpu_duo.device.processes import WorkerError, run_processes
 from hpu_duo.device.runtime import CpuRuntime, CudaRuntime, DeviceRuntime
 
 __all__ = [

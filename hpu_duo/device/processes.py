@@ -10,41 +10,25 @@ request 11030; README of vllm-gaudi, "Distributed Executor Backend and Worker St
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
 import signal
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_HOST = "127.0.0.1"
-_GRACE_S = 20.0
-"""How long a process that was told to stop may go on, to save what it has."""
+from hpu_duo.device.member import GRACE_S, HOST, Member, Refused, read, result_path, run_member
 
 _starting = threading.Lock()
 Result = TypeVar("Result")
-
-
-class Refused(Exception):
-    """What the user asked for cannot be done.
-
-    A worker raises it instead of a ``ValueError``; ``run_processes`` raises it again in the same words.
-    """
 
 
 class WorkerError(RuntimeError):
@@ -57,69 +41,6 @@ class WorkerError(RuntimeError):
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
         self.rank = rank
-
-
-@dataclass(frozen=True)
-class Member:
-    """One process of several, as it knows itself.
-
-    Attributes:
-        rank, size: number of this process, and of processes.
-        port: of this machine, where the parent process keeps the store they meet at.
-        directory: where a process leaves its result, or why it has none.
-    """
-
-    rank: int
-    size: int
-    port: int
-    directory: Path
-
-    @contextmanager
-    def joined(
-        self, backend: str, device: torch.device | None = None, timeout_s: float | None = None
-    ) -> Iterator[None]:
-        """``torch.distributed`` among all processes, inside the context; once in the life of a process.
-
-        Args:
-            backend: a name that ``torch.distributed`` knows, see ``DeviceRuntime.collectives``.
-            device: what the process exchanges from, if that is a CUDA device.
-            timeout_s: how long an exchange may take; None = what torch allows.
-        """
-        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        is_cuda = device is not None and device.type == "cuda"
-        if is_cuda:
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            backend,
-            store=dist.TCPStore(_HOST, self.port, self.size, is_master=False),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timeout,
-            device_id=device if is_cuda else None,
-        )
-        try:
-            yield
-        except BaseException as error:
-            # Before the others can notice: who fails first is what the user has to know.
-            self.report(error)
-            raise
-        finally:
-            dist.destroy_process_group()
-
-    def report(self, error: BaseException) -> None:
-        """Leave word of what ended this process; the first one counts."""
-        path = self.directory / f"{self.rank}.failure"
-        if not path.exists():
-            _write(path, _Failure(self.rank, time.time_ns(), isinstance(error, Refused), *_words(error)))
-
-
-@dataclass(frozen=True)
-class _Failure:
-    rank: int
-    when_ns: int
-    is_refusal: bool
-    message: str
-    trace: str
 
 
 def run_processes(
@@ -156,11 +77,11 @@ def run_processes(
     """
     size = len(environments)
     # The store lives here, on a port that is taken from the moment that it is known.
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": _HOST,
+        "MASTER_ADDR": HOST,
         "MASTER_PORT": str(store.port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cpus() // size))),
     }
@@ -169,9 +90,9 @@ def run_processes(
             member = Member(rank, size, store.port, Path(name))
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with _environment({**common, **ranks, **own}):
-                family.start(_member, (member, work, args))
+                family.start(run_member, (member, work, args))
         _join(family, Path(name), deadline_s)
-        return [_read(_result_path(Path(name), rank)) for rank in range(size)]
+        return [read(result_path(Path(name), rank)) for rank in range(size)]
 
 
 class _Family:
@@ -220,13 +141,13 @@ def _join(family: _Family, directory: Path, deadline_s: float | None) -> None:
     except mp.ProcessRaisedException as error:
         raise _first_failure(directory, error.error_index, str(error)) from None
     for rank in range(len(family.processes)):
-        if not _result_path(directory, rank).exists():
+        if not result_path(directory, rank).exists():
             # Interrupted from outside, which is no error to torch's launcher, or ended by its own code.
             raise _first_failure(directory, rank, f"process {rank} ended before its work was done")
 
 
 def _first_failure(directory: Path, rank: int, told: str) -> Exception:
-    failures = [_read(path) for path in directory.glob("*.failure")]
+    failures = [read(path) for path in directory.glob("*.failure")]
     if not failures:
         return WorkerError(rank, told)
     first = min(failures, key=lambda failure: failure.when_ns)
@@ -235,37 +156,10 @@ def _first_failure(directory: Path, rank: int, told: str) -> Exception:
     return WorkerError(first.rank, f"process {first.rank} failed: {first.message}\n{first.trace}")
 
 
-def _member(_: int, member: Member, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """What a new process does: torch's launcher gives it a number among those started at once, here 0."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    threading.Thread(target=_follow_parent, daemon=True).start()
-    try:
-        _write(_result_path(member.directory, member.rank), work(member, *args))
-    except BaseException as error:
-        member.report(error)
-        raise
-
-
-def _interrupt(number: int, frame: object) -> None:
-    # Once: what is saved now is not to be torn by a second signal.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _follow_parent() -> None:
-    """End soon after the parent has, also when the main thread waits for a peer and sees no signal."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a process that was started has a parent"
-    wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_GRACE_S)
-    os._exit(1)
-
-
 def _stop(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.terminate()
-    end = time.monotonic() + _GRACE_S
+    end = time.monotonic() + GRACE_S
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
 
@@ -292,25 +186,3 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def _num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _words(error: BaseException) -> tuple[str, str]:
-    """A failure in one line, and all of it."""
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
-    if isinstance(error, Refused):
-        return str(error), ""
-    return lines[-1].strip().splitlines()[0], "".join(lines)
-
-
-def _result_path(directory: Path, rank: int) -> Path:
-    return directory / f"{rank}.result"
-
-
-def _write(path: Path, value: Any) -> None:
-    with path.open("wb") as file:
-        pickle.dump(value, file)
-
-
-def _read(path: Path) -> Any:
-    with path.open("rb") as file:
-        return pickle.load(file)

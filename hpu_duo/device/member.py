@@ -1,0 +1,162 @@
+"""One process of several, from inside: how it meets the others, and what it leaves behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HOST = "127.0.0.1"
+GRACE_S = 20.0
+"""How long a process that was told to stop may go on, to save what it has."""
+
+
+class Refused(Exception):
+    """What the user asked for cannot be done.
+
+    A worker raises it instead of a ``ValueError``; ``run_processes`` raises it again in the same words.
+    """
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of several, as it knows itself.
+
+    Attributes:
+        rank, size: number of this process, and of processes.
+        port: of this machine, where the parent process keeps the store they meet at.
+        directory: where a process leaves its result, or why it has none.
+    """
+
+    rank: int
+    size: int
+    port: int
+    directory: Path
+
+    @contextmanager
+    def joined(
+        self, backend: str, device: torch.device | None = None, timeout_s: float | None = None
+    ) -> Iterator[None]:
+        """``torch.distributed`` among all processes, inside the context; once in the life of a process.
+
+        Args:
+            backend: a name that ``torch.distributed`` knows, see ``DeviceRuntime.collectives``.
+            device: what the process exchanges from, if that is a CUDA device.
+            timeout_s: how long an exchange may take; None = what torch allows.
+        """
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        is_cuda = device is not None and device.type == "cuda"
+        if is_cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend,
+            store=dist.TCPStore(HOST, self.port, self.size, is_master=False),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timeout,
+            device_id=device if is_cuda else None,
+        )
+        try:
+            yield
+        except BaseException as error:
+            # Before the others can notice: who fails first is what the user has to know.
+            self.report(error)
+            raise
+        finally:
+            dist.destroy_process_group()
+
+    def report(self, error: BaseException) -> None:
+        """Leave word of what ended this process; the first one counts."""
+        path = self.directory / f"{self.rank}.failure"
+        if not path.exists():
+            write(path, Failure(self.rank, time.time_ns(), isinstance(error, Refused), *_words(error)))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a process left word of.
+
+    Attributes:
+        rank: number of the process.
+        when_ns: on the clock that all processes of a machine share.
+        is_refusal: it was a ``Refused``.
+        message, trace: in one line, and all of it.
+    """
+
+    rank: int
+    when_ns: int
+    is_refusal: bool
+    message: str
+    trace: str
+
+
+def run_member(_: int, member: Member, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """What a new process does, in which signals are as ``run_processes`` left them.
+
+    Args:
+        _: torch's launcher gives a number to each process that is started at once, of which there is one.
+        member: the process.
+        work, args: see ``run_processes``.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    try:
+        write(result_path(member.directory, member.rank), work(member, *args))
+    except BaseException as error:
+        member.report(error)
+        raise
+
+
+def _interrupt(number: int, frame: object) -> None:
+    # Once: what is saved now is not to be torn by a second signal.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _follow_parent() -> None:
+    """End soon after the parent has, also when the main thread waits for a peer and sees no signal."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a process that was started has a parent"
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
+def _words(error: BaseException) -> tuple[str, str]:
+    """A failure in one line, and all of it."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    if isinstance(error, Refused):
+        return str(error), ""
+    return lines[-1].strip().splitlines()[0], "".join(lines)
+
+
+def result_path(directory: Path, rank: int) -> Path:
+    """Where a process leaves its result."""
+    return directory / f"{rank}.result"
+
+
+def write(path: Path, value: Any) -> None:
+    """Leave a value for another process of this program."""
+    with path.open("wb") as file:
+        pickle.dump(value, file)
+
+
+def read(path: Path) -> Any:
+    """The value that another process of this program left; nobody else can write there."""
+    with path.open("rb") as file:
+        return pickle.load(file)
