@@ -32,7 +32,8 @@ class Partial(NamedTuple):
 
 def empty(q_QKGD: torch.Tensor) -> Partial:
     """What queries see that see nothing: neutral in ``merge``, zero in ``normalise``."""
-    attn = torch.zeros_like(q_QKGD, dtype=torch.float32)
+    # Contiguous however the queries lie: operators promise it to compilers.
+    attn = torch.zeros(q_QKGD.shape, dtype=torch.float32, device=q_QKGD.device)
     return Partial(attn, torch.full_like(attn[..., 0], FLOOR), torch.zeros_like(attn[..., 0]))
 
 

@@ -66,7 +66,7 @@ class GatedModel:
         model = load_model(path, config, resolve_dtype(dtype, config), device)
         layers = probe(model)
         if hasattr(model, "set_experts_implementation"):
-            # What the engine takes copies the experts for each token, too much for a whole text at once.
+            # What the engine takes runs every expert for every token: static shapes are not needed here.
             model.set_experts_implementation("eager")
         return cls(model, layers)
 

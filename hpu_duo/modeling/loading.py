@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hpu_duo.modeling.attention import NAME
+from hpu_duo.modeling.experts import register_experts
 
 # What transformers raises about a file, or values in it, that it cannot use.
 _CONFIG_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OSError, StrictDataclassError)
@@ -146,9 +147,8 @@ def build_without_weights(path: str | Path, config: Any, dtype: torch.dtype) -> 
 
 def _build_options(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     options: dict[str, Any] = {**dtype_option(dtype), "attn_implementation": NAME}
-    if hasattr(config, "_experts_implementation"):
-        # One batched product over all experts: its shapes do not depend on the routing.
-        options["experts_implementation"] = "batched_mm"
+    if hasattr(config, "_experts_implementation") and (experts := register_experts()) is not None:
+        options["experts_implementation"] = experts
     return options
 
 

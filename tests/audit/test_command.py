@@ -63,9 +63,12 @@ def test_json_has_the_same_with_a_pattern_and_a_bucket_file(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_experts_are_audited_and_their_int64_indices_noted(run: Run, tmp_path: Path, family: str) -> None:
-    FAMILIES[family]().save_pretrained(tmp_path)
-    result = run("--bucket", BUCKETS[0], "--bucket", BUCKETS[1], "--json", model=tmp_path)
+def test_experts_are_audited_like_any_layer(run: Run, tmp_path: Path, family: str) -> None:
+    config = FAMILIES[family]()
+    setattr(config, "num_experts" if family == "qwen3_moe" else "num_local_experts", 16)
+    config.save_pretrained(tmp_path)
+    # Two tokens gather the weights of their experts; more tokens meet all of them.
+    result = run("--bucket", "--u/q2/s0/u16/l2", "--bucket", BUCKETS[1], "--json", model=tmp_path)
     if not IS_5 and family == "gpt_oss":
         assert result.exit_code == 1
         assert {each["rule"] for each in json.loads(result.stdout)["violations"]} == {"WIDE_DTYPE", "SCATTER"}
@@ -77,31 +80,32 @@ def test_experts_are_audited_and_their_int64_indices_noted(run: Run, tmp_path: P
         return
     assert result.exit_code == 0, result.output
     fields = json.loads(result.stdout)
-    assert fields["violations"] == []
-    assert {note["operator"] for note in fields["notes"]} == {"aten.index.Tensor"}
-    assert {note["severity"] for note in fields["notes"]} == {"note"}
-    assert all("transformers" in note["source"] for note in fields["notes"])
-    assert all(
-        note["shown_by"] and set(note["shown_by"]) <= set(fields["sources"]) for note in fields["notes"]
-    )
-    assert all(step["num_findings"] for step in fields["buckets"])
+    assert fields["violations"] == fields["notes"] == fields["unknown"] == []
+    assert all("topk" in step["operators"] for step in fields["buckets"])
     assert all(step["work"]["matrix"]["num_operations"] > 0 for step in fields["buckets"])
 
 
-@pytest.mark.skipif(not IS_5, reason="before 5, experts cannot be looked at without data")
-def test_findings_are_a_table_with_severity_and_source(run: Run, tmp_path: Path) -> None:
-    FAMILIES["mixtral"]().save_pretrained(tmp_path)
-    result = run("--bucket", BUCKETS[0], model=tmp_path)
+def test_a_note_is_shown_with_its_sources_and_ends_with_zero(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normalise = reference.finish
+
+    def sorting(*args: Any) -> torch.Tensor:
+        out: torch.Tensor = normalise(*args)
+        return out.index_select(0, out[:, 0, 0, 0].argsort())
+
+    monkeypatch.setattr(reference, "finish", sorting)
+    result = run("--bucket", BUCKETS[0])
     assert result.exit_code == 0, result.output
-    for text in (
-        "Findings",
-        "note",
-        "64-bit tensor",
-        "aten.index.Tensor",
-        "moe-routing",
-        "Nothing forbidden",
-    ):
+    for text in ("Findings", "note", "64-bit tensor", "moe-routing", "topk_gen.cpp", "Nothing forbidden"):
         assert text in result.stdout
+    fields = json.loads(run("--bucket", BUCKETS[0], "--json").stdout)
+    (note,) = fields["notes"]
+    assert (note["rule"], note["severity"]) == ("WIDE_DTYPE", "note")
+    assert note["operator"] == "aten.index_select.default"
+    assert "test_command.py" in note["source"]
+    assert set(note["shown_by"]) <= set(fields["sources"])
+    assert [step["num_findings"] for step in fields["buckets"]] == [1]
 
 
 def test_a_forbidden_operator_ends_with_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,8 @@ class Promises(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [1, 3])
-def test_outputs_are_laid_out_as_promised(group: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_outputs_are_laid_out_as_promised(group: int, dtype: torch.dtype, heads_first: bool) -> None:
     window = Window(2, 6)
     mixes = [
         (RowSpec(0, 33),),
@@ -51,5 +52,7 @@ def test_outputs_are_laid_out_as_promised(group: int, dtype: torch.dtype) -> Non
             for pad in ((0, 0, 0, 0), (3, 1, 2, 1)):
                 world = World(Scenario(rows, 4, window, 2, 1, group, 8, pad, False, 5), dtype)
                 q, k, v, step = world.inputs()
+                if heads_first:
+                    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
                 unified_attention(q, k, v, world.cache, step, world.spec(Implementation.SDPA))
     assert promises.seen >= {"causal", "shared_blocks", "shared_rings", "unique_blocks"}

@@ -1,0 +1,108 @@
+"""Mixtures of experts whose shapes do not depend on the routing.
+
+Shapes: T tokens, k experts of each, E experts, X of them (or of their copies) at a time, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAME = "hpu_duo"
+
+GROUP_BYTES = 256 << 20
+"""Bound of what some experts make of all tokens at a time; with fewer of them there are more launches."""
+
+_PASSES_OF_A_COPY = 3
+"""Weights that are gathered before they are used are read, written, and read again."""
+
+Pick = Callable[[torch.Tensor], torch.Tensor]
+
+
+def register_experts() -> str | None:
+    """Make ``run_experts`` known to transformers, and return its name; None before transformers 5."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return None
+    ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
+    return NAME
+
+
+def run_experts(
+    self: Any, hidden_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What the chosen experts make of each token, ``[T, H]``.
+
+    A few tokens gather the weights of their experts. More tokens meet every expert, whose weights are then
+    read once, and all but the chosen ones are dropped: more operations, in memory that is bounded
+    however many tokens there are.
+
+    Args:
+        self: transformers' module of all experts, with its weights in one tensor for each projection.
+        top_k_index, top_k_weights: ``[T, k]``.
+    """
+    # Found as int64, which no operator here has to read.
+    index_Tk = top_k_index.to(torch.int32)
+    if _PASSES_OF_A_COPY * index_Tk.numel() < self.down_proj.shape[0]:
+        return _run_copies(self, hidden_TH, index_Tk, top_k_weights)
+    return _run_all(self, hidden_TH, index_Tk, top_k_weights)
+
+
+def _run_copies(
+    self: Any, hidden_TH: torch.Tensor, index_Tk: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    index_X = index_Tk.reshape(-1)
+    x_X1H = hidden_TH.repeat_interleave(index_Tk.shape[1], dim=0)[:, None]
+    out_XH = _run_some(self, x_X1H, lambda weights: weights.index_select(0, index_X))[:, 0]
+    out_TkH = out_XH.view(*index_Tk.shape, -1) * top_k_weights[..., None]
+    return out_TkH.float().sum(dim=1).to(hidden_TH.dtype)
+
+
+def _run_all(
+    self: Any, hidden_TH: torch.Tensor, index_Tk: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    num_experts, num_tokens = self.down_proj.shape[0], hidden_TH.shape[0]
+    expert_E = torch.arange(num_experts, dtype=torch.int32, device=hidden_TH.device)
+    share_TkE = torch.where(index_Tk[..., None] == expert_E, top_k_weights[..., None], 0)
+    share_ET = share_TkE.sum(dim=1).t()
+    up_proj = self.gate_up_proj if _has(self, "gate", True) else self.up_proj
+    made_per_token = up_proj[0].numel() // hidden_TH.shape[1] + hidden_TH.shape[1]
+    expert_bytes = 2 * num_tokens * made_per_token * hidden_TH.element_size()
+    group = max(1, GROUP_BYTES // expert_bytes)
+    total_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
+    for begin in range(0, num_experts, group):
+        total_TH = total_TH + _run_group(self, hidden_TH, share_ET, slice(begin, begin + group))
+    return total_TH.to(hidden_TH.dtype)
+
+
+def _run_group(self: Any, hidden_TH: torch.Tensor, share_ET: torch.Tensor, some: slice) -> torch.Tensor:
+    """The shares of some experts in all tokens, float32 ``[T, H]``; what they make of them ends here."""
+    share_XT1 = share_ET[some, :, None]
+    out_XTH = _run_some(self, hidden_TH, lambda weights: weights[some]) * share_XT1
+    # Selecting, not only multiplying, keeps out what overflows in an expert that was not chosen.
+    return torch.where(share_XT1 != 0, out_XTH, 0).float().sum(dim=0)
+
+
+def _run_some(self: Any, x: torch.Tensor, pick: Pick) -> torch.Tensor:
+    """Tokens through the experts that are picked: ``[T, H]`` or ``[X, 1, H]`` to ``[X, T or 1, H]``."""
+    has_gate = _has(self, "gate", True)
+    inner = _project(self, x, "gate_up_proj" if has_gate else "up_proj", pick)
+    inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
+    out = _project(self, inner, "down_proj", pick)
+    if _has(self, "post_expert_norm", False):
+        out = self.post_expert_norm(out)
+    return out
+
+
+def _project(self: Any, x: torch.Tensor, name: str, pick: Pick) -> torch.Tensor:
+    weights = pick(getattr(self, name))
+    product = torch.matmul(x, weights if self.is_transposed else weights.transpose(1, 2))
+    return product + pick(getattr(self, f"{name}_bias"))[:, None] if _has(self, "bias", False) else product
+
+
+def _has(self: Any, what: str, default: bool) -> bool:
+    """Not every version of transformers says everything of its experts."""
+    return bool(getattr(self, f"has_{what}", default))

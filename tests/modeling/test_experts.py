@@ -1,0 +1,88 @@
+"""All experts at once against transformers' loop over those that are chosen."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpu_duo.audit import peak_allocated_bytes
+from hpu_duo.modeling import experts
+from tests.modeling.families import BASE, IS_5, make_config
+
+pytestmark = pytest.mark.skipif(not IS_5, reason="before 5, experts are modules of their own")
+
+NUM_EXPERTS = 16
+# Gated; gated in another way, with biases and transposed weights; without gates.
+KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", "MixtralExperts", "MixtralConfig", {"num_local_experts": NUM_EXPERTS}),
+    "gpt_oss": ("gpt_oss", "GptOssExperts", "GptOssConfig", {"num_local_experts": NUM_EXPERTS}),
+    "nemotron_h": (
+        "nemotron_h",
+        "NemotronHExperts",
+        "NemotronHConfig",
+        {"n_routed_experts": NUM_EXPERTS, "moe_intermediate_size": 24},
+    ),
+}
+
+
+def make_experts(kind: str, seed: int = 0) -> Any:
+    module, of_class, config_class, sizes = KINDS[kind]
+    sizes = {**{name: BASE[name] for name in ("hidden_size", "intermediate_size")}, **sizes}
+    config = make_config(config_class, **sizes)
+    config._experts_implementation = "eager"
+    made = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), of_class)(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return made.requires_grad_(False)
+
+
+def route(num_tokens: int, num_chosen: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, BASE["hidden_size"], generator=generator)
+    weights, index = torch.randn(num_tokens, NUM_EXPERTS, generator=generator).softmax(-1).topk(num_chosen)
+    return hidden, index, weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None)
+@given(
+    num_tokens=st.integers(1, 40),
+    num_chosen=st.integers(1, 4),
+    group_bytes=st.sampled_from((1, 40_000, 1 << 28)),
+    seed=st.integers(0, 99),
+)
+def test_tokens_get_what_their_experts_make_of_them(
+    kind: str, num_tokens: int, num_chosen: int, group_bytes: int, seed: int
+) -> None:
+    made = make_experts(kind)
+    routed = route(num_tokens, num_chosen, seed)
+    expected = made(*routed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "GROUP_BYTES", group_bytes)
+        got = experts.run_experts(made, *routed)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_overflows_in_an_expert_that_nobody_chose_is_dropped() -> None:
+    made = make_experts("mixtral")
+    hidden, index, weights = route(12, 2, seed=3)
+    index = index % (NUM_EXPERTS - 1)
+    made.down_proj[NUM_EXPERTS - 1] = torch.inf
+    expected = made(hidden, index, weights)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(
+        experts.run_experts(made, hidden, index, weights), expected, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_many_tokens_copy_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_experts("mixtral")
+    routed = route(512, 2, seed=1)
+    copied = 512 * 2 * 4 * made.gate_up_proj[0].numel()
+    monkeypatch.setattr(experts, "GROUP_BYTES", 1 << 20)
+    assert peak_allocated_bytes(lambda: experts.run_experts(made, *routed)) < min(3 << 20, copied // 2)
