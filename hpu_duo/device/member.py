@@ -151,9 +151,11 @@ def result_path(directory: Path, rank: int) -> Path:
 
 
 def write(path: Path, value: Any) -> None:
-    """Leave a value for another process of this program."""
-    with path.open("wb") as file:
+    """Leave a value for another process of this program: whole, or, if interrupted, not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
         pickle.dump(value, file)
+    partial.replace(path)
 
 
 def read(path: Path) -> Any:
