@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.bucket_traffic import record
-from graphs import BatchShape, BucketLimits, BucketTable, StepCost
+from graphs import BatchShape, BucketLimits, BucketTable, Miss, StepCost
 from graphs.planner import (
     Grid,
     PaddingReport,
@@ -78,15 +78,13 @@ def _report(num_steps: int, budgets: list[int]) -> Iterator[str]:
         "`mean` is the cost of the padded steps over their exact cost, less 1; `worst` the largest such",
         "ratio of one step of the traffic; `worst reachable` the same over every shape that the limits allow",
         "and the table holds, found exactly; `missed` the steps that no bucket holds. Tables are planned",
-        "from one recording, and measured on another, half as long, made with another seed. How tables",
-        "are chosen: `docs/buckets.md`.",
+        "from one recording, and measured on another, half as long, made with another seed; for the prior",
+        "from no recording. `prompts trimmed` is the same users, served with `trim_chunks`: other steps, so",
+        "what it saves is told by the cost of a token. How tables are chosen: `docs/buckets.md`.",
     )
     for limits in CONFIGURATIONS:
-        with tempfile.TemporaryDirectory() as folder:
-            seen, held_out = (
-                _traffic(limits, steps, seed, Path(folder) / f"{seed}.jsonl")
-                for seed, steps in ((1, num_steps), (2, num_steps // 2))
-            )
+        seen, _ = _traffic(limits, num_steps, 1)
+        held_out, num_tokens = _traffic(limits, num_steps // 2, 2)
         yield from (
             "",
             f"## {limits.max_num_seqs} sequences, max_model_len {limits.max_model_len:,}, "
@@ -98,17 +96,41 @@ def _report(num_steps: int, budgets: list[int]) -> Iterator[str]:
             "| strategy | graphs | mean | worst | worst reachable | missed | every reachable shape held |",
             "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
         )
+        notes: list[str] = []
         for name, build in STRATEGIES.items():
             yield _row(name, evaluate(build(limits), limits, COST, held_out))
         for budget in budgets:
-            buckets = plan_table(limits, budget, COST, seen).buckets
-            yield _row(f"**planned from traffic, {budget}**", evaluate(buckets, limits, COST, held_out))
+            table = plan_table(limits, budget, COST, seen)
+            yield _row(f"**planned from traffic, {budget}**", evaluate(table.buckets, limits, COST, held_out))
+            trimmed, num_trimmed = _traffic(limits, num_steps // 2, 2, table)
+            yield _row(
+                f"planned from traffic, {budget}, prompts trimmed",
+                evaluate(table.buckets, limits, COST, trimmed),
+            )
+            saved = 1 - _padded(table, trimmed) / num_trimmed / (_padded(table, held_out) / num_tokens)
+            notes.append(f"{saved:+.1%} with {budget} graphs")
+        yield from ("", f"Cost of a token, padding included, that trimming saves: {', '.join(notes)}.")
 
 
-def _traffic(limits: BucketLimits, num_steps: int, seed: int, path: Path) -> Traffic:
-    with ShapeRecorder(path) as recorder:
-        record(limits, num_steps, seed, recorder)
-    return read_shapes(path)
+def _traffic(
+    limits: BucketLimits, num_steps: int, seed: int, table: BucketTable | None = None
+) -> tuple[Traffic, int]:
+    """Recorded steps, and the tokens that they computed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "shapes.jsonl"
+        with ShapeRecorder(path) as recorder:
+            num_tokens = record(limits, num_steps, seed, recorder, table)
+        return read_shapes(path), num_tokens
+
+
+def _padded(table: BucketTable, traffic: Traffic) -> float:
+    """What all steps cost in their buckets."""
+    total = 0.0
+    for shape, count in traffic.items():
+        bucket = table.fit(shape)
+        assert not isinstance(bucket, Miss), "a planned table holds every step"
+        total += COST(bucket) * count
+    return total
 
 
 def _row(name: str, report: PaddingReport) -> str:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bias_builders import StepRows
-from graphs import BatchShape, BucketLimits
+from graphs import BucketLimits, BucketTable
 from graphs.recording import ShapeRecorder
-from hpu_duo.engine.batch import flatten
+from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
-from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 
@@ -61,8 +60,19 @@ class Workload:
         return max(1, round(math.exp(self.rng.gauss(math.log(size[0]), size[1]))))
 
 
-def record(limits: BucketLimits, num_steps: int, seed: int, recorder: ShapeRecorder) -> None:
-    """Run ``num_steps`` steps and record the exact shape of each."""
+def record(
+    limits: BucketLimits,
+    num_steps: int,
+    seed: int,
+    recorder: ShapeRecorder,
+    table: BucketTable | None = None,
+) -> int:
+    """Run ``num_steps`` steps and record the exact shape of each; returns the tokens that were computed.
+
+    Args:
+        table: trim prompts to its buckets.
+    """
+    trimming = None if table is None else ChunkTrimming(table, limits.block_size)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -71,8 +81,10 @@ def record(limits: BucketLimits, num_steps: int, seed: int, recorder: ShapeRecor
             num_blocks=limits.num_blocks,
             max_chunk_rows=limits.max_chunk_rows,
             uses_blocks=limits.uses_blocks,
-        )
+        ),
+        None if trimming is None else trimming.num_postponed,
     )
+    num_tokens = 0
     workload = Workload(limits, random.Random(seed))
     for step in range(num_steps):
         load = 0.5 - 0.5 * math.cos(2 * math.pi * step / PERIOD)
@@ -85,16 +97,5 @@ def record(limits: BucketLimits, num_steps: int, seed: int, recorder: ShapeRecor
         assert plan is not None, "there is always a request"
         recorder.add(exact_shape(plan, limits.block_size))
         scheduler.commit(plan, [0] * len(plan.sampled_rows))
-
-
-def exact_shape(plan: StepPlan, block_size: int) -> BatchShape:
-    """The shape of a planned step, unpadded."""
-    tables = [row.request.block_table[: row.request.num_blocks] for row in plan.rows]
-    rows = StepRows(
-        row_id=np.array([row.ring_row for row in plan.rows], np.int32),
-        start=np.array([row.start for row in plan.rows], np.int32),
-        num_new=np.array([row.num_new_tokens for row in plan.rows], np.int32),
-        block_ids=np.concatenate(tables),
-        num_blocks=np.array([len(table) for table in tables], np.int32),
-    )
-    return flatten(rows, np.zeros(plan.num_tokens, np.int32), block_size).shape
+        num_tokens += plan.num_tokens
+    return num_tokens

@@ -134,12 +134,15 @@ class SchedulerConfig:
         max_num_batched_tokens: query tokens of a step; longer prompts are cut into chunks.
         max_model_len: tokens of prompt and output together; None = what the model and the cache hold.
         max_chunk_rows: prompts that may continue with several tokens in the same step.
+        trim_chunks: leave the end of a prompt to the next step where that pads less; needs a table of
+            buckets. See ``hpu_duo.engine.trimming``.
     """
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     max_chunk_rows: int = 1
+    trim_chunks: bool = False
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)

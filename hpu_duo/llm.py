@@ -85,6 +85,7 @@ class HPUDuoModel:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
         max_chunk_rows: int = 1,
+        trim_chunks: bool = False,
         block_size: int = 128,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
@@ -111,7 +112,7 @@ class HPUDuoModel:
             attention: "auto", "reference", "sdpa" or "triton".
             pack_weights: see ``ModelConfig``.
             max_model_len: tokens of prompt and output; None = what model and cache hold.
-            max_num_seqs, max_num_batched_tokens, max_chunk_rows: see ``SchedulerConfig``.
+            max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes: see ``CacheConfig``.
             graphs: "eager", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture backend of
                 your own. None of them falls back to another one.
@@ -138,7 +139,9 @@ class HPUDuoModel:
             model=ModelConfig(path, device, dtype, attention, pack_weights),
             heads=HeadConfig(pattern, sparsity, threshold, sink, recent, tie_break, balance),
             cache=CacheConfig(block_size, num_blocks, kv_cache_bytes),
-            scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, max_chunk_rows),
+            scheduler=SchedulerConfig(
+                max_num_seqs, max_num_batched_tokens, max_model_len, max_chunk_rows, trim_chunks
+            ),
             graph=GraphConfig(
                 graphs,
                 given.table,

@@ -16,7 +16,7 @@ from graphs.shape import BatchShape
 Traffic = Mapping[BatchShape, float]
 """How often each exact shape occurs, in any unit."""
 
-_GROWTHS = tuple(2.0 ** (i / 16) for i in range(1, 65))
+_GROWTHS = tuple(2.0 ** (2 ** (i / 4) / 64) for i in range(33))
 
 
 def _halton(number: int, base: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,9 @@ from hpu_duo.engine.kernel_choice import choose_kernels
 from hpu_duo.engine.memory_choice import plan_memory
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.step_tables import StepTables
+from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.heads import HeadLayout, permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
@@ -118,10 +121,22 @@ def assemble_around(
             num_blocks=memory.num_blocks,
             max_chunk_rows=config.scheduler.max_chunk_rows,
             uses_blocks=memory.uses_blocks,
-        )
+        ),
+        _trimming(config, runner),
     )
     limits = TokenLimits(tables.limits(memory).max_model_len, eos_token_ids, text_config.vocab_size)
     return Engine(runner, scheduler, limits, tokenizer, seed)
+
+
+def _trimming(config: EngineConfig, runner: Runner) -> Callable[[StepPlan], int] | None:
+    if not config.scheduler.trim_chunks:
+        return None
+    if not runner.uses_table:
+        raise ValueError(
+            "trim_chunks needs a table of buckets to trim to: expected graphs other than 'eager', or buckets"
+        )
+    # A warm-up may give the runner another table.
+    return lambda plan: ChunkTrimming(runner.graphs.table, config.cache.block_size).num_postponed(plan)
 
 
 def _first_device(device: torch.device, runtime: DeviceRuntime) -> torch.device:

@@ -9,6 +9,7 @@ import numpy as np
 
 from bias_builders import SharedPart, StepRows, UniquePart, ranges, split_context
 from graphs.shape import BatchShape, Phase
+from hpu_duo.engine.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,24 @@ def flatten(rows: StepRows, token_ids: np.ndarray, block_size: int) -> StepBatch
         num_logits=int(rows.row_id.max()) + 1,
     )
     return StepBatch(rows, token_ids, shared, unique, shape)
+
+
+def rows_of(plan: StepPlan) -> StepRows:
+    """Who runs in a planned step, with the blocks that are leased to them."""
+    rows = plan.rows
+    tables = [row.request.block_table[: row.request.num_blocks] for row in rows]
+    return StepRows(
+        row_id=np.array([row.ring_row for row in rows], np.int32),
+        start=np.array([row.start for row in rows], np.int32),
+        num_new=np.array([row.num_new_tokens for row in rows], np.int32),
+        block_ids=np.concatenate(tables),
+        num_blocks=np.array([len(table) for table in tables], np.int32),
+    )
+
+
+def exact_shape(plan: StepPlan, block_size: int) -> BatchShape:
+    """The shape of a planned step, unpadded."""
+    return flatten(rows_of(plan), np.zeros(plan.num_tokens, np.int32), block_size).shape
 
 
 def empty_batch() -> StepBatch:

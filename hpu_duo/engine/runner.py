@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bias_builders import StepRows
 from graphs import BatchShape, BucketTable, GraphCache, MissPolicy, StagedInputs
 from graphs.buffers import FieldSpec
 from hpu_duo.device import DeviceRuntime
-from hpu_duo.engine.batch import StepGeometry, empty_batch, fill, flatten
+from hpu_duo.engine.batch import StepGeometry, empty_batch, fill, flatten, rows_of
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
@@ -169,7 +168,7 @@ class Runner:
     def _forward(self, plan: StepPlan) -> tuple[BatchShape, BatchShape, torch.Tensor, float]:
         self.store.carry_out(plan.moves)
         began = time.perf_counter()
-        batch = flatten(_rows(plan), _token_ids(plan), self.geometry.block_size)
+        batch = flatten(rows_of(plan), _token_ids(plan), self.geometry.block_size)
         bucket = self.graphs.resolve(batch.shape) if self.uses_table else batch.shape
         fill(self.inputs.stage(bucket), batch, bucket, self.geometry)
         self.model.live.set(batch.shape, bucket)
@@ -225,18 +224,6 @@ def _read(tokens: SampledTokens) -> SampledTokens:
         part.to(torch.int32) for part in (table[:, 0], table[:, 1], table[:, 3 : 3 + top_ids.shape[1]])
     )
     return SampledTokens(ids, TokenLogprobs(table[:, 2], rank, top_ids, table[:, 3 + top_ids.shape[1] :]))
-
-
-def _rows(plan: StepPlan) -> StepRows:
-    rows = plan.rows
-    tables = [row.request.block_table[: row.request.num_blocks] for row in rows]
-    return StepRows(
-        row_id=np.array([row.ring_row for row in rows], np.int32),
-        start=np.array([row.start for row in rows], np.int32),
-        num_new=np.array([row.num_new_tokens for row in rows], np.int32),
-        block_ids=np.concatenate(tables),
-        num_blocks=np.array([len(table) for table in tables], np.int32),
-    )
 
 
 def _token_ids(plan: StepPlan) -> np.ndarray:

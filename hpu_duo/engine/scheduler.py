@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,10 +65,17 @@ class Scheduler:
     Samples of one prompt: siblings wait for the prompt of their parent and then fork its cache up to the
     last prompt token, which each of them computes again to sample a first token of its own. A sibling that
     cannot fork at that moment, or whose parent lost its place before, becomes an ordinary request.
+
+    Args:
+        num_postponed: how many tokens of its last row a plan should leave to the next step, such as
+            ``ChunkTrimming.num_postponed``; None = none ever. Not asked while a request waits.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, num_postponed: Callable[[StepPlan], int] | None = None
+    ) -> None:
         self.limits = limits
+        self._num_postponed = num_postponed
         self.leases = KVLeases(
             limits.num_blocks, limits.block_size, limits.max_num_seqs, uses_blocks=limits.uses_blocks
         )
@@ -145,7 +152,7 @@ class Scheduler:
         if step.is_empty:
             assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
             return None
-        self._plan_in_flight = step.finish(moves)
+        self._plan_in_flight = self._trim(step, step.finish(moves))
         return self._plan_in_flight
 
     def commit(self, plan: StepPlan, token_ids: Sequence[int] | NDArray[np.integer]) -> list[CommittedToken]:
@@ -258,6 +265,16 @@ class Scheduler:
             self._run(request)
             self._schedule(request, step)
             num_blocks_due -= request.num_blocks
+
+    def _trim(self, step: StepDraft, plan: StepPlan) -> StepPlan:
+        # Whoever waits would take the tokens that are left free.
+        if self._num_postponed is None or self._waiting:
+            return plan
+        postponed = self._num_postponed(plan)
+        if not postponed:
+            return plan
+        step.shorten(plan.rows[-1].request, postponed)
+        return step.finish(plan.moves)
 
     # Moving requests along
 

@@ -118,6 +118,12 @@ class StepDraft:
         self._num_free_chunk_rows += _is_chunk(request, num_new_tokens)
         self.preempted.append(request)
 
+    def shorten(self, request: Request, num_tokens: int) -> None:
+        """Take back the last tokens of a share; some of it stays."""
+        assert 0 < num_tokens < self._shares[request], f"{num_tokens} of {self._shares[request]} tokens"
+        self._shares[request] -= num_tokens
+        self.num_free_tokens += num_tokens
+
     def finish(self, moves: tuple[Copy, ...]) -> StepPlan:
         """The plan, once ``moves`` have given every request the row it has during the step."""
         requests = sorted(self._shares, key=lambda r: (_kind(r, self._shares[r]), r.arrival))

@@ -9,8 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from graphs import BatchShape, BucketTable, Phase
 from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
 from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import NO_ROW, FinishReason, Request, RequestStatus
 from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, make_request, outputs_alone
 
@@ -28,11 +30,22 @@ def _limits(draw: st.DrawFn) -> SchedulerLimits:
     )
 
 
+def _table(borders: set[int]) -> BucketTable:
+    """Buckets that hold any step, of a few query sizes; query tokens decide what they cost."""
+    whole = Phase(causal=True, shared=True, unique=True)
+    return BucketTable(
+        tuple(BatchShape(whole, query_len, 64, 64, 8) for query_len in {*borders, 13}),
+        lambda bucket: 4.0 + bucket.query_len,
+    )
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(limits=_limits())
-    def create(self, limits: SchedulerLimits) -> None:
+    @initialize(limits=_limits(), borders=st.none() | st.sets(st.integers(2, 12), min_size=1))
+    def create(self, limits: SchedulerLimits, borders: set[int] | None) -> None:
         self.limits = limits
-        self.scheduler = Scheduler(limits)
+        self.is_trimming = borders is not None
+        trimming = None if borders is None else ChunkTrimming(_table(borders), limits.block_size)
+        self.scheduler = Scheduler(limits, trimming and trimming.num_postponed)
         self.device = SimulatedDevice(
             limits.num_blocks, limits.block_size, limits.max_num_seqs, uses_blocks=limits.uses_blocks
         )
@@ -154,7 +167,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert row.end <= max(first, row.start + 1)
             assert row.wants_token == (row.end == row.request.num_tokens)
             if limits.uses_blocks:
-                assert (row.request.num_blocks - 1) * limits.block_size < row.end
+                # A prompt that was cut short keeps the blocks of its end.
+                end = row.request.num_tokens if self.is_trimming else row.end
+                assert (row.request.num_blocks - 1) * limits.block_size < end
 
     def _check_that_running_requests_were_served_first(
         self, plan: StepPlan, before: dict[Request, tuple[RequestStatus, int]]
@@ -173,8 +188,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             known = before[request][1]
             if known == 1:
                 assert served[request] == 1, "no decode may be skipped"
-            elif served.get(request, 0) < self._most_at_once(request, known):
-                assert left_over == 0 or plan.num_chunk_rows == self.limits.max_chunk_rows
+            elif served.get(request, 0) < (most := self._most_at_once(request, known)):
+                is_cut = self.is_trimming and request is plan.rows[-1].request
+                assert (
+                    left_over == 0
+                    or plan.num_chunk_rows == self.limits.max_chunk_rows
+                    or (is_cut and 2 * served[request] >= most)
+                )
 
     @staticmethod
     def _most_at_once(request: Request, known: int) -> int:

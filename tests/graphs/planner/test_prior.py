@@ -5,11 +5,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.bucket_traffic import exact_shape
 from graphs import BucketLimits, BucketTable, StepCost
 from graphs.planner import GraphBudget, Resolution, evaluate, plan_table, prior
 from graphs.planner.plan import or_default
 from graphs.planner.prior import Sequence, Server
+from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams

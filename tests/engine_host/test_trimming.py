@@ -1,0 +1,64 @@
+"""Where a prompt is cut, and where it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphs import BatchShape, BucketTable, Phase
+from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.engine.trimming import ChunkTrimming
+from tests.engine_host.simulated_device import make_request
+
+WHOLE = Phase(causal=True, shared=True, unique=True)
+
+
+def scheduler(*query_lens: int, step: float = 0.0, longest: int = 64) -> Scheduler:
+    """With buckets of these query sizes, each of which costs as many units, and ``step``."""
+    table = BucketTable(
+        tuple(BatchShape(WHOLE, query_len, 64, 64, 4) for query_len in query_lens),
+        lambda bucket: step + bucket.query_len,
+    )
+    return Scheduler(SchedulerLimits(longest, 4, 4, 64, 1), ChunkTrimming(table, 4).num_postponed)
+
+
+def steps_of(served: Scheduler) -> list[int]:
+    """Query tokens of each step until nothing is left."""
+    sizes = []
+    while (plan := served.plan()) is not None:
+        sizes.append(plan.num_tokens)
+        served.commit(plan, [1] * len(plan.sampled_rows))
+    return sizes
+
+
+def test_a_prompt_a_little_longer_than_a_bucket_is_cut_there() -> None:
+    served = scheduler(4, 16, 64)
+    served.add(make_request(prompt=[1] * 18, max_tokens=2, ignore_eos=True))
+    assert steps_of(served) == [16, 2, 1]
+
+
+def test_a_prompt_is_not_cut_where_another_step_costs_more_than_the_padding() -> None:
+    served = scheduler(4, 16, 20, step=5.0)
+    served.add(make_request(prompt=[1] * 18, max_tokens=2, ignore_eos=True))
+    assert steps_of(served) == [18, 1]
+
+
+def test_at_least_half_of_a_prompt_is_computed_at_once() -> None:
+    served = scheduler(1, 2, 4, 64)
+    served.add(make_request(prompt=[1] * 20, max_tokens=2, ignore_eos=True))
+    assert steps_of(served)[0] == 20
+
+
+def test_nothing_is_cut_while_somebody_waits() -> None:
+    served = scheduler(4, 16, 64)
+    for number in range(5):
+        served.add(make_request(f"r{number}", [1] * (2 if number < 3 else 18), max_tokens=2, ignore_eos=True))
+    assert steps_of(served)[0] == 3 * 2 + 18
+
+
+@pytest.mark.parametrize("length", [2, 3, 17, 33, 49])
+def test_every_token_of_a_prompt_is_computed_within_a_few_steps_more(length: int) -> None:
+    served = scheduler(*range(1, 65))
+    served.add(make_request(prompt=[1] * length, max_tokens=1, ignore_eos=True))
+    sizes = steps_of(served)
+    assert sum(sizes) == length
+    assert len(sizes) <= 1 + length.bit_length()
