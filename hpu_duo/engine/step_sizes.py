@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphs import BatchShape
+from hpu_duo.modeling.experts import copies_weights, experts_at_a_time
 from kernels_ref import LayerSpec
 from kernels_ref.reference import QUERY_SLICE, shared_chunk, unique_chunk
 
@@ -34,6 +35,7 @@ class StepSizes:
         block_size: slots of a block.
         ring_width: sink and recent tokens of the widest ring.
         dtype_bytes: of an activation.
+        num_experts, experts_per_token, expert_size: of a mixture of experts and of one of them, 0 without.
     """
 
     hidden_size: int
@@ -48,6 +50,9 @@ class StepSizes:
     block_size: int
     ring_width: int
     dtype_bytes: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
 
     @classmethod
     def of(cls, specs: Sequence[LayerSpec], config: Any, block_size: int, dtype_bytes: int) -> StepSizes:
@@ -70,6 +75,7 @@ class StepSizes:
             block_size=block_size,
             ring_width=max((spec.window.size for spec in specs if spec.window), default=0),
             dtype_bytes=dtype_bytes,
+            **_experts(config),
         )
 
     def transient_bytes(self, shape: BatchShape) -> int:
@@ -81,13 +87,27 @@ class StepSizes:
         """
         query_len, rows = shape.query_len, shape.num_logits
         stream = query_len * self.hidden_size * (3 * self.dtype_bytes + _FLOAT32)
-        mlp = 3 * query_len * self.intermediate_size * self.dtype_bytes
+        mlp = max(3 * query_len * self.intermediate_size * self.dtype_bytes, self._expert_bytes(query_len))
         logits = rows * self.vocab_size * (self.dtype_bytes + _FLOAT32)
         return stream + max(mlp, self._attention_bytes(shape), logits)
 
     def output_bytes(self, shape: BatchShape) -> int:
         """The logits, which a captured step keeps at their address."""
         return shape.num_logits * self.vocab_size * self.dtype_bytes
+
+    def _expert_bytes(self, query_len: int) -> int:
+        if not self.num_experts:
+            return 0
+        hidden, inner = self.hidden_size, 2 * self.expert_size
+        # Both projections, and their product with what is left of one of them.
+        gates = 2 * inner * self.dtype_bytes
+        num_chosen = query_len * self.experts_per_token
+        if copies_weights(num_chosen, self.num_experts):
+            return num_chosen * (inner * hidden * self.dtype_bytes + gates)
+        group = min(self.num_experts, experts_at_a_time(query_len * (inner + hidden) * self.dtype_bytes))
+        # The results, weighed and selected, and in float32.
+        results = (self.expert_size + 3 * hidden) * self.dtype_bytes + hidden * _FLOAT32
+        return group * query_len * max(gates, results)
 
     def _attention_bytes(self, shape: BatchShape) -> int:
         query_len, heads, dim = shape.query_len, self.num_heads, self.head_dim
@@ -136,6 +156,16 @@ class StepSizes:
         """Keys and values of some blocks, once as they were stored and once with unused slots cleared."""
         slots = num_blocks * self.num_block_kv_heads * self.block_size
         return 4 * slots * self.head_dim * self.dtype_bytes
+
+
+def _experts(config: Any) -> dict[str, int]:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((n for n in (getattr(config, name, None) for name in names) if n), 0)
+    per_token = getattr(config, "num_experts_per_tok", None)
+    if not (num_experts and per_token):
+        return {}
+    size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return {"num_experts": num_experts, "experts_per_token": per_token, "expert_size": size}
 
 
 def _intermediate_size(config: Any) -> int:

@@ -31,6 +31,16 @@ def register_experts() -> str | None:
     return NAME
 
 
+def copies_weights(num_chosen: int, num_experts: int) -> bool:
+    """Whether the weights of the experts that all tokens together chose are gathered before they are used."""
+    return _PASSES_OF_A_COPY * num_chosen < num_experts
+
+
+def experts_at_a_time(bytes_of_one: int) -> int:
+    """Experts that all tokens meet together, from the bytes that one makes of them between its products."""
+    return max(1, GROUP_BYTES // (2 * bytes_of_one))
+
+
 def run_experts(
     self: Any, hidden_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -46,7 +56,7 @@ def run_experts(
     """
     # Found as int64, which no operator here has to read.
     index_Tk = top_k_index.to(torch.int32)
-    if _PASSES_OF_A_COPY * index_Tk.numel() < self.down_proj.shape[0]:
+    if copies_weights(index_Tk.numel(), self.down_proj.shape[0]):
         return _run_copies(self, hidden_TH, index_Tk, top_k_weights)
     return _run_all(self, hidden_TH, index_Tk, top_k_weights)
 
@@ -70,8 +80,7 @@ def _run_all(
     share_ET = share_TkE.sum(dim=1).t()
     up_proj = self.gate_up_proj if _has(self, "gate", True) else self.up_proj
     made_per_token = up_proj[0].numel() // hidden_TH.shape[1] + hidden_TH.shape[1]
-    expert_bytes = 2 * num_tokens * made_per_token * hidden_TH.element_size()
-    group = max(1, GROUP_BYTES // expert_bytes)
+    group = experts_at_a_time(num_tokens * made_per_token * hidden_TH.element_size())
     total_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
     for begin in range(0, num_experts, group):
         total_TH = total_TH + _run_group(self, hidden_TH, share_ET, slice(begin, begin + group))

@@ -1,23 +1,27 @@
 """What a step needs beside weights and stores does not grow with the context."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from benchmarks.transients import BLOCK, KINDS, LLAMA_3_1_8B, StepKind, measure, small_runner
 from graphs import BatchShape
 from hpu_duo.audit import Structure, audit_bucket, build_structure
-from hpu_duo.config import CacheConfig
+from hpu_duo.config import CacheConfig, SchedulerConfig
 from hpu_duo.cost import GAUDI2
 from hpu_duo.engine.batch import flatten
+from hpu_duo.engine.step_sizes import StepSizes
 from hpu_duo.heads import HeadPattern
 from kernels_ref import reference
 from kernels_ref.sdpa import decode, prefill
 from tests.audit.conftest import TINY, engine_config
+from tests.modeling.families import IS_5, make_config
 
 CONTEXTS = (1024, 4096, 16_384)
 # Bytes of the plan that attention on a CPU reads: a few numbers for each block of context.
@@ -89,6 +93,41 @@ def test_decodes_of_llama_8b_need_no_more_after_256k_tokens_than_after_8k(
     }
     assert len(peaks) == 1
     assert max(peaks) < num_rows * (1 << 22)
+
+
+MIXTRAL = partial(
+    make_config, "MixtralConfig", hidden_size=4096, intermediate_size=14_336, num_local_experts=8
+)
+MANY_EXPERTS = partial(
+    make_config,
+    "Qwen3MoeConfig",
+    hidden_size=2048,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_key_value_heads=4,
+    head_dim=128,
+)
+
+
+@pytest.mark.skipif(not IS_5, reason="before 5, experts cannot be looked at without data")
+@pytest.mark.parametrize("make", [MIXTRAL, MANY_EXPERTS], ids=["8 experts", "128 experts"])
+def test_what_experts_make_is_bounded_and_in_the_estimate(
+    make: Callable[..., PretrainedConfig], tmp_path: Path
+) -> None:
+    model_config = make(num_hidden_layers=1, dtype="bfloat16")
+    model_config.save_pretrained(tmp_path)
+    config = engine_config(tmp_path)
+    limits = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=2048)
+    config = replace(config, cache=CacheConfig(BLOCK, num_blocks=64), scheduler=limits)
+    structure = build_structure(config, GAUDI2)
+    sizes = StepSizes.of(structure.model.specs, model_config, BLOCK, 2)
+    for shape in ("--u/q1/s0/u16/l1", "--u/q32/s0/u64/l32", "c--/q256/s0/u0/l1", "c--/q2048/s0/u0/l1"):
+        bucket = BatchShape.parse(shape)
+        peak = audit_bucket(structure, bucket).peak_transient_bytes
+        assert peak < 1 << 30
+        # Small tensors are left out of an estimate.
+        assert 0.98 * peak <= sizes.transient_bytes(bucket) <= 3 * peak
 
 
 def test_the_audit_agrees_with_the_allocator_about_the_reference_kernels(weights_dir: Path) -> None:
