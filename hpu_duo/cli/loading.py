@@ -66,6 +66,7 @@ def load_model(
         max_captured_tokens=options.max_captured_tokens,
         graph_memory_bytes=graph_memory_bytes,
         fail_on_recompile=options.fail_on_recompile,
+        trim_chunks=options.trim_chunks,
         record_shapes=options.record_shapes,
         seed=seed,
     )

@@ -151,6 +151,14 @@ class EngineOptions:
             rich_help_panel=ENGINE,
         ),
     ] = None
+    trim_chunks: Annotated[
+        bool,
+        typer.Option(
+            "--trim-chunks",
+            help="End a prompt at the border of a bucket, and go on in the next step, where that pads less.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False
     fail_on_recompile: Annotated[
         bool,
         typer.Option(

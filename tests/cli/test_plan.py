@@ -59,6 +59,9 @@ def test_a_recording_makes_a_table_that_serves_the_same_prompts(
     padded = hpu_duo(*serve, "--buckets", out)
     assert padded.exit_code == 0, padded.stderr
     assert padded.stdout == free.stdout
+    trimmed = hpu_duo(*serve, "--buckets", out, "--trim-chunks")
+    assert trimmed.exit_code == 0, trimmed.stderr
+    assert trimmed.stdout == free.stdout
 
 
 def test_compare_shows_every_strategy(hpu_duo: Run, config_dir: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from graphs import BucketLimits, BucketTable, StepCost
 from graphs.planner import GraphBudget, Resolution, evaluate, plan_table, prior
 from graphs.planner.plan import or_default
-from graphs.planner.prior import Sequence, Server
+from graphs.planner.server import Sequence, Server
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
 from hpu_duo.request import Request, TokenLimits
