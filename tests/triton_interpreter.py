@@ -15,13 +15,14 @@ from typing import Any
 
 @contextmanager
 def replacing_once() -> Iterator[None]:
-    """Within, each launch replaces the functions of a module once. Does nothing for unknown interpreters."""
+    """Within, each launch replaces the functions of a module once; older interpreters are only mended."""
     from triton.runtime import interpreter
 
     replace: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     scope_class = getattr(interpreter, "_LangPatchScope", None)
     if replace is None or scope_class is None:
-        yield
+        with _indices_of_one_element(interpreter):
+            yield
         return
     done: set[str] = set()
     scopes: list[Any] = []
@@ -48,3 +49,26 @@ def replacing_once() -> Iterator[None]:
         yield
     finally:
         interpreter._patch_lang = replace
+
+
+@contextmanager
+def _indices_of_one_element(interpreter: Any) -> Iterator[None]:
+    """Within, bounds of loops are taken from arrays of one element by ``item``, as every numpy allows.
+
+    Interpreters that replace functions without a scope, those of Triton 3.3 to 3.5 for example, use ``int``,
+    which numpy refuses from 2.4 on.
+    """
+    replace_tensor: Callable[[Any], None] | None = getattr(interpreter, "_patch_lang_tensor", None)
+    if replace_tensor is None:
+        yield
+        return
+
+    def replace(tensor: Any) -> None:
+        replace_tensor(tensor)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = replace
+    try:
+        yield
+    finally:
+        interpreter._patch_lang_tensor = replace_tensor

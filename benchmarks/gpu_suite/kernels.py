@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
@@ -15,9 +16,8 @@ from kernels_ref import Partial, normalise
 
 TOLERANCE = 0.05
 """Largest error of an output, as a share of the largest output: rounding of half precision, not a bug."""
-_OURS_CANNOT = (RuntimeError,)
-_RIVALS_CANNOT = (RuntimeError, ImportError, OSError, ValueError, TypeError, AssertionError)
-"""How packages of others say that they cannot do or build something here."""
+_RIVALS_CANNOT = (ImportError, OSError, ValueError, TypeError, AssertionError)
+"""How packages of others say, besides as ours, that they cannot do or build something here."""
 
 
 def measure_kernels(clock: Clock, sizes: Sizes, dtype: torch.dtype, results: Results) -> None:
@@ -44,8 +44,17 @@ def measure_case(case: Case, clock: Clock, results: Results) -> None:
             continue
         if expected is None:
             expected = _outputs(case.ours[REFERENCE]())
-        cannot = _OURS_CANNOT if system in case.ours else _RIVALS_CANNOT
+        cannot = _cannot() if system in case.ours else (*_cannot(), *_RIVALS_CANNOT)
         results.add(_measure(key, work, expected, case, clock, cannot))
+
+
+def _cannot() -> tuple[type[Exception], ...]:
+    """What torch and Triton raise when something cannot be compiled or run."""
+    if find_spec("triton") is None:
+        return (RuntimeError,)
+    from triton.errors import TritonError
+
+    return (RuntimeError, TritonError)
 
 
 def _measure(
