@@ -69,9 +69,11 @@ def test_a_cpu_without_the_interpreter_is_refused() -> None:
     script = (
         "import torch\n"
         "from kernels_ref.triton import operators\n"
+        "from tests.triton_interpreter import replacing_once\n"
         "q, store = torch.zeros(1, 1, 1, 16), torch.zeros(2, 1, 4, 16)\n"
         "row = torch.zeros(1, dtype=torch.int32)\n"
-        "operators.unique_rings(q, store, store, row, 0.0)\n"
+        "with replacing_once():\n"
+        "    operators.unique_rings(q, store, store, row, 0.0)\n"
     )
     refused = python(script)
     assert "ValueError: attention 'triton' was asked for, but without a GPU" in refused.stderr
