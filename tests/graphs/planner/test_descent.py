@@ -1,0 +1,59 @@
+"""Moving buckets: the total falls, and nothing is dropped on the way."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs import BatchShape, BucketTable, Miss, StepCost
+from graphs.planner.descent import Demand, Descent, Duties
+from graphs.planner.levels import price, to_levels, to_shapes
+from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
+
+
+def paid(table: BucketTable, shapes: list[BatchShape], weights: list[float]) -> float:
+    """What the shapes cost in their buckets, one by one; beyond one and a half times the own cost, more."""
+    total, base = 0.0, sum(weight * table.cost(shape) for shape, weight in zip(shapes, weights))
+    for shape, weight in zip(shapes, weights):
+        bucket = table.fit(shape)
+        assert not isinstance(bucket, Miss)
+        own, padded = table.cost(shape), table.cost(bucket)
+        total += weight * padded + 0.1 * base / len(shapes) * max(0.0, padded / own - 1.5)
+    return total
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_a_moved_table_costs_no_more_and_still_does_its_duties(data: st.DataObject) -> None:
+    limits = data.draw(limits_strategy)
+    cost = StepCost(block_size=limits.block_size)
+    shapes = [data.draw(scheduled_shapes(limits)) for _ in range(data.draw(st.integers(1, 12)))]
+    weights = [data.draw(st.floats(0.1, 10)) for _ in shapes]
+    others = [data.draw(scheduled_shapes(limits)) for _ in range(4)]
+    start = [limits.largest, *(shape | others[0] for shape in shapes[:4]), *others]
+    levels, prices = to_levels(shapes), price(cost, to_levels(shapes))
+    duties = Duties(to_levels(others), 1.2 * price(cost, to_levels(others)))
+    demand = Demand.of(levels, np.array(weights), prices, 0.5, 0.1)
+    descent = Descent(demand, to_levels([*shapes, *others]), cost)
+    moved = to_shapes(descent.improve(to_levels(start), duties, rounds=3))
+    assert len(moved) == len(start)
+    assert moved == to_shapes(descent.improve(to_levels(start), duties, rounds=3))
+    assert all(limits.largest.holds(bucket) for bucket in moved)
+    table = BucketTable(moved, cost)
+    assert paid(table, shapes, weights) <= paid(BucketTable(tuple(start), cost), shapes, weights) * (1 + 1e-9)
+    for shape in others:
+        bucket = table.fit(shape)
+        assert not isinstance(bucket, Miss)
+        assert cost(bucket) <= 1.2 * cost(shape) * (1 + 1e-9)
+
+
+def test_buckets_shrink_to_what_they_serve_and_split_what_differs() -> None:
+    cost = StepCost()
+    shapes = [
+        BatchShape.parse(f"--u/q{q}/s0/u{u}/l{q}") for q, u in ((1, 10), (2, 12), (60, 900), (64, 1000))
+    ]
+    start = [BatchShape.parse("csu/q100/s10/u2000/l100"), BatchShape.parse("csu/q100/s10/u1500/l100")]
+    levels = to_levels(shapes)
+    demand = Demand.of(levels, np.ones(4), price(cost, levels), 0.5, 0.1)
+    duties = Duties(levels, np.full(4, np.inf))
+    moved = Descent(demand, levels, cost).improve(to_levels(start), duties, rounds=8)
+    assert sorted(map(str, to_shapes(moved))) == ["--u/q2/s0/u12/l2", "--u/q64/s0/u1000/l64"]
