@@ -248,7 +248,9 @@ def merge_by_owner(
     weights = scores_XKGB.sub_(reference[..., None]).exp_()
     # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
     owned = (owner < num_rows)[:, None, None]
-    attn = torch.where(owned[..., None], torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).float(), 0.0)
+    attn = torch.where(
+        owned[..., None], torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).to(weights.dtype), 0.0
+    )
     sums = torch.where(owned, weights.sum(dim=-1), 0.0)
     member = member_NX.to(attn.dtype)
     decay = torch.exp(total.max - row_max)
