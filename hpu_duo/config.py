@@ -28,7 +28,8 @@ class ModelConfig:
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         attention: "auto", "reference", "sdpa" or "triton"; "auto" is "sdpa" on CPU where the model allows
             it, and "triton" on CUDA where Triton is installed.
-        pack_weights: lay linear weights out for oneDNN once (bfloat16 on CPU); None = where possible.
+        pack_weights: lay linear weights out once (bfloat16 on CPU): in panels for our own kernel where the
+            CPU has AVX512-BF16 and no AMX, elsewhere for oneDNN; None = where possible.
     """
 
     path: str | Path

@@ -73,7 +73,9 @@ def assemble_around(
     """Build everything that serves a model which is already in memory, in its dtype.
 
     Args:
-        model: in evaluation mode, with our attention function; changed in place, heads are reordered.
+        model: in evaluation mode, with our attention function; changed in place: heads are reordered, linear
+            weights packed on CPU, and rotary frequencies that depend on the text's length stay those of
+            the lengths that are served.
         config: its path and dtype are not looked at.
 
     Raises:
@@ -172,7 +174,8 @@ def _pack(
             f"pack_weights needs bfloat16 on a CPU whose oneDNN supports it, got {dtype} on {device}"
         )
     if possible and wanted is not False:
-        # One request at a time and compiled: its decodes read weights fastest as they lie.
+        # Where the kernel for panels does not run, decodes of one compiled request read plain weights faster
+        # than oneDNN's; panels come before both.
         is_vector = config.scheduler.max_num_seqs == 1 and backend.name == "compile"
         vector = [layer.module for layer in layers] if is_vector else []
         pack_linears(model, vector=vector, head=model.get_output_embeddings(), live=live)
