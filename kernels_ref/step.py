@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from bias_builders import Window, ring_slot, slot_position, stays_in_ring
-from kernels_ref.index import gather, write_index
+from kernels_ref.index import as_index, gather, write_index
 
 
 class StepTensors(NamedTuple):
@@ -57,9 +57,11 @@ class RingStep(NamedTuple):
     """What the layers of one window and one number of streaming heads derive from a step, once.
 
     Attributes:
-        index_before: where to write before attention: tokens alone in their row; ``[Q * Ks]``.
+        index_before: where to write before attention: tokens alone in their row; ``[Q * Ks]``, or empty
+            when the unique part does not run.
         index_after: where to write after attention: tokens of multi-token rows that the ring
-            keeps; everything else goes to the trash row; ``[Q * Ks]``.
+            keeps; everything else goes to the trash row; ``[Q * Ks]``, or empty when the causal part
+            does not run.
         visible: leading slots that a single-token row sees, 0 for other rows, ``[N]``.
         chunk_position: positions held by the gathered rings before the step, -1 = empty, ``[C, W]``.
     """
@@ -118,30 +120,61 @@ def prepare_step(
     t = tensors
     no_row = t.row_start.shape[0]
     single_row = torch.where(t.causal_row < no_row, no_row, t.row)
+    places = {
+        window: _places_in_rings(parts, t, single_row, window, trash_row)
+        for window in dict.fromkeys(window for window, _ in ring_kinds)
+    }
     return Step(
         parts,
         tensors,
         single_row,
         {kr: write_index(t.write_block, t.write_offset, kr, block_size) for kr in retrieval_heads},
-        {kind: _prepare_ring(t, single_row, *kind, trash_row) for kind in ring_kinds},
+        {(window, num_heads): places[window].of_heads(num_heads) for window, num_heads in ring_kinds},
     )
 
 
-def _prepare_ring(
-    t: StepTensors, single_row: torch.Tensor, window: Window, num_heads: int, trash_row: int
-) -> RingStep:
+class _RingPlaces(NamedTuple):
+    """What rings of one window need, however many heads they hold; see ``RingStep``."""
+
+    window: Window
+    slot: torch.Tensor
+    row_before: torch.Tensor | None
+    row_after: torch.Tensor | None
+    visible: torch.Tensor
+    chunk_position: torch.Tensor
+
+    def of_heads(self, num_heads: int) -> RingStep:
+        return RingStep(
+            self._index(self.row_before, num_heads),
+            self._index(self.row_after, num_heads),
+            self.visible,
+            self.chunk_position,
+        )
+
+    def _index(self, row: torch.Tensor | None, num_heads: int) -> torch.Tensor:
+        if row is None:
+            return as_index(self.slot[:0])
+        return write_index(row, self.slot, num_heads, self.window.size)
+
+
+def _places_in_rings(
+    parts: StepParts, t: StepTensors, single_row: torch.Tensor, window: Window, trash_row: int
+) -> _RingPlaces:
     no_row = t.row_start.shape[0]
+    before = torch.where(single_row < no_row, single_row, trash_row) if parts.unique else None
+    after = None
     # One more entry, for the row number of padding.
     start = torch.cat([t.row_start, t.row_start.new_zeros(1)])
-    end = start + torch.cat([t.row_num_new, t.row_num_new.new_zeros(1)])
-    slot = ring_slot(t.positions, window)
-    keeps = (t.causal_row < no_row) & stays_in_ring(t.positions, gather(end, t.row), window)
-    before = torch.where(single_row < no_row, single_row, trash_row)
-    after = torch.where(keeps, t.causal_row, trash_row)
+    if parts.causal:
+        end = start + torch.cat([t.row_num_new, t.row_num_new.new_zeros(1)])
+        keeps = (t.causal_row < no_row) & stays_in_ring(t.positions, gather(end, t.row), window)
+        after = torch.where(keeps, t.causal_row, trash_row)
     stored = torch.where(t.row_num_new == 1, t.row_start + 1, 0)
-    return RingStep(
-        index_before=write_index(before, slot, num_heads, window.size),
-        index_after=write_index(after, slot, num_heads, window.size),
-        visible=torch.clamp(stored, max=window.size),
-        chunk_position=slot_position(gather(start, torch.clamp(t.chunk_row, max=no_row)), window),
+    return _RingPlaces(
+        window,
+        ring_slot(t.positions, window),
+        before,
+        after,
+        torch.clamp(stored, max=window.size),
+        slot_position(gather(start, torch.clamp(t.chunk_row, max=no_row)), window),
     )
