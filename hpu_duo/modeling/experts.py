@@ -1,4 +1,4 @@
-"""Mixtures of experts whose shapes do not depend on the routing.
+"""Mixtures of experts whose shapes do not depend on the routing, where that matters.
 
 Shapes: T tokens, k experts of each, E experts, X of them (or of their copies) at a time, H hidden size.
 """
@@ -46,19 +46,42 @@ def run_experts(
 ) -> torch.Tensor:
     """What the chosen experts make of each token, ``[T, H]``.
 
-    A few tokens gather the weights of their experts. More tokens meet every expert, whose weights are then
-    read once, and all but the chosen ones are dropped: more operations, in memory that is bounded
-    however many tokens there are.
-
     Args:
         self: transformers' module of all experts, with its weights in one tensor for each projection.
         top_k_index, top_k_weights: ``[T, k]``.
     """
     # Found as int64, which no operator here has to read.
     index_Tk = top_k_index.to(torch.int32)
+    if hidden_TH.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _run_chosen(self, hidden_TH, index_Tk, top_k_weights)
+    return run_in_static_shapes(self, hidden_TH, index_Tk, top_k_weights)
+
+
+def run_in_static_shapes(
+    self: Any, hidden_TH: torch.Tensor, index_Tk: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """``run_experts`` for devices and compilers that do not look at the routing.
+
+    A few tokens gather the weights of their experts. More tokens meet every expert, whose weights are then
+    read once, and all but the chosen ones are dropped: more operations, in memory that is bounded
+    however many tokens there are.
+    """
     if copies_weights(index_Tk.numel(), self.down_proj.shape[0]):
         return _run_copies(self, hidden_TH, index_Tk, top_k_weights)
     return _run_all(self, hidden_TH, index_Tk, top_k_weights)
+
+
+def _run_chosen(
+    self: Any, hidden_TH: torch.Tensor, index_Tk: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Expert by expert, only those that are chosen, and only the tokens that chose them."""
+    total_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
+    for expert in index_Tk.unique().tolist():
+        token_X, choice_X = (index_Tk == expert).nonzero(as_tuple=True)
+        out_1XH = _run_some(self, hidden_TH[token_X][None], lambda w, e=expert: w[e : e + 1])  # type: ignore[misc]
+        out_XH = out_1XH[0] * top_k_weights[token_X, choice_X, None]
+        total_TH.index_add_(0, token_X, out_XH.float())
+    return total_TH.to(hidden_TH.dtype)
 
 
 def _run_copies(

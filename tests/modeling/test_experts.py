@@ -1,4 +1,4 @@
-"""All experts at once against transformers' loop over those that are chosen."""
+"""Experts, expert by expert and in static shapes, against transformers' loop over those that are chosen."""
 
 from importlib import import_module
 from typing import Any
@@ -64,8 +64,24 @@ def test_tokens_get_what_their_experts_make_of_them(
     expected = made(*routed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "GROUP_BYTES", group_bytes)
-        got = experts.run_experts(made, *routed)
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        for run in (experts.run_experts, experts.run_in_static_shapes):
+            torch.testing.assert_close(run(made, *routed), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_only_a_cpu_that_runs_uncaptured_looks_at_the_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, routed = make_experts("mixtral"), route(12, 2, seed=5)
+    expected = made(*routed)
+
+    def refuse(*_: Any) -> torch.Tensor:
+        raise AssertionError("not this way")
+
+    compiled = torch.compile(experts.run_experts, fullgraph=True, dynamic=False, backend="eager")
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "_run_chosen", refuse)
+        torch.testing.assert_close(compiled(made, *routed), expected, atol=1e-4, rtol=1e-4)
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "run_in_static_shapes", refuse)
+        torch.testing.assert_close(experts.run_experts(made, *routed), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_what_overflows_in_an_expert_that_nobody_chose_is_dropped() -> None:
@@ -76,7 +92,7 @@ def test_what_overflows_in_an_expert_that_nobody_chose_is_dropped() -> None:
     expected = made(hidden, index, weights)
     assert expected.isfinite().all()
     torch.testing.assert_close(
-        experts.run_experts(made, hidden, index, weights), expected, atol=1e-4, rtol=1e-4
+        experts.run_in_static_shapes(made, hidden, index, weights), expected, atol=1e-4, rtol=1e-4
     )
 
 
@@ -85,4 +101,6 @@ def test_many_tokens_copy_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     routed = route(512, 2, seed=1)
     copied = 512 * 2 * 4 * made.gate_up_proj[0].numel()
     monkeypatch.setattr(experts, "GROUP_BYTES", 1 << 20)
-    assert peak_allocated_bytes(lambda: experts.run_experts(made, *routed)) < min(3 << 20, copied // 2)
+    assert peak_allocated_bytes(lambda: experts.run_in_static_shapes(made, *routed)) < min(
+        3 << 20, copied // 2
+    )

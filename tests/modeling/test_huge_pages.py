@@ -43,3 +43,8 @@ def test_taking_more_than_is_left_is_refused() -> None:
     memory.take((30,), torch.float32)
     with pytest.raises(ValueError, match="at most 0 bytes, got 64"):
         memory.take((1,), torch.int8)
+
+
+def test_a_range_that_the_system_refuses_is_named_by_its_size() -> None:
+    with pytest.raises(MemoryError, match="room for 4,611,686,018,427,387,904 bytes of packed weights"):
+        HugePages(1 << 62)
