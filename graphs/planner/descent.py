@@ -20,6 +20,7 @@ _PATIENCE = 12
 _MOST_REPLACED = 4
 _TRIED = 256
 _LACKING = 1e18
+_BLOCKS = {1: SHARED, 2: UNIQUE}
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,10 @@ class Descent:
         self._cost = cost
 
     def improve(self, buckets: Levels, duties: Duties, rounds: int) -> Levels:
-        """A table that is at least as good and as large, int64 ``[m, 7]``.
+        """A table that is at least as good and no larger, int64 ``[m, 7]``.
+
+        Every bucket of it is the cheapest one of some shape, or does a duty that no other does. No letter of
+        its phase is without a shape that it holds and that has that letter.
 
         Args:
             buckets: hold all of the demand, and do all duties.
@@ -118,7 +122,7 @@ class Descent:
                 best = trial
             if in_vain == _PATIENCE:
                 break
-        return best.buckets
+        return best.tidied()
 
     def _replace(self, table: _Table, chance: random.Random) -> list[int]:
         """Replace up to four buckets that save little; returns those whose traffic has changed."""
@@ -187,6 +191,20 @@ class _Table:
         self.paid[number] = _paid(bucket[None, :], prices, self._demand)[0]
         self._meets[number] = self._duties.met_by(bucket[None, :], prices)[0]
 
+    def tidied(self) -> Levels:
+        """The buckets that are of use, without the parts that nothing in them has; int64 ``[k, 7]``."""
+        gone: list[int] = []
+        for number in np.setdiff1d(np.arange(len(self.buckets)), self.paid.argmin(axis=0)).tolist():
+            if self.spares([*gone, number]):
+                gone.append(number)
+        kept = np.delete(self.buckets, gone, axis=0)
+        shapes = np.concatenate([self._demand.shapes, self._duties.tops])
+        for bucket, held in zip(kept, holds(kept, shapes)):
+            bucket[:QUERY] = shapes[held, :QUERY].max(axis=0)
+            for letter, blocks in _BLOCKS.items():
+                bucket[blocks] *= bucket[letter]
+        return kept
+
     def settle(self, numbers: Iterable[int], chance: random.Random) -> None:
         """Move some buckets until that hardly helps."""
         order, before = list(numbers), self.total
@@ -230,8 +248,13 @@ class _Table:
     def _sizes(self, bucket: Levels, column: int, wanted: Levels) -> Levels:
         """Values that a column may take: some of those of the traffic, more of them close by."""
         if column < QUERY:
-            blocks = {1: SHARED, 2: UNIQUE}.get(column)
-            return np.array([1] if blocks is not None and bucket[blocks] else [0, 1], dtype=np.int64)
+            if column in _BLOCKS and bucket[_BLOCKS[column]]:
+                return bucket[column : column + 1]
+            raised = bucket[:QUERY].copy()
+            raised[column] = 1
+            # With a phase that no shape has, every step pays for a part that it lacks.
+            is_known = (self._demand.shapes[:, :QUERY] == raised).all(axis=1).any()
+            return np.array([0, 1] if is_known or bucket[column] else [0], dtype=np.int64)
         part = {SHARED: 1, UNIQUE: 2}.get(column)
         if part is not None and not bucket[part]:
             return bucket[column : column + 1]

@@ -10,7 +10,7 @@ from graphs.cost import CostFunction
 from graphs.limits import BucketLimits
 from graphs.planner.cells import Cells
 from graphs.planner.descent import Demand, Descent, Duties
-from graphs.planner.levels import Bools, Floats, Levels, holds, price, to_levels
+from graphs.planner.levels import QUERY, Bools, Floats, Levels, holds, price, to_levels
 from graphs.planner.traffic import Prototypes, Traffic
 
 _BISECTIONS = 14
@@ -72,10 +72,12 @@ class TableSearch:
         self._worst_case = worst_case
         self._rounds = resolution.rounds
         self._cells = Cells.within(limits, cost, resolution.num_cells)
-        whole = to_levels([*map(limits.largest_of, limits.reachable_phases), limits.largest])
-        self._tops = np.unique(np.concatenate([self._cells.highest, whole]), axis=0)
+        phases = to_levels(map(limits.largest_of, limits.reachable_phases))
+        whole = to_levels([limits.largest])
+        self._tops = _of_phases(phases, np.concatenate([self._cells.highest, phases, whole]))
         self._top_prices = price(cost, self._tops)
         self._holds_cell = holds(self._tops, self._cells.highest)
+        self._fewest = len(_greedy_cover(self._holds_cell, self._top_prices))
         # A bucket as cheap as the top itself will always do: nothing that holds the top is cheaper.
         # The margin is for rounding, which depends on how many rows are priced together.
         self._enough = price(cost, self._cells.highest) * (1 + 1e-9)
@@ -85,7 +87,7 @@ class TableSearch:
             points.joins(cost)
             for points in (self._points, Prototypes.of(recorded, cost, resolution.num_points))
         ]
-        candidates = np.unique(np.concatenate([*proposed, self._tops]), axis=0)
+        candidates = _of_phases(phases, np.concatenate([*proposed, self._tops]))
         prices = price(cost, candidates)
         self._descent = Descent(
             self._demand(Prototypes.of(traffic, cost, resolution.num_rows)), candidates, cost
@@ -97,11 +99,14 @@ class TableSearch:
     def find(self, num_buckets: int, cover_share: float, *, is_draft: bool = False) -> Levels:
         """The best choice of at most ``num_buckets`` that the steps above find, int64 ``[m, 7]``.
 
+        Every bucket has a phase that a step can have.
+
         Args:
+            num_buckets: at least 2, since one phase may not hold all others.
             cover_share: share of the buckets that may be spent on the cover.
             is_draft: move buckets, and replace none: much faster, and hardly worse.
         """
-        room = max(1, int(num_buckets * cover_share))
+        room = max(self._fewest, int(num_buckets * cover_share))
         tolerance = self._least(room)
         chosen = self._tops[_greedy_cover(self._may_cover(tolerance), self._top_prices)]
         chosen = self._filled(chosen, num_buckets)
@@ -152,6 +157,12 @@ class TableSearch:
             added.append(best)
             current = np.minimum(current, self._filler_cost[best])
         return np.concatenate([chosen, self._fillers[added]])
+
+
+def _of_phases(wanted: Levels, buckets: Levels) -> Levels:
+    """Those buckets, sorted and each once, whose phase is that of some row of ``wanted``."""
+    is_wanted = (buckets[:, None, :QUERY] == wanted[None, :, :QUERY]).all(axis=2).any(axis=1)
+    return np.unique(buckets[is_wanted], axis=0)
 
 
 def _greedy_cover(may_cover: Bools, prices: Floats, most: int | None = None) -> list[int]:

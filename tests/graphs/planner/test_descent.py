@@ -35,7 +35,7 @@ def test_a_moved_table_costs_no_more_and_still_does_its_duties(data: st.DataObje
     demand = Demand.of(levels, np.array(weights), prices, 0.5, 0.1)
     descent = Descent(demand, to_levels([*shapes, *others]), cost)
     moved = to_shapes(descent.improve(to_levels(start), duties, rounds=3))
-    assert len(moved) == len(start)
+    assert 1 <= len(moved) <= len(start)
     assert moved == to_shapes(descent.improve(to_levels(start), duties, rounds=3))
     assert all(limits.largest.holds(bucket) for bucket in moved)
     table = BucketTable(moved, cost)

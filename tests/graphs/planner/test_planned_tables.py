@@ -1,3 +1,5 @@
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,8 +31,24 @@ def test_a_planned_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(d
         table = plan_table(limits, num_graphs, traffic=traffic, resolution=QUICK)
         assert 1 <= len(table) <= num_graphs
         assert all(limits.largest.holds(bucket) for bucket in table)
+        # A single bucket holds every phase, even where no step has all parts of them.
+        assert num_graphs == 1 or {bucket.phase for bucket in table} <= set(limits.reachable_phases)
         for _ in range(8):
             assert not isinstance(table.fit(data.draw(scheduled_shapes(limits))), Miss)
+
+
+@pytest.mark.parametrize(("uses_blocks", "num_graphs"), [(True, 64), (True, 4), (False, 64)])
+def test_every_bucket_is_the_cheapest_of_some_step(uses_blocks: bool, num_graphs: int) -> None:
+    tiny = BucketLimits(1, 4, 64, 16, 4, uses_blocks)
+    table = plan_table(tiny, num_graphs, resolution=QUICK)
+    sizes = product(tiny.reachable_phases, range(1, 5), range(5), range(5), (1,))
+    possible = [
+        BatchShape(phase, query_len, shared, unique, rows)
+        for phase, query_len, shared, unique, rows in sizes
+        if phase.shared >= (shared > 0) and phase.unique >= (unique > 0)
+    ]
+    assert {table.fit(shape) for shape in possible if tiny.reaches(shape)} == set(table)
+    assert {bucket.phase for bucket in table} <= set(tiny.reachable_phases)
 
 
 @given(st.data())
