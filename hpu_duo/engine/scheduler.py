@@ -139,6 +139,9 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Decide the next step and lease what it needs; None when there is nothing to do.
 
+        If ``num_postponed`` fails, every running request loses its cache, as in ``discard``, and what was
+        raised goes on to the caller.
+
         Raises:
             ValueError: the previous plan has not been committed.
         """
@@ -148,11 +151,16 @@ class Scheduler:
         self._schedule_running(step, are_decodes=True)
         self._schedule_running(step, are_decodes=False)
         self._admit(step)
-        moves = self.leases.take_copies()
-        if step.is_empty:
-            assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
-            return None
-        self._plan_in_flight = self._trim(step, step.finish(moves))
+        try:
+            moves = self.leases.take_copies()
+            if step.is_empty:
+                assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
+                return None
+            self._plan_in_flight = self._trim(step, step.finish(moves))
+        except BaseException:
+            # Copies that were taken are lost, and rows may lie where they would have put them.
+            self._restart_running()
+            raise
         return self._plan_in_flight
 
     def commit(self, plan: StepPlan, token_ids: Sequence[int] | NDArray[np.integer]) -> list[CommittedToken]:
@@ -199,8 +207,7 @@ class Scheduler:
         if plan is not self._plan_in_flight:
             raise ValueError("only the plan that was made last can be discarded, and only once")
         self._plan_in_flight = None
-        for request in list(self._running):
-            self._restart(request)
+        self._restart_running()
 
     def abort(self, request_id: str) -> Request | None:
         """End a request early, at any time; returns it, or None if no unfinished request has this id.
@@ -250,6 +257,10 @@ class Scheduler:
         request.num_computed_tokens = 0
         self._enqueue(request)
         self._release_followers(request)
+
+    def _restart_running(self) -> None:
+        for request in list(self._running):
+            self._restart(request)
 
     def _admit(self, step: StepDraft) -> None:
         if not self._waiting or not step.num_free_tokens:

@@ -6,8 +6,9 @@ import pytest
 
 from graphs import BatchShape, BucketTable, Phase
 from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
-from tests.engine_host.simulated_device import make_request
+from tests.engine_host.simulated_device import SimulatedDevice, make_request, outputs_alone
 
 WHOLE = Phase(causal=True, shared=True, unique=True)
 
@@ -65,3 +66,35 @@ def test_every_token_of_a_prompt_is_computed_within_a_few_steps_more(length: int
     served.add(make_request(prompt=[1] * length, max_tokens=1, ignore_eos=True))
     assert steps_of(served) == sizes
     assert len(sizes) <= 1 + length.bit_length()
+
+
+def test_an_interruption_while_a_prompt_is_trimmed_loses_no_token() -> None:
+    device = SimulatedDevice(64, 4, 4, uses_blocks=True)
+    calls = []
+
+    def interrupted(plan: StepPlan) -> int:
+        calls.append(plan)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return 0
+
+    served = Scheduler(SchedulerLimits(64, 4, 4, 64, 1), interrupted)
+    requests = [
+        make_request(f"r{number}", [number + 1] * 7, max_tokens=1 if number == 0 else 6, ignore_eos=True)
+        for number in range(3)
+    ]
+    for request in requests:
+        served.add(request)
+    plan = served.plan()
+    assert plan is not None
+    served.commit(plan, device.run(plan))
+    # The first request has ended, so the last one's row has to move, and the copy is in no plan.
+    with pytest.raises(KeyboardInterrupt):
+        served.plan()
+    assert calls[1].moves
+    while (plan := served.plan()) is not None:
+        served.commit(plan, device.run(plan))
+    assert [request.output_token_ids.tolist() for request in requests] == [
+        outputs_alone(request) for request in requests
+    ]
+    assert served.leases.rows.num_used == served.leases.blocks.num_used == 0
