@@ -34,7 +34,8 @@ class ChunkTrimming:
     def num_postponed(self, plan: StepPlan) -> int:
         """Tokens that the last row of a plan should leave to the next step; 0 where that saves nothing."""
         last = plan.rows[-1]
-        if last.num_new_tokens < 4 or not last.wants_token:
+        # Half of two would be a decode, in a step of another phase.
+        if last.num_new_tokens < 3 or not last.wants_token:
             return 0
         shape = exact_shape(plan, self.block_size)
         best, least = 0, self._cost(shape) + self._following_cost(plan, shape, 0)
@@ -44,8 +45,9 @@ class ChunkTrimming:
             postponed = shape.query_len - query_len
             if not 0 < postponed <= last.num_new_tokens // 2:
                 continue
-            cut = replace(shape, query_len=query_len, num_logits=min(shape.num_logits, query_len))
-            cost = self._cost(cut) + self._following_cost(plan, shape, postponed)
+            cost = self._cost(replace(shape, query_len=query_len)) + self._following_cost(
+                plan, shape, postponed
+            )
             if cost < least:
                 best, least = postponed, cost
         return best
@@ -77,7 +79,7 @@ class ChunkTrimming:
             query_len,
             shared,
             shape.num_unique_blocks if has_singles else 0,
-            min(shape.num_logits, query_len) if is_chunk else max(shape.num_logits, query_len),
+            shape.num_logits,
         )
         return self._cost(following)
 

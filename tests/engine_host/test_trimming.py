@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from graphs import BatchShape, BucketTable, Phase
+from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
-from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.engine.step_plan import ScheduledRow, StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
 from tests.engine_host.simulated_device import SimulatedDevice, make_request, outputs_alone
 
@@ -50,6 +53,12 @@ def test_at_least_half_of_a_prompt_is_computed_at_once() -> None:
     assert steps_of(served)[0] == 15
 
 
+def test_a_cut_leaves_no_prompt_a_single_token_which_would_be_a_decode() -> None:
+    served = scheduler(1, 16)
+    served.add(make_request(prompt=[1] * 2, max_tokens=1, ignore_eos=True))
+    assert steps_of(served) == [2]
+
+
 def test_nothing_is_cut_while_somebody_waits() -> None:
     served = scheduler(4, 16, 64)
     for number in range(5):
@@ -66,6 +75,25 @@ def test_every_token_of_a_prompt_is_computed_within_a_few_steps_more(length: int
     served.add(make_request(prompt=[1] * length, max_tokens=1, ignore_eos=True))
     assert steps_of(served) == sizes
     assert len(sizes) <= 1 + length.bit_length()
+
+
+@pytest.mark.parametrize(("now", "next_step", "postponed"), [(3, 4, 0), (4, 3, 0), (4, 4, 3)])
+def test_a_cut_step_and_the_next_have_as_many_logit_rows_as_the_whole_one(
+    now: int, next_step: int, postponed: int
+) -> None:
+    request = make_request(prompt=[1] * 6)
+    request.reserve_block_table(2)
+    request.num_blocks = 2
+    # In the fourth row, whose number is what counts.
+    whole = StepPlan((ScheduledRow(request, 3, 0, 6, True),))
+    cut = StepPlan((ScheduledRow(request, 3, 0, 3, False),))
+    assert exact_shape(cut, 4) == replace(exact_shape(whole, 4), query_len=3)
+    costs = {
+        BatchShape(Phase(causal=True), 3, 0, 0, now): 3.0,
+        BatchShape(Phase(causal=True, shared=True), 3, 1, 0, next_step): 10.0,
+        BatchShape(WHOLE, 16, 64, 64, 4): 16.0,
+    }
+    assert ChunkTrimming(BucketTable(tuple(costs), costs.__getitem__), 4).num_postponed(whole) == postponed
 
 
 def test_an_interruption_while_a_prompt_is_trimmed_loses_no_token() -> None:
