@@ -23,6 +23,7 @@ from hpu_duo.device.runtime import DeviceRuntime
 _PATTERN = 251
 """Values that repeat: small integers, whose sums float32 holds exactly, and a prime, so that no chunk of a
 ring is like another."""
+_ITEM_BYTES = torch.float32.itemsize
 _NUM_TIMED = 3
 
 
@@ -62,18 +63,21 @@ def check_collectives(
     Args:
         name: of the device; "auto" as in ``resolve_device``.
         num_processes: how many, which is how many devices take part.
-        num_bytes: of the tensor that is summed; a multiple of 4.
+        num_bytes: of the tensor that is summed; a positive multiple of 4, the bytes of a float32.
         deadline_s: how long it may take in all, starting included.
 
     Raises:
-        ValueError: the device is not usable, there are fewer of it, or one was named for all.
+        ValueError: the device is not usable, there are fewer of it, or one was named for all; or no tensor
+            has that many bytes.
         WorkerError: a process failed, a value was wrong, or time ran out.
     """
+    if num_bytes <= 0 or num_bytes % _ITEM_BYTES:
+        raise ValueError(f"expected num_bytes to be a positive multiple of {_ITEM_BYTES}, got {num_bytes}")
     kind, _, index = usable_name(name).partition(":")
     if index:
         raise ValueError(f"processes take devices in order: expected {kind!r} without a number, got {name!r}")
     environments = process_environments(kind, num_processes)
-    found = run_processes(_exchange, (kind, num_bytes // 4, deadline_s), environments, deadline_s)
+    found = run_processes(_exchange, (kind, num_bytes // _ITEM_BYTES, deadline_s), environments, deadline_s)
     return Exchange(
         found[0].backend,
         tuple(_label(one.device, environment) for one, environment in zip(found, environments)),

@@ -71,11 +71,14 @@ def run_processes(
         What ``work`` returned in each process, by rank.
 
     Raises:
+        ValueError: there is no environment, so no process.
         Refused: as the process that failed first did.
         WorkerError: a process failed in any other way, or time ran out.
         KeyboardInterrupt: this process was interrupted; no other is left.
     """
     size = len(environments)
+    if size == 0:
+        raise ValueError("expected the environment of at least 1 process, got an empty sequence")
     # The store lives here, on a port that is taken from the moment that it is known.
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     common = {

@@ -59,6 +59,14 @@ def test_what_cannot_be_checked_is_refused(arguments: tuple[str, ...], told: str
     assert told in result.stderr
 
 
+@pytest.mark.parametrize("num_bytes", [3, 0, -4, 4098])
+def test_a_sum_over_no_whole_number_of_values_is_refused(num_bytes: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"^expected num_bytes to be a positive multiple of 4, got {num_bytes}$"
+    ):
+        check_collectives("cpu", 1, num_bytes)
+
+
 def test_a_wrong_value_is_found_wherever_it_is() -> None:
     right = torch.arange(1000.0)
     check_values("all_reduce", right.clone(), right)

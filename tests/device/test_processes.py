@@ -50,6 +50,11 @@ def test_each_process_has_its_environment_before_it_imports_and_gives_its_result
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_no_environment_is_refused_since_it_means_no_process() -> None:
+    with pytest.raises(ValueError, match=r"^expected the environment of at least 1 process, got an empty"):
+        run_processes(work.look_around, ("hello",), [])
+
+
 @pytest.mark.parametrize(
     ("how", "told"),
     [
