@@ -57,6 +57,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 class PanelLinear(nn.Module):
     """``nn.Linear`` for inference, with the weight in panels for our kernel.
 
+    Takes ``[..., F]``, ``F`` being ``in_features``. With ``live``, an input ``[1, T, F]`` with as many rows
+    as the step's bucket (query tokens; for the head, rows of logits) must hold those of the step in order,
+    padding last: padding gives 0. Of any other shape, every row is computed.
+
     Args:
         memory: where to put them; see ``num_bytes``.
         live: int32 ``[2]`` of ``LiveRows``, or None to compute every row.
