@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -160,8 +161,7 @@ class _Table:
         self._meets = duties.met_by(buckets, prices)
 
     def copy(self) -> _Table:
-        copied = object.__new__(_Table)
-        copied.__dict__.update(self.__dict__)
+        copied = copy.copy(self)
         copied.buckets, copied.paid = self.buckets.copy(), self.paid.copy()
         copied._meets = self._meets.copy()
         return copied
