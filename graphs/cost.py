@@ -20,7 +20,11 @@ class BroadcastCost(Protocol):
     def at(
         self, phase: Phase, query_len: Any, num_shared_blocks: Any, num_unique_blocks: Any, num_logits: Any
     ) -> Any:
-        """Cost of a step, or of each step when the sizes are arrays of one length."""
+        """Cost of a step, or of every combination when the sizes are arrays that broadcast together.
+
+        The result broadcasts to the shape of all sizes; an axis that only sizes without influence have may
+        be missing from it.
+        """
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class StepCost:
     def at(
         self, phase: Phase, query_len: Any, num_shared_blocks: Any, num_unique_blocks: Any, num_logits: Any
     ) -> Any:
-        """Cost of a step, or of each step when the sizes are arrays of one length."""
+        """Cost of a step, or of each of many when sizes are arrays that broadcast together."""
         cost = self.step + self.token * query_len + self.logit * num_logits
         ring_slots = num_logits * self.ring_width
         if phase.causal:
@@ -107,7 +111,7 @@ class SkippingCost:
     def at(
         self, phase: Phase, query_len: Any, num_shared_blocks: Any, num_unique_blocks: Any, num_logits: Any
     ) -> Any:
-        """Cost of a step, or of each step when the sizes are arrays of one length."""
+        """Cost of a step, or of each of many when sizes are arrays that broadcast together."""
         plan_items = num_unique_blocks + num_shared_blocks * (num_logits + 2)
         parts = phase.causal + phase.shared + phase.unique
         work = self.step + query_len + self.logit * num_logits
