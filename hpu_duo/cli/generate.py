@@ -93,9 +93,9 @@ def generate(
         run = Run(loaded.engine, ids, [params] * len(ids))
     console = Console(stderr=True)
     is_streamed = len(prompts) == 1 and not as_json
-    from graphs import RecompileError
+    from graphs import GraphMissError, RecompileError
 
-    with user_errors(RecompileError):
+    with user_errors((RecompileError, GraphMissError)):
         report = run.finish(LiveView(console, sys.stdout if is_streamed else None))
     if as_json:
         typer.echo(json.dumps(_fields(ids, report), indent=2))

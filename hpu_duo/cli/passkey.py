@@ -81,9 +81,9 @@ def passkey(
     console = Console()
     if not as_json:
         _show_task(console, written, len(prompts[0]))
-    from graphs import RecompileError
+    from graphs import GraphMissError, RecompileError
 
-    with user_errors(RecompileError):
+    with user_errors((RecompileError, GraphMissError)):
         report = run.finish(LiveView(Console(stderr=True), None))
     answers = [
         Answer(one, completion.text.strip()) for one, completion in zip(written.passkeys, report.completions)

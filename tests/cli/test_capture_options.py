@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from graphs import BatchShape, GraphMissError, Miss
 from hpu_duo import HPUDuoModel, sim
+from hpu_duo.cli import serving
 
 Run = Callable[..., Result]
 
@@ -70,3 +72,26 @@ def test_a_capture_backend_of_another_device_is_refused(hpu_duo: Run, model_dir:
     assert (
         "graphs='cuda' cannot be used: CUDA graphs record steps on device 'cuda', got 'cpu'" in result.stderr
     )
+
+
+def test_a_step_that_no_bucket_holds_ends_the_command_with_its_shape(
+    hpu_duo: Run, model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "buckets.txt").write_text("csu/q16/s0/u1/l1\n", encoding="utf-8")
+    result = hpu_duo(
+        *("generate", "--model", model_dir, "--prompt", "x" * 100, "--buckets", tmp_path / "buckets.txt")
+    )
+    assert result.exit_code == 2
+    assert "hpu-duo: error: no bucket holds c--/q100/s0/u0/l1; nearest buckets: csu/q16" in result.stderr
+
+
+def test_a_miss_ends_the_search_for_passkeys_with_its_shape(
+    hpu_duo: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(self: serving.Run, view: object) -> None:
+        raise GraphMissError(Miss(BatchShape.parse("c--/q9/s0/u0/l1"), ()))
+
+    monkeypatch.setattr(serving.Run, "finish", missing)
+    result = hpu_duo("passkey", "--model", model_dir, "--num-tokens", "600", "--num-passkeys", "1")
+    assert result.exit_code == 2
+    assert "hpu-duo: error: no bucket holds c--/q9/s0/u0/l1; nearest buckets: none" in result.stderr
