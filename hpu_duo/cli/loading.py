@@ -58,6 +58,7 @@ def load_model(
         max_model_len=options.max_model_len,
         max_num_seqs=_max_num_seqs(options, num_requests),
         max_num_batched_tokens=options.max_num_batched_tokens,
+        max_chunk_rows=options.max_chunk_rows,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         kv_cache_bytes=kv_cache_bytes,

@@ -116,6 +116,9 @@ class EngineOptions:
         int,
         typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=ENGINE),
     ] = 2048
+    max_chunk_rows: Annotated[
+        int, typer.Option(help="Prompts that may continue in the same step.", rich_help_panel=ENGINE)
+    ] = 1
     block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=ENGINE)] = 128
     num_blocks: Annotated[
         int | None,

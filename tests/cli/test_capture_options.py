@@ -95,3 +95,12 @@ def test_a_miss_ends_the_search_for_passkeys_with_its_shape(
     result = hpu_duo("passkey", "--model", model_dir, "--num-tokens", "600", "--num-passkeys", "1")
     assert result.exit_code == 2
     assert "hpu-duo: error: no bucket holds c--/q9/s0/u0/l1; nearest buckets: none" in result.stderr
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("warmup",)], ids=lambda each: each[0])
+def test_prompts_that_continue_in_one_step_are_an_option(
+    hpu_duo: Run, model_dir: Path, command: tuple[str, ...]
+) -> None:
+    result = hpu_duo(*command, "--model", model_dir, "--max-chunk-rows", "0")
+    assert result.exit_code == 2
+    assert "expected max_chunk_rows to be an integer >= 1, got 0" in result.stderr
