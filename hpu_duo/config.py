@@ -151,6 +151,7 @@ class SchedulerConfig:
         _at_least("max_chunk_rows", self.max_chunk_rows, 1)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
+        _is_bool("trim_chunks", self.trim_chunks)
 
 
 @dataclass(frozen=True)
@@ -188,10 +189,7 @@ class GraphConfig:
             _at_least("max_captured_tokens", self.max_captured_tokens, 1)
         if self.memory_bytes is not None:
             _at_least("graph_memory_bytes", self.memory_bytes, 0)
-        if not isinstance(self.fail_on_recompile, bool):
-            raise ValueError(
-                f"expected fail_on_recompile to be True or False, got {self.fail_on_recompile!r}"
-            )
+        _is_bool("fail_on_recompile", self.fail_on_recompile)
 
 
 @dataclass(frozen=True)
@@ -208,6 +206,11 @@ class EngineConfig:
 def _at_least(name: str, value: int, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
+
+
+def _is_bool(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected {name} to be True or False, got {value!r}")
 
 
 def _finite(name: str, value: float | None) -> None:

@@ -102,6 +102,10 @@ def assemble_around(
         return plan_memory(layers, layouts, windows, *sizes, free_bytes=free_bytes, graph_bytes=graph_bytes)
 
     tables = StepTables(config, specs, text_config, max_len, backend, runtime.compiles_operators)
+    if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
+        raise ValueError(
+            "trim_chunks needs a table of buckets to trim to: expected graphs other than 'eager', or buckets"
+        )
     if config.graph.memory_bytes is None:
         bound = free_bytes // RESERVED_SHARE
         memory = plan_with_graphs(plan_of, lambda plan: min(bound, tables.graph_bytes(plan, dtype.itemsize)))
@@ -133,10 +137,6 @@ def assemble_around(
 def _trimming(config: EngineConfig, runner: Runner) -> Callable[[StepPlan], int] | None:
     if not config.scheduler.trim_chunks:
         return None
-    if not runner.uses_table:
-        raise ValueError(
-            "trim_chunks needs a table of buckets to trim to: expected graphs other than 'eager', or buckets"
-        )
     # A warm-up may give the runner another table.
     return lambda plan: ChunkTrimming(runner.graphs.table, config.cache.block_size).num_postponed(plan)
 
