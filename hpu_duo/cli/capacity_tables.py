@@ -11,7 +11,7 @@ from rich.table import Table
 from hpu_duo.cli.sizes import show_bytes
 
 if TYPE_CHECKING:
-    from hpu_duo.cost import Capacity, CapacityPoint, Hardware, ModelSize, Serving
+    from hpu_duo.cost import Capacity, CapacityPoint, Hardware, ModelSize, Serving, WarmUp
 
 
 def hardware_table(hardware: Hardware) -> Table:
@@ -45,7 +45,7 @@ def print_report(
         ("One request alone: decode tokens/s, seconds to the first token", _alone),
     ):
         _print(console, title, _by_context(found, cell))
-    warm_up_title = "Warm-up of the planned bucket table, at published seconds per graph"
+    warm_up_title = "Warm-up of a planned bucket table, at published seconds per graph"
     _print(console, warm_up_title, _warm_up_table(found))
     console.print(_caveat(), style="dim", highlight=False)
 
@@ -86,10 +86,14 @@ def _warm_up_table(found: Sequence[Capacity]) -> Table:
         cells = (
             ("-", "-")
             if warm_up is None
-            else (str(warm_up.num_graphs), f"{_minutes(warm_up.low_s)} to {_minutes(warm_up.high_s)}")
+            else (_graphs(warm_up), f"{_minutes(warm_up.low_s)} to {_minutes(warm_up.high_s)}")
         )
         table.add_row(*_name(each), *cells)
     return table
+
+
+def _graphs(warm_up: WarmUp) -> str:
+    return f"at most {warm_up.num_graphs} (the budget)" if warm_up.is_bound else str(warm_up.num_graphs)
 
 
 def _caveat() -> str:

@@ -161,6 +161,10 @@ def plan(
             budget = replace(in_time, memory_bytes=max_gib * _GIB, bytes_of=bytes_of)
         names = list(_STRATEGIES) if compare else []
         chosen = choose(strategy, limits, cost, budget, traffic)
+        if serving is not None:
+            from hpu_duo.cost import WarmUp
+
+            found[0] = replace(found[0], warm_up=WarmUp.of(len(chosen), is_bound=False))
         measured = prior(limits, seed=1) if traffic is None else traffic
         reports = {
             name: evaluate(

@@ -97,7 +97,7 @@ class HardwareOptions:
         """What every choice gives.
 
         Args:
-            num_graphs: budget that the bucket table is planned for.
+            num_graphs: budget of the bucket table, which bounds the warm-up.
 
         Raises:
             ValueError: see ``hpu_duo.cost.capacity``.

@@ -41,11 +41,24 @@ class CapacityPoint:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Graphs of the planned bucket table, and the seconds they would take at published paces."""
+    """Graphs to capture, and the seconds they would take at published paces.
+
+    Attributes:
+        num_graphs: buckets of the table, or the most that one may have.
+        low_s, high_s: for so many graphs.
+        is_bound: whether the table has not been planned, so that ``num_graphs`` is its budget.
+    """
 
     num_graphs: int
     low_s: float
     high_s: float
+    is_bound: bool
+
+    @classmethod
+    def of(cls, num_graphs: int, *, is_bound: bool) -> WarmUp:
+        """The seconds of so many graphs."""
+        low, high = SECONDS_PER_GRAPH
+        return cls(num_graphs, num_graphs * low, num_graphs * high, is_bound)
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Capacity:
         sparsity: share of KV heads that stream, in layers without a sliding window.
         kv_format: of keys and values.
         points: one for each context, in the order asked for.
-        warm_up: for the longest of these contexts; None when not one request of it fits.
+        warm_up: of a table for the longest of these contexts; None when not one request of it fits.
     """
 
     sparsity: float
@@ -84,7 +97,8 @@ def capacity(
     The longest context is also the longest request that memory and graphs are planned for.
 
     Args:
-        num_graphs: budget that the bucket table is planned for.
+        num_graphs: budget of a bucket table. None is planned here, which takes seconds, so the warm-up is at
+            most that of so many graphs.
 
     Raises:
         ValueError: no contexts, one below 1 token, a budget of no graph, or what ``Deployment`` refuses.
@@ -154,7 +168,5 @@ def step_cost(deployment: Deployment) -> StepCost:
 def _warm_up(deployment: Deployment, num_graphs: int) -> WarmUp | None:
     if deployment.count_requests(deployment.max_len) < 1:
         return None
-    # A planned table spends the whole budget: there are always shapes that another bucket would suit better.
-    planned = GraphBudget(num_graphs).most_graphs
-    low, high = SECONDS_PER_GRAPH
-    return WarmUp(planned, planned * low, planned * high)
+    # A planned table may be smaller: nothing is gained by buckets that no step would use.
+    return WarmUp.of(GraphBudget(num_graphs).most_graphs, is_bound=True)

@@ -150,6 +150,23 @@ def test_budgets_of_time_and_memory_bound_the_table(hpu_duo: Run, config_dir: Pa
     assert free["limits"]["num_blocks"] == 4 * 512 // 16  # type: ignore[index]
 
 
+def test_warm_up_is_that_of_the_table_where_one_is_planned(hpu_duo: Run, config_dir: Path) -> None:
+    small = (
+        *("--hardware", "gaudi3", "--max-num-seqs", 1, "--max-num-batched-tokens", 4, "--block-size", 16),
+        *("--max-model-len", 32, "--context", 32, "--kv-cache-dtype", "bf16", "--sparsity", 0.5, 0.75),
+    )
+    result = hpu_duo("plan", "--model", config_dir, *small, "--json")
+    assert result.exit_code == 0, result.stderr
+    fields = json.loads(result.stdout)
+    planned, other = (one["warm_up"] for one in fields["hardware"]["capacities"])
+    assert planned["num_graphs"] == len(fields["buckets"]) < 64
+    assert planned["low_s"] == pytest.approx(0.7 * planned["num_graphs"])
+    assert (planned["is_bound"], other["is_bound"], other["num_graphs"]) == (False, True, 64)
+    shown = " ".join(hpu_duo("plan", "--model", config_dir, *small).stdout.split())
+    assert f"50% bf16 {planned['num_graphs']} " in shown
+    assert "75% bf16 at most 64 (the budget)" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
