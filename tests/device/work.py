@@ -58,6 +58,8 @@ def save_when_interrupted(member: Member, directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    # A shell that runs the tests in the background has them ignore Ctrl-C, which is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run_processes(save_when_interrupted, (Path(sys.argv[1]),), [{}, {}])
     except KeyboardInterrupt:
