@@ -28,7 +28,7 @@ class Promises(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        if func.namespace == "hpu_duo_kernels":
+        if func.namespace == "hpu_duo_kernels" and func._schema.returns:
             self.seen.add(func._schema.name.partition("::")[2])
             with FakeTensorMode() as fake:
                 inputs = [fake.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
