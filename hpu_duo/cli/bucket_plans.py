@@ -104,8 +104,12 @@ def bucket_table(shapes: tuple[BatchShape, ...], cost: StepCost) -> Table:
 
 
 def padding_table(reports: Mapping[str, PaddingReport], is_recorded: bool) -> Table:
-    """The strategies side by side."""
-    traffic = "the recorded steps" if is_recorded else "assumed traffic"
+    """The strategies side by side.
+
+    Args:
+        is_recorded: whether they were measured on the recording that the planned table was made from.
+    """
+    traffic = "the recorded steps themselves (later ones may pad more)" if is_recorded else "assumed traffic"
     table = Table(box=None, padding=(0, 2, 0, 0), title=f"Padding of {traffic}", title_justify="left")
     columns: tuple[tuple[str, Any], ...] = (
         ("strategy", "left"),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import Result
 
 from graphs import BucketLimits
 from graphs.bucket_file import read_gaudi_buckets, read_table
+from graphs.planner import Traffic, prior
 from graphs.recording import read_shapes
 from hpu_duo.llm import HPUDuoModel
 
@@ -56,12 +58,40 @@ def test_a_recording_makes_a_table_that_serves_the_same_prompts(
     report = json.loads(planned.stdout)["padding"]["planned"]
     assert report["missed"] == 0
     assert report["holds_all"]
+    shown = hpu_duo(
+        *("plan", "--model", model_dir, *LIMITS, "--max-model-len", 512, "--from-shapes", shapes),
+        *("--graphs-budget", 2),
+    )
+    assert "Padding of the recorded steps themselves (later ones may pad more)" in shown.stdout
     padded = hpu_duo(*serve, "--buckets", out)
     assert padded.exit_code == 0, padded.stderr
     assert padded.stdout == free.stdout
     trimmed = hpu_duo(*serve, "--buckets", out, "--trim-chunks")
     assert trimmed.exit_code == 0, trimmed.stderr
     assert trimmed.stdout == free.stdout
+
+
+def test_assumed_traffic_is_measured_on_users_that_no_table_was_chosen_for(
+    hpu_duo: Run, config_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noting(seeds: set[int]) -> Callable[..., Traffic]:
+        def noted(limits: BucketLimits, *, seed: int = 0) -> Traffic:
+            seeds.add(seed)
+            return prior(limits, seed=seed)
+
+        return noted
+
+    chosen_on: set[int] = set()
+    measured_on: set[int] = set()
+    monkeypatch.setattr(import_module("graphs.planner.plan"), "prior", noting(chosen_on))
+    monkeypatch.setattr("graphs.planner.prior", noting(measured_on))
+    result = hpu_duo(
+        *("plan", "--model", config_dir, *LIMITS, "--max-model-len", 64, "--graphs-budget", 64, "--json")
+    )
+    assert result.exit_code == 0, result.stderr
+    assert chosen_on == {0, 1}
+    assert len(measured_on) == 1
+    assert not measured_on & chosen_on
 
 
 def test_compare_shows_every_strategy(hpu_duo: Run, config_dir: Path) -> None:
