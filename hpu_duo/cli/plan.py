@@ -177,17 +177,17 @@ def plan(
             )
             for name in dict.fromkeys([strategy, *names])
         }
+        shapes = None
         if out is not None or gaudi_out is not None or not compare:
             shapes = listed(chosen)
             write(out, gaudi_out, shapes, f"{strategy}, for {size.name} and {limits}")
-        else:
-            shapes = ()
     if as_json:
         fields: dict[str, Any] = {
             "limits": asdict(limits),
-            "buckets": list(map(str, shapes)),
             "padding": {name: asdict(report) for name, report in reports.items()},
         }
+        if shapes is not None:
+            fields["buckets"] = list(map(str, shapes))
         if serving is not None:
             fields["hardware"] = report_fields(size, serving, found)
         typer.echo(json.dumps(fields, indent=2))
@@ -198,7 +198,7 @@ def plan(
 
         print_report(size, serving, found, console)
         console.print(f"Table for {limits.num_blocks:,} blocks and {found[0].describe()}", style="bold")
-    if shapes and not compare:
+    if shapes is not None and not compare:
         console.print(bucket_table(shapes, cost))
     console.print(padding_table(reports, traffic is not None))
 
