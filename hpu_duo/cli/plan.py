@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,6 +111,7 @@ def plan(
     """
     with user_errors():
         _check_strategy(strategy)
+        _check_writable({"--out": out, "--gaudi-out": gaudi_out})
         _check_hardware(hardware, num_blocks, served, png)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs import BucketLimits
@@ -224,6 +227,16 @@ def _check_hardware(
     for name, value in compared.items():
         if value is not None:
             raise ValueError(f"expected --hardware with {name}, got none")
+
+
+def _check_writable(files: Mapping[str, Path | None]) -> None:
+    for name, file in files.items():
+        if file is None:
+            continue
+        if file.is_dir() or not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
+            raise ValueError(
+                f"expected {name} to be a file in a directory that can be written to, got {file}"
+            )
 
 
 def _check_strategy(name: str) -> None:

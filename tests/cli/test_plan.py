@@ -119,7 +119,6 @@ def test_compare_shows_every_strategy(hpu_duo: Run, config_dir: Path) -> None:
         (("--graphs-budget", 0), "at least 1 graph, got 0"),
         (("--from-shapes", "missing.jsonl"), "cannot read recorded shapes from missing.jsonl"),
         (("--max-num-seqs", 0), "expected max_num_seqs >= 1, got 0"),
-        (("--out", "/nowhere/at/all"), "cannot write /nowhere/at/all"),
     ],
 )
 def test_bad_input_is_refused_with_a_sentence(
@@ -128,6 +127,19 @@ def test_bad_input_is_refused_with_a_sentence(
     result = hpu_duo("plan", "--model", config_dir, "--num-blocks", 64, "--block-size", 16, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--out", "--gaudi-out"])
+@pytest.mark.parametrize("file", ["/nowhere/at/all", "/"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_planned(
+    hpu_duo: Run, tmp_path: Path, option: str, file: str
+) -> None:
+    # There is no model to read, so nothing was planned.
+    result = hpu_duo("plan", "--model", tmp_path / "absent", "--num-blocks", 64, option, file)
+    assert result.exit_code == 2
+    assert (
+        f"expected {option} to be a file in a directory that can be written to, got {file}" in result.stderr
+    )
 
 
 def test_a_model_refuses_a_file_that_is_no_table(model_dir: Path, tmp_path: Path) -> None:
