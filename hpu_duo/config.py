@@ -167,6 +167,8 @@ class GraphConfig:
         memory_bytes: device memory that is set aside for graphs before the KV cache is sized; None = as
             estimated, see ``hpu_duo.engine.graph_memory``.
         fail_on_recompile: a step that compiles or captures anything raises ``RecompileError``.
+        own_cost: rank the buckets of ``table`` by the cost that the table itself has; False = by what a step
+            of this model costs, as in the default table. Buckets from a file come without a cost.
     """
 
     backend: str | CaptureBackend = "eager"
@@ -175,6 +177,7 @@ class GraphConfig:
     max_captured_tokens: int | None = None
     memory_bytes: int | None = None
     fail_on_recompile: bool = False
+    own_cost: bool = True
 
     def __post_init__(self) -> None:
         members = ("name", "problem", "capture", "region")
@@ -190,6 +193,7 @@ class GraphConfig:
         if self.memory_bytes is not None:
             _at_least("graph_memory_bytes", self.memory_bytes, 0)
         _is_bool("fail_on_recompile", self.fail_on_recompile)
+        _is_bool("own_cost", self.own_cost)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from graphs import (
     BucketLimits,
     BucketTable,
     CaptureBackend,
+    CostFunction,
     ExponentialRule,
     SkippingCost,
     StepCost,
@@ -65,14 +66,19 @@ class StepTables:
             ValueError: a given bucket points beyond the stores.
         """
         limits = self.limits(memory)
-        if self.config.graph.table is not None:
-            check_table(self.config.graph.table, limits)
-            return self.config.graph.table
         if limits not in self._made:
-            self._made[limits] = (
-                default_table(limits, self._specs, self._text_config) if self.uses_table else BucketTable(())
-            )
+            self._made[limits] = self._make(limits)
         return self._made[limits]
+
+    def _make(self, limits: BucketLimits) -> BucketTable:
+        given = self.config.graph.table
+        if given is None:
+            uses_table = self.uses_table
+            return default_table(limits, self._specs, self._text_config) if uses_table else BucketTable(())
+        check_table(given, limits)
+        if self.config.graph.own_cost:
+            return given
+        return BucketTable(given.buckets, model_cost(limits, self._specs, self._text_config))
 
     def geometry(self, memory: MemoryPlan) -> StepGeometry:
         """The sizes of the stores that steps point into."""
@@ -115,12 +121,17 @@ def check_table(table: BucketTable, limits: BucketLimits) -> None:
 
 def default_table(limits: BucketLimits, specs: Sequence[LayerSpec], text_config: Any) -> BucketTable:
     """The buckets that are captured when none are given."""
+    skips = specs[0].impl is Implementation.SDPA
+    rule = ExponentialRule(slack=1.25, merge_unique=True) if skips else None
+    return BucketTable.exponential(limits, rule, model_cost(limits, specs, text_config))
+
+
+def model_cost(limits: BucketLimits, specs: Sequence[LayerSpec], text_config: Any) -> CostFunction:
+    """What a step of this model costs with its kernels, by which buckets are ranked."""
     first = specs[0]
     if first.impl is Implementation.SDPA:
-        rule = ExponentialRule(slack=1.25, merge_unique=True)
-        logit = text_config.vocab_size / (12 * text_config.hidden_size * len(specs))
-        return BucketTable.exponential(limits, rule, SkippingCost(logit))
-    cost = StepCost(
+        return SkippingCost(text_config.vocab_size / (12 * text_config.hidden_size * len(specs)))
+    return StepCost(
         block_size=limits.block_size,
         ring_width=max((spec.window.size for spec in specs if spec.window), default=0),
         hidden_size=text_config.hidden_size,
@@ -128,7 +139,6 @@ def default_table(limits: BucketLimits, specs: Sequence[LayerSpec], text_config:
         vocab_size=text_config.vocab_size,
         kv_ratio=1 / first.group_size,
     )
-    return BucketTable.exponential(limits, cost=cost)
 
 
 def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> int:

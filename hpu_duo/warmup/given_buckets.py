@@ -20,10 +20,12 @@ class GivenBuckets:
     Attributes:
         table: None leaves the shapes to the way of capturing.
         manifest: of an earlier warm-up.
+        own_cost: see ``GraphConfig``.
     """
 
     table: BucketTable | None
     manifest: Manifest | None = None
+    own_cost: bool = True
 
     @classmethod
     def read(cls, buckets: BucketTable | str | Path | None, block_size: int) -> GivenBuckets:
@@ -36,12 +38,12 @@ class GivenBuckets:
             return cls(buckets)
         cost = StepCost(block_size=block_size)
         if not is_manifest(buckets):
-            return cls(read_table(buckets, cost))
+            return cls(read_table(buckets, cost), own_cost=False)
         manifest = read_manifest(buckets)
-        return cls(manifest.table(cost), manifest)
+        return cls(manifest.table(cost), manifest, own_cost=False)
 
     def complete(self, config: EngineConfig) -> EngineConfig:
-        """The configuration, with what it leaves open as the manifest has it.
+        """The configuration, with what it leaves open as the manifest has it, and whose cost ranks the table.
 
         Free memory, for example, is another each time, and the number of blocks with it.
 
@@ -49,6 +51,7 @@ class GivenBuckets:
             ValueError: what was asked for is not what the manifest is for, as far as can be told without
                 weights.
         """
+        config = replace(config, graph=replace(config.graph, own_cost=self.own_cost))
         if self.manifest is None:
             return config
         self.manifest.check(known_before_loading(config), {}, known_only=True)
