@@ -45,7 +45,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limits = limits
         self.is_trimming = borders is not None
         trimming = None if borders is None else ChunkTrimming(_table(borders), limits.block_size)
-        self.scheduler = Scheduler(limits, trimming and trimming.num_postponed)
+        self.num_postponed = trimming.num_postponed if trimming else lambda plan: 0
+        self.is_interrupted = False
+        self.scheduler = Scheduler(limits, self._num_postponed)
         self.device = SimulatedDevice(
             limits.num_blocks, limits.block_size, limits.max_num_seqs, uses_blocks=limits.uses_blocks
         )
@@ -117,6 +119,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._commit(plan, tokens)
 
     @precondition(lambda self: self.unfinished)
+    @rule()
+    def step_that_is_interrupted_while_it_is_trimmed(self) -> None:
+        self.is_interrupted = True
+        try:
+            self.step(1)
+        except KeyboardInterrupt:
+            assert not self.scheduler.num_running
+            self.computed.clear()
+        self.is_interrupted = False
+
+    @precondition(lambda self: self.unfinished)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self._abort(data.draw(st.sampled_from(sorted(self.unfinished))))
@@ -130,6 +143,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert request.finish_reason is FinishReason.STOP
 
     # How it is done, and checked
+
+    def _num_postponed(self, plan: StepPlan) -> int:
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        return self.num_postponed(plan)
 
     def _abort(self, name: str) -> None:
         assert self.scheduler.abort(name) is self.unfinished.pop(name)
