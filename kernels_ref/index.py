@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 
 
-def as_index(index: torch.Tensor) -> torch.Tensor:
-    """The index type a device takes: int64 on CPU and CUDA, int32 (unchanged) elsewhere.
+def index_dtype(device: torch.device) -> torch.dtype:
+    """The integers that a device takes as indices: int64 on CPU and CUDA, int32 elsewhere.
 
     Plans are int32 because a Gaudi has no native int64; torch's CPU and CUDA kernels accept
     only int64 in ``index_copy_``.
     """
-    return index.long() if index.device.type in ("cpu", "cuda") else index
+    return torch.int64 if device.type in ("cpu", "cuda") else torch.int32
 
 
 def gather(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -31,11 +31,12 @@ def write_index(unit: torch.Tensor, slot: torch.Tensor, num_heads: int, num_slot
         unit: block (or ring row) of each token, int32 ``[Q]``.
         slot: slot inside it, int32 ``[Q]``.
     Returns:
-        ``[Q * K]``, tokens outermost.
+        ``[Q * K]``, tokens outermost, of ``index_dtype``.
     """
-    head = torch.arange(num_heads, dtype=unit.dtype, device=unit.device)
-    flat = (unit[:, None] * num_heads + head[None, :]) * num_slots + slot[:, None]
-    return as_index(flat.reshape(-1))
+    unit_size = num_heads * num_slots
+    # The sum has the wider of both types, which saves a conversion.
+    head_start = torch.arange(0, unit_size, num_slots, dtype=index_dtype(unit.device), device=unit.device)
+    return ((unit * unit_size + slot)[:, None] + head_start).reshape(-1)
 
 
 def write(store: torch.Tensor, flat_index: torch.Tensor, new: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from bias_builders import Window, ring_slot, slot_position, stays_in_ring
-from kernels_ref.index import as_index, gather, write_index
+from kernels_ref.index import gather, index_dtype, write_index
 
 
 class StepTensors(NamedTuple):
@@ -56,12 +56,12 @@ class StepTensors(NamedTuple):
 class RingStep(NamedTuple):
     """What the layers of one window and one number of streaming heads derive from a step, once.
 
+    What is for a part that does not run is empty.
+
     Attributes:
-        index_before: where to write before attention: tokens alone in their row; ``[Q * Ks]``, or empty
-            when the unique part does not run.
+        index_before: where to write before attention: tokens alone in their row; ``[Q * Ks]``.
         index_after: where to write after attention: tokens of multi-token rows that the ring
-            keeps; everything else goes to the trash row; ``[Q * Ks]``, or empty when the causal part
-            does not run.
+            keeps; everything else goes to the trash row; ``[Q * Ks]``.
         visible: leading slots that a single-token row sees, 0 for other rows, ``[N]``.
         chunk_position: positions held by the gathered rings before the step, -1 = empty, ``[C, W]``.
     """
@@ -119,7 +119,7 @@ def prepare_step(
     """
     t = tensors
     no_row = t.row_start.shape[0]
-    single_row = torch.where(t.causal_row < no_row, no_row, t.row)
+    single_row = torch.where(t.causal_row < no_row, no_row, t.row) if parts.causal else t.row
     places = {
         window: _places_in_rings(parts, t, single_row, window, trash_row)
         for window in dict.fromkeys(window for window, _ in ring_kinds)
@@ -153,7 +153,7 @@ class _RingPlaces(NamedTuple):
 
     def _index(self, row: torch.Tensor | None, num_heads: int) -> torch.Tensor:
         if row is None:
-            return as_index(self.slot[:0])
+            return self.slot.new_empty(0, dtype=index_dtype(self.slot.device))
         return write_index(row, self.slot, num_heads, self.window.size)
 
 
@@ -161,20 +161,18 @@ def _places_in_rings(
     parts: StepParts, t: StepTensors, single_row: torch.Tensor, window: Window, trash_row: int
 ) -> _RingPlaces:
     no_row = t.row_start.shape[0]
-    before = torch.where(single_row < no_row, single_row, trash_row) if parts.unique else None
-    after = None
-    # One more entry, for the row number of padding.
-    start = torch.cat([t.row_start, t.row_start.new_zeros(1)])
+    before = after = None
+    visible = t.row_start[:0]
+    chunk_position = t.row_start.new_empty(0, window.size)
+    if parts.unique:
+        before = torch.where(single_row < no_row, single_row, trash_row)
+        stored = torch.where(t.row_num_new == 1, t.row_start + 1, 0)
+        visible = torch.clamp(stored, max=window.size)
     if parts.causal:
-        end = start + torch.cat([t.row_num_new, t.row_num_new.new_zeros(1)])
-        keeps = (t.causal_row < no_row) & stays_in_ring(t.positions, gather(end, t.row), window)
-        after = torch.where(keeps, t.causal_row, trash_row)
-    stored = torch.where(t.row_num_new == 1, t.row_start + 1, 0)
-    return _RingPlaces(
-        window,
-        ring_slot(t.positions, window),
-        before,
-        after,
-        torch.clamp(stored, max=window.size),
-        slot_position(gather(start, torch.clamp(t.chunk_row, max=no_row)), window),
-    )
+        # One more entry, for the row number of padding.
+        start, num_new = (torch.cat([x, x.new_zeros(1)]) for x in (t.row_start, t.row_num_new))
+        stays = stays_in_ring(t.positions, gather(start + num_new, t.row), window)
+        after = torch.where((t.causal_row < no_row) & stays, t.causal_row, trash_row)
+        if parts.shared:
+            chunk_position = slot_position(gather(start, torch.clamp(t.chunk_row, max=no_row)), window)
+    return _RingPlaces(window, ring_slot(t.positions, window), before, after, visible, chunk_position)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from types import CodeType, FunctionType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch._dynamo.convert_frame import register_bytecode_hook
@@ -67,7 +67,8 @@ class CompileBackend:
         place = (shape, key)
         if place not in self._regions:
             private = _private_copy(fn, f"{shape}")
-            compiled = torch.compile(private, backend=self._compiler, fullgraph=True, dynamic=False)
+            backend = _inductor if self._compiler == "inductor" else self._compiler
+            compiled = torch.compile(private, backend=backend, fullgraph=True, dynamic=False)
             self._regions[place] = compiled if self._guards else _Direct(private, compiled)
         return cast(Region, self._regions[place])
 
@@ -97,6 +98,12 @@ class _Direct:
             self._direct = FunctionType(
                 new_code, self._private.__globals__, self._private.__name__, None, self._private.__closure__
             )
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    # On a CPU also the calls of kernels become C++: making them from Python costs more than small kernels do.
+    is_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, torch.Tensor))
+    return cast(Callable[..., Any], torch._inductor.compile(graph, inputs, {"cpp_wrapper": is_cpu}))
 
 
 def _private_copy(fn: Callable[..., object], label: str) -> FunctionType:

@@ -9,7 +9,7 @@ import torch
 from hpu_duo.kv.copies import BlockCopy, Copy, RowCopy
 from hpu_duo.kv.plan import MemoryPlan
 from kernels_ref import LayerCache
-from kernels_ref.index import as_index, gather
+from kernels_ref.index import gather, index_dtype
 
 _COPY_SIZES = (8, 4, 2, 1)
 """Blocks or rows that move at a time: few sizes, because a device compiles each one."""
@@ -62,7 +62,7 @@ class KVStore:
             stores = layer[:2] if isinstance(copies[0], BlockCopy) else layer[2:]
             for store in stores:
                 if store.shape[0]:
-                    store.index_copy_(0, as_index(target), gather(store, source))
+                    store.index_copy_(0, target.to(index_dtype(target.device)), gather(store, source))
 
 
 def split_copies(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:

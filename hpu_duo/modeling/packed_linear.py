@@ -19,9 +19,7 @@ from hpu_duo.modeling.live_rows import LiveRows
 from kernels_ref.avx512 import linear as avx512
 
 _library = torch.library.Library("hpu_duo", "FRAGMENT")
-_ARGUMENTS = "Tensor x, Tensor packed, Tensor? bias, int out_features"
-_library.define(f"packed_linear({_ARGUMENTS}) -> Tensor")
-_library.define(f"panel_linear({_ARGUMENTS}, Tensor? live) -> Tensor")
+_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
 
 
 def _packed_linear(
@@ -31,11 +29,7 @@ def _packed_linear(
 
 
 def _packed_linear_fake(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_features: int,
-    live: torch.Tensor | None = None,
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
@@ -43,9 +37,7 @@ def _packed_linear_fake(
 # The weight is an opaque oneDNN tensor, so the call carries both dispatch keys.
 _library.impl("packed_linear", _packed_linear, "CPU")
 _library.impl("packed_linear", _packed_linear, "MkldnnCPU")
-_library.impl("panel_linear", avx512.multiply, "CPU")
-for _name in ("packed_linear", "panel_linear"):
-    torch.library.register_fake(f"hpu_duo::{_name}", _packed_linear_fake, lib=_library)
+torch.library.register_fake("hpu_duo::packed_linear", _packed_linear_fake, lib=_library)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -67,6 +59,8 @@ class PanelLinear(nn.Module):
     """
 
     packed: torch.Tensor
+    bias: torch.Tensor | None
+    live: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear, memory: HugePages, live: torch.Tensor | None) -> None:
         super().__init__()
@@ -88,7 +82,7 @@ class PanelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Only [1, tokens, features] has the tokens of the step in their order.
         live = self.live if x.dim() == 3 and x.shape[0] == 1 else None
-        return torch.ops.hpu_duo.panel_linear(x, self.packed, self.bias, self.out_features, live)
+        return avx512.multiply(x, self.packed, self.bias, self.out_features, live)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, in panels"

@@ -4,8 +4,6 @@
 // that one 512-bit load holds sixteen neighbouring outputs, each with a pair of neighbouring inputs,
 // which is what the instruction vdpbf16ps multiplies. Scores, maxima, sums and outputs are float32;
 // weights are rounded to bfloat16 only as factors of the values.
-//
-// Built by library.py with nothing but a C++ compiler: no torch headers.
 
 #include <immintrin.h>
 
@@ -13,8 +11,10 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
 #include "vectors.h"
 
+namespace hpu_duo {
 namespace {
 
 constexpr int kTileRows = 48;     // a multiple of kStep
@@ -206,18 +206,15 @@ void attend_tile(const Job &job, int head, int begin, int end, const bf16 *keys,
 
 }  // namespace
 
-extern "C" {
-
 // Items of bfloat16 that `workspace` must hold, aligned to 64 bytes.
-int64_t hpu_duo_attend_workspace(int num_keys, int dim) { return 2 * (int64_t)round_up(num_keys, kPanel) * dim; }
+int64_t attend_workspace(int num_keys, int dim) { return 2 * (int64_t)round_up(num_keys, kPanel) * dim; }
 
 // Merges attention over the keys into attn, largest, total; see Job for the arguments.
-void hpu_duo_attend(const void *q, const void *k, const void *v, float *attn, float *largest, float *total,
-                   void *workspace, const int64_t *strides, const int *sizes, int num_threads) {
-  const Job job{(const bf16 *)q, (const bf16 *)k, (const bf16 *)v, strides[0], strides[1], strides[2],
-                strides[3],      strides[4],      strides[5],      strides[6], attn,       largest,
-                total,           (bf16 *)workspace, sizes[0],      sizes[1],   sizes[2],   sizes[3],
-                sizes[4],        sizes[5],        sizes[6],        sizes[7]};
+void attend(const bf16 *q, const bf16 *k, const bf16 *v, float *attn, float *largest, float *total, bf16 *workspace,
+            const int64_t *strides, const int *sizes, int num_threads) {
+  const Job job{q,          k,          v,          strides[0], strides[1], strides[2], strides[3], strides[4],
+                strides[5], strides[6], attn,       largest,    total,      workspace,  sizes[0],   sizes[1],
+                sizes[2],   sizes[3],   sizes[4],   sizes[5],   sizes[6],   sizes[7]};
   const int length = round_up(job.num_keys, kPanel), dim = job.dim;
   const int num_rows = job.num_queries * job.group;
   bf16 *keys = job.workspace, *values = keys + (int64_t)length * dim;
@@ -246,4 +243,5 @@ void hpu_duo_attend(const void *q, const void *k, const void *v, float *attn, fl
     }
   }
 }
-}
+
+}  // namespace hpu_duo

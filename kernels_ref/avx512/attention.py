@@ -5,18 +5,14 @@ Scores, maxima, sums and outputs are float32; weights are rounded to bfloat16 as
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-
 import torch
 
 from bias_builders import Window
-from kernels_ref.avx512.library import load
+from kernels_ref.avx512.library import is_available, require
 from kernels_ref.partial import Partial
 
 _LANES = 16
 _MAX_DIM = 256
-_ALIGNMENT_ITEMS = 32
 
 
 def fits(q_SKGD: torch.Tensor, k_TKD: torch.Tensor) -> bool:
@@ -27,7 +23,7 @@ def fits(q_SKGD: torch.Tensor, k_TKD: torch.Tensor) -> bool:
         and dim % _LANES == 0
         and dim <= _MAX_DIM
         and k_TKD.shape[2] == dim
-        and _library() is not None
+        and is_available()
     )
 
 
@@ -48,9 +44,9 @@ def attend(
         window: with ``is_causal``, only the first ``sink`` and the last ``recent`` of those.
 
     Raises:
-        ValueError: queries, keys and flags that do not go together.
+        ValueError: queries, keys and flags that do not go together, or no such kernel here.
     """
-    num_queries, num_kv, group, dim = q_SKGD.shape
+    num_queries, num_kv, _, dim = q_SKGD.shape
     num_keys = k_TKD.shape[0]
     if k_TKD.shape != (num_keys, num_kv, dim) or v_TKD.shape != k_TKD.shape:
         raise ValueError(
@@ -63,30 +59,6 @@ def attend(
         )
     if not all(part.is_contiguous() for part in total):
         raise ValueError("expected a contiguous partial to merge into")
-    library = _library()
-    if library is None:
-        raise ValueError("expected a CPU and a compiler that this kernel can use; ask fits() first")
-    # The kernel reads runs of head_dim items.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_SKGD, k_TKD, v_TKD))
-    items = library.hpu_duo_attend_workspace(num_keys, dim)
-    workspace = torch.empty(items + _ALIGNMENT_ITEMS, dtype=torch.bfloat16)
+    require()
     sink, recent = window or (0, 0)
-    offset = 0 if is_causal else num_keys
-    sizes = (num_queries, num_keys, num_kv, group, dim, offset, recent, sink)
-    library.hpu_duo_attend(
-        *(x.data_ptr() for x in (q, k, v, *total)),
-        -(-workspace.data_ptr() // 64) * 64,
-        (ctypes.c_int64 * 7)(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2]),
-        (ctypes.c_int * 8)(*sizes),
-        torch.get_num_threads(),
-    )
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    library = load("attention")
-    if library is not None:
-        library.hpu_duo_attend.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_int]
-        library.hpu_duo_attend.restype = None
-        library.hpu_duo_attend_workspace.restype = ctypes.c_int64
-    return library
+    torch.ops.hpu_duo_avx512.attend.default(*total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent)

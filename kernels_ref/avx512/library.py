@@ -1,24 +1,18 @@
-"""Build the C++ sources of this package at their first use, once per machine, and load them."""
+"""The kernels of this folder as operators ``torch.ops.hpu_duo_avx512``, built at their first use."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
 import warnings
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch.utils.cpp_extension import get_default_build_root
 
-COMPILERS = ("g++", "clang++", "c++")
+from kernels_ref.native import BuildError, build
+
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
-_OPTIONS = ("-std=c++17", "-O3", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
-_SHOWN_CHARACTERS = 2000
+_OPTIONS = ("-O3", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
+_Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def is_supported() -> bool:
@@ -29,56 +23,45 @@ def is_supported() -> bool:
     return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
-@cache
-def load(name: str) -> ctypes.CDLL | None:
-    """The library of the source ``name``.cpp; None, with one warning, where it cannot be built.
+@torch.compiler.assume_constant_result
+def is_available() -> bool:
+    """Whether the operators are there. Compiled code takes the answer as fixed.
 
-    None without a warning where the CPU is another one.
+    False, with one warning, where they cannot be built; without one where the CPU is another one.
     """
-    if not is_supported():
-        return None
-    try:
-        return ctypes.CDLL(str(build(Path(__file__).with_name(f"{name}.cpp"), _OPTIONS)))
-    except (BuildError, OSError) as error:
-        warnings.warn(f"bfloat16 runs slower than it could on this CPU: {error}", stacklevel=2)
-        return None
+    return _load()
 
 
-class BuildError(RuntimeError):
-    """A source could not be built here; says why."""
-
-
-def build(source: Path, options: Sequence[str]) -> Path:
-    """The shared library of a source, in torch's folder for extensions built at run time.
-
-    It is built again when the source, headers beside it, the options or the compiler's path change.
+def require() -> None:
+    """Load the operators.
 
     Raises:
-        BuildError: there is no compiler, it refuses the source, or the folder cannot be written.
+        ValueError: there are none here.
     """
-    program = next((found for found in map(shutil.which, COMPILERS) if found), None)
-    if program is None:
-        raise BuildError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
-    headers = [path.read_bytes() for path in sorted(source.parent.glob("*.h"))]
-    content = b"".join([source.read_bytes(), *headers, repr((program, *options)).encode()])
-    key = hashlib.sha256(content).hexdigest()
-    folder = Path(get_default_build_root()) / "hpu_duo_kernels"
-    library = folder / f"{source.stem}-{key[:16]}.so"
-    if library.is_file():
-        return library
-    # Several processes may build at the same time: each writes a file of its own and renames it.
-    unfinished = library.with_suffix(f".{os.getpid()}.so")
+    if not is_available():
+        raise ValueError("expected a CPU and a compiler that this kernel can use; ask fits() first")
+
+
+@cache
+def _load() -> bool:
+    if not is_supported():
+        return False
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(
-            [program, "-shared", "-fPIC", *options, str(source), "-o", str(unfinished)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise BuildError(f"{program} refuses {source.name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
-        unfinished.replace(library)
-    except OSError as error:
-        raise BuildError(f"{source.name} cannot be built in {folder}: {error}") from error
-    return library
+        torch.ops.load_library(build("avx512", sorted(Path(__file__).parent.glob("*.cpp")), _OPTIONS))
+    except (BuildError, OSError) as error:
+        warnings.warn(f"bfloat16 runs slower than it could on this CPU: {error}", stacklevel=2)
+        return False
+    for name, shapes in (("linear", _linear), ("attend_blocks", _triple), ("attend_rings", _triple)):
+        torch.library.register_fake(f"hpu_duo_avx512::{name}", shapes)
+    return True
+
+
+def _linear(
+    x: torch.Tensor, packed: torch.Tensor, bias: object, out_features: int, live: object
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _triple(q: torch.Tensor, *_: object) -> _Triple:
+    attn = q.new_empty(q.shape, dtype=torch.float32)
+    return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])

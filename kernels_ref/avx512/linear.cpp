@@ -4,14 +4,15 @@
 // outputs with a pair of inputs each, which is what vdpbf16ps multiplies, and a panel is read from front to
 // end. So one row runs at the speed of memory, and many rows at that of the instruction.
 //
-// Built by library.py with nothing but a C++ compiler: no torch headers.
-
 #include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
+namespace hpu_duo {
 namespace {
 
 constexpr int kPanel = 64;   // outputs of one pass: four vectors
@@ -19,8 +20,6 @@ constexpr int kLanes = 16;
 constexpr int kStep = 6;     // rows of one pass: 24 sums stay in registers
 constexpr int64_t kTileItems = 1 << 18;  // inputs that stay in the second-level cache while panels go by
 constexpr int64_t kMaxTileRows = 240;
-
-using bf16 = uint16_t;
 
 // y[MR, columns] = x[MR, inputs] * panel + bias, sums in float32.
 template <int MR>
@@ -77,24 +76,21 @@ void multiply_rows(int rows, const bf16 *x, int64_t inputs, const bf16 *panel, c
 
 }  // namespace
 
-extern "C" {
-
 // y[rows, outputs] = x[rows, inputs] * weight^T + bias. `bias` is null or padded to whole panels. `live` is null
 // or two numbers: if `rows` is the first one, only as many rows as the second says are computed, the others are 0.
-void hpu_duo_linear(const void *x, const void *packed, const float *bias, const int *live, void *y, int64_t rows,
-                    int64_t outputs, int64_t inputs, int num_threads) {
-  const bf16 *in = (const bf16 *)x, *weight = (const bf16 *)packed;
-  bf16 *out = (bf16 *)y;
+void linear(const bf16 *x, const bf16 *packed, const float *bias, const int *live, bf16 *y, int64_t rows,
+            int64_t outputs, int64_t inputs, int num_threads) {
   if (live && rows == live[0] && live[1] < rows) {
-    std::fill(out + live[1] * outputs, out + rows * outputs, (bf16)0);
+    std::fill(y + live[1] * outputs, y + rows * outputs, (bf16)0);
     rows = live[1];
   }
   const int64_t tile_rows = std::clamp(kTileItems / inputs / kStep * kStep, (int64_t)kStep, kMaxTileRows);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(num_threads) if (num_threads > 1)
   for (int64_t row = 0; row < rows; row += tile_rows)
     for (int64_t column = 0; column < outputs; column += kPanel)
-      multiply_rows((int)std::min(tile_rows, rows - row), in + row * inputs, inputs, weight + column * inputs,
-                    bias ? bias + column : nullptr, out + row * outputs + column, outputs,
+      multiply_rows((int)std::min(tile_rows, rows - row), x + row * inputs, inputs, packed + column * inputs,
+                    bias ? bias + column : nullptr, y + row * outputs + column, outputs,
                     (int)std::min<int64_t>(kPanel, outputs - column));
 }
-}
+
+}  // namespace hpu_duo

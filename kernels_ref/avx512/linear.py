@@ -5,12 +5,9 @@ Products are summed in float32 and rounded once.
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-
 import torch
 
-from kernels_ref.avx512.library import load
+from kernels_ref.avx512.library import is_available, require
 
 PANEL = 64
 """Outputs that are packed together; the last panel is filled up with zeros."""
@@ -19,7 +16,7 @@ PANEL = 64
 def fits(weight_NK: torch.Tensor) -> bool:
     """Whether a weight ``[outputs, inputs]`` can be packed for this machine."""
     is_cpu_bfloat16 = weight_NK.dtype == torch.bfloat16 and weight_NK.device.type == "cpu"
-    return is_cpu_bfloat16 and weight_NK.shape[1] % 2 == 0 and _library() is not None
+    return is_cpu_bfloat16 and weight_NK.shape[1] % 2 == 0 and is_available()
 
 
 def packed_shape(num_outputs: int, num_inputs: int) -> tuple[int, int, int, int]:
@@ -58,34 +55,7 @@ def multiply(
             second says are multiplied, and the results of the others are 0.
 
     Raises:
-        ValueError: ``x`` is not bfloat16 or has another number of inputs, or nothing is packed here.
+        ValueError: ``x`` is not bfloat16 or has another number of inputs, or there is no such kernel here.
     """
-    num_inputs = 2 * packed.shape[1]
-    if x.dtype != torch.bfloat16 or x.shape[-1] != num_inputs:
-        raise ValueError(f"expected bfloat16 [..., {num_inputs}], got {x.dtype} {[*x.shape]}")
-    library = _library()
-    if library is None:
-        raise ValueError("expected a CPU and a compiler that this kernel can use; ask fits() first")
-    x = x.contiguous()
-    out = x.new_empty(*x.shape[:-1], out_features)
-    library.hpu_duo_linear(
-        x.data_ptr(),
-        packed.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if live is None else live.data_ptr(),
-        out.data_ptr(),
-        x.numel() // num_inputs,
-        out_features,
-        num_inputs,
-        torch.get_num_threads(),
-    )
-    return out
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    library = load("linear")
-    if library is not None:
-        library.hpu_duo_linear.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3 + [ctypes.c_int]
-        library.hpu_duo_linear.restype = None
-    return library
+    require()
+    return torch.ops.hpu_duo_avx512.linear.default(x, packed, bias, out_features, live)

@@ -3,8 +3,6 @@
 //
 // Such rows are bound by reading keys and values, so every visible one is read once for the whole group of
 // query heads, from where it lies, and hidden ones are not read at all. Scores, weights and sums are float32.
-//
-// Built by library.py with nothing but a C++ compiler: no torch headers.
 
 #include <immintrin.h>
 
@@ -12,8 +10,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels.h"
 #include "vectors.h"
 
+namespace hpu_duo {
 namespace {
 
 constexpr int kKeys = 128;     // keys whose scores are held at a time
@@ -201,23 +201,21 @@ void in_order(float *to, const float *from, int dim) {
 
 }  // namespace
 
-extern "C" {
-
-// Row n sees all slots of every unit x with owner[x] == n, and last_visible[n] slots of unit last[n].
+// Row n sees all slots of every unit x with owner[x] == n, and last_visible[n] slots of unit last[n]; without
+// `last`, of unit n.
 // `strides`: q row, head, member; k unit, head, slot; v unit, head, slot.
 // `sizes`: rows, key/value heads, group, head size, slots of a unit, length of owner.
-void hpu_duo_attend_rows(const void *q, const void *k, const void *v, const int *owner, const int *last,
-                         const int *last_visible, float *attn, float *largest, float *total,
-                         const int64_t *strides, const int *sizes, int num_threads) {
+void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const int *owner, const int *last,
+                 const int *last_visible, float *attn, float *largest, float *total, const int64_t *strides,
+                 const int *sizes, int num_threads) {
   const int num_rows = sizes[0], num_heads = sizes[1], group = sizes[2], dim = sizes[3], num_slots = sizes[4];
-  const Stores stores{(const bf16 *)k, (const bf16 *)v, strides[3], strides[4], strides[5],
-                      strides[6],      strides[7],      strides[8]};
+  const Stores stores{k, v, strides[3], strides[4], strides[5], strides[6], strides[7], strides[8]};
   std::vector<std::vector<int>> owned(num_rows);
   for (int unit = 0; unit < sizes[5]; ++unit)
     if (owner[unit] >= 0 && owner[unit] < num_rows) owned[owner[unit]].push_back(unit);
   const auto keys_at = [&](int row, size_t i, int head) {
     return i < owned[row].size() ? keys_of(stores, owned[row][i], head, num_slots)
-                                 : keys_of(stores, last[row], head, last_visible[row]);
+                                 : keys_of(stores, last ? last[row] : row, head, last_visible[row]);
   };
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
   for (int row = 0; row < num_rows; ++row)
@@ -226,7 +224,7 @@ void hpu_duo_attend_rows(const void *q, const void *k, const void *v, const int 
         const int count = std::min(kMaxGroup, group - first);
         Heads h;
         for (int g = 0; g < count; ++g) {
-          const bf16 *from = (const bf16 *)q + row * strides[0] + head * strides[1] + (first + g) * strides[2];
+          const bf16 *from = q + row * strides[0] + head * strides[1] + (first + g) * strides[2];
           std::copy(from, from + dim, h.q + g * dim);
           h.largest[g] = kFloor;
           h.total[g] = 0;
@@ -238,11 +236,12 @@ void hpu_duo_attend_rows(const void *q, const void *k, const void *v, const int 
         const Keys next = head + 1 < num_heads ? keys_at(row, 0, head + 1)
                           : row + 1 < num_rows ? keys_at(row + 1, 0, 0)
                                                : Keys{};
-        attend_unit(h, count, dim, stores, last[row], head, last_visible[row], next);
+        attend_unit(h, count, dim, stores, last ? last[row] : row, head, last_visible[row], next);
         const int64_t place = ((int64_t)row * num_heads + head) * group + first;
         for (int g = 0; g < count; ++g) in_order(attn + (place + g) * dim, h.attn + g * dim, dim);
         std::copy(h.largest, h.largest + count, largest + place);
         std::copy(h.total, h.total + count, total + place);
       }
 }
-}
+
+}  // namespace hpu_duo

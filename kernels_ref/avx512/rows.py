@@ -6,28 +6,23 @@ hold does not matter. Scores, weights and sums are float32.
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-
 import torch
 
-from kernels_ref.avx512.library import load
+from kernels_ref.avx512.library import is_available, require
 from kernels_ref.partial import Partial
 
 _PAIRS = 32
 _MAX_DIM = 256
-_Strides = ctypes.c_int64 * 9
-_Sizes = ctypes.c_int * 6
 
 
 def fits(q_NKGD: torch.Tensor, k_XKSD: torch.Tensor) -> bool:
     """Whether ``attend`` can take these queries and keys, here. Compiled code takes the answer as fixed."""
     dim = q_NKGD.shape[3]
     is_cpu_bfloat16 = q_NKGD.dtype == torch.bfloat16 == k_XKSD.dtype and q_NKGD.device.type == "cpu"
-    return is_cpu_bfloat16 and dim % _PAIRS == 0 and dim <= _MAX_DIM and _is_available()
+    return is_cpu_bfloat16 and dim % _PAIRS == 0 and dim <= _MAX_DIM and is_available()
 
 
-def attend(
+def attend_blocks(
     q_NKGD: torch.Tensor,
     k_XKSD: torch.Tensor,
     v_XKSD: torch.Tensor,
@@ -44,46 +39,18 @@ def attend(
     Raises:
         ValueError: stores that do not go with the queries, or no such kernel here.
     """
-    num_rows, num_kv, group, dim = q_NKGD.shape
-    num_units, _, num_slots, _ = k_XKSD.shape
-    if k_XKSD.shape != (num_units, num_kv, num_slots, dim) or v_XKSD.shape != k_XKSD.shape:
-        raise ValueError(
-            f"expected stores [X, {num_kv}, S, {dim}], got {[*k_XKSD.shape]} and {[*v_XKSD.shape]}"
-        )
-    library = _library()
-    if library is None:
-        raise ValueError("expected a CPU and a compiler that this kernel can use; ask fits() first")
-    # The kernel reads runs of head_dim items.
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q_NKGD, k_XKSD, v_XKSD))
-    owner, last, last_visible = owner.contiguous(), last.contiguous(), last_visible.contiguous()
-    attn = torch.empty((num_rows, num_kv, group, dim), dtype=torch.float32)
-    largest, total = (torch.empty((num_rows, num_kv, group), dtype=torch.float32) for _ in range(2))
-    library.hpu_duo_attend_rows(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        owner.data_ptr(),
-        last.data_ptr(),
-        last_visible.data_ptr(),
-        attn.data_ptr(),
-        largest.data_ptr(),
-        total.data_ptr(),
-        _Strides(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        _Sizes(num_rows, num_kv, group, dim, num_slots, len(owner)),
-        torch.get_num_threads(),
-    )
-    return Partial(attn, largest, total)
+    require()
+    operator = torch.ops.hpu_duo_avx512.attend_blocks.default
+    return Partial(*operator(q_NKGD, k_XKSD, v_XKSD, owner, last, last_visible))
 
 
-@torch.compiler.assume_constant_result
-def _is_available() -> bool:
-    return _library() is not None
+def attend_rings(
+    q_NKGD: torch.Tensor, k_XKSD: torch.Tensor, v_XKSD: torch.Tensor, visible: torch.Tensor
+) -> Partial:
+    """Scaled queries over the leading slots of a unit each: row ``n`` sees ``visible[n]`` of unit ``n``.
 
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    library = load("rows")
-    if library is not None:
-        library.hpu_duo_attend_rows.argtypes = [ctypes.c_void_p] * 11 + [ctypes.c_int]
-        library.hpu_duo_attend_rows.restype = None
-    return library
+    Raises:
+        ValueError: as for ``attend_blocks``.
+    """
+    require()
+    return Partial(*torch.ops.hpu_duo_avx512.attend_rings.default(q_NKGD, k_XKSD, v_XKSD, visible))

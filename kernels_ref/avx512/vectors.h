@@ -1,4 +1,4 @@
-// What the attention kernels share. Each source includes it once, into a library of its own.
+// What the attention kernels share.
 
 #pragma once
 
@@ -6,13 +6,12 @@
 
 #include <cstdint>
 
+namespace hpu_duo {
 namespace {
 
 constexpr int kLanes = 16;
 constexpr float kFloor = -1.0e30f;  // score of a hidden key; kernels_ref/partial.py says the same
 constexpr float kLog2e = 1.44269504f;
-
-using bf16 = uint16_t;
 
 inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
 
@@ -29,3 +28,4 @@ inline __m512 exp2_of(__m512 x) {
 }
 
 }  // namespace
+}  // namespace hpu_duo

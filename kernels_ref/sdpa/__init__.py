@@ -93,7 +93,7 @@ def unique_blocks(
     """
     plan = (t.owner, t.tail_block, t.tail_visible)
     if softcap is None and rows.fits(q_NKGD, k_XKBD):
-        return Partial(*_unique_blocks(q_NKGD, k_XKBD, v_XKBD, *plan, 0.0))
+        return rows.attend_blocks(q_NKGD, k_XKBD, v_XKBD, *plan)
     if short.fits(q_NKGD, (t.owner.shape[0] + 1) * k_XKBD.shape[2]):
         return short.unique_blocks(q_NKGD, k_XKBD, v_XKBD, t, softcap)
     if t.owner.shape[0] <= SHORT_SLICE:
@@ -105,8 +105,9 @@ def unique_rings(
     q_NKGD: torch.Tensor, k_RKWD: torch.Tensor, v_RKWD: torch.Tensor, ring: RingStep, softcap: float | None
 ) -> Partial:
     """Single-token rows against their rings."""
-    has_kernel = softcap is None and rows.fits(q_NKGD, k_RKWD)
-    if not has_kernel and short.fits(q_NKGD, k_RKWD.shape[2]):
+    if softcap is None and rows.fits(q_NKGD, k_RKWD):
+        return rows.attend_rings(q_NKGD, k_RKWD, v_RKWD, ring.visible)
+    if short.fits(q_NKGD, k_RKWD.shape[2]):
         visible = leading_slots(ring.visible, k_RKWD.shape[2])
         return short.attend_units(q_NKGD, k_RKWD[:1], v_RKWD[:1], visible, softcap)
     return Partial(*_unique_rings(q_NKGD, k_RKWD, v_RKWD, ring.visible, softcap or 0.0))

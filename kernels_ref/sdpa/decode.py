@@ -6,12 +6,9 @@ Shapes: as in ``kernels_ref.reference``; ``softcap`` 0 means none.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from bias_builders import leading_slots
-from kernels_ref.avx512 import rows
 from kernels_ref.partial import Partial, attend, empty, merge
 from kernels_ref.reference import merge_by_owner
 
@@ -30,8 +27,6 @@ def unique_blocks(
     softcap: float,
 ) -> Partial:
     """Whole blocks from the contiguous slice, then the tails of all rows."""
-    if not softcap and rows.fits(q_NKGD, k_XKBD):
-        return rows.attend(q_NKGD, k_XKBD, v_XKBD, owner, tail_block, tail_visible)
     num_rows = q_NKGD.shape[0]
     total = _tails(q_NKGD, k_XKBD, v_XKBD, tail_block, tail_visible, softcap)
     owned = (owner < num_rows).nonzero().flatten()
@@ -60,9 +55,6 @@ def unique_rings(
 ) -> Partial:
     """Row ``n`` against ring ``n``."""
     num_rows = q_NKGD.shape[0]
-    if not softcap and rows.fits(q_NKGD, k_RKWD):
-        own = _row_numbers(num_rows)
-        return rows.attend(q_NKGD, k_RKWD, v_RKWD, own[:0], own, visible)
     used = int(visible.max())
     if used == 0:
         return empty(q_NKGD)
@@ -70,12 +62,6 @@ def unique_rings(
     if bool((visible == used).all()):
         return attend(_scores(q_NKGD, k, softcap), None, v)
     return _masked(q_NKGD, k, v, visible, softcap)
-
-
-@cache
-def _row_numbers(num_rows: int) -> torch.Tensor:
-    # Every layer of every step asks, for one of a few sizes.
-    return torch.arange(num_rows, dtype=torch.int32)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, softcap: float) -> torch.Tensor:

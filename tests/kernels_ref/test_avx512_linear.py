@@ -61,9 +61,9 @@ def test_several_threads_give_the_bits_of_one() -> None:
 @here
 def test_what_cannot_be_multiplied_is_refused() -> None:
     packed = linear.pack(torch.randn(4, 8).bfloat16())
-    with pytest.raises(ValueError, match=r"expected bfloat16 \[\.\.\., 8\], got torch.bfloat16 \[1, 6\]"):
+    with pytest.raises(ValueError, match=r"expected bfloat16 \[\.\.\., 8\], got BFloat16 \[1, 6\]"):
         linear.multiply(torch.randn(1, 6).bfloat16(), packed, None, 4)
-    with pytest.raises(ValueError, match=r"got torch.float32"):
+    with pytest.raises(ValueError, match="got Float"):
         linear.multiply(torch.randn(1, 8), packed, None, 4)
     assert linear.fits(torch.randn(4, 7).bfloat16()) is False
     assert linear.fits(torch.randn(4, 8)) is False

@@ -46,7 +46,7 @@ def test_each_row_sees_its_units_and_the_head_of_its_tail_although_other_slots_h
             store[len(owner) + row, :, visible[row] :] = torch.nan
     last = [len(owner) + row for row in range(num_rows)]
     plan = (torch.tensor(x, dtype=torch.int32) for x in (owner, last, visible))
-    partial = rows.attend(q, k, v, *plan)
+    partial = rows.attend_blocks(q, k, v, *plan)
     for row in range(num_rows):
         units = [unit for unit, number in enumerate(owner) if number == row]
         keys, values = (
@@ -69,7 +69,7 @@ def test_several_threads_give_the_bits_of_one() -> None:
         outputs = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            outputs.append(rows.attend(q, k, v, *plan))
+            outputs.append(rows.attend_blocks(q, k, v, *plan))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*outputs))
@@ -81,5 +81,35 @@ def test_stores_of_another_head_size_are_refused() -> None:
     store = torch.randn(1, 1, 4, 64).bfloat16()
     none = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"expected stores \[X, 1, S, 32\]"):
-        rows.attend(q, store, store, none, none, none)
+        rows.attend_blocks(q, store, store, none, none, none)
     assert rows.fits(q.float(), store.float()) is False
+
+
+@here
+@settings(deadline=None, max_examples=20)
+@given(visible=st.lists(st.integers(0, 40), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_a_ring_is_the_last_unit_of_its_row(visible: list[int], seed: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    num_rows = len(visible)
+    q = torch.randn(num_rows, 2, 3, 64, generator=gen).bfloat16()
+    k, v = (torch.randn(num_rows + 1, 2, 40, 64, generator=gen).bfloat16() for _ in range(2))
+    seen = torch.tensor(visible, dtype=torch.int32)
+    own = torch.arange(num_rows, dtype=torch.int32)
+    expected = rows.attend_blocks(q, k, v, own[:0], own, seen)
+    assert all(map(torch.equal, rows.attend_rings(q, k, v, seen), expected))
+
+
+@here
+def test_compiled_code_calls_the_operators_and_they_promise_what_they_return() -> None:
+    q = torch.randn(2, 1, 2, 32).bfloat16()
+    store = torch.randn(4, 1, 8, 32).bfloat16()
+    plan = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [2, 3], [3, 8])]
+    rows.attend_blocks(q, store, store, *plan)
+    operators = torch.ops.hpu_duo_avx512
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operators.attend_blocks.default, (q, store, store, *plan), test_utils=checks)
+    torch.library.opcheck(operators.attend_rings.default, (q, store, store, plan[2]), test_utils=checks)
+    compiled = torch.compile(
+        lambda x: rows.attend_rings(x * 2, store, store, plan[2]).attn + 1, fullgraph=True
+    )
+    torch.testing.assert_close(compiled(q), rows.attend_rings(q * 2, store, store, plan[2]).attn + 1)

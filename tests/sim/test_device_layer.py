@@ -176,7 +176,7 @@ def test_a_process_has_a_real_hpu_or_a_simulated_one(monkeypatch: pytest.MonkeyP
 
 def test_the_simulated_hpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpu_duo.sim.installation._installed", [])
-    monkeypatch.setattr("hpu_duo.sim.guard.shutil.which", lambda name: None)
+    monkeypatch.setattr("kernels_ref.native.shutil.which", lambda name: None)
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and none of g\+\+"):
         resolve_device("hpu-sim")
 

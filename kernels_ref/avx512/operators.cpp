@@ -1,0 +1,108 @@
+// The kernels of this folder as torch's operators, so that compiled steps call them without Python.
+//
+// The Python modules beside this file explain arguments and results.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+
+namespace {
+
+using at::Tensor;
+using hpu_duo::bf16;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
+
+constexpr int64_t kAlignment = 64;
+
+template <typename T>
+T *data(const Tensor &x) {
+  return static_cast<T *>(x.data_ptr());
+}
+
+// The kernels read runs of head_dim items.
+Tensor with_runs(const Tensor &x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
+Tensor linear(const Tensor &x, const Tensor &packed, const std::optional<Tensor> &bias, int64_t out_features,
+              const std::optional<Tensor> &live) {
+  const int64_t inputs = 2 * packed.size(1);
+  TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16 && x.size(-1) == inputs, "expected bfloat16 [..., ", inputs,
+                    "], got ", x.scalar_type(), " ", x.sizes());
+  const Tensor rows = x.contiguous();
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = out_features;
+  Tensor y = at::empty(shape, x.options());
+  hpu_duo::linear(data<bf16>(rows), data<bf16>(packed), bias ? data<float>(*bias) : nullptr,
+                  live ? data<int>(*live) : nullptr, data<bf16>(y), rows.numel() / inputs, out_features, inputs,
+                  at::get_num_threads());
+  return y;
+}
+
+// `last` is null where row n's last unit is unit n.
+Triple attend_units(const Tensor &query, const Tensor &keys, const Tensor &values, const Tensor *owner,
+                    const Tensor *last, const Tensor &last_visible) {
+  const int64_t rows = query.size(0), heads = query.size(1), group = query.size(2), dim = query.size(3);
+  TORCH_CHECK_VALUE(keys.size(1) == heads && keys.size(3) == dim && keys.sizes() == values.sizes(),
+                    "expected stores [X, ", heads, ", S, ", dim, "], got ", keys.sizes(), " and ", values.sizes());
+  const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values), visible = last_visible.contiguous();
+  const Tensor owned = owner ? owner->contiguous() : Tensor(), lasts = last ? last->contiguous() : Tensor();
+  const auto options = q.options().dtype(at::kFloat);
+  Tensor attn = at::empty({rows, heads, group, dim}, options);
+  Tensor largest = at::empty({rows, heads, group}, options), total = at::empty({rows, heads, group}, options);
+  const int64_t strides[] = {q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1),
+                             k.stride(2), v.stride(0), v.stride(1), v.stride(2)};
+  const int sizes[] = {(int)rows, (int)heads, (int)group, (int)dim, (int)k.size(2), owner ? (int)owned.numel() : 0};
+  hpu_duo::attend_rows(data<bf16>(q), data<bf16>(k), data<bf16>(v), owner ? data<int>(owned) : nullptr,
+                       last ? data<int>(lasts) : nullptr, data<int>(visible), data<float>(attn), data<float>(largest),
+                       data<float>(total), strides, sizes, at::get_num_threads());
+  return {attn, largest, total};
+}
+
+Triple attend_blocks(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &owner, const Tensor &last,
+                     const Tensor &last_visible) {
+  return attend_units(q, k, v, &owner, &last, last_visible);
+}
+
+Triple attend_rings(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &visible) {
+  return attend_units(q, k, v, nullptr, nullptr, visible);
+}
+
+void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, const Tensor &query, const Tensor &keys,
+            const Tensor &values, bool is_causal, int64_t sink, int64_t recent) {
+  const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values);
+  const int num_queries = (int)q.size(0), num_keys = (int)k.size(0), dim = (int)q.size(3);
+  const Tensor workspace =
+      at::empty({hpu_duo::attend_workspace(num_keys, dim) * (int64_t)sizeof(bf16) + kAlignment}, q.options().dtype(at::kByte));
+  const int64_t aligned = ((int64_t)workspace.data_ptr() + kAlignment - 1) / kAlignment * kAlignment;
+  const int64_t strides[] = {q.stride(0), q.stride(1), q.stride(2), k.stride(0),
+                             k.stride(1), v.stride(0), v.stride(1)};
+  const int sizes[] = {num_queries, num_keys,     (int)q.size(1), (int)q.size(2), dim, is_causal ? 0 : num_keys,
+                       (int)recent, (int)sink};
+  hpu_duo::attend(data<bf16>(q), data<bf16>(k), data<bf16>(v), data<float>(attn), data<float>(largest),
+                  data<float>(total), (bf16 *)aligned, strides, sizes, at::get_num_threads());
+}
+
+}  // namespace
+
+TORCH_LIBRARY(hpu_duo_avx512, m) {
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? live) -> Tensor");
+  m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor last, Tensor last_visible)"
+        " -> (Tensor, Tensor, Tensor)");
+  m.def("attend_rings(Tensor q, Tensor k, Tensor v, Tensor visible) -> (Tensor, Tensor, Tensor)");
+  m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
+        " bool is_causal, int sink, int recent) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(hpu_duo_avx512, CPU, m) {
+  m.impl("linear", linear);
+  m.impl("attend_blocks", attend_blocks);
+  m.impl("attend_rings", attend_rings);
+  m.impl("attend", attend);
+}

@@ -1,0 +1,73 @@
+"""Build C++ sources against torch's headers, once per machine and torch version."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+COMPILERS = ("g++", "clang++", "c++")
+_SHOWN_CHARACTERS = 2000
+
+
+class BuildError(RuntimeError):
+    """Sources could not be built here; says why."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler that would be used, or None when there is none on the path."""
+    return next((found for found in map(shutil.which, COMPILERS) if found), None)
+
+
+def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Path:
+    """The shared library of some sources, in torch's folder for extensions.
+
+    ``TORCH_EXTENSIONS_DIR`` moves the folder. The library is built again when a source, a header beside one, an
+    option, the compiler's path or torch changes.
+
+    Args:
+        name: what the file's name begins with.
+        options: for the compiler, beside those that torch's headers need.
+
+    Raises:
+        BuildError: there is no compiler, it refuses the sources, or the folder cannot be written.
+    """
+    from torch.utils import cpp_extension
+
+    program = compiler()
+    if program is None:
+        raise BuildError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    command = [program, "-shared", "-fPIC", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *options]
+    headers = {path for source in sources for path in source.parent.glob("*.h")}
+    key = hashlib.sha256(repr((torch.__version__, command)).encode())
+    for path in (*sources, *sorted(headers)):
+        key.update(path.read_bytes())
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    folder = Path(root) / "hpu_duo"
+    library = folder / f"{name}-{key.hexdigest()[:16]}.so"
+    if library.is_file():
+        return library
+    # Several processes may build at the same time: each writes a file of its own and renames it.
+    unfinished = library.with_suffix(f".{os.getpid()}.so")
+    command += [
+        *map(str, sources),
+        *("-o", str(unfinished)),
+        *(f"-isystem{path}" for path in cpp_extension.include_paths()),
+        *(option for path in cpp_extension.library_paths() for option in (f"-L{path}", f"-Wl,-rpath,{path}")),
+        *("-lc10", "-ltorch_cpu"),
+    ]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"{program} refuses {name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
+        unfinished.replace(library)
+    except OSError as error:
+        raise BuildError(f"{name} cannot be built in {folder}: {error}") from error
+    return library

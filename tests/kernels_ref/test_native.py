@@ -1,0 +1,74 @@
+"""Sources are built once, and what cannot be built is done without."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels_ref
+from kernels_ref.avx512 import library, linear
+from kernels_ref.native import BuildError, build
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it.
+
+
+def test_sources_are_built_once_and_a_failure_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    seven, eight = tmp_path / "seven.cpp", tmp_path / "eight.cpp"
+    seven.write_text(
+        '#include "one.h"\nextern "C" int eight();\nextern "C" int seven() { return eight() - ONE; }\n'
+    )
+    eight.write_text('extern "C" int eight() { return 8; }\n')
+    header = tmp_path / "one.h"
+    header.write_text("#define ONE 1\n")
+    first = build("numbers", [seven, eight])
+    stamp = first.stat().st_mtime_ns
+    assert build("numbers", [seven, eight]).stat().st_mtime_ns == stamp
+    header.write_text("#define ONE 2\n")
+    assert build("numbers", [seven, eight]) != first
+    seven.write_text("not C++\n")
+    with pytest.raises(BuildError, match="refuses numbers: "):
+        build("numbers", [seven, eight])
+    assert sorted(path.suffix for path in first.parent.iterdir()) == [".so", ".so"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+        build("numbers", [eight])
+
+
+@pytest.mark.skipif(not library.is_supported(), reason="needs a CPU with AVX512-BF16 and without AMX")
+def test_without_a_compiler_there_are_no_operators_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    library._load.cache_clear()
+    weight = torch.zeros(64, 64, dtype=torch.bfloat16)
+    try:
+        with pytest.warns(UserWarning, match=r"slower than it could on this CPU: no C\+\+ compiler"):
+            assert not linear.fits(weight)
+        assert not linear.fits(weight)
+        with pytest.raises(ValueError, match="expected a CPU and a compiler"):
+            linear.multiply(weight[:1], linear.pack(weight), None, 64)
+    finally:
+        library._load.cache_clear()
+
+
+def test_every_source_and_header_is_installed_with_the_package() -> None:
+    root = Path(kernels_ref.__file__).parents[1]
+    with open(root / "pyproject.toml", "rb") as file:
+        data = tomllib.load(file)["tool"]["setuptools"]["package-data"]
+    for package in ("bias_builders", "graphs", "hpu_duo", "kernels_ref"):
+        for path in (root / package).rglob("*"):
+            if path.suffix in (".cpp", ".h"):
+                patterns = data[".".join(path.parent.relative_to(root).parts)]
+                assert any(path.match(pattern) for pattern in patterns), f"{path} is left out of the package"
