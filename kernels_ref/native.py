@@ -27,8 +27,8 @@ def compiler() -> str | None:
 def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Path:
     """The shared library of some sources, in torch's folder for extensions.
 
-    ``TORCH_EXTENSIONS_DIR`` moves the folder. The library is built again when a source, a header beside one, an
-    option, the compiler's path or torch changes.
+    ``TORCH_EXTENSIONS_DIR`` moves the folder. The library is built again when a source, a header beside one,
+    an option, the compiler's path or torch changes.
 
     Args:
         name: what the file's name begins with.
