@@ -97,9 +97,19 @@ def sink_logits(logits: torch.Tensor, partial: Partial) -> Partial:
 
 
 def select(partial: Partial, index: torch.Tensor) -> Partial:
-    """Rows of a partial by index; index ``N`` (one past the end) gives the empty partial."""
-    nothing = empty(partial.attn[:1])
-    return Partial(*(torch.cat([part, none]).index_select(0, index) for part, none in zip(partial, nothing)))
+    """Rows of a partial by index; index ``N`` (one past the end) gives the empty partial.
+
+    Args:
+        partial: of one row at least.
+    """
+    num_rows = partial.max.shape[0]
+    attn, largest, total = (part.index_select(0, index.clamp(max=num_rows - 1)) for part in partial)
+    exists = (index < num_rows)[:, None, None]
+    return Partial(
+        torch.where(exists[..., None], attn, 0.0),
+        torch.where(exists, largest, FLOOR),
+        torch.where(exists, total, 0.0),
+    )
 
 
 def finish(

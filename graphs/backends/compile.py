@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -29,8 +30,8 @@ class CompileBackend:
         compiler: name of the compiler behind ``torch.compile``; "eager" only traces.
         guards: let the compiler check before each call that a region's inputs are what it was
             compiled for; a violation is then a recompilation, which tests can see. Off, the bucket
-            and the region's key vouch for the inputs, and a call goes straight to the compiled code:
-            the checks cost more than all the small operators of a layer.
+            and the region's key vouch for the inputs, sizes included, and a call goes straight to the
+            compiled code: the checks cost more than all the small operators of a layer.
     """
 
     name = "compile"
@@ -67,7 +68,9 @@ class CompileBackend:
         place = (shape, key)
         if place not in self._regions:
             private = _private_copy(fn, f"{shape}")
-            backend = _inductor if self._compiler == "inductor" else self._compiler
+            backend: str | Callable[..., Any] = self._compiler
+            if backend == "inductor":
+                backend = partial(_inductor, checks_inputs=self._guards)
             compiled = torch.compile(private, backend=backend, fullgraph=True, dynamic=False)
             self._regions[place] = compiled if self._guards else _Direct(private, compiled)
         return cast(Region, self._regions[place])
@@ -100,10 +103,11 @@ class _Direct:
             )
 
 
-def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Any], *, checks_inputs: bool) -> Callable[..., Any]:
     # On a CPU also the calls of kernels become C++: making them from Python costs more than small kernels do.
     is_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, torch.Tensor))
-    return cast(Callable[..., Any], torch._inductor.compile(graph, inputs, {"cpp_wrapper": is_cpu}))
+    options = {"cpp_wrapper": is_cpu, "size_asserts": checks_inputs}
+    return cast(Callable[..., Any], torch._inductor.compile(graph, inputs, options))
 
 
 def _private_copy(fn: Callable[..., object], label: str) -> FunctionType:
