@@ -27,8 +27,7 @@ def compiler() -> str | None:
 def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Path:
     """The shared library of some sources, in torch's folder for extensions.
 
-    ``TORCH_EXTENSIONS_DIR`` moves the folder. The library is built again when a source, a header beside one,
-    an option, the compiler's path or torch changes.
+    It is built again when a source, a header beside one, an option, the compiler's path or torch changes.
 
     Args:
         name: what the file's name begins with.
@@ -48,8 +47,7 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
     key = hashlib.sha256(repr((torch.__version__, command)).encode())
     for path in (*sources, *sorted(headers)):
         key.update(path.read_bytes())
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
-    folder = Path(root) / "hpu_duo"
+    folder = Path(cpp_extension.get_default_build_root()) / "hpu_duo"
     library = folder / f"{name}-{key.hexdigest()[:16]}.so"
     if library.is_file():
         return library

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 import kernels_ref
 from kernels_ref.avx512 import library, linear
@@ -24,7 +25,7 @@ def test_sources_are_built_once_and_a_failure_says_why(
 ) -> None:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path / "built"))
     seven, eight = tmp_path / "seven.cpp", tmp_path / "eight.cpp"
     seven.write_text(
         '#include "one.h"\nextern "C" int eight();\nextern "C" int seven() { return eight() - ONE; }\n'
