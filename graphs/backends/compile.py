@@ -105,8 +105,9 @@ class _Direct:
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Any], *, checks_inputs: bool) -> Callable[..., Any]:
     # On a CPU also the calls of kernels become C++: making them from Python costs more than small kernels do.
+    # That of torch 2.7 knows no operator that returns nothing.
     is_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, torch.Tensor))
-    options = {"cpp_wrapper": is_cpu, "size_asserts": checks_inputs}
+    options = {"cpp_wrapper": is_cpu and torch.__version__ >= "2.8", "size_asserts": checks_inputs}
     return cast(Callable[..., Any], torch._inductor.compile(graph, inputs, options))
 
 
