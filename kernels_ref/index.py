@@ -7,6 +7,8 @@ without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 
@@ -24,19 +26,30 @@ def gather(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return source.index_select(0, index)
 
 
-def write_index(unit: torch.Tensor, slot: torch.Tensor, num_heads: int, num_slots: int) -> torch.Tensor:
-    """Flat index, on a ``[X * K * S, D]`` view, of every (token, head).
+def write_indices(
+    unit: torch.Tensor, slot: torch.Tensor, head_counts: Collection[int], num_slots: int
+) -> dict[int, torch.Tensor]:
+    """Flat index, on a ``[X * K * S, D]`` view, of every (token, head), for stores of each ``K``.
 
     Args:
         unit: block (or ring row) of each token, int32 ``[Q]``.
         slot: slot inside it, int32 ``[Q]``.
+        head_counts: every ``K`` wanted.
+        num_slots: ``S``.
     Returns:
-        ``[Q * K]``, tokens outermost, of ``index_dtype``.
+        ``[Q * K]`` by ``K``, tokens outermost, of ``index_dtype``.
     """
-    unit_size = num_heads * num_slots
-    # The sum has the wider of both types, which saves a conversion.
-    head_start = torch.arange(0, unit_size, num_slots, dtype=index_dtype(unit.device), device=unit.device)
-    return ((unit * unit_size + slot)[:, None] + head_start).reshape(-1)
+    # What all share comes first: a step on a CPU waits for every operator.
+    head_start = torch.arange(
+        0,
+        max(head_counts, default=0) * num_slots,
+        num_slots,
+        dtype=index_dtype(unit.device),
+        device=unit.device,
+    )
+    start, unit = slot[:, None] + head_start, unit[:, None]
+    # Each sum has the wider of both types, which saves a conversion.
+    return {k: torch.add(start[:, :k], unit, alpha=k * num_slots).view(-1) for k in head_counts}
 
 
 def write(store: torch.Tensor, flat_index: torch.Tensor, new: torch.Tensor) -> None:
@@ -44,7 +57,7 @@ def write(store: torch.Tensor, flat_index: torch.Tensor, new: torch.Tensor) -> N
 
     Args:
         store: ``[X, K, S, D]``, contiguous; changed in place by one ``index_copy_``.
-        flat_index: from ``write_index``, ``[Q * K]``. Only entries in trash may repeat.
+        flat_index: one of ``write_indices``, ``[Q * K]``. Only entries in trash may repeat.
         new: ``[Q, K, D]``.
     """
     head_dim = store.shape[-1]

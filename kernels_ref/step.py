@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from bias_builders import Window, ring_slot, slot_position, stays_in_ring
-from kernels_ref.index import gather, index_dtype, write_index
+from kernels_ref.index import gather, index_dtype, write_indices
 
 
 class StepTensors(NamedTuple):
@@ -120,59 +120,43 @@ def prepare_step(
     t = tensors
     no_row = t.row_start.shape[0]
     single_row = torch.where(t.causal_row < no_row, no_row, t.row) if parts.causal else t.row
-    places = {
-        window: _places_in_rings(parts, t, single_row, window, trash_row)
-        for window in dict.fromkeys(window for window, _ in ring_kinds)
+    heads_of: dict[Window, list[int]] = {}
+    for window, num_heads in ring_kinds:
+        heads_of.setdefault(window, []).append(num_heads)
+    rings = {
+        (window, num_heads): ring
+        for window, head_counts in heads_of.items()
+        for num_heads, ring in _ring_steps(parts, t, single_row, window, head_counts, trash_row).items()
     }
-    return Step(
-        parts,
-        tensors,
-        single_row,
-        {kr: write_index(t.write_block, t.write_offset, kr, block_size) for kr in retrieval_heads},
-        {(window, num_heads): places[window].of_heads(num_heads) for window, num_heads in ring_kinds},
-    )
+    block_index = write_indices(t.write_block, t.write_offset, retrieval_heads, block_size)
+    return Step(parts, tensors, single_row, block_index, rings)
 
 
-class _RingPlaces(NamedTuple):
-    """What rings of one window need, however many heads they hold; see ``RingStep``."""
-
-    window: Window
-    slot: torch.Tensor
-    row_before: torch.Tensor | None
-    row_after: torch.Tensor | None
-    visible: torch.Tensor
-    chunk_position: torch.Tensor
-
-    def of_heads(self, num_heads: int) -> RingStep:
-        return RingStep(
-            self._index(self.row_before, num_heads),
-            self._index(self.row_after, num_heads),
-            self.visible,
-            self.chunk_position,
-        )
-
-    def _index(self, row: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-        if row is None:
-            return self.slot.new_empty(0, dtype=index_dtype(self.slot.device))
-        return write_index(row, self.slot, num_heads, self.window.size)
-
-
-def _places_in_rings(
-    parts: StepParts, t: StepTensors, single_row: torch.Tensor, window: Window, trash_row: int
-) -> _RingPlaces:
+def _ring_steps(
+    parts: StepParts,
+    t: StepTensors,
+    single_row: torch.Tensor,
+    window: Window,
+    head_counts: Collection[int],
+    trash_row: int,
+) -> dict[int, RingStep]:
+    """``RingStep`` by number of streaming heads."""
     no_row = t.row_start.shape[0]
-    before = after = None
+    slot = ring_slot(t.positions, window)
+    before = after = dict.fromkeys(head_counts, slot.new_empty(0, dtype=index_dtype(slot.device)))
     visible = t.row_start[:0]
     chunk_position = t.row_start.new_empty(0, window.size)
     if parts.unique:
-        before = torch.where(single_row < no_row, single_row, trash_row)
+        row = torch.where(single_row < no_row, single_row, trash_row)
+        before = write_indices(row, slot, head_counts, window.size)
         stored = torch.where(t.row_num_new == 1, t.row_start + 1, 0)
         visible = torch.clamp(stored, max=window.size)
     if parts.causal:
         # One more entry, for the row number of padding.
         start, num_new = (torch.cat([x, x.new_zeros(1)]) for x in (t.row_start, t.row_num_new))
         stays = stays_in_ring(t.positions, gather(start + num_new, t.row), window)
-        after = torch.where((t.causal_row < no_row) & stays, t.causal_row, trash_row)
+        row = torch.where((t.causal_row < no_row) & stays, t.causal_row, trash_row)
+        after = write_indices(row, slot, head_counts, window.size)
         if parts.shared:
             chunk_position = slot_position(gather(start, torch.clamp(t.chunk_row, max=no_row)), window)
-    return _RingPlaces(window, ring_slot(t.positions, window), before, after, visible, chunk_position)
+    return {k: RingStep(before[k], after[k], visible, chunk_position) for k in head_counts}
