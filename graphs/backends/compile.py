@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch._dynamo.convert_frame import register_bytecode_hook
+from torch._inductor.output_code import CompiledFxGraph
 
 from graphs.backends.base import Inputs, Outputs, Region
+from graphs.backends.tape import TapedStep, call_compiled
 from graphs.backends.toolchain import cpu_compile_problem
 from graphs.shape import BatchShape
 
@@ -56,8 +60,11 @@ class CompileBackend:
         return None if reason is None else f"inductor cannot build code for the CPU here: {reason}"
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
-        """Return ``fn``: its regions are what is captured."""
-        return fn
+        """Return ``fn``, whose regions are compiled; on a CPU the rest is replayed, see ``TapedStep``.
+
+        With guards, or with another compiler than inductor, it stays as it is.
+        """
+        return fn if self._guards or self._compiler != "inductor" else TapedStep(fn)
 
     def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
         """Return the compiled function of a region at one shape.
@@ -108,7 +115,49 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any], *, checks_inputs: 
     # That of torch 2.7 knows no operator that returns nothing.
     is_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, torch.Tensor))
     options = {"cpp_wrapper": is_cpu and torch.__version__ >= "2.8", "size_asserts": checks_inputs}
-    return cast(Callable[..., Any], torch._inductor.compile(graph, inputs, options))
+    compiled = cast(Callable[..., Any], torch._inductor.compile(graph, inputs, options))
+    return _Unwrapped(compiled) if is_cpu and not checks_inputs else compiled
+
+
+class _Unwrapped:
+    """Code of inductor, entered past the wrappers that are for views, aliases and gradients of its arguments.
+
+    Layers have none of that to wrap. Whether it is so shows the first call: the wrappers then pass the
+    very tensors on that they were called with, and return the very results. To a tape it is one operator.
+    """
+
+    def __init__(self, wrapped: Callable[..., Any]) -> None:
+        self._wrapped = wrapped
+        self._code: Callable[[list[Any]], Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._code is None:
+            self._code, results = self._enter_first(args)
+            return results
+        return call_compiled(self._code, args)
+
+    def _enter_first(self, args: tuple[Any, ...]) -> tuple[Callable[[list[Any]], Any], Any]:
+        """What to call from now on, and the results of the first call."""
+        calls: list[tuple[CompiledFxGraph, list[Any], Any]] = []
+        call = CompiledFxGraph.__call__
+
+        def note(code: CompiledFxGraph, inputs: list[Any]) -> Any:
+            given = list(inputs)  # before it is emptied
+            results = call(code, inputs)
+            calls.append((code, given, results))
+            return results
+
+        with patch.object(CompiledFxGraph, "__call__", note):
+            results = self._wrapped(*args)
+        if len(calls) == 1:
+            code, given, returned = calls[0]
+            if _are_same(given, args) and _are_same(returned, results) and code.current_callable is not None:
+                return code.current_callable, results
+        return lambda inputs: self._wrapped(*inputs), results
+
+
+def _are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _private_copy(fn: Callable[..., object], label: str) -> FunctionType:

@@ -1,0 +1,283 @@
+"""Steps that are written down and run from the list, against the steps themselves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs import BatchShape
+from graphs.backends.compile import CompileBackend
+from graphs.backends.tape import TapedStep, call_compiled
+from graphs.backends.toolchain import cpu_compile_problem
+
+SHAPE = BatchShape.parse("c--/q4/s0/u0/l1")
+SIZE = 4
+Inputs = Mapping[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_step() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def inputs_of(run: int) -> dict[str, Tensor]:
+    """Other tensors, elsewhere, in each run."""
+    generator = torch.Generator().manual_seed(run)
+    return {name: torch.rand(SIZE, generator=generator) for name in ("x", "y")}
+
+
+def put(store: Tensor, value: Tensor) -> Tensor:
+    store.index_copy_(0, torch.tensor([1, 3]), value[:2])
+    return value
+
+
+def count(x: Tensor) -> Tensor:
+    made = torch.tensor([1.0, 2.0, 3.0, 4.0])  # made of numbers, and then written to
+    made += x
+    return made
+
+
+OPERATIONS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
+    lambda a, b, store: a + b,
+    lambda a, b, store: torch.cat([a, b])[2:6],
+    lambda a, b, store: a.view(2, 2).t().reshape(-1),
+    lambda a, b, store: torch.stack((a, b)).max(dim=0).values,
+    lambda a, b, store: torch.stack(torch.stack((a, b)).unbind()[::-1]).sum(0),
+    lambda a, b, store: a.clone().mul_(b),
+    lambda a, b, store: torch.where(a > b, a, -torch.inf).clamp(min=b.min()),
+    lambda a, b, store: a.split([1, 3])[1].sum() + b,
+    lambda a, b, store: put(store, a),
+    lambda a, b, store: store + a,
+    lambda a, b, store: count(a),
+    lambda a, b, store: a[torch.argsort(b)],
+    lambda a, b, store: torch.nn.functional.linear(a, store[None].expand(SIZE, SIZE)),
+    lambda a, b, store: call_compiled(lambda tensors: [tensors.pop() - tensors.pop()], (a, b))[0],
+)
+
+
+@given(
+    program=st.lists(
+        st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8
+    ),
+    returned=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+)
+def test_a_list_does_what_the_step_does(
+    program: list[tuple[Callable[..., Tensor], int, int]], returned: list[int]
+) -> None:
+    num_runs = 0
+
+    def step_with(store: Tensor) -> Callable[[Inputs], list[Tensor]]:
+        def step(inputs: Inputs) -> list[Tensor]:
+            nonlocal num_runs
+            num_runs += 1
+            values = [*inputs.values()]
+            for operation, a, b in program:
+                values.append(operation(values[a % len(values)], values[b % len(values)], store))
+            return [values[-1], *(values[i % len(values)] for i in returned)]
+
+        return step
+
+    with torch.inference_mode():
+        stores = torch.ones(SIZE), torch.ones(SIZE)
+        taped, plain = (step_with(store) for store in stores)
+        taped = TapedStep(taped)
+        for run in range(4):
+            expected, got = plain(inputs_of(run)), taped(inputs_of(run))
+            for left, right in zip(expected, got, strict=True):
+                torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(*stores)
+    assert taped.is_replayed
+    assert num_runs == 4 + 2
+
+
+def test_effects_happen_once_in_each_run() -> None:
+    store = torch.zeros(SIZE)
+    step = TapedStep(lambda inputs: store.add_(inputs["x"]).sum())
+    for run in range(1, 5):
+        assert step({"x": torch.ones(SIZE)}).item() == run * SIZE
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        pytest.param(lambda x: x + 1 if x.sum().item() > 0 else x - 1, id="item"),
+        pytest.param(lambda x: x + 1 if torch.equal(x, x.abs()) else x - 1, id="equal"),
+        pytest.param(lambda x: x + torch.tensor(x.tolist()), id="tolist"),
+        pytest.param(lambda x: x + torch.from_numpy(x.numpy()), id="numpy"),
+        pytest.param(lambda x: {"result": x + 1}, id="a dictionary"),
+    ],
+)
+def test_what_cannot_be_written_down_runs_as_it_is(fn: Callable[[Tensor], Any]) -> None:
+    step = TapedStep(lambda inputs: fn(inputs["x"]))
+    for sign in (1, 1, 1, -1, 1):
+        x = sign * torch.ones(SIZE)
+        got, expected = step({"x": x}), fn(x)
+        if isinstance(got, dict):
+            got, expected = got["result"], expected["result"]
+        assert torch.equal(got, expected)
+    assert not step.is_replayed
+
+
+def test_only_steps_on_a_cpu_are_written_down() -> None:
+    step = TapedStep(lambda inputs: inputs["x"] + 1)
+    for _ in range(3):
+        assert step({"x": torch.ones(SIZE, device="meta")}).shape == (SIZE,)
+    assert not step.is_replayed
+
+
+def test_a_step_that_fails_while_it_is_written_down_is_written_down_later() -> None:
+    may_fail = [False, True, False]
+
+    def fn(inputs: Inputs) -> Tensor:
+        if may_fail.pop(0):
+            raise RuntimeError("no memory")
+        return inputs["x"] + 1
+
+    step, x = TapedStep(fn), torch.ones(SIZE)
+    step({"x": x})
+    with pytest.raises(RuntimeError, match="no memory"):
+        step({"x": x})
+    assert not step.is_replayed
+    assert torch.equal(step({"x": x}), x + 1)
+    assert step.is_replayed
+    assert torch.equal(step({"x": 2 * x}), 2 * x + 1)
+
+
+def test_failing_compiled_code_leaves_the_tape_in_order() -> None:
+    is_failing = [False, True, False]
+
+    def code(tensors: list[Tensor]) -> list[Tensor]:
+        if is_failing and is_failing.pop(0):
+            raise RuntimeError("no memory")
+        return [tensors[0] * 2]
+
+    step, x = TapedStep(lambda inputs: call_compiled(code, (inputs["x"],))[0] + 1), torch.ones(SIZE)
+    step({"x": x})
+    with pytest.raises(RuntimeError, match="no memory"):
+        step({"x": x})
+    assert torch.equal(step({"x": x}), 2 * x + 1)
+    assert torch.equal(step({"x": 2 * x}), 4 * x + 1)
+    assert step.is_replayed
+
+
+def test_intermediates_are_freed_as_soon_as_they_are_read_for_the_last_time() -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    def watched(tensors: list[Tensor]) -> list[Tensor]:
+        gc.collect()
+        assert all(each() is None for each in made), "what the call before this one returned has been read"
+        made.clear()
+        result = tensors.pop() + 1
+        made.append(weakref.ref(result))
+        return [result]
+
+    def fn(inputs: Inputs) -> Tensor:
+        x = inputs["x"]
+        for _ in range(3):
+            x = call_compiled(watched, (x,))[0]
+            x = x * 2
+        return x
+
+    step = TapedStep(fn)
+    for run in range(4):
+        x = torch.full((SIZE,), float(run))
+        assert torch.equal(step({"x": x}), 8 * x + 14)
+        made.clear()
+    assert step.is_replayed
+
+
+class Seen(TorchDispatchMode):
+    """Counts operators that reach torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+needs_compiler = pytest.mark.skipif(
+    cpu_compile_problem() is not None, reason=f"inductor: {cpu_compile_problem()}"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "region",
+    [
+        pytest.param(lambda x, store: (x + 1).sin(), id="new tensors"),
+        pytest.param(lambda x, store: x.view(2, 2), id="a view"),
+        pytest.param(lambda x, store: x, id="an argument"),
+        pytest.param(lambda x, store: (store.add_(x), x * 2)[1], id="a store that is written"),
+        pytest.param(lambda x, store: (x.t(), x + 1, x), id="some of each"),
+    ],
+)
+def test_compiled_regions_return_what_they_would_with_the_compilers_wrappers(
+    region: Callable[[Tensor, Tensor], Any],
+) -> None:
+    stores = torch.zeros(SIZE), torch.zeros(SIZE)
+    backend = CompileBackend()
+    compiled = backend.region(SHAPE, "region", region)
+    step = backend.capture(lambda inputs: compiled(inputs["x"] * 1, stores[0]), SHAPE)
+    for run in range(4):
+        x = inputs_of(run)["x"]
+        got, expected = step({"x": x}), region(x * 1, stores[1])
+        for left, right in zip(
+            *((r if isinstance(r, tuple) else (r,)) for r in (got, expected)), strict=True
+        ):
+            torch.testing.assert_close(left, right)
+        torch.testing.assert_close(stores[0], stores[1])
+
+
+@needs_compiler
+def test_a_region_is_one_call_of_the_list() -> None:
+    backend, python_runs = CompileBackend(), 0
+
+    def region(x: Tensor) -> Tensor:
+        return (x + 1).sin().cos()
+
+    compiled = backend.region(SHAPE, "region", region)
+
+    def fn(inputs: Inputs) -> Tensor:
+        nonlocal python_runs
+        python_runs += 1
+        return compiled(inputs["x"] * 3) * 2
+
+    step = backend.capture(fn, SHAPE)
+    x = torch.rand(SIZE)
+    for _ in range(3):
+        torch.testing.assert_close(step({"x": x}), region(x * 3) * 2)
+    with Seen() as seen:
+        step({"x": x})
+    assert [name for name in seen.names if name.startswith("mul")] == ["mul.Tensor"] * 2
+    assert not {"add.Tensor", "sin.default", "cos.default"} & {*seen.names}, (
+        "the compiler's code has no such calls"
+    )
+    assert python_runs == 2
+
+
+@pytest.mark.parametrize("options", [{"guards": True}, {"compiler": "eager"}])
+def test_steps_whose_regions_are_checked_are_not_replayed(options: dict[str, Any]) -> None:
+    num_runs = 0
+
+    def fn(inputs: Inputs) -> Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        return inputs["x"] + 1
+
+    step = CompileBackend(**options).capture(fn, SHAPE)
+    for _ in range(3):
+        step({"x": torch.ones(1)})
+    assert num_runs == 3
