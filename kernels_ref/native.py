@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -36,8 +36,10 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
     Raises:
         BuildError: there is no compiler, it refuses the sources, or the folder cannot be written.
     """
-    from torch.utils import cpp_extension
-
+    try:
+        from torch.utils import cpp_extension
+    except ImportError as error:  # it needs setuptools
+        raise BuildError(f"torch's tools for extensions cannot be imported: {error}") from error
     program = compiler()
     if program is None:
         raise BuildError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
@@ -51,21 +53,19 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
     library = folder / f"{name}-{key.hexdigest()[:16]}.so"
     if library.is_file():
         return library
-    # Several processes may build at the same time: each writes a file of its own and renames it.
-    unfinished = library.with_suffix(f".{os.getpid()}.so")
-    command += [
-        *map(str, sources),
-        *("-o", str(unfinished)),
-        *(f"-isystem{path}" for path in cpp_extension.include_paths()),
-        *(option for path in cpp_extension.library_paths() for option in (f"-L{path}", f"-Wl,-rpath,{path}")),
-        *("-lc10", "-ltorch_cpu"),
-    ]
+    paths = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    for directory in cpp_extension.library_paths():
+        paths += [f"-L{directory}", f"-Wl,-rpath,{directory}"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BuildError(f"{program} refuses {name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
-        unfinished.replace(library)
+        # Others may build at the same time: each does it in a folder of its own and moves the result.
+        with TemporaryDirectory(prefix=f".{name}-", dir=folder) as own:
+            built = Path(own) / library.name
+            command += [*map(str, sources), "-o", str(built), *paths, "-lc10", "-ltorch_cpu"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise BuildError(f"{program} refuses {name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
+            built.replace(library)
     except OSError as error:
         raise BuildError(f"{name} cannot be built in {folder}: {error}") from error
     return library

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from threading import RLock, get_ident
 from types import CodeType, FunctionType
 from typing import Any, cast
 from unittest.mock import patch
@@ -14,13 +15,13 @@ from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._inductor.output_code import CompiledFxGraph
 
 from graphs.backends.base import Inputs, Outputs, Region
-from graphs.backends.tape import TapedStep, call_compiled
+from graphs.backends.tape import TapedStep, call_compiled, unwritten
 from graphs.backends.toolchain import cpu_compile_problem
 from graphs.shape import BatchShape
 
 
 class CompileBackend:
-    """``torch.compile(fullgraph=True, dynamic=False)`` of regions; the step around them stays as it is.
+    """``torch.compile(fullgraph=True, dynamic=False)`` of regions; on a CPU the rest is replayed.
 
     A model is one layer repeated, so compiling a layer instead of the whole step makes a bucket
     cost seconds instead of minutes. Parameters and stores of the layer are inputs of the compiled
@@ -99,7 +100,8 @@ class _Direct:
             return self._direct(*args, **kwargs)
         handle = register_bytecode_hook(self._note)
         try:
-            return self._compiled(*args, **kwargs)
+            with unwritten():
+                return self._compiled(*args, **kwargs)
         finally:
             handle.remove()
 
@@ -112,11 +114,15 @@ class _Direct:
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Any], *, checks_inputs: bool) -> Callable[..., Any]:
     # On a CPU also the calls of kernels become C++: making them from Python costs more than small kernels do.
-    # That of torch 2.7 knows no operator that returns nothing.
+    # The C++ of torch 2.7 cannot call operators that return nothing.
     is_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, torch.Tensor))
     options = {"cpp_wrapper": is_cpu and torch.__version__ >= "2.8", "size_asserts": checks_inputs}
     compiled = cast(Callable[..., Any], torch._inductor.compile(graph, inputs, options))
     return _Unwrapped(compiled) if is_cpu and not checks_inputs else compiled
+
+
+# ``_Unwrapped`` changes a class of torch's for the time of a call.
+_entering = RLock()
 
 
 class _Unwrapped:
@@ -132,19 +138,21 @@ class _Unwrapped:
 
     def __call__(self, *args: Any) -> Any:
         if self._code is None:
-            self._code, results = self._enter_first(args)
+            with _entering:
+                self._code, results = self._enter_first(args)
             return results
         return call_compiled(self._code, args)
 
     def _enter_first(self, args: tuple[Any, ...]) -> tuple[Callable[[list[Any]], Any], Any]:
         """What to call from now on, and the results of the first call."""
         calls: list[tuple[CompiledFxGraph, list[Any], Any]] = []
-        call = CompiledFxGraph.__call__
+        call, thread = CompiledFxGraph.__call__, get_ident()
 
         def note(code: CompiledFxGraph, inputs: list[Any]) -> Any:
             given = list(inputs)  # before it is emptied
             results = call(code, inputs)
-            calls.append((code, given, results))
+            if get_ident() == thread:
+                calls.append((code, given, results))
             return results
 
         with patch.object(CompiledFxGraph, "__call__", note):

@@ -3,7 +3,7 @@
 // The weight lies in panels of 64 outputs, [panel][input / 2][64][2]: one 512-bit load holds sixteen
 // outputs with a pair of inputs each, which is what vdpbf16ps multiplies, and a panel is read from front to
 // end. So one row runs at the speed of memory, and many rows at that of the instruction.
-//
+
 #include <immintrin.h>
 
 #include <algorithm>

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -21,9 +22,13 @@ using hpu_duo::bf16;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr int64_t kAlignment = 64;
+constexpr int64_t kPanel = 64;  // outputs that are packed together
 
+// What the kernels call `uint16_t` is bfloat16 to torch.
 template <typename T>
 T *data(const Tensor &x) {
+  const at::ScalarType expected = std::is_same_v<T, bf16> ? at::kBFloat16 : c10::CppTypeToScalarType<T>::value;
+  TORCH_CHECK_VALUE(x.scalar_type() == expected, "expected ", expected, ", got ", x.scalar_type(), " ", x.sizes());
   return static_cast<T *>(x.data_ptr());
 }
 
@@ -35,6 +40,9 @@ Tensor linear(const Tensor &x, const Tensor &packed, const std::optional<Tensor>
   const int64_t inputs = 2 * packed.size(1);
   TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16 && x.size(-1) == inputs, "expected bfloat16 [..., ", inputs,
                     "], got ", x.scalar_type(), " ", x.sizes());
+  const int64_t packed_features = kPanel * packed.size(0);
+  TORCH_CHECK_VALUE(out_features <= packed_features && (!bias || bias->numel() == packed_features), "expected ",
+                    out_features, " outputs and a packed bias, got a weight of ", packed_features);
   const Tensor rows = x.contiguous();
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = out_features;
@@ -53,6 +61,9 @@ Triple attend_units(const Tensor &query, const Tensor &keys, const Tensor &value
                     "expected stores [X, ", heads, ", S, ", dim, "], got ", keys.sizes(), " and ", values.sizes());
   const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values), visible = last_visible.contiguous();
   const Tensor owned = owner ? owner->contiguous() : Tensor(), lasts = last ? last->contiguous() : Tensor();
+  const int64_t units = k.size(0), read = owner ? owned.numel() : rows;
+  TORCH_CHECK_VALUE(visible.numel() == rows && (!last || lasts.numel() == rows) && read <= units, "expected ", rows,
+                    " rows of at most ", units, " units, got ", visible.sizes(), " and ", read, " units");
   const auto options = q.options().dtype(at::kFloat);
   Tensor attn = at::empty({rows, heads, group, dim}, options);
   Tensor largest = at::empty({rows, heads, group}, options), total = at::empty({rows, heads, group}, options);
@@ -78,8 +89,8 @@ void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, cons
             const Tensor &values, bool is_causal, int64_t sink, int64_t recent) {
   const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values);
   const int num_queries = (int)q.size(0), num_keys = (int)k.size(0), dim = (int)q.size(3);
-  const Tensor workspace =
-      at::empty({hpu_duo::attend_workspace(num_keys, dim) * (int64_t)sizeof(bf16) + kAlignment}, q.options().dtype(at::kByte));
+  const int64_t num_bytes = hpu_duo::attend_workspace(num_keys, dim) * (int64_t)sizeof(bf16) + kAlignment;
+  const Tensor workspace = at::empty({num_bytes}, q.options().dtype(at::kByte));
   const int64_t aligned = ((int64_t)workspace.data_ptr() + kAlignment - 1) / kAlignment * kAlignment;
   const int64_t strides[] = {q.stride(0), q.stride(1), q.stride(2), k.stride(0),
                              k.stride(1), v.stride(0), v.stride(1)};

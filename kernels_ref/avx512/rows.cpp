@@ -51,8 +51,10 @@ inline __m512 quarter_sums(const __m512 *x) {
 
 // Four of these to sixteen sums, in order.
 inline __m512 sums_of(const __m512 *quads) {
-  const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
-  const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88), _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
+  const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88),
+                                   _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
+  const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88),
+                                    _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
   return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
 
@@ -153,7 +155,8 @@ void add_columns(Heads &h, int dim, int d, const bf16 *v, int64_t slot, int coun
 }
 
 template <int G>
-void attend_keys(Heads &h, int dim, const Stores &stores, const bf16 *k, const bf16 *v, int count, const Keys &next) {
+void attend_keys(Heads &h, int dim, const Stores &stores, const bf16 *k, const bf16 *v, int count,
+                 const Keys &next) {
   switch (dim) {
     case 64: score<G, 2>(h, dim, k, stores.k_slot, v, stores.v_slot, count); break;
     case 128: score<G, 4>(h, dim, k, stores.k_slot, v, stores.v_slot, count); break;
@@ -172,7 +175,8 @@ Keys keys_of(const Stores &stores, int64_t unit, int head, int visible) {
 }
 
 // `next` are the keys that follow this unit.
-void attend_unit(Heads &h, int group, int dim, const Stores &stores, int64_t unit, int head, int visible, const Keys &next) {
+void attend_unit(Heads &h, int group, int dim, const Stores &stores, int64_t unit, int head, int visible,
+                 const Keys &next) {
   const bf16 *k = stores.k + unit * stores.k_unit + head * stores.k_head;
   const bf16 *v = stores.v + unit * stores.v_unit + head * stores.v_head;
   for (int first = 0; first < visible; first += kKeys) {
@@ -213,9 +217,10 @@ void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const int *owner, 
   std::vector<std::vector<int>> owned(num_rows);
   for (int unit = 0; unit < sizes[5]; ++unit)
     if (owner[unit] >= 0 && owner[unit] < num_rows) owned[owner[unit]].push_back(unit);
+  const auto seen = [&](int row) { return std::min(last_visible[row], num_slots); };
   const auto keys_at = [&](int row, size_t i, int head) {
     return i < owned[row].size() ? keys_of(stores, owned[row][i], head, num_slots)
-                                 : keys_of(stores, last ? last[row] : row, head, last_visible[row]);
+                                 : keys_of(stores, last ? last[row] : row, head, seen(row));
   };
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
   for (int row = 0; row < num_rows; ++row)
@@ -236,7 +241,7 @@ void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const int *owner, 
         const Keys next = head + 1 < num_heads ? keys_at(row, 0, head + 1)
                           : row + 1 < num_rows ? keys_at(row + 1, 0, 0)
                                                : Keys{};
-        attend_unit(h, count, dim, stores, last ? last[row] : row, head, last_visible[row], next);
+        attend_unit(h, count, dim, stores, last ? last[row] : row, head, seen(row), next);
         const int64_t place = ((int64_t)row * num_heads + head) * group + first;
         for (int g = 0; g < count; ++g) in_order(attn + (place + g) * dim, h.attn + g * dim, dim);
         std::copy(h.largest, h.largest + count, largest + place);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from graphs import BucketTable, CaptureBackend, GraphMissError
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
+from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.sampling import SamplingParams
 from kernels_ref import sdpa
 from kernels_ref.sdpa.store import write_as_operator
@@ -70,13 +72,21 @@ def eager_tokens(tiny: Tiny) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("guards", [True, False])
 def test_a_warmed_table_serves_200_requests_without_a_miss_or_a_recompilation(
-    tiny: Tiny, eager_tokens: dict[str, list[int]], guards: bool
+    tiny: Tiny, eager_tokens: dict[str, list[int]], guards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = load(tiny, CompileBackend(guards=guards))
+    num_written, run = 0, StepModel.logits
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_written
+        num_written += 1
+        return run(*args, **kwargs)
+
     graphs = served.engine.runner.graphs
     assert served.warmup().num_captured == len(graphs.table)
     assert graphs.is_warm
     compiled = counters["stats"]["unique_graphs"]
+    monkeypatch.setattr(StepModel, "logits", counted)
     with torch._dynamo.config.patch(error_on_recompile=True):
         tokens = run_workload(served)
     seen = graphs.counters
@@ -86,6 +96,8 @@ def test_a_warmed_table_serves_200_requests_without_a_miss_or_a_recompilation(
     assert (stats.num_graph_misses, stats.num_late_captures) == (0, 0)
     assert stats.num_preemptions > 0
     assert tokens == eager_tokens
+    # The model's Python runs once more for each bucket, to be written down, and then never again.
+    assert guards or 0 < num_written <= len(graphs.table) < stats.num_steps
 
 
 def test_the_portable_attention_traces_into_one_graph_per_bucket_and_kind_of_layer(

@@ -1,4 +1,7 @@
-"""A device graph on any device: the operators of a run, written down and run again on the same tensors."""
+"""A device graph on any device: the operators of a run, written down and run again on the same tensors.
+
+Unlike ``graphs.backends.tape``, which makes new tensors in each run, as a CPU does without graphs.
+"""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._inductor.output_code import CompiledFxGraph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs import BatchShape
@@ -47,6 +50,11 @@ def count(x: Tensor) -> Tensor:
     return made
 
 
+def add_in_place(a: Tensor, store: Tensor) -> Tensor:
+    torch._foreach_add_([store], [a])  # returns nothing
+    return a
+
+
 OPERATIONS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
     lambda a, b, store: a + b,
     lambda a, b, store: torch.cat([a, b])[2:6],
@@ -59,6 +67,8 @@ OPERATIONS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
     lambda a, b, store: put(store, a),
     lambda a, b, store: store + a,
     lambda a, b, store: count(a),
+    lambda a, b, store: add_in_place(a, store),
+    lambda a, b, store: (call_compiled(lambda tensors: [store.add_(tensors.pop())][:0], (a,)), b)[1],
     lambda a, b, store: a[torch.argsort(b)],
     lambda a, b, store: torch.nn.functional.linear(a, store[None].expand(SIZE, SIZE)),
     lambda a, b, store: call_compiled(lambda tensors: [tensors.pop() - tensors.pop()], (a, b))[0],
@@ -114,13 +124,18 @@ def test_effects_happen_once_in_each_run() -> None:
         pytest.param(lambda x: x + 1 if torch.equal(x, x.abs()) else x - 1, id="equal"),
         pytest.param(lambda x: x + torch.tensor(x.tolist()), id="tolist"),
         pytest.param(lambda x: x + torch.from_numpy(x.numpy()), id="numpy"),
+        pytest.param(lambda x: x + (x > 0).nonzero().shape[0], id="nonzero"),
+        pytest.param(lambda x: x + x[x > 0].numel(), id="mask"),
+        pytest.param(lambda x: x + len(torch.unique(x)), id="unique"),
+        pytest.param(lambda x: copy.deepcopy(x) * 2, id="deepcopy"),
+        pytest.param(lambda x: copy.deepcopy(x * 2), id="deepcopy of the result"),
         pytest.param(lambda x: {"result": x + 1}, id="a dictionary"),
     ],
 )
 def test_what_cannot_be_written_down_runs_as_it_is(fn: Callable[[Tensor], Any]) -> None:
     step = TapedStep(lambda inputs: fn(inputs["x"]))
     for sign in (1, 1, 1, -1, 1):
-        x = sign * torch.ones(SIZE)
+        x = torch.tensor([sign, 2 * sign, 3, 3])
         got, expected = step({"x": x}), fn(x)
         if isinstance(got, dict):
             got, expected = got["result"], expected["result"]
@@ -133,6 +148,28 @@ def test_only_steps_on_a_cpu_are_written_down() -> None:
     for _ in range(3):
         assert step({"x": torch.ones(SIZE, device="meta")}).shape == (SIZE,)
     assert not step.is_replayed
+
+
+def test_one_tensor_under_two_names_is_not_taken_for_two() -> None:
+    step = TapedStep(lambda inputs: inputs["x"] - inputs["y"])
+    same = torch.ones(SIZE)
+    for x, y in ((same, same), (same, same), (same, 2 * same), (2 * same, same)):
+        assert torch.equal(step({"x": x, "y": y}), x - y)
+
+
+def test_what_was_written_down_goes_with_its_step() -> None:
+    weight = torch.ones(SIZE)
+    step = TapedStep(lambda inputs, weight=weight: inputs["x"] * weight)
+    for _ in range(3):
+        step({"x": torch.ones(SIZE)})
+    assert step.is_replayed
+    alive = weakref.ref(weight)
+    gc.disable()
+    try:
+        del step, weight
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_step_that_fails_while_it_is_written_down_is_written_down_later() -> None:
@@ -221,6 +258,7 @@ needs_compiler = pytest.mark.skipif(
         pytest.param(lambda x, store: x.view(2, 2), id="a view"),
         pytest.param(lambda x, store: x, id="an argument"),
         pytest.param(lambda x, store: (store.add_(x), x * 2)[1], id="a store that is written"),
+        pytest.param(lambda x, store: (store.add_(x),)[1:], id="nothing"),
         pytest.param(lambda x, store: (x.t(), x + 1, x), id="some of each"),
     ],
 )
@@ -239,6 +277,48 @@ def test_compiled_regions_return_what_they_would_with_the_compilers_wrappers(
         ):
             torch.testing.assert_close(left, right)
         torch.testing.assert_close(stores[0], stores[1])
+
+
+@needs_compiler
+def test_after_their_first_call_regions_are_entered_past_the_compilers_wrappers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = CompileBackend().region(SHAPE, "region", lambda x, store: (store.add_(x), x * 2)[1])
+    store, x = torch.zeros(SIZE), torch.ones(SIZE)
+    compiled(x, store)
+    monkeypatch.setattr(CompiledFxGraph, "__call__", None)
+    assert torch.equal(compiled(x, store), 2 * x)
+    assert torch.equal(store, 2 * x)
+
+
+@needs_compiler
+def test_a_region_that_is_first_called_while_its_step_is_written_down_is_compiled_as_usual() -> None:
+    backend, store = CompileBackend(), torch.zeros(SIZE)
+    region = backend.region(SHAPE, "region", lambda x, store: (store.add_(x), x * 2)[1])
+    num_runs = 0
+
+    def fn(inputs: Inputs) -> Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        return region(inputs["x"], store) if num_runs > 1 else inputs["x"] * 2
+
+    step = backend.capture(fn, SHAPE)
+    for run in range(4):
+        x = inputs_of(run)["x"]
+        assert torch.equal(step({"x": x}), 2 * x)
+    torch.testing.assert_close(store, sum(inputs_of(run)["x"] for run in range(1, 4)))
+
+
+@needs_compiler
+def test_first_calls_in_two_threads_leave_torch_as_it_was() -> None:
+    call = CompiledFxGraph.__call__
+    backend = CompileBackend()
+    shapes = [BatchShape.parse(f"c--/q{q}/s0/u0/l1") for q in (1, 2)]
+    regions = [backend.region(shape, "region", lambda x: x * 2) for shape in shapes]
+    with ThreadPoolExecutor(2) as threads:
+        for result in threads.map(lambda region: region(torch.ones(SIZE)), regions):
+            assert torch.equal(result, 2 * torch.ones(SIZE))
+    assert CompiledFxGraph.__call__ is call
 
 
 @needs_compiler

@@ -65,6 +65,15 @@ def test_what_cannot_be_multiplied_is_refused() -> None:
         linear.multiply(torch.randn(1, 6).bfloat16(), packed, None, 4)
     with pytest.raises(ValueError, match="got Float"):
         linear.multiply(torch.randn(1, 8), packed, None, 4)
+    x = torch.randn(1, 8).bfloat16()
+    with pytest.raises(ValueError, match="expected 65 outputs and a packed bias, got a weight of 64"):
+        linear.multiply(x, packed, None, 65)
+    with pytest.raises(ValueError, match="expected 4 outputs and a packed bias"):
+        linear.multiply(x, packed, torch.zeros(4), 4)
+    with pytest.raises(ValueError, match="expected Float, got BFloat16"):
+        linear.multiply(x, packed, torch.zeros(64).bfloat16(), 4)
+    with pytest.raises(ValueError, match="expected Int, got Long"):
+        linear.multiply(x, packed, None, 4, torch.tensor([1, 1]))
     assert linear.fits(torch.randn(4, 7).bfloat16()) is False
     assert linear.fits(torch.randn(4, 8)) is False
 

@@ -76,12 +76,23 @@ def test_several_threads_give_the_bits_of_one() -> None:
 
 
 @here
-def test_stores_of_another_head_size_are_refused() -> None:
+def test_stores_and_plans_that_do_not_go_with_the_queries_are_refused() -> None:
     q = torch.randn(1, 1, 1, 32).bfloat16()
     store = torch.randn(1, 1, 4, 64).bfloat16()
     none = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"expected stores \[X, 1, S, 32\]"):
         rows.attend_blocks(q, store, store, none, none, none)
+    store = store[..., :32].contiguous()
+    with pytest.raises(ValueError, match="expected BFloat16, got Float"):
+        rows.attend_blocks(q, store.float(), store.float(), none, none, none)
+    with pytest.raises(ValueError, match="expected Int, got Long"):
+        rows.attend_rings(q, store, store, none.long())
+    with pytest.raises(ValueError, match=r"expected 1 rows of at most 1 units, got .* and 2 units"):
+        rows.attend_blocks(q, store, store, none.repeat(2), none, none)
+    with pytest.raises(ValueError, match=r"expected 1 rows of at most 1 units, got \[2\]"):
+        rows.attend_rings(q, store, store, none.repeat(2))
+    whole = rows.attend_rings(q, store, store, none + 4)
+    assert all(map(torch.equal, rows.attend_rings(q, store, store, none + 10**9), whole)), "no more than all"
     assert rows.fits(q.float(), store.float()) is False
 
 

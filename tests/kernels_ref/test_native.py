@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,28 @@ def test_sources_are_built_once_and_a_failure_says_why(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
         build("numbers", [eight])
+
+
+def test_builds_at_the_same_time_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path / "built"))
+    source = tmp_path / "seven.cpp"
+    source.write_text('#include <iostream>\nextern "C" int seven() { return 7; }\n')
+    with ThreadPoolExecutor(4) as threads:
+        built = {*threads.map(lambda _: build("seven", [source]), range(4))}
+    (library,) = built
+    assert [*library.parent.iterdir()] == [library]
+    assert ctypes.CDLL(str(library)).seven() == 7
+
+
+def test_torch_without_its_tools_for_extensions_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.utils, "cpp_extension")
+    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
+    with pytest.raises(BuildError, match="tools for extensions cannot be imported"):
+        build("nothing", [])
 
 
 @pytest.mark.skipif(not library.is_supported(), reason="needs a CPU with AVX512-BF16 and without AMX")
