@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hpu_duo.engine.intake import Intake, Prompt
+from hpu_duo.engine.interrupts import interrupts_deferred
 from hpu_duo.engine.live_samples import LiveSamples
 from hpu_duo.engine.outputs import (
     Completion,
@@ -18,11 +19,11 @@ from hpu_duo.engine.outputs import (
     TokenLogprob,
     logprobs_by_request,
 )
-from hpu_duo.engine.runner import Runner
+from hpu_duo.engine.runner import Runner, StepResult
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.scoring import forced, score_of
 from hpu_duo.engine.stats import EngineStats, StepCounters
-from hpu_duo.engine.step_plan import CommittedToken
+from hpu_duo.engine.step_plan import CommittedToken, StepPlan
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 
@@ -90,10 +91,11 @@ class Engine:
         requests = self._intake.requests(public_id, self._num_added, prompt_token_ids, each)
         # Everything that may fail comes before anything changes.
         states = self._intake.states(public_id, requests)
-        for request in requests:
-            self.scheduler.add(request)
-        self._num_added += 1
-        self._samples.add(public_id, states)
+        with interrupts_deferred():
+            for request in requests:
+                self.scheduler.add(request)
+            self._num_added += 1
+            self._samples.add(public_id, states)
         return public_id
 
     def abort(self, request_id: str) -> bool:
@@ -102,10 +104,11 @@ class Engine:
         The next ``step`` reports an output with finish reason ``abort`` for each.
         """
         states = self._samples.of(request_id)
-        for state in states:
-            self.scheduler.abort(state.request.request_id)
-            self._ended.append(state.abort())
-            self._samples.remove(state.request.request_id)
+        with interrupts_deferred():
+            for state in states:
+                self.scheduler.abort(state.request.request_id)
+                self._ended.append(state.abort())
+                self._samples.remove(state.request.request_id)
         return bool(states)
 
     def step(self) -> list[RequestOutput]:
@@ -115,43 +118,45 @@ class Engine:
         in the next step. If a sampled token cannot be turned into text, its request ends as aborted. Outputs
         that could not be returned then come with the next step.
         """
-        outputs, self._ended = self._ended, []
+        outputs: list[RequestOutput] = []
         try:
-            # Tokens that an interrupted step had sampled.
-            self._collect(outputs)
+            # Swapped at once, so that an interruption finds every output in one place or the other.
+            outputs, self._ended = self._ended, outputs
             self._run(outputs)
+            return outputs
         except BaseException:
             self._ended = outputs + self._ended
             raise
-        return outputs
 
     def _run(self, outputs: list[RequestOutput]) -> None:
         began = time.perf_counter()
-        plan = None
-        try:
+        with interrupts_deferred():
+            # Tokens that a failed step had sampled, and its plan if it was not committed.
+            self._collect(outputs)
+            self.scheduler.discard()
             plan = self.scheduler.plan()
-            if plan is None:
-                return
-            sampling = {
-                row.ring_row: self._samples[row.request.request_id].sampling_row()
-                for row in plan.sampled_rows
-            }
-            planned = time.perf_counter()
-            result = self.runner.run(plan, sampling, self._intake.vocab_size)
-        except BaseException:
-            if plan is not None:
-                self.scheduler.discard(plan)
-            raise
+        if plan is None:
+            return
+        sampling = {
+            row.ring_row: self._samples[row.request.request_id].sampling_row() for row in plan.sampled_rows
+        }
+        planned = time.perf_counter()
+        result = self.runner.run(plan, sampling, self._intake.vocab_size)
         ran = time.perf_counter()
+        with interrupts_deferred():
+            self._take(plan, result)
+            self._collect(outputs)
+        self._counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
+        self._counters.device_s += ran - planned - result.build_s
+
+    def _take(self, plan: StepPlan, result: StepResult) -> None:
+        """Commit a step that has run; what it sampled waits to be collected."""
+        logprobs = logprobs_by_request(plan, result)
         self._counters.count(plan, result, self.scheduler.leases, self.runner.store.plan)
         if self.recorder is not None:
             self.recorder.add(result.shape)
-        logprobs = logprobs_by_request(plan, result)
         for committed in self.scheduler.commit(plan, result.token_ids):
             self._uncollected.append((committed, logprobs.get(committed.request.request_id)))
-        self._collect(outputs)
-        self._counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
-        self._counters.device_s += ran - planned - result.build_s
 
     def generate(
         self,

@@ -196,18 +196,14 @@ class Scheduler:
                 self._end(request, reason)
         return committed
 
-    def discard(self, plan: StepPlan) -> None:
-        """Take back the plan that was made last, because its step failed; call it instead of ``commit``.
+    def discard(self) -> None:
+        """Take back the plan that was made last, if it has not been committed, because its step failed.
 
         How far the step came is unknown, so every running request loses its cache and prefills again.
-
-        Raises:
-            ValueError: another plan.
         """
-        if plan is not self._plan_in_flight:
-            raise ValueError("only the plan that was made last can be discarded, and only once")
-        self._plan_in_flight = None
-        self._restart_running()
+        if self._plan_in_flight is not None:
+            self._plan_in_flight = None
+            self._restart_running()
 
     def abort(self, request_id: str) -> Request | None:
         """End a request early, at any time; returns it, or None if no unfinished request has this id.
