@@ -62,14 +62,18 @@ def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePa
     visible = np.minimum(context[entry] - ordinal * block_size, block_size).astype(np.int32)
 
     num_readers = np.bincount(block, weights=rows.num_new[entry]) if len(block) else np.zeros(0)
-    is_unique = num_readers[block] == 1
+    is_shared = num_readers[block] != 1
 
-    shared = _shared_part(entry[~is_unique], block[~is_unique], visible[~is_unique], rows.num_rows)
-    unique = _unique_part(entry[is_unique], block[is_unique], visible[is_unique], rows.num_rows, block_size)
-    return shared, unique
+    shared = _shared_part(entry[is_shared], block[is_shared], visible[is_shared], rows.num_rows)
+    if len(shared.blocks):
+        entry, block, visible = entry[~is_shared], block[~is_shared], visible[~is_shared]
+    return shared, _unique_part(entry, block, visible, rows.num_rows, block_size)
 
 
 def _shared_part(entry: np.ndarray, block: np.ndarray, visible: np.ndarray, num_rows: int) -> SharedPart:
+    if not len(block):
+        # Most steps are decodes of unrelated requests.
+        return SharedPart(np.zeros(0, np.int32), np.zeros((num_rows, 0), np.int32))
     blocks, column = np.unique(block, return_inverse=True)
     table = np.zeros((num_rows, len(blocks)), dtype=np.int32)
     table[entry, column] = visible

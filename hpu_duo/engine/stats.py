@@ -124,14 +124,16 @@ class StepCounters:
     def count(self, plan: StepPlan, result: StepResult, leases: KVLeases, memory: MemoryPlan) -> None:
         """Account for a step that has run, before anything of it is given back."""
         self.steps[str(result.shape.phase)] += 1
-        self.num_prompt_tokens += sum(
-            max(0, min(row.end, row.request.num_prompt_tokens) - row.start) for row in plan.rows
-        )
+        cached = 0
+        for row in plan.rows:
+            cached += row.end
+            known = row.request.num_prompt_tokens
+            if row.start < known:
+                self.num_prompt_tokens += min(row.end, known) - row.start
         self.num_output_tokens += len(result.token_ids)
         self.num_query_tokens += result.bucket.query_len
         self.num_padded_tokens += result.bucket.query_len - result.shape.query_len
         self.num_preemptions += len(plan.preempted)
-        cached = sum(row.end for row in plan.rows)
         if cached >= self.peak_cached_tokens:
             self.peak_cached_tokens = cached
             self.peak_held_bytes = _held_bytes(leases, memory)
