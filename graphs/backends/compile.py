@@ -17,6 +17,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from graphs.backends.base import Inputs, Outputs, Region
 from graphs.backends.tape import TapedStep, call_compiled, unwritten
 from graphs.backends.toolchain import cpu_compile_problem
+from graphs.interrupts import interrupts_deferred
 from graphs.shape import BatchShape
 
 
@@ -118,7 +119,14 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any], *, checks_inputs: 
     is_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, torch.Tensor))
     options = {"cpp_wrapper": is_cpu and torch.__version__ >= "2.8", "size_asserts": checks_inputs}
     compiled = cast(Callable[..., Any], torch._inductor.compile(graph, inputs, options))
-    return _Unwrapped(compiled) if is_cpu and not checks_inputs else compiled
+    if not is_cpu:
+        return compiled
+    return partial(_without_interrupts, compiled) if checks_inputs else _Unwrapped(compiled)
+
+
+def _without_interrupts(code: Callable[..., Any], *args: Any) -> Any:
+    with interrupts_deferred(only_first=True):
+        return code(*args)
 
 
 # ``_Unwrapped`` changes a class of torch's for the time of a call.
@@ -130,6 +138,7 @@ class _Unwrapped:
 
     Layers have none of that to wrap. Whether it is so shows the first call: the wrappers then pass the
     very tensors on that they were called with, and return the very results. To a tape it is one operator.
+    Interrupts wait for its end: C++ makes another exception of what an operator in Python raises.
     """
 
     def __init__(self, wrapped: Callable[..., Any]) -> None:
@@ -137,11 +146,12 @@ class _Unwrapped:
         self._code: Callable[[list[Any]], Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if self._code is None:
-            with _entering:
-                self._code, results = self._enter_first(args)
-            return results
-        return call_compiled(self._code, args)
+        with interrupts_deferred(only_first=True):
+            if self._code is None:
+                with _entering:
+                    self._code, results = self._enter_first(args)
+                return results
+            return call_compiled(self._code, args)
 
     def _enter_first(self, args: tuple[Any, ...]) -> tuple[Callable[[list[Any]], Any], Any]:
         """What to call from now on, and the results of the first call."""

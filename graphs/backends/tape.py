@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphs.backends.base import Inputs, Outputs
 from graphs.backends.whole_step import tensors_of
+from graphs.interrupts import interrupts_deferred
 
 _ATEN = torch.ops.aten
 _GONE = object()
@@ -66,9 +67,12 @@ class TapedStep(Generic[Outputs]):
 
     def __call__(self, inputs: Inputs) -> Outputs:
         if self._replay is not None:
-            return self._replay(inputs)
+            with interrupts_deferred(only_first=True):
+                return self._replay(inputs)
         if self._num_runs == 1 and all(tensor.device.type == "cpu" for tensor in inputs.values()):
-            return self._record(inputs)
+            # A torn tape would stay in the way of every later step.
+            with interrupts_deferred():
+                return self._record(inputs)
         outputs = self._fn(inputs)
         self._num_runs += 1
         return outputs

@@ -22,14 +22,18 @@ def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
         files: paths of UTF-8 texts; ``-`` is standard input.
 
     Raises:
-        ValueError: there is none, a file cannot be read, or standard input is named twice.
+        ValueError: there is none, one is empty, a file cannot be read, or standard input is named twice.
     """
     if list(files).count(STDIN) > 1:
         raise ValueError("expected standard input (--file -) at most once")
-    prompts = [*texts, *(_read(name) for name in files)]
-    if not prompts:
+    named = [(text, f"prompt {number}") for number, text in enumerate(texts, start=1)]
+    named += [(_read(name), f"the prompt file {name!r}") for name in files]
+    if not named:
         raise ValueError("expected a prompt: --prompt TEXT, --file PATH, or --file - for standard input")
-    return prompts
+    for text, name in named:
+        if not text:
+            raise ValueError(f"expected text in {name}, got none")
+    return [text for text, _ in named]
 
 
 def _read(name: str) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from graphs.interrupts import interrupts_deferred
 from hpu_duo.engine.intake import Intake, Prompt
-from hpu_duo.engine.interrupts import interrupts_deferred
 from hpu_duo.engine.live_samples import LiveSamples
 from hpu_duo.engine.outputs import (
     Completion,
@@ -59,7 +59,7 @@ class Engine:
         self._intake = Intake(limits, tokenizer, seed)
         self._num_added = 0
         self._samples = LiveSamples()
-        self._ended: list[RequestOutput] = []
+        self._unreported: list[RequestOutput] = []
         self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
         self._counters = StepCounters()
         self.recorder: ShapeRecorder | None = None
@@ -67,7 +67,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether another ``step`` has something to do or to report."""
-        return self.scheduler.has_unfinished or bool(self._ended) or bool(self._uncollected)
+        return self.scheduler.has_unfinished or bool(self._unreported) or bool(self._uncollected)
 
     def add_request(
         self, prompt_token_ids: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -107,7 +107,7 @@ class Engine:
         with interrupts_deferred():
             for state in states:
                 self.scheduler.abort(state.request.request_id)
-                self._ended.append(state.abort())
+                self._unreported.append(state.abort())
                 self._samples.remove(state.request.request_id)
         return bool(states)
 
@@ -120,19 +120,20 @@ class Engine:
         """
         outputs: list[RequestOutput] = []
         try:
+            self._advance()
             # Swapped at once, so that an interruption finds every output in one place or the other.
-            outputs, self._ended = self._ended, outputs
-            self._run(outputs)
+            outputs, self._unreported = self._unreported, outputs
             return outputs
         except BaseException:
-            self._ended = outputs + self._ended
+            self._unreported = outputs + self._unreported
             raise
 
-    def _run(self, outputs: list[RequestOutput]) -> None:
+    def _advance(self) -> None:
+        """Run one step; what it adds to requests is not reported yet."""
         began = time.perf_counter()
         with interrupts_deferred():
             # Tokens that a failed step had sampled, and its plan if it was not committed.
-            self._collect(outputs)
+            self._collect()
             self.scheduler.discard()
             plan = self.scheduler.plan()
         if plan is None:
@@ -145,16 +146,16 @@ class Engine:
         ran = time.perf_counter()
         with interrupts_deferred():
             self._take(plan, result)
-            self._collect(outputs)
+            self._collect()
         self._counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
         self._counters.device_s += ran - planned - result.build_s
 
     def _take(self, plan: StepPlan, result: StepResult) -> None:
         """Commit a step that has run; what it sampled waits to be collected."""
         logprobs = logprobs_by_request(plan, result)
-        self._counters.count(plan, result, self.scheduler.leases, self.runner.store.plan)
         if self.recorder is not None:
             self.recorder.add(result.shape)
+        self._counters.count(plan, result, self.scheduler.leases, self.runner.store.plan)
         for committed in self.scheduler.commit(plan, result.token_ids):
             self._uncollected.append((committed, logprobs.get(committed.request.request_id)))
 
@@ -233,18 +234,20 @@ class Engine:
                 fork; None adds all at once.
         """
         done = Completions(on_output)
-        others: list[RequestOutput] = []
         try:
             while waiting or any(map(self._samples.is_live, done)):
                 while waiting and self._has_rows(None if widths is None else widths[len(done)]):
-                    done.expect(waiting.popleft()())
-                outputs = self.step()
-                others += done.others(outputs)
+                    with interrupts_deferred():
+                        done.expect(waiting.popleft()())
+                self._advance()
+                with interrupts_deferred():
+                    outputs, self._unreported = done.split(self._unreported)
                 done.take(outputs)
         finally:
-            for request_id in done:
-                self.abort(request_id)
-            self._ended = others + done.others(self._ended)
+            with interrupts_deferred():
+                for request_id in done:
+                    self.abort(request_id)
+                _, self._unreported = done.split(self._unreported)
         return done.in_order()
 
     def stats(self) -> EngineStats:
@@ -256,7 +259,7 @@ class Engine:
         taken = len(self._samples)
         return wanted is None or not taken or taken + wanted <= self.runner.store.plan.max_num_seqs
 
-    def _collect(self, outputs: list[RequestOutput]) -> None:
+    def _collect(self) -> None:
         """Turn sampled tokens into outputs, one by one, so that an interruption loses none of the others."""
         while self._uncollected:
             committed, logprob = self._uncollected.popleft()
@@ -268,11 +271,11 @@ class Engine:
                 output = state.take(committed, logprob)
             except BaseException:
                 self._end(request, FinishReason.ABORT)
-                self._ended.append(state.abort())
+                self._unreported.append(state.abort())
                 raise
             if output.finish_reason is not None:
                 self._end(request, output.finish_reason)
-            outputs.append(output)
+            self._unreported.append(output)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if not request.is_finished:

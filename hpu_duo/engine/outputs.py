@@ -119,8 +119,6 @@ class Completions:
     def take(self, outputs: Iterable[RequestOutput]) -> None:
         """Add what a step gave these requests."""
         for output in outputs:
-            if output.request_id not in self._samples:
-                continue
             samples = self._samples[output.request_id]
             if output.sample_index not in samples:
                 samples[output.sample_index] = Completion(output.request_id, output.sample_index)
@@ -128,9 +126,13 @@ class Completions:
             if self._on_output is not None:
                 self._on_output(output)
 
-    def others(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
-        """Outputs of requests that are not of this call."""
-        return [output for output in outputs if output.request_id not in self._samples]
+    def split(self, outputs: Iterable[RequestOutput]) -> tuple[list[RequestOutput], list[RequestOutput]]:
+        """Outputs of these requests, and those of others."""
+        ours: list[RequestOutput] = []
+        others: list[RequestOutput] = []
+        for output in outputs:
+            (ours if output.request_id in self._samples else others).append(output)
+        return ours, others
 
     def in_order(self) -> list[list[Completion]]:
         """The samples of each request."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,10 +79,10 @@ class SamplingParams:
     decoded_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "forced_token_ids", tuple(self.forced_token_ids or ()))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _as_tuple("stop", stop))
+        for name in ("stop_token_ids", "forced_token_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         object.__setattr__(self, "logit_bias", _parse_logit_bias(self.logit_bias))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
@@ -169,6 +170,14 @@ class SamplingParams:
         return np.fromiter(bias.keys(), np.int32, len(bias)), np.fromiter(
             bias.values(), np.float32, len(bias)
         )
+
+
+def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name}: expected a sequence or None, got {values!r}")
+    return tuple(values)
 
 
 def _parse_logit_bias(logit_bias: Mapping[int, float] | None) -> dict[int, float] | None:

@@ -116,6 +116,8 @@ def test_chat_wraps_the_prompt_in_the_models_template(
     ("arguments", "message"),
     [
         ([], "expected a prompt"),
+        (["--prompt", "a", "--prompt", ""], "expected text in prompt 2, got none"),
+        (["--file", os.devnull], f"expected text in the prompt file '{os.devnull}', got none"),
         (["--file", "-", "--file", "-"], "at most once"),
         (["--file", "no-such-file.txt"], "cannot read the prompt file 'no-such-file.txt'"),
         (["--prompt", ""], "needs at least one prompt token"),

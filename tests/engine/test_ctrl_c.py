@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of the engine costs nobody a token; `interrupts.py` itself."""
+"""Ctrl-C at any line of the host side costs nobody a token; `graphs/interrupts.py` itself."""
 
 import random
 import signal
@@ -12,28 +12,37 @@ from typing import Any
 
 import pytest
 
+import graphs
 import hpu_duo
-from hpu_duo.engine.interrupts import interrupts_deferred
+import kernels_ref
+from graphs import BatchShape, BucketTable, StepCost
+from graphs.backends.toolchain import cpu_compile_problem
+from graphs.interrupts import interrupts_deferred
+from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
-from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing
+from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve, tokens_of
 from tests.modeling.families import prompts_of
 
-HOST_SIDE = tuple(str(Path(hpu_duo.__file__).parent / name) for name in ("engine", "kv", "request.py"))
+PACKAGES = [str(Path(str(package.__file__)).parent) for package in (hpu_duo, graphs, kernels_ref)]
+HOST_SIDE = tuple(f"{PACKAGES[0]}/{name}" for name in ("engine", "kv", "request.py"))
 PARAMS = SamplingParams(temperature=1.3, seed=4, max_tokens=12, n=2)
+PROMPTS = prompts_of([30, 9, 1, 22])
+OPTIONS: dict[str, Any] = {"pattern": PATTERN, "num_blocks": 16}
+"""Few blocks, so that requests are preempted; two samples of each prompt fork its cache."""
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_raises() -> Iterator[None]:
-    """Tests may run where the signal is ignored, as shells do to what they start in the background."""
+def _ctrl_c_raises() -> Iterator[None]:
+    # Shells let what they start in the background ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def ctrl_c_at_a_line(seed: int) -> Iterator[None]:
-    """Press Ctrl-C once, before a line of the host side that is drawn at random."""
-    left = random.Random(seed).randrange(1, 4000)
+def ctrl_c_at_line(number: int, where: tuple[str, ...] = HOST_SIDE) -> Iterator[None]:
+    """Press Ctrl-C once, before the ``number``-th line that runs in some files."""
+    left = number
 
     def press(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
@@ -44,7 +53,7 @@ def ctrl_c_at_a_line(seed: int) -> Iterator[None]:
         return press
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
-        return press if frame.f_code.co_filename.startswith(HOST_SIDE) else None
+        return press if frame.f_code.co_filename.startswith(where) else None
 
     before = sys.gettrace()
     sys.settrace(enter)
@@ -54,29 +63,70 @@ def ctrl_c_at_a_line(seed: int) -> Iterator[None]:
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_ctrl_c_at_any_line_of_a_step_costs_nobody_a_token(tiny: Tiny, seed: int) -> None:
-    prompts = prompts_of([30, 9, 1, 22])
-    # Few blocks, so that requests are preempted; two samples of each prompt fork its cache.
-    options = {"pattern": PATTERN, "num_blocks": 16}
-    served, undisturbed = tiny.load(**options), tiny.load(**options)
-    expected = [
-        [sample.token_ids for sample in done] for done in undisturbed.engine.generate(prompts, PARAMS)
-    ]
+def serve_and_interrupt(
+    served: HPUDuoModel, draw: random.Random, max_lines: int, where: tuple[str, ...] = HOST_SIDE
+) -> tuple[list[list[list[int]]], int]:
+    """Tokens of the prompts, and how often Ctrl-C came."""
     engine = served.engine
-    tokens: dict[str, list[list[int]]] = {engine.add_request(one, PARAMS): [[], []] for one in prompts}
+    tokens: dict[str, list[list[int]]] = {engine.add_request(one, PARAMS): [[], []] for one in PROMPTS}
     num_interrupts = 0
     while engine.has_unfinished:
         try:
-            with ctrl_c_at_a_line(seed * 1000 + num_interrupts):
+            with ctrl_c_at_line(draw.randint(1, max_lines), where):
                 while engine.has_unfinished:
                     for output in engine.step():
                         tokens[output.request_id][output.sample_index] += output.token_ids
         except KeyboardInterrupt:
             num_interrupts += 1
-    assert list(tokens.values()) == expected
-    assert num_interrupts >= 3
     assert_holds_nothing(served)
+    return list(tokens.values()), num_interrupts
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ctrl_c_at_any_line_of_a_step_costs_nobody_a_token(tiny: Tiny, seed: int) -> None:
+    expected = tokens_of(serve(tiny.load(**OPTIONS), PROMPTS, PARAMS))
+    tokens, num_interrupts = serve_and_interrupt(tiny.load(**OPTIONS), random.Random(seed), 4000)
+    assert tokens == expected
+    assert num_interrupts >= 3
+
+
+@pytest.mark.skipif(cpu_compile_problem() is not None, reason="inductor finds no C++ compiler")
+def test_ctrl_c_in_compiled_steps_is_a_keyboard_interrupt_too(tiny: Tiny) -> None:
+    table = BucketTable((BatchShape.parse("csu/q16/s16/u16/l4"),), StepCost())
+    options = {**OPTIONS, "attention": "sdpa", "graphs": "compile", "buckets": table}
+    expected = tokens_of(serve(tiny.load(**options), PROMPTS, PARAMS))
+    draw = random.Random(3)
+    for _ in range(3):
+        # Interrupted as they are written down, and as they are replayed.
+        served = tiny.load(**options)
+        served.warmup()
+        total = 0
+        for _ in range(4):
+            tokens, num_interrupts = serve_and_interrupt(served, draw, 5000, tuple(PACKAGES))
+            assert tokens == expected
+            total += num_interrupts
+        assert total >= 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_interrupted_generate_leaves_nothing_behind_and_takes_nothing_from_others(
+    tiny: Tiny, seed: int
+) -> None:
+    expected = tokens_of(serve(tiny.load(**OPTIONS), PROMPTS[:1], PARAMS))
+    served = tiny.load(**OPTIONS)
+    engine, draw = served.engine, random.Random(seed)
+    for _ in range(25):
+        other = engine.add_request(PROMPTS[0], PARAMS)
+        tokens: list[list[int]] = [[], []]
+        line = round(2 ** draw.uniform(0, 12))  # early ones as often: there requests are added
+        with pytest.raises(KeyboardInterrupt), ctrl_c_at_line(line):
+            engine.generate(PROMPTS[1:], PARAMS)
+        while engine.has_unfinished:
+            for output in engine.step():
+                assert output.request_id == other
+                tokens[output.sample_index] += output.token_ids
+        assert tokens == expected[0]
+        assert_holds_nothing(served)
 
 
 def interrupted(done: list[str]) -> None:
@@ -104,6 +154,22 @@ def test_a_failure_inside_stays_with_the_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupted_and_failed()
     assert isinstance(caught.value.__context__, LookupError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def interrupted_twice(done: list[str]) -> None:
+    with interrupts_deferred(only_first=True):
+        signal.raise_signal(signal.SIGINT)
+        done.append("after the first")
+        signal.raise_signal(signal.SIGINT)
+        done.append("after the second")
+
+
+def test_a_second_interrupt_takes_effect_at_once_if_asked_for() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice(done)
+    assert done == ["after the first"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -23,6 +23,9 @@ def test_defaults_are_plain_sampling_of_sixteen_tokens() -> None:
     "kwargs",
     [
         {"n": 0},
+        {"stop": 5},
+        {"stop_token_ids": 5},
+        {"forced_token_ids": 5},
         {"n": True},
         {"n": 1.5},
         {"temperature": -0.1},

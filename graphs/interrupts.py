@@ -1,4 +1,4 @@
-"""Ctrl-C waits while books are being kept."""
+"""Ctrl-C waits for work that must not be torn."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from types import FrameType
 
 
 @contextmanager
-def interrupts_deferred() -> Iterator[None]:
+def interrupts_deferred(*, only_first: bool = False) -> Iterator[None]:
     """Let an interrupt (SIGINT) that comes inside take effect at the end.
 
-    For short work on the host that must be done whole or not at all. Only the main thread is ever
+    For short work on the host that is done whole or not at all, and for compiled code, which makes
+    another exception of what is raised in a Python function that it calls. Only the main thread is ever
     interrupted, so in another one this does nothing; nor where no Python function handles the signal.
+
+    Args:
+        only_first: a second interrupt takes effect at once. For work that may take long, and that may be
+            torn if need be.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -24,7 +29,9 @@ def interrupts_deferred() -> Iterator[None]:
 
     def remember(number: int, frame: FrameType | None) -> None:
         nonlocal came
-        came = number, frame
+        is_second, came = came is not None, (number, frame)
+        if only_first and is_second:
+            handler(number, frame)
 
     signal.signal(signal.SIGINT, remember)
     try:
