@@ -120,7 +120,6 @@ def test_chat_wraps_the_prompt_in_the_models_template(
         (["--file", os.devnull], f"expected text in the prompt file '{os.devnull}', got none"),
         (["--file", "-", "--file", "-"], "at most once"),
         (["--file", "no-such-file.txt"], "cannot read the prompt file 'no-such-file.txt'"),
-        (["--prompt", ""], "needs at least one prompt token"),
         (["--prompt", "x" * 5000], "has 5000 prompt tokens"),
         (["--prompt", "x", "--chat"], "with a chat template"),
         (["--prompt", "x", "--max-new-tokens", "0"], "max_tokens: expected an integer >= 1, got 0"),
