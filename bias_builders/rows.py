@@ -39,7 +39,7 @@ class StepRows:
     @property
     def query_start(self) -> Int32Array:
         """Flat index of each row's first new token, int32 ``[n]``."""
-        return np.cumsum(self.num_new, dtype=np.int32) - self.num_new
+        return self.num_new.cumsum(dtype=np.int32) - self.num_new
 
     @property
     def is_single(self) -> np.ndarray:
@@ -53,11 +53,11 @@ class StepRows:
         A row with one new token finds its own key there too; a row with several finds its
         new keys in the causal part and only older ones in the cache.
         """
-        return np.where(self.is_single, self.start + 1, self.start).astype(np.int32)
+        return self.start + self.is_single.astype(np.int32)
 
 
 def ranges(lengths: np.ndarray) -> Int32Array:
     """``[0..lengths[0]), [0..lengths[1]), ...`` laid end to end, int32 ``[sum(lengths)]``."""
-    ends = np.cumsum(lengths)
+    ends = lengths.cumsum(dtype=np.int32)
     total = int(ends[-1]) if len(ends) else 0
-    return (np.arange(total) - np.repeat(ends - lengths, lengths)).astype(np.int32)
+    return np.arange(total, dtype=np.int32) - (ends - lengths).repeat(lengths)

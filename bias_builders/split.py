@@ -55,11 +55,11 @@ def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePa
     """
     context = rows.context_len
     used_blocks = np.minimum(-(-context // block_size), rows.num_blocks)
-    entry = np.repeat(np.arange(rows.num_rows, dtype=np.int32), used_blocks)
+    entry = np.arange(rows.num_rows, dtype=np.int32).repeat(used_blocks)
     ordinal = ranges(used_blocks)
-    table_start = np.cumsum(rows.num_blocks) - rows.num_blocks
+    table_start = rows.num_blocks.cumsum() - rows.num_blocks
     block = rows.block_ids[table_start[entry] + ordinal]
-    visible = np.minimum(context[entry] - ordinal * block_size, block_size).astype(np.int32)
+    visible = np.minimum(context[entry] - ordinal * block_size, block_size)
 
     num_readers = np.bincount(block, weights=rows.num_new[entry]) if len(block) else np.zeros(0)
     is_shared = num_readers[block] != 1
@@ -87,8 +87,10 @@ def _unique_part(
     full = block[is_full]
     owner = np.full(int(full.max()) + 1 if len(full) else 0, -1, dtype=np.int32)
     owner[full] = entry[is_full]
+    is_tail = ~is_full
+    row = entry[is_tail]
     tail_block = np.full(num_rows, -1, dtype=np.int32)
     tail_visible = np.zeros(num_rows, dtype=np.int32)
-    tail_block[entry[~is_full]] = block[~is_full]
-    tail_visible[entry[~is_full]] = visible[~is_full]
+    tail_block[row] = block[is_tail]
+    tail_visible[row] = visible[is_tail]
     return UniquePart(owner, tail_block, tail_visible)

@@ -139,16 +139,16 @@ def _fill_tokens(
     host: Mapping[str, np.ndarray], batch: StepBatch, no_row: int, geometry: StepGeometry
 ) -> None:
     rows = batch.rows
-    position = np.repeat(rows.start, rows.num_new) + ranges(rows.num_new)
-    row = np.repeat(rows.row_id, rows.num_new)
-    is_single = np.repeat(rows.is_single, rows.num_new)
+    position = rows.start.repeat(rows.num_new) + ranges(rows.num_new)
+    row = rows.row_id.repeat(rows.num_new)
+    causal_row = np.where(rows.is_single, no_row, rows.row_id).repeat(rows.num_new)
     _put(host["token_ids"], batch.token_ids, 0)
     _put(host["positions"], position, 0)
     _put(host["row"], row, no_row)
-    _put(host["causal_row"], np.where(is_single, no_row, row), no_row)
+    _put(host["causal_row"], causal_row, no_row)
     if len(rows.block_ids):
-        table_start = np.repeat(np.cumsum(rows.num_blocks) - rows.num_blocks, rows.num_new)
-        block = rows.block_ids[table_start + position // geometry.block_size]
+        table_start = rows.num_blocks.cumsum() - rows.num_blocks
+        block = rows.block_ids[table_start.repeat(rows.num_new) + position // geometry.block_size]
     else:
         block = np.full(len(position), geometry.trash_block, dtype=np.int32)
     _put(host["write_block"], block, geometry.trash_block)
