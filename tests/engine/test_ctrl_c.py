@@ -11,11 +11,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 import graphs
 import hpu_duo
 import kernels_ref
 from graphs import BatchShape, BucketTable, StepCost
+from graphs.backends import tape
+from graphs.backends.compile import CompileBackend
+from graphs.backends.tape import TapedStep
 from graphs.backends.toolchain import cpu_compile_problem
 from graphs.interrupts import interrupts_deferred
 from hpu_duo import HPUDuoModel
@@ -91,21 +95,42 @@ def test_ctrl_c_at_any_line_of_a_step_costs_nobody_a_token(tiny: Tiny, seed: int
 
 
 @pytest.mark.skipif(cpu_compile_problem() is not None, reason="inductor finds no C++ compiler")
-def test_ctrl_c_in_compiled_steps_is_a_keyboard_interrupt_too(tiny: Tiny) -> None:
+@pytest.mark.parametrize("guards", [False, True], ids=["replayed", "guards"])
+def test_ctrl_c_in_compiled_steps_is_a_keyboard_interrupt_too(tiny: Tiny, guards: bool) -> None:
     table = BucketTable((BatchShape.parse("csu/q16/s16/u16/l4"),), StepCost())
-    options = {**OPTIONS, "attention": "sdpa", "graphs": "compile", "buckets": table}
+    options = {**OPTIONS, "attention": "sdpa", "graphs": CompileBackend(guards=guards), "buckets": table}
     expected = tokens_of(serve(tiny.load(**options), PROMPTS, PARAMS))
+    served = tiny.load(**options)
+    served.warmup()
     draw = random.Random(3)
-    for _ in range(3):
-        # Interrupted as they are written down, and as they are replayed.
-        served = tiny.load(**options)
-        served.warmup()
-        total = 0
-        for _ in range(4):
-            tokens, num_interrupts = serve_and_interrupt(served, draw, 5000, tuple(PACKAGES))
-            assert tokens == expected
-            total += num_interrupts
-        assert total >= 8
+    for _ in range(6):
+        tokens, num_interrupts = serve_and_interrupt(served, draw, 5000, tuple(PACKAGES))
+        assert tokens == expected
+        assert num_interrupts >= 2
+
+
+def test_no_torn_tape_stays_behind_a_ctrl_c() -> None:
+    inputs = {"x": torch.arange(4.0)}
+    expected = (inputs["x"] + 1) * 2
+
+    def double(args: list[torch.Tensor]) -> tuple[torch.Tensor]:
+        return (args[0] * 2,)
+
+    num_interrupts = 0
+    for line in range(1, 80):
+        step: TapedStep[torch.Tensor] = TapedStep(
+            lambda inputs: tape.call_compiled(double, (inputs["x"] + 1,))[0]
+        )
+        step(inputs)
+        try:
+            with ctrl_c_at_line(line, (str(tape.__file__),)):
+                step(inputs)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        for _ in range(3):
+            assert torch.equal(step(inputs), expected)
+        assert step.is_replayed
+    assert num_interrupts >= 50
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -22,12 +22,18 @@ else:
     import tomli as tomllib  # pytest brings it.
 
 
-def test_sources_are_built_once_and_a_failure_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds go to a folder of the test; without a compiler it is skipped."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path / "built"))
+
+
+@pytest.mark.usefixtures("_own_folder")
+def test_sources_are_built_once_and_a_failure_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seven, eight = tmp_path / "seven.cpp", tmp_path / "eight.cpp"
     seven.write_text(
         '#include "one.h"\nextern "C" int eight();\nextern "C" int seven() { return eight() - ONE; }\n'
@@ -49,12 +55,8 @@ def test_sources_are_built_once_and_a_failure_says_why(
         build("numbers", [eight])
 
 
-def test_builds_at_the_same_time_do_not_disturb_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path / "built"))
+@pytest.mark.usefixtures("_own_folder")
+def test_builds_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
     source = tmp_path / "seven.cpp"
     source.write_text('#include <iostream>\nextern "C" int seven() { return 7; }\n')
     with ThreadPoolExecutor(4) as threads:
