@@ -82,6 +82,7 @@ def serve_and_interrupt(
                         tokens[output.request_id][output.sample_index] += output.token_ids
         except KeyboardInterrupt:
             num_interrupts += 1
+            assert num_interrupts < 100, "no step comes to its end"
     assert_holds_nothing(served)
     return list(tokens.values()), num_interrupts
 
