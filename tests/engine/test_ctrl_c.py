@@ -82,7 +82,7 @@ def serve_and_interrupt(
                         tokens[output.request_id][output.sample_index] += output.token_ids
         except KeyboardInterrupt:
             num_interrupts += 1
-            assert num_interrupts < 100, "no step comes to its end"
+            assert num_interrupts < 1000, "no step comes to its end"
     assert_holds_nothing(served)
     return list(tokens.values()), num_interrupts
 
@@ -105,7 +105,7 @@ def test_ctrl_c_in_compiled_steps_is_a_keyboard_interrupt_too(tiny: Tiny, guards
     served.warmup()
     draw = random.Random(3)
     for _ in range(6):
-        tokens, num_interrupts = serve_and_interrupt(served, draw, 5000, tuple(PACKAGES))
+        tokens, num_interrupts = serve_and_interrupt(served, draw, 20000, tuple(PACKAGES))
         assert tokens == expected
         assert num_interrupts >= 2
 
