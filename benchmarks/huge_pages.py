@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from hpu_duo.modeling.huge_pages import HugePages
-from kernels_ref.avx512 import linear
+from kernels_ref.x86 import linear
 
 HIDDEN, KEYS, INNER, VOCABULARY, LAYERS = 768, 256, 2048, 32000, 12
 LAYER = [

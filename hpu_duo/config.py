@@ -29,7 +29,7 @@ class ModelConfig:
         attention: "auto", "reference", "sdpa" or "triton"; "auto" is "sdpa" on CPU where the model allows
             it, and "triton" on CUDA where Triton is installed.
         pack_weights: lay linear weights out once (bfloat16 on CPU): in panels for our own kernel where the
-            CPU has AVX512-BF16 and no AMX, elsewhere for oneDNN; None = where possible.
+            CPU has AVX512-BF16, elsewhere for oneDNN; None = where possible.
     """
 
     path: str | Path

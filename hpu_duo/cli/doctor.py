@@ -109,7 +109,7 @@ def _cpu() -> Iterator[Finding]:
     import torch
 
     from hpu_duo.modeling.packed_linear import can_pack
-    from kernels_ref.avx512.library import is_supported
+    from kernels_ref.x86.library import is_supported
 
     flags = _cpu_flags()
     found = ", ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of " + ", ".join(_CPU_FLAGS)

@@ -2,7 +2,7 @@
 
 A plain ``F.linear`` on CPU lays the weight out anew in every call. For one token that is most of
 the time of a decode step, because a decode reads every weight once and does little else. Weights are
-packed for our own kernel where the CPU has AVX512-BF16 and no AMX, elsewhere for oneDNN. Our kernel leaves
+packed for our own kernel where the CPU has AVX512-BF16, elsewhere for oneDNN. Our kernel leaves
 out the rows that only pad a step to its bucket.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from hpu_duo.modeling.huge_pages import HugePages
 from hpu_duo.modeling.live_rows import LiveRows
-from kernels_ref.avx512 import linear as avx512
+from kernels_ref.x86 import linear as panels
 
 _library = torch.library.Library("hpu_duo", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
@@ -66,8 +66,8 @@ class PanelLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach()
-        packed = avx512.pack(weight, memory.take(avx512.packed_shape(*weight.shape), weight.dtype))
-        bias = None if linear.bias is None else avx512.pack_bias(linear.bias.detach())
+        packed = panels.pack(weight, memory.take(panels.packed_shape(*weight.shape), weight.dtype))
+        bias = None if linear.bias is None else panels.pack_bias(linear.bias.detach())
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.register_buffer("live", live, persistent=False)
@@ -76,13 +76,13 @@ class PanelLinear(nn.Module):
     def num_bytes(linear: nn.Linear) -> int:
         """Bytes of the packed weight."""
         return HugePages.rounded(
-            math.prod(avx512.packed_shape(*linear.weight.shape)) * linear.weight.dtype.itemsize
+            math.prod(panels.packed_shape(*linear.weight.shape)) * linear.weight.dtype.itemsize
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Only [1, tokens, features] has the tokens of the step in their order.
         live = self.live if x.dim() == 3 and x.shape[0] == 1 else None
-        return avx512.multiply(x, self.packed, self.bias, self.out_features, live)
+        return panels.multiply(x, self.packed, self.bias, self.out_features, live)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, in panels"
@@ -152,11 +152,11 @@ def pack_linears(
         if type(child) is nn.Linear and can_pack(child.weight.dtype)
     ]
     linears = (getattr(module, name) for module, name in targets)
-    memory = HugePages(sum(PanelLinear.num_bytes(x) for x in linears if avx512.fits(x.weight)))
+    memory = HugePages(sum(PanelLinear.num_bytes(x) for x in linears if panels.fits(x.weight)))
     for module, name in targets:
         child = getattr(module, name)
         packed: nn.Module
-        if avx512.fits(child.weight):
+        if panels.fits(child.weight):
             rows = None if live is None else live.logits if child is head else live.tokens
             packed = PanelLinear(child, memory, rows)
         else:

@@ -15,12 +15,12 @@ import torch
 
 from bias_builders import Window, leading_slots
 from kernels_ref import reference
-from kernels_ref.avx512 import rows
 from kernels_ref.partial import Partial, finish
 from kernels_ref.sdpa import decode, prefill, short
 from kernels_ref.sdpa.operators import register
 from kernels_ref.sdpa.store import write_kv
 from kernels_ref.step import RingStep, StepTensors
+from kernels_ref.x86 import rows
 
 __all__ = ["causal", "finish", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings", "write_kv"]
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from bias_builders import Window, leading_slots, sees_streaming
-from kernels_ref.avx512 import attention as tiled
 from kernels_ref.partial import FLOOR, Partial, attend, empty, merge
+from kernels_ref.x86 import attention as tiled
 
 BAND_SLICE = 256
 """Queries of one slice of the streaming band."""

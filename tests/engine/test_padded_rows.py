@@ -14,7 +14,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.packed_linear import PanelLinear
 from hpu_duo.sampling import SamplingParams
-from kernels_ref.avx512.library import is_supported
+from kernels_ref.x86.library import is_supported
 from tests.engine.tiny import PATTERN, serve, tokens_of
 from tests.modeling.families import BASE, BLOCK, prompts_of, save_random
 

@@ -1,4 +1,4 @@
-"""The kernels of this folder as operators ``torch.ops.hpu_duo_avx512``, built at their first use."""
+"""The kernels of this folder as operators ``torch.ops.hpu_duo_x86``, built at their first use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def is_supported() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 in vectors, and has nothing better.
-
-    With AMX, torch's own kernels use its tiles, which are several times faster than vectors.
-    """
-    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    """Whether this CPU multiplies pairs of bfloat16 in vectors."""
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 @torch.compiler.assume_constant_result
@@ -47,12 +44,12 @@ def _load() -> bool:
     if not is_supported():
         return False
     try:
-        torch.ops.load_library(build("avx512", sorted(Path(__file__).parent.glob("*.cpp")), _OPTIONS))
+        torch.ops.load_library(build("x86", sorted(Path(__file__).parent.glob("*.cpp")), _OPTIONS))
     except (BuildError, OSError) as error:
         warnings.warn(f"bfloat16 runs slower than it could on this CPU: {error}", stacklevel=2)
         return False
     for name, shapes in (("linear", _linear), ("attend_blocks", _triple), ("attend_rings", _triple)):
-        torch.library.register_fake(f"hpu_duo_avx512::{name}", shapes)
+        torch.library.register_fake(f"hpu_duo_x86::{name}", shapes)
     return True
 
 

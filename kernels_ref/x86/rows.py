@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels_ref.avx512.library import is_available, require
 from kernels_ref.partial import Partial
+from kernels_ref.x86.library import is_available, require
 
 _PAIRS = 32
 _MAX_DIM = 256
@@ -40,7 +40,7 @@ def attend_blocks(
         ValueError: stores that do not go with the queries, or no such kernel here.
     """
     require()
-    operator = torch.ops.hpu_duo_avx512.attend_blocks.default
+    operator = torch.ops.hpu_duo_x86.attend_blocks.default
     return Partial(*operator(q_NKGD, k_XKSD, v_XKSD, owner, last, last_visible))
 
 
@@ -53,4 +53,4 @@ def attend_rings(
         ValueError: as for ``attend_blocks``.
     """
     require()
-    return Partial(*torch.ops.hpu_duo_avx512.attend_rings.default(q_NKGD, k_XKSD, v_XKSD, visible))
+    return Partial(*torch.ops.hpu_duo_x86.attend_rings.default(q_NKGD, k_XKSD, v_XKSD, visible))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels_ref.avx512.library import is_available, require
+from kernels_ref.x86.library import is_available, require
 
 PANEL = 64
 """Outputs that are packed together; the last panel is filled up with zeros."""
@@ -58,4 +58,4 @@ def multiply(
         ValueError: ``x`` is not bfloat16 or has another number of inputs, or there is no such kernel here.
     """
     require()
-    return torch.ops.hpu_duo_avx512.linear.default(x, packed, bias, out_features, live)
+    return torch.ops.hpu_duo_x86.linear.default(x, packed, bias, out_features, live)

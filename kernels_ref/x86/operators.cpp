@@ -102,7 +102,7 @@ void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, cons
 
 }  // namespace
 
-TORCH_LIBRARY(hpu_duo_avx512, m) {
+TORCH_LIBRARY(hpu_duo_x86, m) {
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? live) -> Tensor");
   m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor last, Tensor last_visible)"
         " -> (Tensor, Tensor, Tensor)");
@@ -111,7 +111,7 @@ TORCH_LIBRARY(hpu_duo_avx512, m) {
         " bool is_causal, int sink, int recent) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(hpu_duo_avx512, CPU, m) {
+TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {
   m.impl("linear", linear);
   m.impl("attend_blocks", attend_blocks);
   m.impl("attend_rings", attend_rings);

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Window
-from kernels_ref.avx512.library import is_available, require
 from kernels_ref.partial import Partial
+from kernels_ref.x86.library import is_available, require
 
 _LANES = 16
 _MAX_DIM = 256
@@ -61,4 +61,4 @@ def attend(
         raise ValueError("expected a contiguous partial to merge into")
     require()
     sink, recent = window or (0, 0)
-    torch.ops.hpu_duo_avx512.attend.default(*total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent)
+    torch.ops.hpu_duo_x86.attend.default(*total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent)
