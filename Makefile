@@ -1,4 +1,5 @@
-# make run: the main job.  make test: lint, types, architecture, tests.  make help: all targets.
+# make run: the main job.  make test: lint, types, architecture, tests.  make slow: long tests.
+# make help: all targets.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ PINNED := $(VENV)/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help run test lint format clean FORCE
+.PHONY: help run test slow lint format clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -22,6 +23,9 @@ run: $(VENV)/installed ## Install, then find passkeys in a long document with ha
 
 test: lint ## Install with the development tools, check everything, run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+slow: $(VENV)/installed-dev ## Run the tests that take minutes, which test leaves out
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
 lint: $(VENV)/installed-dev ## Formatting, lint, types, import rules
 	$(BIN)/ruff check .

@@ -114,3 +114,21 @@ def test_every_module_and_public_name_says_what_it_is(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_no_module_is_a_drawer_for_odds_and_ends(module: str) -> None:
     assert module.rpartition(".")[2] not in ("utils", "util", "helpers", "common", "misc")
+
+
+@pytest.mark.parametrize(("arguments", "is_run"), [((), False), (("-m", "slow"), True)])
+def test_slow_tests_run_only_when_they_are_asked_for(
+    tmp_path: Path, arguments: tuple[str, ...], is_run: bool
+) -> None:
+    test = tmp_path / "test_example.py"
+    test.write_text("import pytest\n\n@pytest.mark.slow\ndef test_it(): pass\ndef test_other(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    done = subprocess.run(
+        [*command, "-c", str(ROOT / "pyproject.toml"), *arguments, str(test)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("::test_it" in done.stdout) is is_run
+    assert ("::test_other" in done.stdout) is not is_run

@@ -54,13 +54,10 @@ def run_all(
     return done
 
 
-@pytest.mark.parametrize(("pattern", "num_requests"), [(None, 80), (PATTERN, 200)], ids=["full", "duo"])
-def test_every_request_gets_what_it_would_get_alone(
-    tiny: Tiny, pattern: HeadPattern | None, num_requests: int
-) -> None:
-    rng = random.Random(1)
+def check_against_each_alone(tiny: Tiny, pattern: HeadPattern | None, num_requests: int, seed: int) -> None:
+    rng = random.Random(seed)
     lengths = [rng.choice((1, 2, 7, 8, 9, 16, rng.randint(1, 45))) for _ in range(num_requests)]
-    work = [(prompt, random_params(rng)) for prompt in prompts_of(lengths, seed=9)]
+    work = [(prompt, random_params(rng)) for prompt in prompts_of(lengths, seed=8 + seed)]
     busy = tiny.load(
         pattern=pattern, max_num_seqs=6, max_num_batched_tokens=17, num_blocks=14, max_model_len=64
     )
@@ -79,3 +76,16 @@ def test_every_request_gets_what_it_would_get_alone(
             got, reason = done[number, sample.sample_index]
             assert got == sample.token_ids[: len(got)]
             assert reason is FinishReason.ABORT or len(got) == params.max_tokens
+
+
+@pytest.mark.parametrize(("pattern", "num_requests"), [(None, 80), (PATTERN, 200)], ids=["full", "duo"])
+def test_every_request_gets_what_it_would_get_alone(
+    tiny: Tiny, pattern: HeadPattern | None, num_requests: int
+) -> None:
+    check_against_each_alone(tiny, pattern, num_requests, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_every_request_of_many_more_gets_what_it_would_get_alone(tiny: Tiny, seed: int) -> None:
+    check_against_each_alone(tiny, PATTERN if seed % 2 else None, 300, seed)
