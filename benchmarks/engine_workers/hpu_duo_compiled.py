@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
 
 import protocol
 import torch
 
-from hpu_duo import HPUDuoModel
+from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 
 
-def start(limits: protocol.Limits) -> tuple[str, protocol.Serve]:
-    """Load, and compile every bucket when there are several rows; one row compiles as it goes."""
-    torch.set_num_threads(1)
-    model = HPUDuoModel.from_pretrained(
-        limits.model,
-        device="cpu",
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        max_num_batched_tokens=limits.max_tokens,
-        graphs="compile",
-    )
-    if limits.max_num_seqs > 1:
-        model.warmup()
+class Compiled(protocol.SteppedEngine):
+    """Ready when no request would wait for a compilation."""
 
-    def serve(prompts: list[list[int]], new: list[int], watch: protocol.Stopwatch) -> None:
-        for prompt, length in zip(prompts, new):
-            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-            model.engine.add_request(prompt, params)
-        while model.engine.has_unfinished:
-            if any(output.token_ids for output in model.engine.step()):
-                watch.token()
+    def __init__(self, limits: protocol.Limits) -> None:
+        torch.set_num_threads(1)
+        self.name = f"hpu-duo {version('hpu-duo')}"
+        pattern = None
+        if limits.streaming:
+            self.name += f", {limits.streaming:.0%} of the heads streaming"
+            config = json.loads((limits.model / "config.json").read_text())
+            layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+            pattern = HeadPattern.random(layers, heads, 0, sink=64, recent=256)
+        self._model = HPUDuoModel.from_pretrained(
+            limits.model,
+            device="cpu",
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_tokens,
+            graphs="compile",
+            pattern=pattern,
+            sparsity=limits.streaming if pattern else None,
+        )
+        self._model.warmup()
+        self._keys: dict[str, int] = {}
 
-    return f"hpu-duo {version('hpu-duo')}", serve
+    def add(self, key: int, prompt: list[int], new: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+        self._keys[self._model.engine.add_request(prompt, params)] = key
+
+    def step(self) -> list[int]:
+        return [self._keys[out.request_id] for out in self._model.engine.step() if out.token_ids]
+
+    def is_busy(self) -> bool:
+        return self._model.engine.has_unfinished
 
 
 if __name__ == "__main__":
-    protocol.main(start)
+    protocol.main(Compiled)

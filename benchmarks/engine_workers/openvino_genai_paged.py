@@ -6,6 +6,7 @@ a byte-level one is trained on one sentence; it is never used.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -44,32 +45,38 @@ def export(model: Path, folder: Path) -> Path:
     return target
 
 
-def start(limits: protocol.Limits) -> tuple[str, protocol.Serve]:
-    """Load with room for every request, one thread."""
-    scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size = 2  # GiB
-    scheduler.max_num_batched_tokens = limits.max_tokens
-    scheduler.max_num_seqs = limits.max_num_seqs
-    scheduler.enable_prefix_caching = False
-    pipe = openvino_genai.ContinuousBatchingPipeline(
-        str(export(limits.model, limits.cache)), scheduler, "CPU", {"INFERENCE_NUM_THREADS": 1}
-    )
-    names = iter(range(1 << 62))
+class Paged(protocol.SteppedEngine):
+    """Room for every request, one thread."""
 
-    def serve(prompts: list[list[int]], new: list[int], watch: protocol.Stopwatch) -> None:
-        handles = []
-        for prompt, length in zip(prompts, new):
-            config = openvino_genai.GenerationConfig()
-            config.ignore_eos, config.do_sample, config.max_new_tokens = True, False, length
-            ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
-            handles.append(pipe.add_request(next(names), ids, config))
-        while pipe.has_non_finished_requests():
-            pipe.step()
-            if watch.first is None and any(handle.can_read() for handle in handles):
-                watch.token()
+    name = f"OpenVINO GenAI {openvino_genai.__version__.split('-')[0]}"
 
-    return f"OpenVINO GenAI {openvino_genai.__version__.split('-')[0]}", serve
+    def __init__(self, limits: protocol.Limits) -> None:
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size = 2  # GiB
+        scheduler.max_num_batched_tokens = limits.max_tokens
+        scheduler.max_num_seqs = limits.max_num_seqs
+        scheduler.enable_prefix_caching = False
+        self._pipe = openvino_genai.ContinuousBatchingPipeline(
+            str(export(limits.model, limits.cache)), scheduler, "CPU", {"INFERENCE_NUM_THREADS": 1}
+        )
+        self._names, self._handles = itertools.count(), {}
+
+    def add(self, key: int, prompt: list[int], new: int) -> None:
+        config = openvino_genai.GenerationConfig()
+        config.ignore_eos, config.do_sample, config.max_new_tokens = True, False, new
+        ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
+        self._handles[key] = self._pipe.add_request(next(self._names), ids, config)
+
+    def step(self) -> list[int]:
+        self._pipe.step()
+        keys = [key for key, handle in self._handles.items() if handle.can_read()]
+        for key in keys:
+            self._handles[key].read()
+        return keys
+
+    def is_busy(self) -> bool:
+        return self._pipe.has_non_finished_requests()
 
 
 if __name__ == "__main__":
-    protocol.main(start)
+    protocol.main(Paged)

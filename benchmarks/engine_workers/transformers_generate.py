@@ -8,38 +8,48 @@ import transformers
 
 
 class _First(transformers.StoppingCriteria):
-    """Tells the watch of tokens; stops nothing."""
+    """Notes when the first token is there; stops nothing."""
 
-    def __init__(self, watch: protocol.Stopwatch) -> None:
-        self._watch = watch
+    def __init__(self) -> None:
+        self.moment: protocol.Moment | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
-        self._watch.token()
+        self.moment = self.moment or protocol.Moment.now()
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def start(limits: protocol.Limits) -> tuple[str, protocol.Serve]:
-    """Load the checkpoint as it is."""
-    torch.set_num_threads(1)
-    model = transformers.LlamaForCausalLM.from_pretrained(limits.model, attn_implementation="sdpa").eval()
+class Generate(protocol.Engine):
+    """The checkpoint as transformers loads it."""
 
-    def serve(prompts: list[list[int]], new: list[int], watch: protocol.Stopwatch) -> None:
+    name = f"transformers {transformers.__version__}"
+
+    def __init__(self, limits: protocol.Limits) -> None:
+        torch.set_num_threads(1)
+        self._model = transformers.LlamaForCausalLM.from_pretrained(
+            limits.model, attn_implementation="sdpa"
+        ).eval()
+
+    def serve(self, prompts: list[list[int]], new: list[int], late: protocol.Late | None) -> protocol.Reply:
+        """Generate until the longest output is done; nothing can arrive late."""
+        assert late is None, "generate takes no prompts under way"
+        began, first = protocol.Moment.now(), _First()
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         with torch.inference_mode():
-            model.generate(
+            self._model.generate(
                 ids,
                 attention_mask=mask,
                 do_sample=False,
                 min_new_tokens=max(new),
                 max_new_tokens=max(new),
                 pad_token_id=0,
-                stopping_criteria=transformers.StoppingCriteriaList([_First(watch)]),
+                stopping_criteria=transformers.StoppingCriteriaList([first]),
             )
-
-    return f"transformers {transformers.__version__}", serve
+        whole = protocol.Moment.now().since(began)
+        assert first.moment is not None, "the criteria are asked at every token"
+        return protocol.Reply(first.moment.since(began), whole, None, None, protocol.peak_bytes())
 
 
 if __name__ == "__main__":
-    protocol.main(start)
+    protocol.main(Generate)

@@ -18,31 +18,40 @@ import protocol
 import vllm
 
 
-def start(limits: protocol.Limits) -> tuple[str, protocol.Serve]:
-    """Load with vLLM's own defaults, prefix cache off because every system computes every prompt."""
-    llm = vllm.LLM(
-        str(limits.model),
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_tokens,
-    )
-    engine, names = llm.llm_engine, itertools.count()
+class VLLM(protocol.SteppedEngine):
+    """vLLM's own defaults, prefix cache off because every system computes every prompt."""
 
-    def serve(prompts: list[list[int]], new: list[int], watch: protocol.Stopwatch) -> None:
-        for prompt, length in zip(prompts, new):
-            params = vllm.SamplingParams(
-                temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False
-            )
-            engine.add_request(str(next(names)), {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests():
-            if engine.step():
-                watch.token()
+    name = f"vLLM {vllm.__version__} (CPU)"
 
-    return f"vLLM {vllm.__version__} (CPU)", serve
+    def __init__(self, limits: protocol.Limits) -> None:
+        llm = vllm.LLM(
+            str(limits.model),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_tokens,
+        )
+        self._engine, self._names, self._keys = llm.llm_engine, itertools.count(), {}
+
+    def add(self, key: int, prompt: list[int], new: int) -> None:
+        name = str(next(self._names))
+        self._keys[name] = key
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> list[int]:
+        # Each output of a step that finished its prompt carries one more token.
+        return [self._keys[_original(out.request_id)] for out in self._engine.step() if out.outputs]
+
+    def is_busy(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+
+def _original(request_id: str) -> str:
+    return request_id.split("-")[0]
 
 
 if __name__ == "__main__":
-    protocol.main(start)
+    protocol.main(VLLM)
