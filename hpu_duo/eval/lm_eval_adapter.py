@@ -241,6 +241,9 @@ class HPUDuoLM(TemplateLM):
 
 def register() -> None:
     """Make the name known to the harness, if its entry points have not done so."""
+    # The harness adds its own models when it finds no name at all, so they have to be there first.
+    import lm_eval.models  # noqa: F401
+
     if NAME not in MODEL_REGISTRY:
         register_model(NAME)(HPUDuoLM)
 

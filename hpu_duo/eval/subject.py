@@ -125,17 +125,30 @@ class Subject:
 def encode_known(tokenizer: PreTrainedTokenizerBase, text: str, *, is_start: bool = False) -> list[int]:
     """Token ids of a text that the tokenizer can really encode.
 
+    Args:
+        is_start: add what the tokenizer puts in front of a text; what it puts behind one is left out.
+
     Raises:
-        ValueError: there are no tokens, or the unknown token is among them.
+        ValueError: there are no tokens, or the unknown token stands for something in the text. Where the text
+            itself has that token written out, and in front of a text, it is a token like others.
     """
-    ids = list(tokenizer(text, add_special_tokens=is_start)["input_ids"])
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     shown = text if len(text) <= 60 else text[:57] + "..."
     if not ids:
         raise ValueError(f"expected a tokenizer that can encode {shown!r}, got no tokens")
-    unknown = tokenizer.unk_token_id
-    if unknown is not None and unknown in ids:
-        raise ValueError(
-            f"expected a tokenizer that can encode {shown!r}, got its unknown token "
-            f"{tokenizer.unk_token!r} in {ids.count(unknown)} of {len(ids)} places"
-        )
-    return ids
+    if tokenizer.unk_token_id is not None:
+        num_unknown = ids.count(tokenizer.unk_token_id) - text.count(str(tokenizer.unk_token))
+        if num_unknown > 0:
+            raise ValueError(
+                f"expected a tokenizer that can encode {shown!r}, got its unknown token "
+                f"{tokenizer.unk_token!r} in {num_unknown} of {len(ids)} places"
+            )
+    return _with_start(tokenizer, text, ids) if is_start else ids
+
+
+def _with_start(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]) -> list[int]:
+    whole = list(tokenizer(text, add_special_tokens=True)["input_ids"])
+    for place in range(len(whole) - len(ids) + 1):
+        if whole[place : place + len(ids)] == ids:
+            return whole[: place + len(ids)]
+    return whole

@@ -117,18 +117,40 @@ def test_what_the_model_cannot_hold_is_refused_before_anything_runs(
     assert subject.model.stats().num_steps == before
 
 
+class Lossy:
+    """Knows every word but "walrus"; its unknown token also begins a text, as OPT's does, and ends it."""
+
+    unk_token, unk_token_id = "</s>", 2
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        ids = [2 if word in ("walrus", "</s>") else 9 for word in text.split()]
+        return {"input_ids": [2, *ids] if add_special_tokens else ids}
+
+
 def test_a_tokenizer_that_cannot_encode_is_named(builtin: Load) -> None:
-    class Lossy:
-        unk_token, unk_token_id = "<unk>", 3
-
-        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-            return {"input_ids": [3 if word == "walrus" else 9 for word in text.split()]}
-
-    tokenizer: object = Lossy()
-    with pytest.raises(ValueError, match="can encode 'a walrus', got its unknown token '<unk>' in 1 of 2"):
-        encode_known(tokenizer, "a walrus")  # type: ignore[arg-type]
+    tokenizer: Any = Lossy()
+    with pytest.raises(ValueError, match="can encode 'a walrus', got its unknown token '</s>' in 1 of 2"):
+        encode_known(tokenizer, "a walrus", is_start=True)
+    with pytest.raises(ValueError, match="got its unknown token '</s>' in 1 of 3"):
+        encode_known(tokenizer, "</s> a walrus")
     with pytest.raises(ValueError, match="got no tokens"):
         builtin(0.5).encode("")
+
+
+def test_an_unknown_token_that_also_begins_texts_or_is_written_in_one_is_no_failure() -> None:
+    tokenizer: Any = Lossy()
+    assert encode_known(tokenizer, "a bear", is_start=True) == [2, 9, 9]
+    assert encode_known(tokenizer, "hello </s> bear") == [9, 2, 9]
+
+
+def test_what_a_tokenizer_puts_behind_a_text_is_left_out() -> None:
+    class Ending(Lossy):
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            ids = super().__call__(text, add_special_tokens)["input_ids"]
+            return {"input_ids": [*ids, 2] if add_special_tokens else ids}
+
+    tokenizer: Any = Ending()
+    assert encode_known(tokenizer, "a bear", is_start=True) == [2, 9, 9]
 
 
 @pytest.mark.parametrize(

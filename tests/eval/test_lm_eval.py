@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,6 +127,17 @@ def test_the_harness_finds_the_name_and_the_model_answers_by_choice(tasks: TaskM
     register()
     found = evaluate("hpu-duo", "passkey_choice", tasks, model_args={"dtype": "float32", "sparsity": 0.5})
     assert found["acc"] == 1.0
+
+
+def test_the_other_models_of_the_harness_are_found_beside_this_one() -> None:
+    """In a process of its own: what one import fills stays filled."""
+    script = (
+        "import hpu_duo.eval.lm_eval_adapter\n"
+        "from lm_eval.api.registry import MODEL_REGISTRY, get_model\n"
+        "print('hf' in MODEL_REGISTRY, get_model('dummy').__name__, get_model('hpu-duo').__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "True DummyLM HPUDuoLM\n", done.stderr
 
 
 def test_generated_answers_are_exact_with_the_pattern_and_lost_without_retrieval(
