@@ -38,10 +38,11 @@ def prepare_environment(lazy: bool | None = None) -> Mapping[str, str]:
     """Set what the vendor's packages read once, when they are first imported.
 
     A variable that the user has set stays as it is. The mode is always set, since its default differs
-    between software versions.
+    between software versions. Where the packages are imported already, as current ones are by
+    ``import torch``, it is the mode that they were imported in.
 
     Args:
-        lazy: lazy mode or eager mode; None = what the user has set, or else eager mode.
+        lazy: lazy mode or eager mode; None = what the user has set, or what is in use, or else eager mode.
     Returns:
         The variables and their values now.
 
@@ -49,13 +50,21 @@ def prepare_environment(lazy: bool | None = None) -> Mapping[str, str]:
         ValueError: another mode than the one that is set by the user, or already in use.
     """
     found = os.environ.get(_LAZY)
-    wanted = found if lazy is None else str(int(lazy))
-    if found is not None and (found != "0") != (wanted != "0"):
-        raise ValueError(f"expected {_LAZY}={wanted} for this capture backend, got {_LAZY}={found}")
-    if found is None and "habana_frameworks.torch" in sys.modules and wanted != str(int(_is_lazy())):
-        raise ValueError(f"{_LAZY}={wanted} is needed, but habana_frameworks was imported in the other mode")
-    values = {_LAZY: wanted or "0", **_ENVIRONMENT}
-    if values[_LAZY] != "0":
+    in_use = _is_lazy() if "habana_frameworks.torch" in sys.modules else None
+    if lazy is None:
+        is_wanted = bool(in_use) if found is None else found != "0"
+    else:
+        is_wanted = lazy
+    wanted = f"{_LAZY}={int(is_wanted)}"
+    if found is not None and (found != "0") is not is_wanted:
+        raise ValueError(f"expected {wanted} for this capture backend, got {_LAZY}={found}")
+    if in_use is not None and in_use is not is_wanted:
+        raise ValueError(
+            f"expected {wanted}, but this process has imported habana_frameworks in the other mode: set "
+            f"{wanted} before Python starts, for importing torch may import it"
+        )
+    values = {_LAZY: str(int(is_wanted)), **_ENVIRONMENT}
+    if is_wanted:
         values |= _LAZY_ENVIRONMENT
     for name, value in values.items():
         os.environ.setdefault(name, value)

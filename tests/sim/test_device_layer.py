@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from hpu_duo.device import (
     runtime_for,
 )
 from hpu_duo.device.habana import DeviceMemory, HabanaRuntime, prepare_environment
-from tests.vendor import calls, importable
+from tests.vendor import STANDIN, VARIABLES, calls, importable
 
 
 @pytest.fixture
@@ -93,13 +94,51 @@ def test_the_mode_that_a_backend_needs_is_set_before_a_device_is_looked_for(lazy
 
 
 @pytest.mark.usefixtures("vendor")
-def test_a_mode_cannot_change_after_the_import() -> None:
+def test_a_mode_cannot_change_after_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not HabanaRuntime(lazy=False).is_lazy
     with pytest.raises(ValueError, match="expected PT_HPU_LAZY_MODE=1"):
         HabanaRuntime(lazy=True)
+    imported = "imported habana_frameworks in the other mode: set PT_HPU_LAZY_MODE=1 before Python starts"
     del os.environ["PT_HPU_LAZY_MODE"]
-    with pytest.raises(ValueError, match="was imported in the other mode"):
+    with pytest.raises(ValueError, match=imported):
         HabanaRuntime(lazy=True)
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+    with pytest.raises(ValueError, match=imported):
+        HabanaRuntime()
+
+
+@pytest.mark.usefixtures("vendor")
+@pytest.mark.parametrize("default", ["0", "1"])
+def test_a_mode_that_nobody_asked_for_is_that_in_which_the_package_was_imported(
+    monkeypatch: pytest.MonkeyPatch, default: str
+) -> None:
+    monkeypatch.setenv("STANDIN_LAZY_DEFAULT", default)
+    importlib.import_module("habana_frameworks.torch")
+    assert hpu_problem() is None
+    assert os.environ["PT_HPU_LAZY_MODE"] == default
+    assert HabanaRuntime().is_lazy is (default == "1")
+    other = default == "0"
+    with pytest.raises(ValueError, match=f"expected PT_HPU_LAZY_MODE={int(other)}"):
+        HabanaRuntime(other)
+
+
+@pytest.mark.parametrize("default", ["0", "1"])
+@pytest.mark.parametrize("asked", [None, "0", "1"])
+def test_hpu_starts_where_importing_torch_imports_the_package(default: str, asked: str | None) -> None:
+    script = """
+import sys, torch
+assert "habana_frameworks.torch" in sys.modules
+from hpu_duo.device import resolve_device, runtime_for
+device = resolve_device("auto")
+print(device, runtime_for(device).is_lazy)
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(STANDIN), *sys.path]), "STANDIN_LAZY_DEFAULT": default}
+    if asked is not None:
+        environment["PT_HPU_LAZY_MODE"] = asked
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["hpu", str((asked or default) == "1")]
 
 
 @pytest.mark.usefixtures("vendor")
