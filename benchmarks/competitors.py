@@ -151,6 +151,7 @@ class Worker:
 
     def __init__(self, name: str, python: Path, model: Path, load: Load, cache: Path) -> None:
         own = cache / f"compiled-{name.split(',')[0]}"
+        model = exported(python, model, cache) if name == "openvino" else model
         options = {**load.options, "--cache": cache, "--streaming": 0.5 if name == STREAMING else 0.0}
         self._log = (cache / f"{name}.log").open("a")
         began = time.perf_counter()
@@ -188,6 +189,14 @@ class Worker:
         if not line:
             raise ValueError(f"the worker {self._process.args} ended early; see {self._log.name}")
         return json.loads(line)
+
+
+def exported(python: Path, model: Path, cache: Path) -> Path:
+    """The checkpoint in OpenVINO's format, written at the first call."""
+    target = cache / f"openvino-{model.name}"
+    if not (target / "openvino_detokenizer.xml").is_file():
+        subprocess.run([python, WORKERS / "openvino_export.py", model, target], check=True)
+    return target
 
 
 @dataclass
