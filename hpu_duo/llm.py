@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 class HPUDuoModel:
     """A checkpoint, loaded and ready to generate.
 
+    Threads may share it: one lock orders their steps, each step serves the requests of all of them, and each
+    call gets its own outputs. Streamers and callbacks may call it too.
+
     Attributes:
         engine: for serving: ``add_request``, ``step``, ``abort``, ``generate`` with ``SamplingParams``.
         tokenizer: the checkpoint's, or None when it has none.

@@ -31,11 +31,12 @@ class RequestStatus(Enum):
 
 
 class FinishReason(str, Enum):
-    """Why a request ended; the values are those of the OpenAI API, plus ``abort``."""
+    """Why a request ended; the values are those of the OpenAI API, plus ``abort`` and ``error``."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
     def __str__(self) -> str:
         return self.value

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphs.interrupts import interrupts_deferred
+from graphs.interrupts import Deferral, interrupts_deferred
 from hpu_duo.engine.intake import Intake, Prompt
 from hpu_duo.engine.live_samples import LiveSamples
 from hpu_duo.engine.outputs import (
@@ -24,6 +25,7 @@ from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.scoring import forced, score_of
 from hpu_duo.engine.stats import EngineStats, StepCounters
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
+from hpu_duo.engine.turns import Turns
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 
@@ -37,7 +39,12 @@ class Engine:
     """Serves requests: ``add_request``, then ``step`` until ``has_unfinished`` is False.
 
     A request that cannot be served is refused by ``add_request`` before anything changes, so the
-    others go on. Not thread-safe: one thread drives it.
+    others go on.
+
+    Any thread may call any method at any time. One step runs at a time and serves the requests of all
+    threads, so concurrent calls of ``generate`` are batched together; threads take turns, and each gets the
+    outputs of its own requests. Callbacks run between steps and may call every method too. Requests without
+    a seed get one by order of arrival, which threads leave to chance.
 
     Args:
         runner: the device side.
@@ -57,8 +64,11 @@ class Engine:
     ) -> None:
         self.runner, self.scheduler, self.limits, self.tokenizer = runner, scheduler, limits, tokenizer
         self._intake = Intake(limits, tokenizer, seed)
+        self._turns = Turns()
         self._num_added = 0
+        self._is_running = False
         self._samples = LiveSamples()
+        self._calls: dict[str, Completions] = {}
         self._unreported: list[RequestOutput] = []
         self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
         self._counters = StepCounters()
@@ -66,7 +76,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether another ``step`` has something to do or to report."""
+        """Whether another ``step`` has something to do or to report, requests of all threads included."""
         return self.scheduler.has_unfinished or bool(self._unreported) or bool(self._uncollected)
 
     def add_request(
@@ -85,13 +95,13 @@ class Engine:
 
     def _add(self, prompt_token_ids: Prompt, each: Sequence[SamplingParams], request_id: str | None) -> str:
         """Queue the samples of one prompt, with parameters of their own."""
-        public_id = self._samples.free_id(self._num_added) if request_id is None else request_id
-        if self._samples.is_live(public_id):
-            raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
-        requests = self._intake.requests(public_id, self._num_added, prompt_token_ids, each)
-        # Everything that may fail comes before anything changes.
-        states = self._intake.states(public_id, requests)
-        with interrupts_deferred():
+        with interrupts_deferred(), self._turns:
+            public_id = self._samples.free_id(self._num_added) if request_id is None else request_id
+            if self._samples.is_live(public_id) or public_id in self._calls:
+                raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
+            requests = self._intake.requests(public_id, self._num_added, prompt_token_ids, each)
+            # Everything that may fail comes before anything changes.
+            states = self._intake.states(public_id, requests)
             for request in requests:
                 self.scheduler.add(request)
             self._num_added += 1
@@ -101,18 +111,21 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End all samples of a request early; False if no unfinished request has this id.
 
-        The next ``step`` reports an output with finish reason ``abort`` for each.
+        The next ``step`` reports an output with finish reason ``abort`` for each, or the ``generate`` that
+        they belong to.
         """
-        states = self._samples.of(request_id)
-        with interrupts_deferred():
+        with interrupts_deferred(), self._turns:
+            states = self._samples.of(request_id)
             for state in states:
                 self.scheduler.abort(state.request.request_id)
-                self._unreported.append(state.abort())
                 self._samples.remove(state.request.request_id)
+                self._report(state.abort())
         return bool(states)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns what it added to each request.
+
+        Requests of a ``generate`` that is under way are served too, and reported there.
 
         If the step fails, what was raised goes on to the caller, and the requests compute their tokens anew
         in the next step. If a sampled token cannot be turned into text, its request ends as aborted. Outputs
@@ -120,33 +133,50 @@ class Engine:
         """
         outputs: list[RequestOutput] = []
         try:
-            self._advance()
-            # Swapped at once, so that an interruption finds every output in one place or the other.
-            outputs, self._unreported = self._unreported, outputs
+            with interrupts_deferred() as deferral, self._turns:
+                self._advance(deferral)
+                # Swapped at once, so that an interruption finds every output in one place or the other.
+                outputs, self._unreported = self._unreported, outputs
             return outputs
         except BaseException:
-            self._unreported = outputs + self._unreported
+            with interrupts_deferred(), self._turns:
+                self._unreported = outputs + self._unreported
             raise
 
-    def _advance(self) -> None:
-        """Run one step; what it adds to requests is not reported yet."""
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep the steps of other threads waiting meanwhile."""
+        with interrupts_deferred() as deferral, self._turns, deferral.lifted():
+            yield
+
+    def _advance(self, deferral: Deferral) -> None:
+        """Run one step; what it adds to requests is put where it will be reported.
+
+        To be called with interrupts deferred, and while no other thread may touch anything. Only the run of
+        the device can be interrupted.
+        """
+        if self._is_running:
+            raise RuntimeError("expected no step to be asked for by what a step runs, got one in another")
         began = time.perf_counter()
-        with interrupts_deferred():
-            # Tokens that a failed step had sampled, and its plan if it was not committed.
-            self._collect()
-            self.scheduler.discard()
-            plan = self.scheduler.plan()
+        # Tokens that a failed step had sampled, and its plan if it was not committed.
+        self._collect()
+        self.scheduler.discard()
+        plan = self.scheduler.plan()
         if plan is None:
             return
         sampling = {
             row.ring_row: self._samples[row.request.request_id].sampling_row() for row in plan.sampled_rows
         }
         planned = time.perf_counter()
-        result = self.runner.run(plan, sampling, self._intake.vocab_size)
+        self._is_running = True
+        try:
+            with deferral.lifted():
+                result = self.runner.run(plan, sampling, self._intake.vocab_size)
+        finally:
+            self._is_running = False
         ran = time.perf_counter()
-        with interrupts_deferred():
-            self._take(plan, result)
-            self._collect()
+        self._take(plan, result)
+        self._collect()
         self._counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
         self._counters.device_s += ran - planned - result.build_s
 
@@ -172,8 +202,8 @@ class Engine:
 
         Args:
             params: one for all prompts, or one each.
-            on_output: called with each output of this call as it comes. What a step adds to other requests
-                meanwhile is reported by the next ``step``.
+            on_output: called with each output of this call as it comes, between steps; it may call any
+                method. What a step adds to other requests meanwhile is reported by the next ``step``.
         """
         prompts = list(prompts)
         each = (
@@ -233,26 +263,36 @@ class Engine:
             widths: samples of each request, to add one only when all of them find a row, for then they can
                 fork; None adds all at once.
         """
-        done = Completions(on_output)
+        call = Completions(on_output)
         try:
-            while waiting or any(map(self._samples.is_live, done)):
-                while waiting and self._has_rows(None if widths is None else widths[len(done)]):
-                    with interrupts_deferred():
-                        done.expect(waiting.popleft()())
-                self._advance()
-                with interrupts_deferred():
-                    outputs, self._unreported = done.split(self._unreported)
-                done.take(outputs)
+            while (outputs := self._outputs_of(call, waiting, widths)) is not None:
+                call.add(outputs)
         finally:
-            with interrupts_deferred():
-                for request_id in done:
+            with interrupts_deferred(), self._turns:
+                for request_id in call:
                     self.abort(request_id)
-                _, self._unreported = done.split(self._unreported)
-        return done.in_order()
+                    del self._calls[request_id]
+        return call.in_order()
+
+    def _outputs_of(
+        self, call: Completions, waiting: deque[partial[str]], widths: Sequence[int] | None
+    ) -> list[RequestOutput] | None:
+        """What the requests of a call have got, after a step if that is nothing; None when all have ended."""
+        with interrupts_deferred() as deferral, self._turns:
+            while waiting and self._has_rows(None if widths is None else widths[len(call)]):
+                request_id = waiting.popleft()()
+                call.expect(request_id)
+                self._calls[request_id] = call
+            if not call.mail:
+                if not waiting and not any(map(self._samples.is_live, call)):
+                    return None
+                self._advance(deferral)
+            return call.take_mail()
 
     def stats(self) -> EngineStats:
         """A snapshot of what has been done and what is held."""
-        return EngineStats.of(self._counters, self.scheduler, self.runner)
+        with interrupts_deferred(), self._turns:
+            return EngineStats.of(self._counters, self.scheduler, self.runner)
 
     def _has_rows(self, wanted: int | None) -> bool:
         """Whether so many more samples could run now; one alone is never kept waiting."""
@@ -271,11 +311,16 @@ class Engine:
                 output = state.take(committed, logprob)
             except BaseException:
                 self._end(request, FinishReason.ABORT)
-                self._unreported.append(state.abort())
+                self._report(state.abort())
                 raise
             if output.finish_reason is not None:
                 self._end(request, output.finish_reason)
-            self._unreported.append(output)
+            self._report(output)
+
+    def _report(self, output: RequestOutput) -> None:
+        """Put an output where the caller that it is for will find it."""
+        call = self._calls.get(output.request_id)
+        (self._unreported if call is None else call.mail).append(output)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if not request.is_finished:

@@ -67,6 +67,11 @@ class SampleState:
         """The last output of a sample that was aborted."""
         return RequestOutput(self.public_id, self.request.sample_index, (), finish_reason=FinishReason.ABORT)
 
+    def fail(self, error: Exception) -> RequestOutput:
+        """The last output of a sample that an error ended."""
+        index = self.request.sample_index
+        return RequestOutput(self.public_id, index, (), finish_reason=FinishReason.ERROR, error=error)
+
     def _push(self, token: int, reason: FinishReason | None) -> tuple[str, str | None]:
         """Text to show now, and the stop string that is complete."""
         if self._text is None:

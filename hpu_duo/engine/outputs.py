@@ -41,6 +41,7 @@ class RequestOutput:
         logprobs: one entry per token when asked for.
         finish_reason: set in the last output of a sample.
         stop_reason: the stop string or stop token that ended it.
+        error: what ended it, with finish reason ``error``.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    error: Exception | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -104,11 +106,16 @@ class Completion:
 class Completions:
     """What the requests of one call have been given so far.
 
+    Attributes:
+        mail: outputs of these requests that steps have made and ``take_mail`` has not taken. Any thread's
+            step puts them here.
+
     Args:
         on_output: called with each of their outputs.
     """
 
     def __init__(self, on_output: Callable[[RequestOutput], None] | None) -> None:
+        self.mail: list[RequestOutput] = []
         self._on_output = on_output
         self._samples: dict[str, dict[int, Completion]] = {}
 
@@ -116,8 +123,17 @@ class Completions:
         """Take in a request, behind those that are there."""
         self._samples[request_id] = {}
 
-    def take(self, outputs: Iterable[RequestOutput]) -> None:
-        """Add what a step gave these requests."""
+    def take_mail(self) -> list[RequestOutput]:
+        """Empty ``mail``."""
+        mail, self.mail = self.mail, []
+        return mail
+
+    def add(self, outputs: Iterable[RequestOutput]) -> None:
+        """Append what steps gave these requests, and call ``on_output``.
+
+        Raises:
+            Exception: the error that ended one of them.
+        """
         for output in outputs:
             samples = self._samples[output.request_id]
             if output.sample_index not in samples:
@@ -125,14 +141,8 @@ class Completions:
             samples[output.sample_index].add(output)
             if self._on_output is not None:
                 self._on_output(output)
-
-    def split(self, outputs: Iterable[RequestOutput]) -> tuple[list[RequestOutput], list[RequestOutput]]:
-        """Outputs of these requests, and those of others."""
-        ours: list[RequestOutput] = []
-        others: list[RequestOutput] = []
-        for output in outputs:
-            (ours if output.request_id in self._samples else others).append(output)
-        return ours, others
+            if output.error is not None:
+                raise output.error
 
     def in_order(self) -> list[list[Completion]]:
         """The samples of each request."""

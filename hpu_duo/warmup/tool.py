@@ -104,6 +104,8 @@ class WarmUp:
     def run(self, progress: Progress | None = None, manifest: str | Path | None = None) -> WarmUpReport:
         """Capture the buckets, the most expensive first; those captured before are left alone.
 
+        Steps of other threads wait until it has ended.
+
         Args:
             progress: called after each graph.
             manifest: file to write, anew after each graph and always whole: whatever ends the warm-up, what
@@ -115,6 +117,10 @@ class WarmUp:
                 the budget are used up before all graphs are captured.
             RuntimeError: a table was filled or changed in compile-only mode.
         """
+        with self._engine.exclusive():
+            return self._run(progress, manifest)
+
+    def _run(self, progress: Progress | None, manifest: str | Path | None) -> WarmUpReport:
         self._budget.check(self.estimate)
         if manifest is not None and not len(self._table):
             raise ValueError("a manifest is of a table, and steps run at their exact shapes here")
