@@ -13,7 +13,7 @@ from hpu_duo.cli.drawing import check_matplotlib
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.eval_curve import curve
 from hpu_duo.cli.eval_files import longbench, ruler
-from hpu_duo.cli.eval_report import RESULTS, check_outputs, finish, kv_fields, show
+from hpu_duo.cli.eval_report import KV_COLUMNS, RESULTS, check_outputs, finish, show
 from hpu_duo.cli.many_values import ManyValues
 from hpu_duo.cli.option_groups import grouped
 
@@ -23,6 +23,8 @@ eval_app = typer.Typer(
 eval_app.command(cls=ManyValues)(ruler)
 eval_app.command(cls=ManyValues)(longbench)
 eval_app.command(cls=ManyValues)(curve)
+
+_PASSKEY_COLUMNS = ("num_answers", "num_exact", "accuracy", "token_accuracy", "logprob", *KV_COLUMNS)
 
 
 @eval_app.command()
@@ -48,17 +50,10 @@ def passkey(
         questions = PasskeyQuestions.write(subject, task)
     with user_errors(()):
         result = questions.ask(subject)
-    row = {
-        "num_tokens": num_tokens,
-        "num_answers": result.num_answers,
-        "num_exact": result.num_exact,
-        "accuracy": result.accuracy,
-        "token_accuracy": result.token_accuracy,
-        "logprob": result.logprob,
-    }
+    row = {"num_tokens": num_tokens, **result.report_fields}
     if not as_json:
-        show([row], row, result.kv)
-    finish({**row, **kv_fields(result.kv)}, None, as_json)
+        show([row], ("num_tokens", *_PASSKEY_COLUMNS))
+    finish(row, None, as_json)
 
 
 @eval_app.command(cls=ManyValues)
@@ -86,15 +81,13 @@ def niah(
     with user_errors():
         check_matplotlib("the heat map")
         from hpu_duo.cli.eval_plot import draw_grid
-        from hpu_duo.eval import NeedleGrid, ResultFile, ResultsNotWrittenError
+        from hpu_duo.eval import NeedleGrid, PasskeyResult, ResultFile, ResultsNotWrittenError
 
         grid = NeedleGrid(tuple(lengths), tuple(depths), num_documents, passkey_words, seed)
         choice = eopt.Choice(model, heads, engine)
         png, report = out / "heatmap.png", out / "report.json"
         check_outputs(out / RESULTS, [png, report])
         settings = {"num_documents": num_documents, "passkey_words": passkey_words, "seed": seed}
-        # Bytes kept are whole blocks.
-        settings |= {"block_size": engine.block_size}
         results = ResultFile(out / RESULTS, "niah", {**choice.settings(), **settings})
         subject = choice.load()
         grid.check(subject)
@@ -103,17 +96,14 @@ def niah(
             {
                 "num_tokens": cell["num_tokens"],
                 "depth": cell["depth"],
-                "accuracy": cell["num_exact"] / cell["num_answers"],
-                "token_accuracy": cell["token_accuracy"],
-                "kv_ratio": cell["held_bytes"] / cell["full_bytes"],
+                **PasskeyResult.of_record(cell).report_fields,
             }
             for cell in grid.fill(subject, results)
         ]
         draw_grid(rows, png)
-        kv = subject.kv_bytes(max(lengths))
         if not as_json:
-            show(rows, rows[0], kv)
-        finish({"cells": rows, **kv_fields(kv)}, out, as_json)
+            show(rows, ("num_tokens", "depth", *_PASSKEY_COLUMNS))
+        finish({"cells": rows}, out, as_json)
 
 
 @eval_app.command()
@@ -154,11 +144,15 @@ def perplexity(
         check_stream(subject, ids, prefix, window)
     with user_errors(()):
         result = stream_perplexity(subject, ids, prefix, window)
-    rows = [{"from_token": first, "perplexity": value} for first, value in result.by_position]
+    rows = [
+        {"from_token": first, "perplexity": value, **kv.report_fields}
+        for (first, value), kv in zip(result.by_position, result.kv, strict=True)
+    ]
+    whole = {"perplexity": result.perplexity, **result.kv[-1].report_fields}
     if not as_json:
-        show([*rows, {"from_token": "all", "perplexity": result.perplexity}], rows[0], result.kv)
-    report = {"num_tokens": result.num_tokens, "perplexity": result.perplexity, "windows": rows}
-    finish({**report, **kv_fields(result.kv)}, None, as_json)
+        columns = ("from_token", "perplexity", *KV_COLUMNS)
+        show([*rows, {"from_token": "all", **whole}], columns, "KV: at the end of the line's tokens.")
+    finish({"num_tokens": result.num_tokens, **whole, "windows": rows}, None, as_json)
 
 
 @eval_app.command(name="lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -176,4 +170,7 @@ def lm_eval(ctx: typer.Context) -> None:
             ) from None
         # What the harness refuses, an unknown task say, it refuses while running; the model's own work raises
         # no ValueError there.
-        run_harness(ctx.args)
+        rows = run_harness(ctx.args)
+    if rows:
+        note = "KV: means over the requests of the line, each with its answer, that the model has run."
+        show(rows, ("task", "num_requests", *KV_COLUMNS), note)

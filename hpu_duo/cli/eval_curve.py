@@ -14,7 +14,7 @@ from hpu_duo.cli import eval_options as eopt
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.drawing import check_matplotlib
 from hpu_duo.cli.errors import user_errors
-from hpu_duo.cli.eval_report import REPORT, RESULTS, check_outputs, finish, kv_fields, show, write_text
+from hpu_duo.cli.eval_report import KV_COLUMNS, REPORT, RESULTS, check_outputs, finish, show, write_text
 from hpu_duo.cli.option_groups import Only, grouped
 
 if TYPE_CHECKING:
@@ -65,14 +65,13 @@ def curve(
         from hpu_duo.cli.eval_plot import draw_curve
         from hpu_duo.eval import (
             CurveTask,
-            KVBytes,
             PasskeyQuestions,
             PasskeyTask,
             ResultFile,
             ResultsNotWrittenError,
             curve_points,
         )
-        from hpu_duo.eval.curve import FULL, summary
+        from hpu_duo.eval.curve import summary
 
         named: list[tuple[str, Path | None]] = [_named(one) for one in patterns or []]
         if not named and model is not None:
@@ -84,7 +83,7 @@ def curve(
         task = PasskeyTask(num_tokens, num_documents, num_passkeys, passkey_words, seed)
         choice = eopt.Choice(model, heads, engine)
         settings = {name: getattr(task, name) for name in ("num_tokens", "num_documents", "num_passkeys")}
-        settings |= {"passkey_words": passkey_words, "seed": seed, "block_size": engine.block_size}
+        settings |= {"passkey_words": passkey_words, "seed": seed}
         check_outputs(out / RESULTS, [out / "curve.csv", out / "curve.png", out / REPORT])
         results = ResultFile(out / RESULTS, "curve", {**choice.settings(), **settings})
 
@@ -108,12 +107,10 @@ def curve(
         rows = summary(records)
         write_text(out / "curve.csv", _csv(rows))
         draw_curve(rows, out / "curve.png")
-        full = next(record for record in records if record["label"] == FULL)
-        kv = KVBytes(num_tokens, full["held_bytes"], full["full_bytes"])
         if not as_json:
-            columns = ("label", "sweep", "retrieval_heads", "sink", "recent", "num_seeds", "num_answers")
-            show(rows, (*columns, "accuracy", "accuracy_min", "accuracy_max", "kv_ratio"), kv)
-        finish({"points": rows, **kv_fields(kv)}, out, as_json)
+            columns = ("label", "sweep", "retrieval_heads", "sink", "recent", "num_seeds", "num_questions")
+            show(rows, (*columns, "accuracy", "accuracy_min", "accuracy_max", *KV_COLUMNS))
+        finish({"points": rows}, out, as_json)
 
 
 def _named(text: str) -> tuple[str, Path | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ import typer
 from hpu_duo.cli import eval_options as eopt
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import user_errors
-from hpu_duo.cli.eval_report import REPORT, RESULTS, check_outputs, finish, kv_fields, show, write_text
+from hpu_duo.cli.eval_report import KV_COLUMNS, REPORT, RESULTS, check_outputs, finish, show, write_text
 from hpu_duo.cli.option_groups import grouped
 
 if TYPE_CHECKING:
@@ -81,8 +82,7 @@ def ruler(
             lambda at, pred: samples[at][1].score(pred),
             results,
         )
-        rows = _means(records, ("task", "num_tokens"))
-        _report(rows, subject, max(map(len, prompts)), out, as_json)
+        _report(_means(records, ("task", "num_tokens")), out, as_json)
 
 
 @grouped
@@ -145,8 +145,7 @@ def longbench(
             lambda at, pred: items[at].score(pred),
             results,
         )
-        rows = _means(records, ("dataset",))
-        _report(rows, subject, max(map(len, ids)), out, as_json)
+        _report(_means(records, ("dataset",)), out, as_json)
 
 
 def _open(out: Path | None, kind: str, settings: dict[str, Any]) -> ResultFile | None:
@@ -176,9 +175,9 @@ def _answer(
     width = subject.model.config.scheduler.max_num_seqs
     for first in range(len(done), len(prompts), width):
         batch = range(first, min(first + width, len(prompts)))
-        answers, _ = subject.answer([prompts[at] for at in batch], [max_new_tokens[at] for at in batch])
-        for at, pred in zip(batch, answers, strict=True):
-            record = {**records[at], "pred": pred, "score": score(at, pred)}
+        answers, kv = subject.answer([prompts[at] for at in batch], [max_new_tokens[at] for at in batch])
+        for at, pred, kept in zip(batch, answers, kv, strict=True):
+            record = {**records[at], "pred": pred, "score": score(at, pred), **kept.record_fields}
             done.append(record)
             if results is not None:
                 results.append(record)
@@ -186,19 +185,25 @@ def _answer(
 
 
 def _means(records: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    groups: dict[tuple[Any, ...], list[float]] = {}
+    from hpu_duo.eval import KVBytes
+    from hpu_duo.eval.interval import interval_fields
+
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
-        groups.setdefault(tuple(record[name] for name in names), []).append(record["score"])
+        groups.setdefault(tuple(record[name] for name in names), []).append(record)
     return [
-        {**dict(zip(names, key, strict=True)), "num_samples": len(scores), "score": sum(scores) / len(scores)}
-        for key, scores in groups.items()
+        {
+            **dict(zip(names, key, strict=True)),
+            "num_samples": len(group),
+            **interval_fields("score", fmean(record["score"] for record in group), len(group)),
+            **KVBytes.total(map(KVBytes.of_record, group)).report_fields,
+        }
+        for key, group in groups.items()
     ]
 
 
-def _report(
-    rows: list[dict[str, Any]], subject: Subject, num_tokens: int, out: Path | None, as_json: bool
-) -> None:
-    kv = subject.kv_bytes(num_tokens)
+def _report(rows: list[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     if not as_json:
-        show(rows, rows[0], kv)
-    finish({"tasks": rows, **kv_fields(kv)}, out, as_json)
+        names = [name for name in ("task", "dataset", "num_tokens") if name in rows[0]]
+        show(rows, (*names, "num_samples", "score", *KV_COLUMNS))
+    finish({"tasks": rows}, out, as_json)

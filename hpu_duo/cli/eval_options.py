@@ -84,6 +84,8 @@ class Choice:
             "sink": self.heads.sink,
             "recent": self.heads.recent,
             "dtype": self.engine.dtype,
+            # Bytes kept are whole blocks.
+            "block_size": self.engine.block_size,
         }
 
     def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:

@@ -9,38 +9,44 @@ from typing import Any
 _COLOURS = ("#1b6ca8", "#2e8b57", "#8e5ea2", "#c58b00", "#00798c", "#7a5195")
 _FIXED = {"full attention": "#4d4d4d", "all streaming": "#d1495b", "random heads": "#9a9a9a"}
 _MARKERS = "osD^vP"
+_BAR = {"elinewidth": 0.8, "capsize": 2}
 
 Row = Mapping[str, Any]
 
 
 def draw_grid(cells: Sequence[Row], png: Path) -> None:
-    """Write a heat map of the accuracy: lengths to the right, depths down.
+    """Write a heat map of the accuracy with its 95 % intervals: lengths to the right, depths down.
 
     Raises:
         ResultsNotWrittenError: the file cannot be written.
     """
     lengths = sorted({cell["num_tokens"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells})
-    found = {(cell["depth"], cell["num_tokens"]): cell["accuracy"] for cell in cells}
-    figure = _figure((1.8 + 0.7 * len(lengths), 1.6 + 0.45 * len(depths)))
+    found = {(cell["depth"], cell["num_tokens"]): cell for cell in cells}
+    figure = _figure((2.2 + 0.8 * len(lengths), 1.8 + 0.5 * len(depths)))
     axes = figure.subplots()
-    values = [[found[depth, length] for length in lengths] for depth in depths]
+    values = [[found[depth, length]["accuracy"] for length in lengths] for depth in depths]
     image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     for row, depth in enumerate(depths):
         for column, length in enumerate(lengths):
-            axes.text(column, row, f"{found[depth, length]:.2f}", ha="center", va="center", fontsize=8)
+            cell = found[depth, length]
+            text = f"{cell['num_exact']}/{cell['num_answers']}\n"
+            text += f"{cell['accuracy_low']:.2f} to {cell['accuracy_high']:.2f}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=7)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("tokens of the document")
     axes.set_ylabel("depth of the needle")
-    figure.colorbar(image, label="exact answers")
+    axes.set_title("exact answers, 95 % intervals", fontsize=10)
+    figure.colorbar(image, label="share of exact answers")
     _save(figure, png)
 
 
 def draw_curve(rows: Sequence[Row], png: Path) -> None:
     """Write accuracy against bytes kept, and one panel for each sweep of the window.
 
-    Lines are means over seeds, bands reach from the worst to the best of them.
+    Lines are means over seeds, bands reach from the worst to the best of them, bars are 95 % intervals of the
+    mean for the number of questions.
 
     Raises:
         ResultsNotWrittenError: the file cannot be written.
@@ -51,7 +57,8 @@ def draw_curve(rows: Sequence[Row], png: Path) -> None:
     _budget_panel(panels[0], [row for row in rows if row["sweep"] == "share"])
     for axes, sweep in zip(panels[1:], sweeps):
         found = sorted((row for row in rows if row["sweep"] == sweep), key=lambda row: row[sweep])
-        axes.plot([row[sweep] for row in found], [row["accuracy"] for row in found], "o-", color=_COLOURS[0])
+        values = [row[sweep] for row in found]
+        axes.errorbar(values, _accuracies(found), _bars(found), fmt="o-", color=_COLOURS[0], **_BAR)
         axes.set_xlabel(f"{sweep} tokens of streaming heads")
         axes.set_title(f"{found[0]['retrieval_share']:.0%} retrieval heads", fontsize=10)
         _accuracy_axis(axes)
@@ -67,17 +74,32 @@ def _budget_panel(axes: Any, rows: Sequence[Row]) -> None:
     for number, label in enumerate(labels):
         found = sorted((row for row in rows if row["label"] == label), key=lambda row: row["kv_ratio"])
         kept = [row["kv_ratio"] for row in found]
-        mean = [row["accuracy"] for row in found]
         colour = _FIXED.get(label) or next(colours)
         seeds = max(row["num_seeds"] for row in found)
         name = f"{label} ({seeds} seeds)" if seeds > 1 else label
-        axes.plot(kept, mean, _MARKERS[number % len(_MARKERS)] + "-", color=colour, label=name, alpha=0.85)
+        line = _MARKERS[number % len(_MARKERS)] + "-"
+        axes.errorbar(
+            kept, _accuracies(found), _bars(found), fmt=line, color=colour, label=name, alpha=0.85, **_BAR
+        )
         if seeds > 1:
             low, high = ([row[end] for row in found] for end in ("accuracy_min", "accuracy_max"))
             axes.fill_between(kept, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_xlabel("KV bytes kept / bytes of the full cache")
-    axes.set_title("which heads to keep", fontsize=10)
+    num_questions = min(row["num_questions"] for row in rows)
+    axes.set_title(f"which heads to keep ({num_questions} questions, bars: 95 % intervals)", fontsize=10)
     _accuracy_axis(axes)
+
+
+def _accuracies(rows: Sequence[Row]) -> list[float]:
+    return [row["accuracy"] for row in rows]
+
+
+def _bars(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    """How far the intervals reach below and above the accuracies."""
+    return (
+        [row["accuracy"] - row["accuracy_low"] for row in rows],
+        [row["accuracy_high"] - row["accuracy"] for row in rows],
+    )
 
 
 def _accuracy_axis(axes: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -13,25 +13,21 @@ from rich.table import Table
 
 from hpu_duo.cli.sizes import show_bytes
 
-if TYPE_CHECKING:
-    from hpu_duo.eval import KVBytes
-
 REPORT = "report.json"
 RESULTS = "results.jsonl"
 
 
-def kv_fields(kv: KVBytes) -> dict[str, Any]:
-    """Bytes kept and bytes of the full cache."""
-    return {
-        "kv_num_tokens": kv.num_tokens,
-        "held_bytes": kv.held,
-        "full_bytes": kv.full,
-        "kv_ratio": kv.ratio,
-    }
+KV_COLUMNS = ("kv_num_tokens", "held_bytes", "kv_ratio")
+"""What the cache keeps of a row's texts, as the mean of one."""
+_NOTE = (
+    "In brackets: 95 % intervals (Wilson). KV: tokens of a text with its answer, bytes kept of them, and "
+    "their share of the bytes of full attention; means over the texts of the line."
+)
+_SHARES = ("kv_ratio", "retrieval_share")
 
 
-def show(rows: Sequence[Mapping[str, Any]], columns: Iterable[str], kv: KVBytes) -> None:
-    """Print one line per row, and below what is kept of the cache."""
+def show(rows: Sequence[Mapping[str, Any]], columns: Iterable[str], note: str = _NOTE) -> None:
+    """Print one line per row, each share with its interval where the row has one, and a note below."""
     console = Console()
     if not console.is_terminal:
         # A pipe cannot be widened by hand, and takes long lines rather than numbers that are cut off.
@@ -43,12 +39,9 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Iterable[str], kv: KVBytes)
             name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right"
         )
     for row in rows:
-        table.add_row(*(_cell(row[name]) for name in names))
+        table.add_row(*(_cell(row, name) for name in names))
     console.print(table)
-    console.print(
-        f"\nKV cache of {kv.num_tokens:,} tokens: {show_bytes(kv.held)} kept, {kv.ratio:.1%} of the "
-        f"{show_bytes(kv.full)} of full attention"
-    )
+    console.print(f"\n{note}", soft_wrap=True)
 
 
 def finish(report: Mapping[str, Any], out: Path | None, as_json: bool) -> None:
@@ -92,7 +85,14 @@ def write_text(path: Path, text: str) -> None:
         raise ResultsNotWrittenError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _cell(value: object) -> str:
-    return (
-        f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    )
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    value = row[name]
+    if f"{name}_low" in row:
+        return f"{value:.3f} ({row[f'{name}_low']:.3f} to {row[f'{name}_high']:.3f})"
+    if name.endswith("_bytes"):
+        return show_bytes(value)
+    if name in _SHARES:
+        return f"{value:.1%}"
+    if name.endswith("num_tokens") or isinstance(value, int):
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -129,8 +129,16 @@ def _show_answers(console: Console, answers: list[Answer], report: RunReport) ->
         one = answer.passkey
         table.add_row(mark, one.name, f"{one.depth:.0%}", answer.expected, escape(answer.answered))
     console.print(table)
-    console.print(f"\n{_num_right(answers)} of {len(answers)} passkeys found\n")
+    low, high = (_interval(answers)[name] for name in ("accuracy_low", "accuracy_high"))
+    found = f"{_num_right(answers)} of {len(answers)} passkeys found"
+    console.print(f"\n{found} (95 % interval {low:.0%} to {high:.0%})\n", highlight=False)
     console.print(run_table(report))
+
+
+def _interval(answers: list[Answer]) -> dict[str, float]:
+    from hpu_duo.eval.interval import interval_fields
+
+    return interval_fields("accuracy", _num_right(answers) / len(answers), len(answers))
 
 
 def _num_right(answers: list[Answer]) -> int:
@@ -140,6 +148,8 @@ def _num_right(answers: list[Answer]) -> int:
 def _fields(prompts: list[list[int]], answers: list[Answer], report: RunReport) -> dict[str, Any]:
     return {
         "num_right": _num_right(answers),
+        "num_answers": len(answers),
+        **_interval(answers),
         "answers": [
             {
                 "name": answer.passkey.name,

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hpu_duo.eval.passkey import PasskeyTask, passkey_accuracy
+from hpu_duo.eval.interval import interval_fields
+from hpu_duo.eval.passkey import PasskeyResult, PasskeyTask, passkey_accuracy
 from hpu_duo.eval.result_file import ResultFile
-from hpu_duo.eval.subject import Subject
+from hpu_duo.eval.subject import KVBytes, Subject
 from hpu_duo.heads import HeadPattern
 
 FULL = "full attention"
@@ -135,21 +136,29 @@ def curve_points(
         if found is None:
             window = {name: point.key[name] for name in ("mask", "sink", "recent")}
             same = results.find(**window)
-            measured = _measure(load(point.pattern), task) if same is None else _measured(same)
-            results.append({**point.key, **measured})
+            measured = (
+                passkey_accuracy(load(point.pattern), task) if same is None else PasskeyResult.of_record(same)
+            )
+            results.append({**point.key, **measured.record_fields})
             found = results.records[-1]
         yield found
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per curve and budget: mean, least and greatest accuracy over the seeds."""
+    """One row per curve and budget: mean, least and greatest accuracy over the seeds.
+
+    Seeds answer the same questions, so the interval of the mean is that of one seed's number of answers. How
+    much seeds differ from each other is between the least and the greatest.
+    """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         names = ("label", "sweep", "retrieval_heads", "num_heads", "sink", "recent")
         groups.setdefault(tuple(record[name] for name in names), []).append(record)
     rows = []
     for (label, sweep, kept, heads, sink, recent), group in groups.items():
-        exact = [record["num_exact"] / record["num_answers"] for record in group]
+        found = [PasskeyResult.of_record(record) for record in group]
+        exact = [one.accuracy for one in found]
+        num_questions = min(one.num_answers for one in found)
         rows.append(
             {
                 "label": label,
@@ -159,28 +168,18 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "sink": sink,
                 "recent": recent,
                 "num_seeds": len(group),
-                "num_answers": sum(record["num_answers"] for record in group),
-                "accuracy": float(np.mean(exact)),
+                "num_questions": num_questions,
+                "num_answers": sum(one.num_answers for one in found),
+                **interval_fields("accuracy", float(np.mean(exact)), num_questions),
                 "accuracy_min": min(exact),
                 "accuracy_max": max(exact),
-                "token_accuracy": float(np.mean([r["num_right"] / r["num_tokens"] for r in group])),
-                "kv_ratio": float(np.mean([r["held_bytes"] / r["full_bytes"] for r in group])),
+                **interval_fields(
+                    "token_accuracy", float(np.mean([one.token_accuracy for one in found])), num_questions
+                ),
+                **KVBytes.total(one.kv for one in found).report_fields,
             }
         )
     return rows
-
-
-_MEASURED = ("num_answers", "num_exact", "num_tokens", "num_right", "logprob", "held_bytes", "full_bytes")
-
-
-def _measure(subject: Subject, task: PasskeyTask) -> dict[str, Any]:
-    result = passkey_accuracy(subject, task)
-    counts = {name: getattr(result, name) for name in _MEASURED if not name.endswith("bytes")}
-    return {**counts, "held_bytes": result.kv.held, "full_bytes": result.kv.full}
-
-
-def _measured(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: record[name] for name in _MEASURED}
 
 
 def _numbered(patterns: Sequence[tuple[str, HeadPattern]], shares: Sequence[float]) -> list[CurvePoint]:

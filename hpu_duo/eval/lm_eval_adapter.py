@@ -15,6 +15,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from lm_eval.api.registry import MODEL_REGISTRY, register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.eval.subject import Subject, encode_known
+from hpu_duo.eval.subject import KVBytes, Subject, encode_known
+from hpu_duo.eval.task_bytes import KVByTask
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 NAME = "hpu-duo"
 _LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_HARNESS_RUN: ContextVar[list[KVByTask] | None] = ContextVar("_HARNESS_RUN", default=None)
+"""Of the models that ``run_harness`` lets the harness make."""
 
 
 class HPUDuoLM(TemplateLM):
@@ -98,6 +102,11 @@ class HPUDuoLM(TemplateLM):
                 **options,
             )
         )
+        self.kv = KVByTask()
+        run = _HARNESS_RUN.get()
+        if run is not None:
+            run.append(self.kv)
+        self._tasks: list[str | None] = []
         self.tokenizer = self.subject.tokenizer
         self._max_gen_toks = max_gen_toks
         self._add_bos_token = add_bos_token
@@ -157,10 +166,23 @@ class HPUDuoLM(TemplateLM):
         """The tokenizer's template, for the harness's caches."""
         return (self.tokenizer.chat_template or "") if chat_template else ""
 
+    def get_model_info(self) -> dict[str, Any]:
+        """For the harness's report: tokens and KV bytes of each task's requests, with their answers."""
+        return {"kv_cache": self.kv.rows()}
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether it is what greedy decoding gives."""
+        self._tasks = [request.task_name for request in requests]
+        try:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._tasks = []
+
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, each token given as much text before it as the model holds."""
         result = []
-        for (text,) in [request.args for request in requests]:
+        for request in requests:
+            (text,) = request.args
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(text, add_special_tokens=False),
                 prefix_token=self.prefix_token_id,
@@ -169,7 +191,8 @@ class HPUDuoLM(TemplateLM):
                 context_len=1,
             )
             pairs = [make_disjoint_window(window) for window in windows]
-            scored = self._score(pairs)
+            scored, kv = self._score(pairs)
+            self.kv.add([request.task_name] * len(kv), kv)
             result.append(sum(logprob for logprob, _ in scored))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), result[-1])
         return result
@@ -184,7 +207,8 @@ class HPUDuoLM(TemplateLM):
         ]
         with _accepted():
             done = self.subject.model.engine.generate(prompts, params)
-        answers = [samples[0].text for samples in done]
+        answers, kv = self.subject.completed(prompts, done)
+        self.kv.add([request.task_name for request in requests], kv)
         for (context, kwargs), answer in zip(asked, answers, strict=True):
             self.cache_hook.add_partial("generate_until", (context, kwargs), answer)
         return answers
@@ -193,26 +217,33 @@ class HPUDuoLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Scores of tokenised continuations, in the order of the requests."""
-        result = self._score([(context, tokens) for _, context, tokens in requests])
+        result, kv = self._score([(context, tokens) for _, context, tokens in requests])
+        self.kv.add(self._tasks or [None] * len(kv), kv)
         for (texts, _, _), score in zip(requests, result, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, score)
         return result
 
-    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Log-probability and greedy flag of each continuation; those of one context share its prefill."""
+    def _score(
+        self, pairs: Sequence[tuple[list[int], list[int]]]
+    ) -> tuple[list[tuple[float, bool]], list[KVBytes]]:
+        """Log-probability and greedy flag of each continuation, and what is kept of it with its context.
+
+        Continuations of one context share its prefill.
+        """
         fitted = [(self._fit(context, len(tokens)), tokens) for context, tokens in pairs]
         order = sorted(range(len(fitted)), key=lambda at: (-len(fitted[at][0]), fitted[at][0], at))
         groups = [list(group) for _, group in groupby(order, key=lambda at: fitted[at][0])]
         result: list[tuple[float, bool]] = [(0.0, True)] * len(fitted)
         with _accepted():
-            scored, _ = self.subject.score(
+            scored, kv = self.subject.score(
                 [fitted[group[0]][0] for group in groups],
                 [[fitted[at][1] for at in group] for group in groups],
             )
-        for group, scores in zip(groups, scored, strict=True):
-            for at, score in zip(group, scores, strict=True):
-                result[at] = (score.logprob, score.is_greedy)
-        return result
+        kept = [KVBytes(0, 0, 0)] * len(fitted)
+        for group, scores, sizes in zip(groups, scored, kv, strict=True):
+            for at, score, size in zip(group, scores, sizes, strict=True):
+                result[at], kept[at] = (score.logprob, score.is_greedy), size
+        return result, kept
 
     def _fit(self, context: Sequence[int], num_after: int) -> list[int]:
         most = self.max_length - num_after
@@ -248,19 +279,26 @@ def register() -> None:
         register_model(NAME)(HPUDuoLM)
 
 
-def run_harness(arguments: Sequence[str]) -> None:
-    """The harness's own command line, with ``--model hpu-duo`` known.
+def run_harness(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """Run the harness's own command line, with ``--model hpu-duo`` known.
 
     Its default device is the first GPU, whatever the machine has; here it is the best one there is.
+
+    Returns:
+        KV bytes of each task, as in ``KVByTask.rows``; none if the harness made no such model.
     """
     from lm_eval.__main__ import cli_evaluate
 
     device = ["--device", "auto"] if NAME in arguments and "--device" not in arguments else []
     given, sys.argv = sys.argv, ["lm-eval", *arguments, *device]
+    made: list[KVByTask] = []
+    token = _HARNESS_RUN.set(made)
     try:
         cli_evaluate()
     finally:
         sys.argv = given
+        _HARNESS_RUN.reset(token)
+    return [row for one in made for row in one.rows()]
 
 
 @contextmanager

@@ -66,17 +66,6 @@ class NeedleGrid:
                 found = results.find(num_tokens=length, depth=depth)
                 if found is None:
                     result = passkey_accuracy(subject, self.cell(length, depth))
-                    results.append(
-                        {
-                            "num_tokens": length,
-                            "depth": depth,
-                            "num_answers": result.num_answers,
-                            "num_exact": result.num_exact,
-                            "token_accuracy": result.token_accuracy,
-                            "logprob": result.logprob,
-                            "held_bytes": result.kv.held,
-                            "full_bytes": result.kv.full,
-                        }
-                    )
+                    results.append({"num_tokens": length, "depth": depth, **result.record_fields})
                     found = results.records[-1]
                 yield found

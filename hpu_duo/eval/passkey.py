@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpu_duo.builtin.passkeys import PasskeyDocument, document, question
+from hpu_duo.eval.interval import interval_fields
 from hpu_duo.eval.subject import KVBytes, Subject
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class PasskeyTask:
         ]
 
 
+_COUNTS = ("num_answers", "num_exact", "num_answer_tokens", "num_right", "logprob")
+
+
 @dataclass(frozen=True)
 class PasskeyResult:
     """Counts over all answers.
@@ -64,14 +68,14 @@ class PasskeyResult:
     Attributes:
         num_answers, num_exact: all answers, and those whose every token is the likeliest one; greedy
             decoding would give just these.
-        num_tokens, num_right: the same for single tokens of the answers.
+        num_answer_tokens, num_right: the same for single tokens of the answers.
         logprob: mean natural log-probability of an answer token.
-        kv: what is kept of the longest document at the end of an answer.
+        kv: what is kept of the documents at the end of each answer.
     """
 
     num_answers: int
     num_exact: int
-    num_tokens: int
+    num_answer_tokens: int
     num_right: int
     logprob: float
     kv: KVBytes
@@ -84,7 +88,33 @@ class PasskeyResult:
     @property
     def token_accuracy(self) -> float:
         """Share of right tokens."""
-        return self.num_right / self.num_tokens
+        return self.num_right / self.num_answer_tokens
+
+    @property
+    def record_fields(self) -> dict[str, Any]:
+        """All counts, for a line of results."""
+        return {**{name: getattr(self, name) for name in _COUNTS}, **self.kv.record_fields}
+
+    @property
+    def report_fields(self) -> dict[str, Any]:
+        """Counts, shares with their 95 % intervals, and bytes, for a row of a report.
+
+        Tokens of one answer depend on each other, so their share is known no better than that of the answers.
+        """
+        return {
+            "num_answers": self.num_answers,
+            "num_exact": self.num_exact,
+            **interval_fields("accuracy", self.accuracy, self.num_answers),
+            "num_answer_tokens": self.num_answer_tokens,
+            **interval_fields("token_accuracy", self.token_accuracy, self.num_answers),
+            "logprob": self.logprob,
+            **self.kv.report_fields,
+        }
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> PasskeyResult:
+        """What ``record_fields`` has put into a line of results."""
+        return cls(**{name: record[name] for name in _COUNTS}, kv=KVBytes.of_record(record))
 
 
 @dataclass(frozen=True)
@@ -136,7 +166,7 @@ class PasskeyQuestions:
             for each_score, each_length in zip(scores, self.answer_lengths, strict=True)
             for pair in zip(each_score, each_length, strict=True)
         ]
-        return count_answers(pairs, kv)
+        return count_answers(pairs, KVBytes.total(one for each in kv for one in each))
 
 
 def passkey_accuracy(subject: Subject, task: PasskeyTask) -> PasskeyResult:
@@ -156,7 +186,7 @@ def count_answers(scored: Sequence[tuple[ContinuationScore, int]], kv: KVBytes) 
     return PasskeyResult(
         num_answers=len(scored),
         num_exact=sum(map(all, right)),
-        num_tokens=num_tokens,
+        num_answer_tokens=num_tokens,
         num_right=sum(map(sum, right)),
         logprob=logprob / num_tokens,
         kv=kv,

@@ -16,12 +16,12 @@ class PerplexityResult:
     Attributes:
         num_prefix: tokens that were prefilled and not scored.
         windows: ``(first position, tokens, sum of natural log-probabilities)`` of each part, in order.
-        kv: what is kept at the end of the stream.
+        kv: what is kept at the end of each part; the last is the end of the stream.
     """
 
     num_prefix: int
     windows: tuple[tuple[int, int, float], ...]
-    kv: KVBytes
+    kv: tuple[KVBytes, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -68,10 +68,11 @@ def stream_perplexity(
         ValueError: see ``check_stream``.
     """
     check_stream(subject, token_ids, num_prefix, window)
-    ((score,),), kv = subject.score([token_ids[:num_prefix]], [[token_ids[num_prefix:]]])
+    ((score,),), _ = subject.score([token_ids[:num_prefix]], [[token_ids[num_prefix:]]])
     logprobs = score.logprobs
     windows = tuple(
         (num_prefix + at, len(logprobs[at : at + window]), math.fsum(logprobs[at : at + window]))
         for at in range(0, len(logprobs), window)
     )
+    kv = tuple(subject.kv_bytes(first + size - 1) for first, size, _ in windows)
     return PerplexityResult(num_prefix, windows, kv)

@@ -10,7 +10,7 @@ from typing import Any
 
 FINGERPRINT = "model_fingerprint"
 """Setting that tells one model's files from another's."""
-_FORMAT = "hpu-duo eval 1"
+_FORMAT = "hpu-duo eval 2"
 
 
 class ResultsNotWrittenError(Exception):
@@ -120,6 +120,14 @@ def _check_header(path: Path, line: bytes, wanted: dict[str, Any]) -> None:
         found = json.loads(line)
     except ValueError:
         found = None
+    if (
+        isinstance(found, dict)
+        and str(found.get("format")).startswith(_FORMAT[:-1])
+        and found["format"] != _FORMAT
+    ):
+        raise ValueError(
+            f"expected {path} to be in the format {_FORMAT!r}, got one of another version of hpu-duo"
+        )
     is_ours = isinstance(found, dict) and found.get("format") == _FORMAT
     if not is_ours or found.get("kind") != wanted["kind"]:
         raise ValueError(f"expected {path} to be a file of this evaluation, got another one")

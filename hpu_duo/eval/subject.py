@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpu_duo.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hpu_duo.engine.outputs import ContinuationScore
+    from hpu_duo.engine.outputs import Completion, ContinuationScore
     from hpu_duo.llm import HPUDuoModel
+
+
+_RECORDED = ("kv_num_tokens", "held_bytes", "full_bytes", "kv_num_texts")
 
 
 @dataclass(frozen=True)
 class KVBytes:
-    """What the cache keeps of one text at its end.
+    """What the cache keeps of texts at their ends, as sums over the texts.
 
     Attributes:
-        num_tokens: tokens of the text in the cache.
-        held: bytes of the blocks and the ring row that the engine leases for them.
+        num_tokens: tokens of the texts, answers included, in the cache.
+        held: bytes of the blocks and ring rows that the engine leases for them, each text alone.
         full: bytes that they take when every head keeps all of them, unrounded.
+        num_texts: one or more.
     """
 
     num_tokens: int
-
     held: int
     full: int
+    num_texts: int = 1
+
+    @classmethod
+    def total(cls, parts: Iterable[KVBytes]) -> KVBytes:
+        """The sums over several."""
+        counts = [(one.num_tokens, one.held, one.full, one.num_texts) for one in parts]
+        return cls(*map(sum, zip(*counts, strict=True)))
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> KVBytes:
+        """What ``record_fields`` has put into a line of results."""
+        return cls(*(record[name] for name in _RECORDED))
 
     @property
     def ratio(self) -> float:
         """Bytes kept / bytes of the full cache."""
         return self.held / self.full if self.full else 0.0
+
+    @property
+    def record_fields(self) -> dict[str, int]:
+        """The sums, for a line of results."""
+        return dict(zip(_RECORDED, (self.num_tokens, self.held, self.full, self.num_texts), strict=True))
+
+    @property
+    def report_fields(self) -> dict[str, float]:
+        """Means over the texts, for a row of a report: tokens, bytes kept, bytes of the full cache; ratio."""
+        return {
+            "kv_num_tokens": self.num_tokens / self.num_texts,
+            "held_bytes": self.held / self.num_texts,
+            "full_bytes": self.full / self.num_texts,
+            "kv_ratio": self.ratio,
+        }
 
 
 class Subject:
@@ -93,17 +123,19 @@ class Subject:
 
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
-    ) -> tuple[list[list[ContinuationScore]], KVBytes]:
-        """See ``HPUDuoModel.score``; and what is kept of the longest text."""
-        longest = max(
-            len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, continuations, strict=True)
-        )
-        return self.model.score(prompts, continuations), self.kv_bytes(longest - 1)
+    ) -> tuple[list[list[ContinuationScore]], list[list[KVBytes]]]:
+        """See ``HPUDuoModel.score``; and what is kept of each prompt with each of its continuations."""
+        kv = [
+            # The last token of a text is never written to the cache.
+            [self.kv_bytes(len(prompt) + len(one) - 1) for one in each]
+            for prompt, each in zip(prompts, continuations, strict=True)
+        ]
+        return self.model.score(prompts, continuations), kv
 
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], stop: Sequence[str] = ()
-    ) -> tuple[list[str], KVBytes]:
-        """Greedy answers, every token of them decoded; and what is kept of the longest prompt.
+    ) -> tuple[list[str], list[KVBytes]]:
+        """Greedy answers, every token of them decoded; and what is kept of each prompt with its answer.
 
         Args:
             max_new_tokens: for each prompt.
@@ -113,8 +145,17 @@ class Subject:
             SamplingParams(temperature=0.0, max_tokens=most, stop=tuple(stop), decoded_prompt_tokens=1)
             for most in max_new_tokens
         ]
-        done = self.model.engine.generate(prompts, params)
-        return [samples[0].text for samples in done], self.kv_bytes(max(map(len, prompts)))
+        return self.completed(prompts, self.model.engine.generate(prompts, params))
+
+    def completed(
+        self, prompts: Sequence[Sequence[int]], done: Sequence[Sequence[Completion]]
+    ) -> tuple[list[str], list[KVBytes]]:
+        """The texts of the only samples, and what is kept of each prompt with its sample at the end."""
+        kv = [
+            self.kv_bytes(len(prompt) + len(samples[0].token_ids) - 1)
+            for prompt, samples in zip(prompts, done, strict=True)
+        ]
+        return [samples[0].text for samples in done], kv
 
     def kv_bytes(self, num_tokens: int) -> KVBytes:
         """What is kept of a text with so many tokens in the cache; other requests add nothing to it."""

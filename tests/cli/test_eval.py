@@ -11,6 +11,7 @@ from typer.testing import Result
 
 from hpu_duo.builtin import PATTERN_DIR
 from hpu_duo.engine.runner import Runner
+from hpu_duo.eval.interval import wilson
 from hpu_duo.heads import HeadPattern
 
 Run = Callable[..., Result]
@@ -28,10 +29,12 @@ def test_passkey_accuracy_stands_beside_bytes_kept(hpu_duo: Run) -> None:
     report = json.loads(done.stdout)
     assert (report["num_exact"], report["num_answers"]) == (2, 2)
     assert 0 < report["held_bytes"] < report["full_bytes"]
-    assert report["kv_ratio"] == report["held_bytes"] / report["full_bytes"]
+    assert report["kv_ratio"] == pytest.approx(report["held_bytes"] / report["full_bytes"])
+    assert (report["accuracy_low"], report["accuracy_high"]) == wilson(1.0, 2)
     shown = hpu_duo(*command, "--sparsity", "0.75").stdout
     assert "of full attention" in shown
-    assert "accuracy" in shown
+    assert "1.000 (0.342 to 1.000)" in shown
+    assert f"{report['kv_ratio']:.1%}" in shown
 
 
 def test_a_needle_grid_is_drawn_and_resumed(hpu_duo: Run, tmp_path: Path) -> None:
@@ -41,7 +44,10 @@ def test_a_needle_grid_is_drawn_and_resumed(hpu_duo: Run, tmp_path: Path) -> Non
     whole = files(tmp_path / "grid")
     assert set(whole) == {"results.jsonl", "heatmap.png", "report.json"}
     assert whole["heatmap.png"].startswith(PNG)
-    assert json.loads(first.stdout) == json.loads(whole["report.json"])
+    report = json.loads(first.stdout)
+    assert report == json.loads(whole["report.json"])
+    assert all(cell["num_answers"] == 1 for cell in report["cells"])
+    assert [cell["kv_num_tokens"] > cell["num_tokens"] for cell in report["cells"]] == [True] * 4
     lines = whole["results.jsonl"].splitlines(keepends=True)
     (tmp_path / "grid" / "results.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:7])
     (tmp_path / "grid" / "heatmap.png").unlink()
@@ -176,8 +182,30 @@ def test_ruler_samples_are_written_and_answered(hpu_duo: Run, model_dir: Path, t
     answered = hpu_duo(*common, "--num-tokens", "900", "--out", tmp_path / "run", "--json")
     assert answered.exit_code == 0, answered.output
     assert [row["task"] for row in json.loads(answered.stdout)["tasks"]] == ["niah_single_1", "vt"]
+    assert all(row["num_samples"] == 2 for row in json.loads(answered.stdout)["tasks"])
     records = (tmp_path / "run" / "results.jsonl").read_text().splitlines()[1:]
     assert all({"input", "outputs", "pred", "score"} <= set(json.loads(line)) for line in records)
+
+
+def test_bytes_of_a_length_are_the_same_alone_and_beside_longer_ones(hpu_duo: Run) -> None:
+    common = (
+        "eval",
+        "ruler",
+        "--sparsity",
+        "0.75",
+        "--tasks",
+        "niah_single_1",
+        "--num-samples",
+        "1",
+        "--json",
+    )
+    alone, both = (
+        json.loads(hpu_duo(*common, "--num-tokens", *lengths, "--json").stdout)["tasks"]
+        for lengths in (("400",), ("400", "900"))
+    )
+    assert alone[0] == both[0]
+    assert both[0]["kv_ratio"] > both[1]["kv_ratio"]
+    assert both[0]["kv_num_tokens"] <= 400
 
 
 def test_longbench_files_are_answered_and_scored(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
@@ -190,7 +218,10 @@ def test_longbench_files_are_answered_and_scored(hpu_duo: Run, model_dir: Path, 
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert [row["dataset"] for row in report["tasks"]] == ["hotpotqa", "trec"]
-    assert report["kv_ratio"] > 0
+    assert all(row["kv_ratio"] > 0 for row in report["tasks"])
+    assert [(row["score_low"], row["score_high"]) for row in report["tasks"]] == [
+        wilson(row["score"], 1) for row in report["tasks"]
+    ]
 
 
 def test_perplexity_is_reported_by_position(hpu_duo: Run, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from typer.testing import Result
 
 from hpu_duo.builtin.passkeys import Passkey
@@ -36,7 +37,7 @@ def test_the_table_shows_expected_and_answered_and_a_verdict_for_each(hpu_duo: R
     )
     assert result.exit_code == 0, result.stderr
     assert result.stdout.count("✗") == 2
-    assert "0 of 2 passkeys found" in result.stdout
+    assert "0 of 2 passkeys found (95 % interval 0% to 66%)" in result.stdout
     assert "What is the passkey for " in result.stdout
     assert "KV at peak" in result.stdout
 
@@ -64,6 +65,8 @@ def test_the_builtin_model_finds_every_passkey_with_half_of_its_heads_streaming(
     assert result.exit_code == 0, result.stderr
     told = json.loads(result.stdout)
     assert told["num_right"] == 3, told["answers"]
+    assert (told["num_answers"], told["accuracy"], told["accuracy_high"]) == (3, 1.0, 1.0)
+    assert told["accuracy_low"] == pytest.approx(0.4385, abs=1e-4)
     assert told["run"]["kv_ratio"] < 0.56
 
 

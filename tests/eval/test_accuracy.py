@@ -1,5 +1,6 @@
 """Passkeys, needle grids and perplexity on the built-in model, against transformers' own pass."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpu_duo.builtin import MODEL_DIR
+from hpu_duo import HPUDuoModel
+from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.builtin.passkeys import question
 from hpu_duo.eval import NeedleGrid, PasskeyTask, ResultFile, Subject, passkey_accuracy, stream_perplexity
-from hpu_duo.eval.subject import encode_known
+from hpu_duo.eval.subject import KVBytes, encode_known
 from hpu_duo.sampling import SamplingParams
 
 TASK = PasskeyTask(400, num_documents=2, num_passkeys=3, passkey_words=4)
@@ -64,6 +66,40 @@ def test_bytes_kept_are_those_that_the_engine_leases(builtin: Load) -> None:
     one.step()
     assert kv.held >= held.held_bytes
     assert stats.num_running == 0
+
+
+def test_bytes_of_an_answer_are_those_of_its_prompt_and_all_its_tokens() -> None:
+    """Each prompt alone in an engine of its own, and both in one batch."""
+    prompts, most = [list(range(5, 105)), list(range(5, 45))], [40, 9]
+
+    def load() -> Subject:
+        return Subject(
+            HPUDuoModel.from_pretrained(
+                MODEL_DIR, pattern=PATTERN_DIR, sparsity=0.5, max_num_seqs=2, block_size=16
+            )
+        )
+
+    together = load()
+    answers, kept = together.answer(prompts, most)
+    for prompt, num_tokens, answer, kv in zip(prompts, most, answers, kept):
+        alone = load().model
+        ((sample,),) = alone.engine.generate([prompt], SamplingParams(temperature=0, max_tokens=num_tokens))
+        stats = alone.stats()
+        assert sample.text == answer
+        assert kv.num_tokens == len(prompt) + len(sample.token_ids) - 1
+        assert (kv.held, kv.full) == (stats.peak_held_bytes, stats.peak_full_attention_bytes)
+    _, ((one, other),) = together.score([prompts[0]], [[[7, 8, 9], [7] * 40]])
+    assert (one, other) == (together.kv_bytes(102), together.kv_bytes(139))
+
+
+def test_bytes_of_several_texts_are_their_sum_and_a_row_shows_the_mean(builtin: Load) -> None:
+    subject = builtin(0.5)
+    short, long = subject.kv_bytes(100), subject.kv_bytes(2000)
+    both = KVBytes.total([short, long])
+    assert both.ratio == (short.held + long.held) / (short.full + long.full)
+    assert long.ratio < both.ratio < short.ratio
+    assert both.report_fields["kv_num_tokens"] == 1050
+    assert KVBytes.of_record(json.loads(json.dumps(both.record_fields))) == both
 
 
 def test_a_grid_that_was_stopped_goes_on_where_it_was(builtin: Load, tmp_path: Path) -> None:

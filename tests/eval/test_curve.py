@@ -8,6 +8,7 @@ import pytest
 
 from hpu_duo.eval import CurveTask, KVBytes, PasskeyResult, PasskeyTask, ResultFile, curve, curve_points
 from hpu_duo.eval.curve import FULL, RANDOM, STREAMING, summary
+from hpu_duo.eval.interval import wilson
 from hpu_duo.heads import HeadPattern
 
 SCORES = np.array([[0.1, 0.9], [0.8, 0.2]], np.float32)
@@ -78,6 +79,10 @@ def test_seeds_become_a_mean_and_a_range(tmp_path: Path, measured: list[HeadPatt
     assert rows[RANDOM]["accuracy"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)
     assert (rows[RANDOM]["accuracy_min"], rows[RANDOM]["accuracy_max"]) == (0.5, 1.0)
     assert rows["gates"]["kv_ratio"] == 0.51
+    # Three seeds answer the same four questions.
+    assert (rows[RANDOM]["num_answers"], rows[RANDOM]["num_questions"]) == (12, 4)
+    found = rows[RANDOM]["accuracy_low"], rows[RANDOM]["accuracy_high"]
+    assert found == wilson(rows[RANDOM]["accuracy"], 4)
     assert rows[FULL]["retrieval_share"] == 1.0
 
 

@@ -19,6 +19,7 @@ lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
+from hpu_duo.eval import KVBytes  # noqa: E402
 from hpu_duo.eval.lm_eval_adapter import HPUDuoLM, register  # noqa: E402
 
 CHOICES = """
@@ -138,6 +139,36 @@ def test_the_other_models_of_the_harness_are_found_beside_this_one() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "True DummyLM HPUDuoLM\n", done.stderr
+
+
+def test_bytes_of_each_task_are_in_the_report_of_the_harness(
+    tasks: TaskManager, questions: list[dict[str, Any]]
+) -> None:
+    done = lm_eval.simple_evaluate(
+        "hpu-duo",
+        model_args={"dtype": "float32", "sparsity": 0.5},
+        tasks=["passkey_choice", "passkey_generation", "passkey_rolling"],
+        task_manager=tasks,
+        bootstrap_iters=0,
+    )
+    rows = {row["task"]: row for row in done["config"]["kv_cache"]}
+    model = adapter(sparsity=0.5)
+    count = model.subject.count
+    choices = [
+        model.subject.kv_bytes(1 + count(one["text"]) + count(choice) - 1)
+        for one in questions
+        for choice in one["choices"]
+    ]
+    wanted = KVBytes.total(choices)
+    assert rows["passkey_choice"]["num_requests"] == len(choices) == 12
+    assert rows["passkey_choice"]["held_bytes"] == wanted.held / 12
+    assert rows["passkey_choice"]["kv_ratio"] == wanted.ratio
+    # Answers end with their full stop.
+    answered = KVBytes.total(
+        model.subject.kv_bytes(1 + count(one["text"]) + count(one["answer"] + ".") - 1) for one in questions
+    )
+    assert rows["passkey_generation"]["kv_num_tokens"] == answered.num_tokens / 4
+    assert rows["passkey_rolling"]["kv_num_tokens"] == count(questions[0]["short"])
 
 
 def test_generated_answers_are_exact_with_the_pattern_and_lost_without_retrieval(

@@ -54,10 +54,10 @@ def test_a_file_cut_anywhere_is_gone_on_with_to_the_same_end(
     [
         (b"my notes", "another one"),
         (b"my notes\n", "another one"),
-        (b'{"format": "hpu-duo eval 1", "kind": "ruler", "settings": {}}\n', "another one"),
+        (b'{"format": "hpu-duo eval 2", "kind": "ruler", "settings": {}}\n', "another one"),
         (b"[1, 2]\nx\n", "another one"),
         (
-            b'{"format": "hpu-duo eval 1", "kind": "niah",'
+            b'{"format": "hpu-duo eval 2", "kind": "niah",'
             b' "settings": {"model": "big", "lengths": [1, 2]}}\n',
             "model='big' \\(asked: 'tiny'\\)",
         ),
