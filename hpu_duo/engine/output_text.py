@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hpu_duo.engine.outputs import RequestOutput, TokenLogprob
 from hpu_duo.engine.step_plan import CommittedToken
 from hpu_duo.request import FinishReason, Request
-from hpu_duo.sampling import IncrementalDetokenizer, PenaltyState, SamplingRow, StopChecker
+from hpu_duo.sampling import IncrementalDetokenizer, PenaltyState, Released, SamplingRow, StopChecker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +29,7 @@ class SampleState:
         self.public_id = public_id
         self.penalties = PenaltyState.from_token_ids(params, request.prompt_token_ids.tolist())
         self._eos = eos_token_ids
-        self._stop = StopChecker(params) if params.stop else None
+        self._stop = StopChecker(params, _text_before(request, tokenizer)) if params.stop else None
         self._text = None
         if tokenizer is not None:
             context = request.prompt_token_ids[-32:].tolist()
@@ -82,7 +82,27 @@ class SampleState:
             text += self._text.flush()
         if self._stop is None:
             return text, None
-        released = self._stop.push(text, self.request.num_output_tokens)
+        num_tokens = self.request.num_output_tokens
+        released = self._stop.push(text, num_tokens)
+        skipped = self._text.skipped_text(token) if shows and released.match is None else ""
+        if skipped:
+            behind = self._stop.push(skipped, num_tokens, is_hidden=True)
+            released = Released(released.text + behind.text, behind.match)
         if released.match is not None:
             return released.text, released.match.stop
         return released.text + (self._stop.flush() if reason is not None else ""), None
+
+
+def _text_before(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """The end of the prompt's text, as much as a stop string may begin in."""
+    params = request.params
+    if tokenizer is None or not params.stop_begins_in_prompt:
+        return ""
+    # A character has at most four tokens.
+    num_tokens = 4 * max(map(len, params.stop))
+    text: str = tokenizer.decode(
+        request.prompt_token_ids[-num_tokens:].tolist(),
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+    )
+    return text

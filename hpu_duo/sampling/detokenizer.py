@@ -120,6 +120,15 @@ class IncrementalDetokenizer:
             del self._window[self._num_settled :]
         return piece
 
+    def skipped_text(self, token_id: int) -> str:
+        """Return the text of a token that ``push`` leaves out, and nothing for any other."""
+        if token_id not in self._skipped:
+            return ""
+        text: str = self._tokenizer.decode(
+            [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
     def flush(self) -> str:
         """Return what is still held, a broken character included; call it once, at the end."""
         text = self._decode(self._window)

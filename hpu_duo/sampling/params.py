@@ -42,7 +42,10 @@ class SamplingParams:
         max_tokens: most tokens to generate; ``None`` means until the model's length limit.
         min_tokens: neither EOS, stop ids nor stop strings end the output before this many tokens.
         ignore_eos: EOS does not end the output.
-        stop: one string or several that end the output. Stored as a tuple.
+        stop: one string or several that end the output. Special tokens are matched by their text, also where
+            they are left out of the text that is shown. Stored as a tuple.
+        stop_begins_in_prompt: a stop string may also begin in the prompt, as for transformers; otherwise it
+            is looked for in the output alone, as by vLLM. One that is complete in the prompt never counts.
         stop_token_ids: token ids that end the output, besides EOS. Stored as a tuple.
         include_stop_str_in_output: keep the stop string (or stop token's text) in the text.
         skip_special_tokens: leave special tokens out of the text.
@@ -74,6 +77,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
+    stop_begins_in_prompt: bool = False
     skip_special_tokens: bool = True
     forced_token_ids: Sequence[int] = ()
     decoded_prompt_tokens: int = 0

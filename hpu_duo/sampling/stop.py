@@ -12,8 +12,9 @@ class StopMatch(NamedTuple):
 
     Attributes:
         stop: the string.
-        start, end: its character range in the whole output text.
-        cut: length of the text to keep: ``end`` if the stop string is included, else ``start``.
+        start, end: its character range in the whole output text, special tokens included; ``start`` is
+            negative if it began in the prompt.
+        cut: length of the text to keep: ``end`` if the stop string is included, else ``start`` or 0.
     """
 
     stop: str
@@ -34,7 +35,8 @@ class StopChecker:
 
     The stop string that is complete first wins; of those complete at the same character, the longest. So the
     result does not depend on how the text is split into tokens. A string that completes before
-    ``min_tokens`` is reached is ordinary text, but one that only begins before it counts.
+    ``min_tokens`` is reached is ordinary text, but one that only begins before it counts. The text of special
+    tokens counts too, also where it is not shown.
 
     Each character costs amortised constant time per stop string.
 
@@ -42,25 +44,32 @@ class StopChecker:
 
     Args:
         params: uses ``stop``, ``include_stop_str_in_output`` and ``min_tokens``.
+        before: text in which a stop string may begin that ends in the output, such as the prompt's. Strings
+            that are complete in it do not count.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, before: str = "") -> None:
         self._include = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         # Longest first, so that the first hit at a character is the longest.
         self._stops = tuple(sorted(set(params.stop), key=lambda stop: (-len(stop), stop)))
         self._borders = tuple(_find_borders(stop) for stop in self._stops)
         self._matched = [0] * len(self._stops)
+        # Text held back, and the ranges of it that are never shown.
         self._held = ""
+        self._hidden: list[tuple[int, int]] = []
         self._num_released = 0
         self._is_finished = False
+        for char in before:
+            self._advance(char)
 
-    def push(self, text: str, num_output_tokens: int) -> Released:
+    def push(self, text: str, num_output_tokens: int, *, is_hidden: bool = False) -> Released:
         """Add a piece of text.
 
         Args:
             text: the next characters of the output, possibly none.
             num_output_tokens: tokens generated so far, including the one that gave ``text``.
+            is_hidden: the piece is matched and never shown, as that of a special token.
 
         Returns:
             The text to show and, if a stop string is complete, where. After a match the checker is
@@ -72,15 +81,17 @@ class StopChecker:
         if self._is_finished:
             raise ValueError(f"expected no text after a stop string, got {text!r}")
         if not self._stops:
-            return self._release(text, len(text))
+            return self._release("" if is_hidden else text, 0 if is_hidden else len(text))
         is_armed = num_output_tokens >= self._min_tokens
         pending = self._held + text
+        if is_hidden and text:
+            self._hidden.append((len(self._held), len(pending)))
         for at in range(len(self._held), len(pending)):
             stop = self._advance(pending[at])
             if stop is not None and is_armed:
                 return self._finish(pending, stop, at + 1)
         # With the stop string included, its beginning is shown whatever follows.
-        num_held = 0 if self._include else self._longest_prefix
+        num_held = 0 if self._include else min(self._longest_prefix, len(pending))
         return self._release(pending, len(pending) - num_held)
 
     def flush(self) -> str:
@@ -111,14 +122,24 @@ class StopChecker:
         self._is_finished = True
         start = end - len(stop)
         offset = self._num_released
-        # With the stop string included its beginning may already be out, so start is counted from the end.
-        match = StopMatch(stop, offset + start, offset + end, offset + (end if self._include else start))
-        return Released(self._release(pending[:end], end if self._include else start).text, match)
+        # What began in the prompt, or is shown already, lies before the pending text.
+        kept = end if self._include else max(start, 0)
+        match = StopMatch(stop, offset + start, offset + end, offset + kept)
+        return Released(self._release(pending[:end], kept).text, match)
 
     def _release(self, pending: str, num_chars: int) -> Released:
+        """Let go of the first characters; those of them that may be shown are."""
+        shown, at = "", 0
+        for start, end in self._hidden:
+            shown += pending[at : min(start, num_chars)]
+            at = min(end, num_chars)
+        shown += pending[at:num_chars]
         self._held = "" if self._is_finished else pending[num_chars:]
+        self._hidden = [
+            (max(start - num_chars, 0), end - num_chars) for start, end in self._hidden if end > num_chars
+        ]
         self._num_released += num_chars
-        return Released(pending[:num_chars], None)
+        return Released(shown, None)
 
 
 def _find_borders(text: str) -> list[int]:

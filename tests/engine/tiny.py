@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,16 @@ CHARACTERS = [chr(code) for code in range(ord("!"), ord("!") + VOCAB - 2)] + ["\
 """The character of each token; the last two are how byte-level vocabularies write a space and a newline."""
 
 
-def make_tiny(directory: Path) -> Tiny:
-    """Save the checkpoint and its tokenizer."""
+def make_tiny(directory: Path, special: Mapping[int, str] | None = None) -> Tiny:
+    """Save the checkpoint and its tokenizer.
+
+    Args:
+        special: tokens that are special, and their texts.
+    """
     model = save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 2}), directory)
-    tokenizer = Tokenizer(BPE({character: token for token, character in enumerate(CHARACTERS)}, []))
+    names = dict(enumerate(CHARACTERS)) | dict(special or {})
+    tokenizer = Tokenizer(BPE({name: token for token, name in names.items()}, []))
+    tokenizer.add_special_tokens(list((special or {}).values()))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)

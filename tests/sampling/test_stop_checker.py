@@ -47,6 +47,39 @@ def test_streaming_equals_the_search_of_the_whole_text(
     assert shown == "".join(pieces)[: match.cut]
 
 
+@settings(max_examples=500)
+@given(
+    before=LETTERS,
+    pieces=st.lists(st.tuples(LETTERS, st.booleans()), max_size=8),
+    stops=STOPS,
+    include=st.booleans(),
+)
+def test_hidden_pieces_and_the_text_before_are_matched_and_never_shown(
+    before: str, pieces: list[tuple[str, bool]], stops: list[str], include: bool
+) -> None:
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
+    text = "".join(piece for piece, _ in pieces)
+    visible = [not is_hidden for piece, is_hidden in pieces for _ in piece]
+    ends = [
+        (end, stop)
+        for end in range(1, len(text) + 1)
+        for stop in sorted(stops, key=len, reverse=True)
+        if (before + text[:end]).endswith(stop)
+    ]
+    end, stop = ends[0] if ends else (len(text), None)
+    kept = end if stop is None or include else max(end - len(stop), 0)
+    checker, shown, match = StopChecker(params, before), "", None
+    for piece, is_hidden in pieces:
+        released = checker.push(piece, 1, is_hidden=is_hidden)
+        shown, match = shown + released.text, released.match
+        if match:
+            break
+    assert (match.stop if match else None) == stop
+    assert shown + checker.flush() == "".join(c for c, is_seen in zip(text[:kept], visible) if is_seen)
+    if match:
+        assert (match.start, match.end, match.cut) == (end - len(stop or ""), end, kept)
+
+
 @settings(max_examples=300)
 @given(text=LETTERS, stops=STOPS, include=st.booleans(), cuts=st.sets(st.integers(0, 25)))
 def test_the_result_does_not_depend_on_the_split_into_tokens(
