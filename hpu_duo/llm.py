@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers import GenerationConfig
@@ -17,14 +17,7 @@ from hpu_duo.engine.assembly import assemble
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.outputs import ContinuationScore
 from hpu_duo.engine.stats import EngineStats
-from hpu_duo.generation import (
-    TokenLists,
-    as_token_ids,
-    assemble_rows,
-    feed,
-    read_generation,
-    read_inputs,
-)
+from hpu_duo.generation import GenerativeModel, as_eos_ids
 from hpu_duo.modeling.loading import load_tokenizer, read_config, read_generation_config
 from hpu_duo.warmup import (
     GivenBuckets,
@@ -38,22 +31,18 @@ from hpu_duo.warmup import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from transformers.generation.streamers import BaseStreamer
 
     from hpu_duo.heads import HeadPattern
 
 
-class HPUDuoModel:
+class HPUDuoModel(GenerativeModel):
     """A checkpoint, loaded and ready to generate.
 
     Threads may share it: one lock orders their steps, each step serves the requests of all of them, and each
     call gets its own outputs. Streamers and callbacks may call it too.
 
     Attributes:
-        engine: for serving: ``add_request``, ``step``, ``abort``, ``generate`` with ``SamplingParams``.
-        tokenizer: the checkpoint's, or None when it has none.
-        generation_config: the checkpoint's defaults.
-        config: what was asked for.
+        engine_config: what ``from_pretrained`` was asked for.
     """
 
     def __init__(
@@ -61,12 +50,10 @@ class HPUDuoModel:
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase | None,
         generation_config: GenerationConfig,
-        config: EngineConfig,
+        engine_config: EngineConfig,
     ) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.generation_config = generation_config
-        self.config = config
+        super().__init__(engine, tokenizer, generation_config)
+        self.engine_config = engine_config
 
     @classmethod
     def from_pretrained(
@@ -129,7 +116,7 @@ class HPUDuoModel:
             fail_on_recompile: a step outside of warm-up that compiles or captures anything raises
                 ``RecompileError``, which names it.
             record_shapes: file to which the exact shape of every step is appended, to plan from.
-            seed: from which requests without a seed draw.
+            seed: from which requests of ``engine`` without a seed draw.
 
         Raises:
             ValueError: a file is missing or unreadable, the architecture cannot be served, or an
@@ -156,79 +143,13 @@ class HPUDuoModel:
         )
         config = given.complete(config)
         generation_config = read_generation_config(path, read_config(path))
-        eos = as_token_ids("eos_token_id", generation_config.eos_token_id)
+        eos = as_eos_ids(generation_config.eos_token_id)
         tokenizer = load_tokenizer(path)
         engine = assemble(config, frozenset(eos), tokenizer, seed)
         given.check(engine)
         if record_shapes is not None:
             engine.recorder = ShapeRecorder(record_shapes)
         return cls(engine, tokenizer, generation_config, config)
-
-    def generate(
-        self,
-        inputs: torch.Tensor | TokenLists | None = None,
-        attention_mask: torch.Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        streamer: BaseStreamer | None = None,
-        *,
-        input_ids: torch.Tensor | TokenLists | None = None,
-        **generation_kwargs: Any,
-    ) -> torch.Tensor:
-        """Generate from token ids, with the arguments of transformers' ``generate``.
-
-        Args:
-            inputs: LongTensor ``[B, L]``, left-padded rows allowed, or a list of token-id lists.
-            attention_mask: ``[B, L]``, 0 for left padding. When left out, leading pad ids are padding if
-                a pad id is known and no end-of-text token.
-            generation_config: goes before the checkpoint's.
-            streamer: gets the prompt once its first token is there, and then each token; for one sequence
-                only. Its ``end`` is called even if the call fails, so that no reader waits for more.
-            input_ids: another name of ``inputs``, for what tokenizers return.
-            generation_kwargs: fields of ``GenerationConfig``, and ``seed``, ``logit_bias``,
-                ``presence_penalty``, ``frequency_penalty``, ``ignore_eos``, ``stop_token_ids``.
-        Returns:
-            LongTensor ``[B * num_return_sequences, max(L) + new]``: the prompt as given, the new
-            tokens, and the pad id to the right of rows that ended early.
-
-        Raises:
-            ValueError: an argument that is unknown, unsupported or out of range, or inputs that
-                cannot be served. Nothing has been generated then.
-        """
-        if streamer is None:
-            return self._generate(inputs, input_ids, attention_mask, generation_config, generation_kwargs)
-        if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-            raise ValueError(
-                f"streamer: expected an object with the methods put and end, got {type(streamer).__name__}"
-            )
-        try:
-            return self._generate(
-                inputs, input_ids, attention_mask, generation_config, generation_kwargs, streamer
-            )
-        finally:
-            streamer.end()
-
-    def _generate(
-        self,
-        inputs: torch.Tensor | TokenLists | None,
-        input_ids: torch.Tensor | TokenLists | None,
-        attention_mask: torch.Tensor | None,
-        generation_config: GenerationConfig | None,
-        generation_kwargs: dict[str, Any],
-        streamer: BaseStreamer | None = None,
-    ) -> torch.Tensor:
-        asked = read_generation(self.generation_config, generation_config, generation_kwargs)
-        if (inputs is None) is (input_ids is None):
-            raise ValueError(f"expected inputs or input_ids, got {'neither' if inputs is None else 'both'}")
-        rows, prompts = read_inputs(input_ids if inputs is None else inputs, attention_mask, asked)
-        params = [asked.params_for(len(row)) for row in rows]
-        if streamer is not None and len(prompts) * asked.num_samples != 1:
-            raise ValueError(
-                f"a streamer takes one sequence, got {len(prompts)} prompts with "
-                f"{asked.num_samples} samples each"
-            )
-        on_output = None if streamer is None else feed(streamer, rows[0])
-        done = self.engine.generate(prompts, params, on_output)
-        return assemble_rows(rows, done, asked.pad_token_id)
 
     def warmup(
         self,
@@ -300,7 +221,7 @@ class HPUDuoModel:
         return WarmUp(
             self.engine,
             table=table,
-            on_miss=self.config.graph.on_miss,
+            on_miss=self.engine_config.graph.on_miss,
             budget=budget,
             phases=None if phases is None else parse_phases(phases),
             earlier=earlier,

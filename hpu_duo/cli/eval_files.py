@@ -172,7 +172,7 @@ def _answer(
 ) -> list[dict[str, Any]]:
     """Answer and score prompt by prompt, in batches as large as the engine runs at once."""
     done = [] if results is None else list(results.records)
-    width = subject.model.config.scheduler.max_num_seqs
+    width = subject.model.engine_config.scheduler.max_num_seqs
     for first in range(len(done), len(prompts), width):
         batch = range(first, min(first + width, len(prompts)))
         answers, kv = subject.answer([prompts[at] for at in batch], [max_new_tokens[at] for at in batch])

@@ -55,7 +55,9 @@ def tokenizer_of(model: HPUDuoModel) -> PreTrainedTokenizerBase:
         ValueError: it has none, so text can be neither read nor written.
     """
     if model.tokenizer is None:
-        raise ValueError(f"expected a tokenizer beside the model in {model.config.model.path}, found none")
+        raise ValueError(
+            f"expected a tokenizer beside the model in {model.engine_config.model.path}, found none"
+        )
     return model.tokenizer
 
 

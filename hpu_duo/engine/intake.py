@@ -30,7 +30,8 @@ class Intake:
         assert limits.vocab_size is not None, "the engine needs the size of the vocabulary"
         self.vocab_size = limits.vocab_size
         self._limits, self._tokenizer, self._seed = limits, tokenizer, seed
-        self._eos = tuple(limits.eos_token_ids)
+        # Checkpoints may name tokens that the model does not have; they never come up.
+        self._eos = tuple(token for token in limits.eos_token_ids if token < limits.vocab_size)
         self._special_ids = None if tokenizer is None else special_token_ids(tokenizer)
 
     def requests(

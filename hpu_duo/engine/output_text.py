@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpu_duo.engine.outputs import RequestOutput, TokenLogprob
@@ -30,6 +31,7 @@ class SampleState:
         self.penalties = PenaltyState.from_token_ids(params, request.prompt_token_ids.tolist())
         self._eos = eos_token_ids
         self._stop = StopChecker(params, _text_before(request, tokenizer)) if params.stop else None
+        self._host = None if params.host_sampler is None else params.host_sampler(request.sample_index)
         self._text = None
         if tokenizer is not None:
             context = request.prompt_token_ids[-32:].tolist()
@@ -37,9 +39,16 @@ class SampleState:
 
     def sampling_row(self) -> SamplingRow:
         """How to sample the next token."""
-        request = self.request
+        request, choose = self.request, None
+        if self._host is not None and self._host.chooses:
+            choose = partial(self._host.choose, request.output_token_ids)
         return SamplingRow(
-            request.params, request.sampling_seed, request.num_output_tokens, self.penalties, self._eos
+            request.params,
+            request.sampling_seed,
+            request.num_output_tokens,
+            self.penalties,
+            self._eos,
+            choose,
         )
 
     def take(self, committed: CommittedToken, logprob: TokenLogprob | None) -> RequestOutput:
@@ -50,7 +59,10 @@ class SampleState:
         stop_reason: str | int | None = None
         if reason is FinishReason.STOP and token in request.params.stop_token_ids:
             stop_reason = token
-        text, match = self._push(token, reason)
+        shows = reason is not FinishReason.STOP or request.params.include_stop_str_in_output
+        if reason is None and self._host is not None and self._host.ends(request.output_token_ids):
+            reason = FinishReason.STOP
+        text, match = self._push(token, reason, shows)
         if match is not None:
             reason, stop_reason = FinishReason.STOP, match
         return RequestOutput(
@@ -72,11 +84,10 @@ class SampleState:
         index = self.request.sample_index
         return RequestOutput(self.public_id, index, (), finish_reason=FinishReason.ERROR, error=error)
 
-    def _push(self, token: int, reason: FinishReason | None) -> tuple[str, str | None]:
+    def _push(self, token: int, reason: FinishReason | None, shows: bool) -> tuple[str, str | None]:
         """Text to show now, and the stop string that is complete."""
         if self._text is None:
             return "", None
-        shows = reason is not FinishReason.STOP or self.request.params.include_stop_str_in_output
         text = self._text.push(token) if shows else ""
         if reason is not None:
             text += self._text.flush()
@@ -100,9 +111,5 @@ def _text_before(request: Request, tokenizer: PreTrainedTokenizerBase | None) ->
         return ""
     # A character has at most four tokens.
     num_tokens = 4 * max(map(len, params.stop))
-    text: str = tokenizer.decode(
-        request.prompt_token_ids[-num_tokens:].tolist(),
-        skip_special_tokens=False,
-        clean_up_tokenization_spaces=False,
-    )
-    return text
+    last = request.prompt_token_ids[-num_tokens:].tolist()
+    return str(tokenizer.decode(last, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -19,7 +19,17 @@ from hpu_duo.engine.batch import StepGeometry, empty_batch, fill, flatten, rows_
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
-from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRow, TokenLogprobs, sample, static_routes
+from hpu_duo.sampling import (
+    SampledTokens,
+    SamplingBatch,
+    SamplingRow,
+    TokenLogprobs,
+    choose_on_host,
+    hosted_rows,
+    sample,
+    static_routes,
+    without,
+)
 from hpu_duo.watch import CompileWatch
 from kernels_ref import StepParts, StepTensors, prepare_step
 
@@ -108,9 +118,14 @@ class Runner:
                 return StepResult(shape, bucket, np.zeros(0, np.int32), None, build_s)
             began = time.perf_counter()
             rows = [sampling.get(row) for row in range(bucket.num_logits)]
-            batch = SamplingBatch.build(rows, vocab_size, is_static=self.runtime.compiles_operators)
+            hosted = hosted_rows(rows)
+            batch = SamplingBatch.build(
+                without(rows, hosted), vocab_size, is_static=self.runtime.compiles_operators
+            )
             build_s += time.perf_counter() - began
             tokens = _read(sample(logits, batch))
+            if hosted:
+                choose_on_host(rows, hosted, logits, tokens.token_ids)
         logprobs = None if tokens.logprobs is None else TokenLogprobs(*(x[wanted] for x in tokens.logprobs))
         return StepResult(shape, bucket, tokens.token_ids.numpy()[wanted], logprobs, build_s)
 

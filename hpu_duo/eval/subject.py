@@ -79,7 +79,7 @@ class Subject:
     def __init__(self, model: HPUDuoModel) -> None:
         if model.tokenizer is None:
             raise ValueError(
-                f"expected a tokenizer beside the model in {model.config.model.path}, found none"
+                f"expected a tokenizer beside the model in {model.engine_config.model.path}, found none"
             )
         self.model = model
         self.tokenizer: PreTrainedTokenizerBase = model.tokenizer

@@ -1,15 +1,6 @@
-"""One call of ``generate``: transformers' arguments and inputs in, and its tensor out."""
+"""transformers' ``generate`` and its arguments, on an engine."""
 
-from hpu_duo.generation.arguments import GenerationRequest, as_token_ids, read_generation
-from hpu_duo.generation.inputs import TokenLists, read_inputs
-from hpu_duo.generation.results import assemble_rows, feed
+from hpu_duo.generation.arguments import as_eos_ids
+from hpu_duo.generation.generative_model import GenerativeModel
 
-__all__ = [
-    "GenerationRequest",
-    "TokenLists",
-    "as_token_ids",
-    "assemble_rows",
-    "feed",
-    "read_generation",
-    "read_inputs",
-]
+__all__ = ["GenerativeModel", "as_eos_ids"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin
+import numpy as np
+import torch
+from transformers import GenerationConfig
 
+from hpu_duo.generation.fields import ACCEPTED, OURS, PROCESSED, SIGNATURE, WARPED, asks_for_nothing
 from hpu_duo.sampling import SamplingParams
+
+_STOPPING = {"ignore_eos", "stop_token_ids"}
 
 DEFAULT_NEW_TOKENS = 20
 """What transformers generates when nobody says how much."""
@@ -18,66 +22,13 @@ DEFAULT_NEW_TOKENS = 20
 DEFAULT_TOP_K = 50
 """transformers' default when it samples."""
 
-_TRANSFORMERS_ARGUMENTS = frozenset(inspect.signature(GenerationMixin.generate).parameters)
-_HONOURED = {
-    "do_sample",
-    "eos_token_id",
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "min_new_tokens",
-    "min_p",
-    "num_return_sequences",
-    "pad_token_id",
-    "repetition_penalty",
-    "stop_strings",
-    "temperature",
-    "top_k",
-    "top_p",
-}
-# Fields that say nothing about the tokens, or only of encoder-decoder models and caches of their own.
-# transformers wants a tokenizer beside stop strings; here it is the checkpoint's.
-_WITHOUT_EFFECT = {
-    "bos_token_id",
-    "cache_config",
-    "cache_implementation",
-    "compile_config",
-    "decoder_start_token_id",
-    "disable_compile",
-    "generation_kwargs",
-    "max_matching_ngram_size",
-    "tokenizer",
-    "transformers_version",
-    "use_cache",
-    "_from_model_config",
-}
-# Arguments of ours beside transformers' own.
-_OURS = {"seed", "logit_bias", "presence_penalty", "frequency_penalty", "ignore_eos", "stop_token_ids"}
-_STOPPING = {"ignore_eos", "stop_token_ids"}
-# Values that ask for nothing, in fields that are not supported otherwise; None and False always do.
-_NEUTRAL: dict[str, Any] = {
-    "bad_words_ids": [],
-    "diversity_penalty": 0.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "guidance_scale": 1.0,
-    "length_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "num_beam_groups": 1,
-    "num_beams": 1,
-    "suppress_tokens": [],
-    "typical_p": 1.0,
-}
-
 
 @dataclass(frozen=True)
 class GenerationRequest:
     """What one call of ``generate`` asks for.
 
     Attributes:
-        config: the fields that are honoured.
+        config: the fields that are honoured; None for those that nobody set.
         ours: arguments that transformers does not have.
         pad_token_id: fills the right of shorter rows.
         eos_token_ids: tokens that end a row.
@@ -95,6 +46,32 @@ class GenerationRequest:
         """Rows returned for each prompt."""
         num_samples: int = _or(self.config.num_return_sequences, 1)
         return num_samples
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, not chosen."""
+        return bool(self.config.do_sample)
+
+    @property
+    def returns_dict(self) -> bool:
+        """Whether a ``GenerateDecoderOnlyOutput`` is wanted instead of the sequences alone."""
+        return bool(self.config.return_dict_in_generate)
+
+    @property
+    def returns_scores(self) -> bool:
+        """Whether the scores of all tokens are wanted, as processors leave them."""
+        return self.returns_dict and bool(self.config.output_scores)
+
+    @property
+    def returns_logits(self) -> bool:
+        """Whether the scores of all tokens are wanted, as the model gives them."""
+        return self.returns_dict and bool(self.config.output_logits)
+
+    @property
+    def needs_processors(self) -> bool:
+        """Whether some field is not the device sampler's, so that transformers' processors are needed."""
+        names = PROCESSED | WARPED if self.draws else PROCESSED
+        return any(not asks_for_nothing(name, getattr(self.config, name, None)) for name in names)
 
     def params_for(self, input_len: int) -> SamplingParams:
         """Sampling parameters of a prompt of ``input_len`` tokens, left padding included.
@@ -145,13 +122,13 @@ class GenerationRequest:
 
 
 def read_generation(
-    default: GenerationConfig, given: GenerationConfig | None, kwargs: Mapping[str, Any]
+    default: GenerationConfig, given: GenerationConfig | None, kwargs: Mapping[str, Any], vocab_size: int
 ) -> GenerationRequest:
     """Merge the model's defaults, a ``GenerationConfig`` and keyword arguments, the last one first.
 
     Raises:
         ValueError: an argument that is unknown, known to transformers and not supported here, or of a
-            type that says nothing about tokens.
+            type that says nothing about tokens; an eos id that is not in the vocabulary.
     """
     if given is not None and not isinstance(given, GenerationConfig):
         raise ValueError(f"generation_config: expected a GenerationConfig, got {type(given).__name__}")
@@ -159,33 +136,41 @@ def read_generation(
     unknown = sorted(
         name
         for name, value in kwargs.items()
-        if name not in fields | _HONOURED | _WITHOUT_EFFECT | _OURS
-        and not (value is None and name in _TRANSFORMERS_ARGUMENTS)
+        if name not in fields | ACCEPTED | OURS and not (name in SIGNATURE and asks_for_nothing(name, value))
     )
     if unknown:
         raise ValueError(f"unknown or unsupported generation arguments: {', '.join(unknown)}")
     # A checkpoint may say things that transformers has no field for either, and ignores.
     asked = {name: value for name, value in _set_fields(default).items() if name in fields}
     asked |= _set_fields(given)
-    asked |= {name: value for name, value in kwargs.items() if name not in _OURS}
+    asked |= {name: value for name, value in kwargs.items() if name not in OURS}
     unsupported = sorted(
-        name
-        for name, value in asked.items()
-        if name not in _HONOURED | _WITHOUT_EFFECT and not _is_neutral(name, value)
+        name for name, value in asked.items() if name not in ACCEPTED and not asks_for_nothing(name, value)
     )
     if unsupported:
         raise ValueError(f"generation arguments that are not supported: {', '.join(unsupported)}")
     config = GenerationConfig()
-    for name in _HONOURED:
+    for name in ACCEPTED:
         setattr(config, name, asked.get(name))
-    ours = {name: value for name, value in kwargs.items() if name in _OURS}
+    ours = {name: value for name, value in kwargs.items() if name in OURS}
     _check_ours(ours)
-    eos = as_token_ids("eos_token_id", config.eos_token_id)
+    eos = as_eos_ids(config.eos_token_id)
+    if any(token >= vocab_size for token in eos):
+        raise ValueError(f"eos_token_id: expected token ids below {vocab_size}, got {config.eos_token_id!r}")
     pad = None if config.pad_token_id is None else _as_token_id("pad_token_id", config.pad_token_id)
     guesses_padding = pad is not None and pad not in eos
     if pad is None:
         pad = eos[0] if eos else 0
     return GenerationRequest(config, ours, pad, () if ours.get("ignore_eos") else eos, guesses_padding)
+
+
+def as_eos_ids(value: Any) -> tuple[int, ...]:
+    """``eos_token_id`` as transformers takes it: none, one or several, where negative ids never come up.
+
+    Raises:
+        ValueError: anything else.
+    """
+    return tuple(token for token in _as_integers("eos_token_id", value) if token >= 0)
 
 
 def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -194,18 +179,31 @@ def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
     Raises:
         ValueError: anything else.
     """
+    tokens = _as_integers(name, value)
+    return tuple(_as_token_id(name, token) for token in tokens)
+
+
+def _as_integers(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
+    if isinstance(value, torch.Tensor | np.ndarray):
+        value = value.tolist()
     several = value if isinstance(value, list | tuple) else (value,)
-    return tuple(_as_token_id(name, token) for token in several)
+    return tuple(_as_integer(name, token) for token in several)
+
+
+def _as_integer(name: str, value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name}: expected a token id, an integer >= 0, got {value!r}")
 
 
 def _as_token_id(name: str, value: Any) -> int:
-    try:
-        token = operator.index(value)
-    except TypeError:
-        token = -1
-    if token < 0 or isinstance(value, bool):
+    token = _as_integer(name, value)
+    if token < 0:
         raise ValueError(f"{name}: expected a token id, an integer >= 0, got {value!r}")
     return token
 
@@ -220,28 +218,23 @@ def _check_ours(ours: Mapping[str, Any]) -> None:
 
 def _read_stop_strings(value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else _or(value, ())
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"stop_strings: expected a string or a list of strings, got {value!r}")
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(
+            f"stop_strings: expected a non-empty string or a list of such strings, got {value!r}"
+        )
     return tuple(texts)
 
 
 def _set_fields(config: GenerationConfig | None) -> dict[str, Any]:
-    """Fields that differ from what an empty configuration holds."""
+    """Fields that differ from what an empty configuration holds, as the configuration has them."""
     if config is None:
         return {}
     neutral = GenerationConfig().to_dict()
     return {
-        name: value
+        name: getattr(config, name, value)
         for name, value in config.to_dict().items()
         if not name.startswith("_") and name != "transformers_version" and value != neutral.get(name)
     }
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    if value is None or value is False:
-        return True
-    # True equals 1, and asks for something.
-    return value is not True and name in _NEUTRAL and value == _NEUTRAL[name]
 
 
 def _check_count(name: str, value: Any, minimum: int) -> int:

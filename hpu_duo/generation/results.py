@@ -32,3 +32,17 @@ def assemble_rows(rows: list[list[int]], done: list[list[Completion]], pad_token
     new = max(len(sample.token_ids) for samples in done for sample in samples)
     width = max(len(row) for row in rows) + new
     return torch.tensor([row + [pad_token_id] * (width - len(row)) for row in filled])
+
+
+def assemble_scores(samples: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """The scores of each step, float32 ``[B, V]``; zeros for rows that have ended.
+
+    Args:
+        samples: for each row its scores, ``[1, V]`` each.
+    """
+    ended = torch.zeros_like(samples[0][0])
+    num_steps = max(map(len, samples))
+    return tuple(
+        torch.cat([scores[step] if step < len(scores) else ended for scores in samples])
+        for step in range(num_steps)
+    )

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from hpu_duo.sampling.host import HostChoice
 from hpu_duo.sampling.params import SamplingParams
 from hpu_duo.sampling.penalties import PenaltyState
 from hpu_duo.sampling.positions import PositionList, pad_to_power_of_two
@@ -38,6 +39,7 @@ class SamplingRow(NamedTuple):
         num_output_tokens: tokens generated so far, which is also the number of this draw.
         penalties: the request's history; required when ``params.needs_penalties``.
         eos_token_ids: the ids that end the output unless ``params.ignore_eos``.
+        choose: chooses the token on the host; see ``choose_on_host``.
     """
 
     params: SamplingParams
@@ -45,6 +47,7 @@ class SamplingRow(NamedTuple):
     num_output_tokens: int = 0
     penalties: PenaltyState | None = None
     eos_token_ids: Sequence[int] = ()
+    choose: HostChoice | None = None
 
 
 @dataclass(frozen=True, order=True)

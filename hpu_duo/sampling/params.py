@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from hpu_duo.sampling.host import HostSampler
 
 #: Below this temperature a request is greedy: dividing by less only overflows.
 GREEDY_TEMPERATURE = 1e-5
@@ -55,6 +57,8 @@ class SamplingParams:
         decoded_prompt_tokens: so many last tokens of the prompt are computed one per step, like generated
             ones and from the same cache, and so is everything after them, also after a preemption. The
             others are prefilled. 1 is enough for the first output token to come from a decode.
+        host_sampler: makes, from the index of each sample, what chooses its tokens on the host instead of the
+            fields above, or ends it; see ``HostSampler``. Slow.
 
     Raises:
         ValueError: a value is outside its range; the message names the field, the range and the value.
@@ -81,6 +85,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     forced_token_ids: Sequence[int] = ()
     decoded_prompt_tokens: int = 0
+    host_sampler: Callable[[int], HostSampler] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -127,6 +132,16 @@ class SamplingParams:
                 f"got {len(self.forced_token_ids)}"
             )
         _check_int("decoded_prompt_tokens", self.decoded_prompt_tokens, 0)
+        if self.host_sampler is not None:
+            self._check_host_sampler()
+
+    def _check_host_sampler(self) -> None:
+        if not callable(self.host_sampler):
+            raise ValueError(f"host_sampler: expected a callable or None, got {self.host_sampler!r}")
+        # Log-probabilities belong to tokens that the device chose, and forced tokens are chosen already.
+        for name in ("logprobs", "forced_token_ids"):
+            if getattr(self, name) not in (None, ()):
+                raise ValueError(f"{name}: expected none with host_sampler, got {getattr(self, name)!r}")
 
     def validate(self, vocab_size: int) -> None:
         """Check the fields whose range depends on the model.

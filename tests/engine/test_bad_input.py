@@ -314,12 +314,12 @@ def test_a_checkpoint_whose_defaults_are_unsupported_loads_and_can_be_overruled(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     directory = copy_of(tiny, tmp_path / "copy")
-    edit_json(directory / "generation_config.json", no_repeat_ngram_size=3, chat_format="of its own")
+    edit_json(directory / "generation_config.json", guidance_scale=3.0, chat_format="of its own")
     served = HPUDuoModel.from_pretrained(directory, block_size=8, max_num_seqs=2, max_model_len=64)
     prompt = prompts_of([5])
-    with pytest.raises(ValueError, match="no_repeat_ngram_size"):
+    with pytest.raises(ValueError, match="guidance_scale"):
         served.generate(prompt, max_new_tokens=3)
-    output = served.generate(prompt, max_new_tokens=3, no_repeat_ngram_size=0)
+    output = served.generate(prompt, max_new_tokens=3, guidance_scale=1.0)
     assert output.tolist() == [prompt[0] + greedy(tiny.model, prompt[0], 3)]
 
 

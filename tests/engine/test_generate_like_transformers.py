@@ -1,12 +1,21 @@
 """``generate`` in transformers' habits: the same arguments give the same tensor."""
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig, TextIteratorStreamer, TextStreamer
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessorList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny, assert_holds_nothing, text_of
 from tests.modeling.families import VOCAB, greedy, prompts_of
 
@@ -221,21 +230,28 @@ def test_the_reader_of_a_text_iterator_is_let_go_when_the_prompt_is_refused(
         {"num_beams": 2, "num_beam_groups": 2},
         {"assistant_model": object()},
         {"penalty_alpha": 0.6, "top_k": 4},
-        {"logits_processor": [print]},
-        {"stopping_criteria": [print]},
-        {"prefix_allowed_tokens_fn": print},
         {"inputs_embeds": torch.zeros(1, 2, 3)},
         {"past_key_values": ()},
-        {"no_repeat_ngram_size": 2},
-        {"bad_words_ids": [[4]]},
-        {"suppress_tokens": [3]},
         {"guidance_scale": 1.5},
-        {"typical_p": 0.9},
-        {"output_scores": True},
-        {"return_dict_in_generate": True},
+        {"logits_processor": [3]},
+        {"logits_processor": print},
+        {"stopping_criteria": ["stop"]},
+        {"prefix_allowed_tokens_fn": 3},
+        {"synced_gpus": True},
+        {"output_attentions": True},
+        {"output_hidden_states": True},
+        {"custom_generate": "someone/code"},
+        {"max_time": 0},
+        {"max_time": True},
+        {"stop_strings": [""]},
+        {"eos_token_id": VOCAB},
+        {"eos_token_id": [1, 1.5]},
+        {"eos_token_id": torch.tensor([VOCAB])},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [VOCAB]},
+        {"bad_words_ids": 4},
+        {"sequence_bias": {4: 1.0}},
         {"prompt_lookup_num_tokens": 3},
-        {"forced_eos_token_id": 4},
-        {"max_time": 1.0},
         {"nonsense": 1},
     ],
     ids=lambda kwargs: next(iter(kwargs)),
@@ -253,7 +269,72 @@ def test_unsupported_fields_of_a_generation_config_are_refused_by_name(served: H
 
 def test_arguments_that_ask_for_nothing_are_accepted(tiny: Tiny, served: HPUDuoModel) -> None:
     prompt = prompts_of([4])
-    output = served.generate(
-        prompt, max_new_tokens=3, streamer=None, assistant_model=None, num_beams=1, no_repeat_ngram_size=0
-    )
+    nothing: dict[str, Any] = {
+        "streamer": None,
+        "assistant_model": None,
+        "num_beams": 1,
+        "no_repeat_ngram_size": 0,
+        "synced_gpus": False,
+        "logits_processor": LogitsProcessorList(),
+        "stopping_criteria": [],
+        "bad_words_ids": [],
+        "early_stopping": True,
+        "length_penalty": 2.0,
+        "negative_prompt_ids": None,
+    }
+    output = served.generate(prompt, max_new_tokens=3, **nothing)
     assert output.tolist() == [prompt[0] + greedy(tiny.model, prompt[0], 3)]
+
+
+@pytest.mark.parametrize(
+    "form", [-1, [-1], torch.tensor(-1), [-1, 40], torch.tensor([40, 41]), torch.tensor(40)]
+)
+def test_eos_ids_come_in_every_form_that_transformers_takes(
+    tiny: Tiny, served: HPUDuoModel, form: Any
+) -> None:
+    prompt = torch.tensor(prompts_of([12], seed=2))
+    kwargs = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "max_new_tokens": 18}
+    ours, theirs = both(tiny, served, prompt, eos_token_id=form, **kwargs)
+    assert ours.tolist() == theirs.tolist()
+
+
+def test_an_eos_id_of_the_checkpoint_beyond_the_vocabulary_does_not_disturb_an_engine(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    for file in tiny.path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    GenerationConfig(eos_token_id=[VOCAB + 3], pad_token_id=0).save_pretrained(tmp_path)
+    odd = Tiny(tmp_path, tiny.model).load()
+    prompt = prompts_of([9])[0]
+    params = SamplingParams(temperature=0, max_tokens=5, min_tokens=3)
+    assert odd.engine.generate([prompt], params)[0][0].token_ids == greedy(tiny.model, prompt, 5)
+
+
+def test_arguments_come_in_the_order_of_transformers(tiny: Tiny, served: HPUDuoModel) -> None:
+    ours = list(inspect.signature(served.generate).parameters)
+    theirs = list(inspect.signature(tiny.model.generate).parameters)
+    assert ours[:8] == theirs[:8]
+
+
+def test_equal_prompts_of_one_batch_draw_differently_and_reproducibly(served: HPUDuoModel) -> None:
+    prompts = torch.tensor(prompts_of([6]) * 4)
+    kwargs: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 8}
+    drawn = served.generate(prompts, seed=5, **kwargs)
+    assert len({tuple(row) for row in drawn.tolist()}) == 4
+    assert torch.equal(drawn, served.generate(prompts, seed=5, **kwargs))
+    assert not torch.equal(drawn, served.generate(prompts, seed=6, **kwargs))
+
+
+def test_the_seed_of_torch_fixes_draws_without_a_seed(tiny: Tiny, served: HPUDuoModel) -> None:
+    prompts = torch.tensor(prompts_of([6]) * 2)
+    kwargs: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        first, second = (served.generate(prompts, **kwargs) for _ in range(2))
+        torch.manual_seed(3)
+        assert torch.equal(tiny.load().generate(prompts, **kwargs), first)
+        assert not torch.equal(first, second)
+        state = torch.get_rng_state()
+        served.generate(prompts, max_new_tokens=3)
+        served.generate(prompts, seed=1, **kwargs)
+        assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,140 @@
+"""One call of ``generate`` on an engine: requests, what watches them, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hpu_duo.generation.arguments import GenerationRequest
+from hpu_duo.generation.processing import Hooks, ProcessedSample, processors_for
+from hpu_duo.generation.results import assemble_rows, assemble_scores, feed
+from hpu_duo.sampling import SamplingParams, derive_seed
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+    from hpu_duo.engine.engine import Engine
+    from hpu_duo.engine.outputs import RequestOutput
+
+
+class GenerateCall:
+    """The prompts of one call, with parameters of their own.
+
+    Args:
+        model: whose processors are asked for.
+        rows, prompts: as ``read_inputs`` returns them.
+
+    Raises:
+        ValueError: a value is out of range, a prompt fills ``max_length``, or a streamer has several
+            sequences to stream.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        asked: GenerationRequest,
+        rows: list[list[int]],
+        prompts: list[list[int]],
+        hooks: Hooks,
+        streamer: BaseStreamer | None = None,
+    ) -> None:
+        self._asked, self._rows, self._prompts, self._streamer = asked, rows, prompts, streamer
+        self._samples: list[list[ProcessedSample]] = []
+        params = [asked.params_for(len(row)) for row in rows]
+        if streamer is not None and len(prompts) * asked.num_samples != 1:
+            raise ValueError(
+                f"a streamer takes one sequence, got {len(prompts)} prompts with "
+                f"{asked.num_samples} samples each"
+            )
+        if asked.draws:
+            params = _with_seeds(params)
+        max_time = asked.config.max_time
+        timed = [] if max_time is None else [MaxTimeCriteria(_seconds(max_time))]
+        criteria = StoppingCriteriaList([*timed, *hooks.criteria])
+        chooses = (
+            asked.needs_processors
+            or asked.returns_scores
+            or asked.returns_logits
+            or bool(hooks.processors)
+            or hooks.allowed_tokens is not None
+        )
+        if chooses or criteria:
+            for number, one in enumerate(params):
+                self._samples.append(self._watched(model, number, one, hooks if chooses else None, criteria))
+            params = [replace(one, host_sampler=each.__getitem__) for one, each in zip(params, self._samples)]
+        self._params = params
+
+    def _watched(
+        self,
+        model: PreTrainedModel,
+        number: int,
+        params: SamplingParams,
+        hooks: Hooks | None,
+        criteria: StoppingCriteriaList,
+    ) -> list[ProcessedSample]:
+        """What handles each sample of a prompt on the host."""
+        row, prompt_len = self._rows[number], len(self._prompts[number])
+        capacity = len(row) + (params.max_tokens or 0)
+        return [
+            ProcessedSample(
+                row,
+                None if hooks is None else processors_for(model, self._asked, params, row, prompt_len, hooks),
+                criteria,
+                self._asked,
+                capacity,
+            )
+            for _ in range(params.n)
+        ]
+
+    def run(self, engine: Engine) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Generate, and return what transformers returns.
+
+        Raises:
+            ValueError: a prompt cannot be served.
+            Exception: what a processor or criterion of the caller raised.
+        """
+        done = engine.generate(self._prompts, self._params, self._on_output())
+        sequences = assemble_rows(self._rows, done, self._asked.pad_token_id)
+        if not self._asked.returns_dict:
+            return sequences
+        output: Any = GenerateDecoderOnlyOutput
+        samples = [sample for each in self._samples for sample in each]
+        return output(
+            sequences=sequences,
+            scores=assemble_scores([one.scores for one in samples]) if self._asked.returns_scores else None,
+            logits=assemble_scores([one.logits for one in samples]) if self._asked.returns_logits else None,
+        )
+
+    def _on_output(self) -> Callable[[RequestOutput], None] | None:
+        stream = None if self._streamer is None else feed(self._streamer, self._rows[0])
+        if not self._samples:
+            return stream
+
+        def on_output(output: RequestOutput) -> None:
+            for each in self._samples:
+                error = each[output.sample_index].error
+                if error is not None:
+                    raise error
+            if stream is not None:
+                stream(output)
+
+        return on_output
+
+
+def _with_seeds(params: list[SamplingParams]) -> list[SamplingParams]:
+    """Give each row a seed of its own, so that equal prompts get different samples."""
+    given = params[0].seed
+    # Where none is given, torch's generator says, as torch.manual_seed sets it.
+    seed = int(torch.randint(2**62, ())) if given is None else given
+    return [replace(one, seed=derive_seed(seed, number)) for number, one in enumerate(params)]
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"max_time: expected a number of seconds above 0, got {value!r}")
+    return float(value)
