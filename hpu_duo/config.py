@@ -13,6 +13,7 @@ import torch
 
 from graphs import BucketTable, CaptureBackend, MissPolicy
 from graphs.backends import BACKEND_NAMES
+from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, check_utilization
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
@@ -107,12 +108,15 @@ class CacheConfig:
         block_size: tokens of a block.
         num_blocks: blocks to hold; or
         kv_cache_bytes: bytes that all stores may take. With neither, as much as ``max_num_seqs``
-            requests of ``max_model_len`` tokens need, but at most two fifths of the free memory.
+            requests of ``max_model_len`` tokens need, but at most what the next one leaves.
+        device_memory_utilization: share of the device's memory that weights, graphs and stores may take
+            together, vLLM's ``gpu_memory_utilization``; see ``hpu_duo.budget``.
     """
 
     block_size: int = 128
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -124,6 +128,7 @@ class CacheConfig:
         for name in ("num_blocks", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        check_utilization(self.device_memory_utilization)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from graphs import BucketTable, CaptureBackend, MissPolicy
 from graphs.manifest import read_manifest
 from graphs.recording import ShapeRecorder
+from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.engine.assembly import assemble
 from hpu_duo.engine.engine import Engine
@@ -79,6 +80,7 @@ class HPUDuoModel(GenerativeModel):
         block_size: int = 128,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
+        device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION,
         graphs: str | CaptureBackend = "eager",
         buckets: BucketTable | str | Path | None = None,
         on_miss: str = "error",
@@ -103,7 +105,7 @@ class HPUDuoModel(GenerativeModel):
             pack_weights: see ``ModelConfig``.
             max_model_len: tokens of prompt and output; None = what model and cache hold.
             max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks: see ``SchedulerConfig``.
-            block_size, num_blocks, kv_cache_bytes: see ``CacheConfig``.
+            block_size, num_blocks, kv_cache_bytes, device_memory_utilization: see ``CacheConfig``.
             graphs: "eager", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture backend of
                 your own. None of them falls back to another one.
             buckets: table of shapes, or a file with one, such as ``hpu-duo plan`` writes; None = the
@@ -128,7 +130,7 @@ class HPUDuoModel(GenerativeModel):
         config = EngineConfig(
             model=ModelConfig(path, device, dtype, attention, pack_weights),
             heads=HeadConfig(pattern, sparsity, threshold, sink, recent, tie_break, balance),
-            cache=CacheConfig(block_size, num_blocks, kv_cache_bytes),
+            cache=CacheConfig(block_size, num_blocks, kv_cache_bytes, device_memory_utilization),
             scheduler=SchedulerConfig(
                 max_num_seqs, max_num_batched_tokens, max_model_len, max_chunk_rows, trim_chunks
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from graphs import BatchShape, BucketLimits, BucketTable
 from hpu_duo import sim
 from hpu_duo.audit.reach import check_reach
+from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import CacheConfig, EngineConfig
 from hpu_duo.cost import Hardware
 from hpu_duo.engine.assembly import layer_spec
@@ -33,8 +34,6 @@ from hpu_duo.modeling.step_model import StepModel
 from kernels_ref import Implementation
 
 HPU = torch.device("hpu", 0)
-_MEMORY_UTILIZATION = 0.9
-_GRAPH_MEMORY = 0.1
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         config: as for the engine; ``model.device`` and ``graph.backend`` play no part, and the kernels are
             the reference ones, which an HPU would run.
         hardware: what the KV cache has to fit on where ``config.cache`` does not say how large it is:
-            nine tenths of what weights leave, less a tenth of that for graphs.
+            what ``config.cache.device_memory_utilization`` of it leaves beside weights, less a tenth of that
+            for graphs.
 
     Raises:
         ValueError: what the engine refuses; there are no fake tensors of device ``hpu`` here; or buckets
@@ -107,15 +107,16 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         layers = read_layers(model)
     pattern = resolve_pattern(config.heads, layers)
     layouts, windows = assign_heads(layers, pattern, max_len)
+    cache, budget = _cache(config.cache, model, hardware)
     memory = plan_memory(
         layers,
         layouts,
         windows,
-        _cache(config.cache, model, hardware),
+        cache,
         scheduler,
         max_len,
         dtype,
-        free_bytes=hardware.memory_bytes,
+        budget=budget,
     )
     limits = BucketLimits(
         max_num_seqs=scheduler.max_num_seqs,
@@ -180,18 +181,21 @@ def _autocast_on_meta() -> Iterator[None]:
         torch.autocast = original  # type: ignore[misc]
 
 
-def _cache(cache: CacheConfig, model: PreTrainedModel, hardware: Hardware) -> CacheConfig:
+def _cache(
+    cache: CacheConfig, model: PreTrainedModel, hardware: Hardware
+) -> tuple[CacheConfig, DeviceBudget]:
+    total, utilization = hardware.memory_bytes, cache.device_memory_utilization
     if cache.num_blocks is not None or cache.kv_cache_bytes is not None:
-        return cache
+        # A size that was named is taken, weights or no weights, if the device is as large.
+        return cache, DeviceBudget.of_own_device(total, 0, utilization)
     weight_bytes = sum(parameter.nbytes for parameter in set(model.parameters()))
-    left = hardware.memory_bytes - weight_bytes
-    if left <= 0:
+    if weight_bytes >= total:
         raise ValueError(
             f"the weights take {weight_bytes} bytes, and {hardware.title} has {hardware.memory_bytes}: "
             "expected num_blocks or kv_cache_bytes to audit the model nevertheless"
         )
-    budget = int(left * _MEMORY_UTILIZATION * (1 - _GRAPH_MEMORY))
-    return CacheConfig(block_size=cache.block_size, kv_cache_bytes=budget)
+    budget = DeviceBudget.of_own_device(total, weight_bytes, utilization)
+    return replace(cache, kv_cache_bytes=max(1, budget.kv_bytes(budget.graph_bytes()))), budget
 
 
 def _move(model: nn.Module) -> None:

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.option_groups import grouped
-from hpu_duo.cli.options import LIMITS, Buckets, Dtype, HeadOptions, Json, LimitOptions
+from hpu_duo.cli.options import (
+    LIMITS,
+    Buckets,
+    DeviceMemoryUtilization,
+    Dtype,
+    HeadOptions,
+    Json,
+    LimitOptions,
+)
 from hpu_duo.cli.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +50,7 @@ def audit(
             rich_help_panel=LIMITS,
         ),
     ] = None,
+    device_memory_utilization: DeviceMemoryUtilization = DEVICE_MEMORY_UTILIZATION,
     buckets: Buckets = None,
     bucket: Annotated[
         list[str] | None,
@@ -82,7 +92,7 @@ def audit(
             EngineConfig(
                 ModelConfig(model, dtype=dtype),
                 HeadConfig(**vars(heads)),
-                CacheConfig(limits.block_size, num_blocks, cache_bytes),
+                CacheConfig(limits.block_size, num_blocks, cache_bytes, device_memory_utilization),
                 SchedulerConfig(
                     limits.max_num_seqs,
                     limits.max_num_batched_tokens,

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
+from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, GRAPH_MEMORY_SHARE
 from hpu_duo.cli.capacity_choices import report_fields
 from hpu_duo.cli.drawing import check_drawing
 from hpu_duo.cli.errors import user_errors
-from hpu_duo.cli.options import Json
+from hpu_duo.cli.options import LIMITS, DeviceMemoryUtilization, Json
 from hpu_duo.cli.plan_hardware import HardwareOptions
 
 _HEADS = "Heads"
-_MEMORY = "Memory and steps"
 
 
 def capacity(
@@ -42,7 +42,7 @@ def capacity(
     ] = None,
     kv_cache_dtype: Annotated[
         list[str] | None,
-        typer.Option(help="Formats of keys and values.", show_default="bf16 fp8", rich_help_panel=_MEMORY),
+        typer.Option(help="Formats of keys and values.", show_default="bf16 fp8", rich_help_panel=LIMITS),
     ] = None,
     sink: Annotated[
         int, typer.Option(help="First tokens that streaming heads keep.", rich_help_panel=_HEADS)
@@ -50,22 +50,19 @@ def capacity(
     recent: Annotated[
         int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=_HEADS)
     ] = 256,
-    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=_MEMORY)] = 128,
+    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=LIMITS)] = 128,
     max_num_seqs: Annotated[
-        int, typer.Option(help="Requests that run at once even if more fit.", rich_help_panel=_MEMORY)
+        int, typer.Option(help="Requests that run at once even if more fit.", rich_help_panel=LIMITS)
     ] = 256,
     max_num_batched_tokens: Annotated[
         int,
-        typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=_MEMORY),
+        typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=LIMITS),
     ] = 8192,
-    memory_utilization: Annotated[
-        float,
-        typer.Option(help="Share of the memory left by weights that may be used.", rich_help_panel=_MEMORY),
-    ] = 0.9,
+    device_memory_utilization: DeviceMemoryUtilization = DEVICE_MEMORY_UTILIZATION,
     graph_memory: Annotated[
         float,
-        typer.Option(help="Share of that for graphs instead of the KV cache.", rich_help_panel=_MEMORY),
-    ] = 0.1,
+        typer.Option(help="Share of what weights leave of that for graphs.", rich_help_panel=LIMITS),
+    ] = GRAPH_MEMORY_SHARE,
     png: Annotated[
         Path | None, typer.Option(help="Also draw it; needs matplotlib.", show_default="no picture")
     ] = None,
@@ -86,7 +83,7 @@ def capacity(
             kv_cache_dtype=kv_cache_dtype,
             sink=sink,
             recent=recent,
-            memory_utilization=memory_utilization,
+            device_memory_utilization=device_memory_utilization,
             graph_memory=graph_memory,
         )
         serving = asked.on(hardware, max_num_seqs, max_num_batched_tokens, block_size)

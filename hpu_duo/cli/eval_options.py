@@ -50,7 +50,7 @@ class EvaluationEngine(opt.EngineOptions):
 
 
 _STEP = ("device", "dtype", "graphs", "attention")
-_SIZES = ("max_num_batched_tokens", "block_size")
+_SIZES = ("max_num_batched_tokens", "block_size", "device_memory_utilization")
 Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
 OneRequestEngine = Annotated[opt.EngineOptions, Only(*_STEP, *_SIZES)]
 

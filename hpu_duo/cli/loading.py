@@ -62,6 +62,7 @@ def load_model(
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         kv_cache_bytes=kv_cache_bytes,
+        device_memory_utilization=options.device_memory_utilization,
         graphs=options.graphs,
         buckets=options.buckets,
         max_captured_tokens=options.max_captured_tokens,

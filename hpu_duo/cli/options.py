@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION
+
 DEFAULT_MAX_NUM_SEQS = 32
 
 HEADS = "Heads"
@@ -31,6 +33,15 @@ Buckets = Annotated[
         help="File with the shapes to capture, as hpu-duo plan writes it.",
         show_default="made from the limits",
         rich_help_panel=ENGINE,
+    ),
+]
+DeviceMemoryUtilization = Annotated[
+    float,
+    typer.Option(
+        "--device-memory-utilization",
+        "--gpu-memory-utilization",
+        help="Share of the device's memory for weights, graphs and KV cache together.",
+        rich_help_panel=LIMITS,
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Fixes everything that is drawn at random.")]
@@ -136,6 +147,7 @@ class EngineOptions:
             rich_help_panel=ENGINE,
         ),
     ] = None
+    device_memory_utilization: DeviceMemoryUtilization = DEVICE_MEMORY_UTILIZATION
     buckets: Buckets = None
     max_captured_tokens: Annotated[
         int | None,

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, GRAPH_MEMORY_SHARE
 from hpu_duo.cli.capacity_choices import DEFAULT_KV_FORMATS, DEFAULT_SPARSITIES, default_contexts
+from hpu_duo.cli.options import DeviceMemoryUtilization
 
 if TYPE_CHECKING:
     from graphs import BatchShape
@@ -62,14 +64,11 @@ class HardwareOptions:
     recent: Annotated[
         int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=HARDWARE)
     ] = 256
-    memory_utilization: Annotated[
-        float,
-        typer.Option(help="Share of the memory left by weights that may be used.", rich_help_panel=HARDWARE),
-    ] = 0.9
+    device_memory_utilization: DeviceMemoryUtilization = DEVICE_MEMORY_UTILIZATION
     graph_memory: Annotated[
         float,
-        typer.Option(help="Share of that for graphs instead of the KV cache.", rich_help_panel=HARDWARE),
-    ] = 0.1
+        typer.Option(help="Share of what weights leave of that for graphs.", rich_help_panel=HARDWARE),
+    ] = GRAPH_MEMORY_SHARE
 
     def on(self, hardware: str, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> Serving:
         """The same on some hardware, with the limits of a scheduler.
@@ -87,7 +86,7 @@ class HardwareOptions:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            memory_utilization=self.memory_utilization,
+            device_memory_utilization=self.device_memory_utilization,
             graph_memory=self.graph_memory,
             sink=self.sink,
             recent=self.recent,

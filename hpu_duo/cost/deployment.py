@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from hpu_duo.budget import (
+    DEVICE_MEMORY_UTILIZATION,
+    GRAPH_MEMORY_SHARE,
+    DeviceBudget,
+    check_utilization,
+)
 from hpu_duo.cost.fitted import FITTED
 from hpu_duo.cost.hardware import Format, Hardware
 from hpu_duo.cost.model import ModelSize
@@ -26,8 +32,9 @@ class Serving:
         block_size: tokens of a KV block.
         max_num_seqs: requests that run at once even if more fit.
         max_num_batched_tokens: of one step; longer prompts are cut into chunks.
-        memory_utilization: share of the memory left by weights that may be used.
-        graph_memory: share of that which graphs and activations get instead of the KV cache.
+        device_memory_utilization: share of the devices' memory that weights, graphs and KV cache may take
+            together; see ``hpu_duo.budget``.
+        graph_memory: share of what weights leave of that, for graphs instead of the KV cache.
         sink, recent: tokens that streaming heads keep.
     """
 
@@ -37,8 +44,8 @@ class Serving:
     block_size: int = 128
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    memory_utilization: float = 0.9
-    graph_memory: float = 0.1
+    device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
+    graph_memory: float = GRAPH_MEMORY_SHARE
     sink: int = 128
     recent: int = 256
 
@@ -47,8 +54,7 @@ class Serving:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        if not 0.0 < self.memory_utilization <= 1.0:
-            raise ValueError(f"expected memory_utilization in (0, 1], got {self.memory_utilization}")
+        check_utilization(self.device_memory_utilization)
         if not 0.0 <= self.graph_memory < 1.0:
             raise ValueError(f"expected graph_memory in [0, 1), got {self.graph_memory}")
 
@@ -66,7 +72,8 @@ class Serving:
                 f"the {self.weights.value} weights of {model.name} take {weight_bytes / _GIB:.1f} GiB, "
                 f"{self.num_devices} x {self.hardware.title} have {memory / _GIB:.1f} GiB"
             )
-        return int((memory - weight_bytes) * self.memory_utilization * (1.0 - self.graph_memory))
+        budget = DeviceBudget.of_own_device(memory, weight_bytes, self.device_memory_utilization)
+        return budget.kv_bytes(budget.graph_bytes(self.graph_memory))
 
 
 @dataclass(frozen=True)

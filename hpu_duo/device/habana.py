@@ -183,6 +183,10 @@ class HabanaRuntime:
         """The limit less what is in use."""
         return int(self._hpu.mem_get_info()[0])
 
+    def total_bytes(self) -> int:
+        """The limit."""
+        return int(self._hpu.mem_get_info()[1])
+
     def used_bytes(self) -> int:
         """What is in use."""
         return self.memory().in_use

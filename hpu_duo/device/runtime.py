@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from hpu_duo.sim.host_memory import resident_bytes
+from hpu_duo.sim.host_memory import host_memory, resident_bytes
 
 
 class DeviceRuntime(Protocol):
@@ -45,6 +43,10 @@ class DeviceRuntime(Protocol):
         """Device memory that nobody uses."""
         ...
 
+    def total_bytes(self) -> int:
+        """Device memory that there is."""
+        ...
+
     def used_bytes(self) -> int:
         """Device memory that this process holds, what its allocator keeps for itself included."""
         ...
@@ -71,9 +73,6 @@ def no_compile_only(name: str) -> AbstractContextManager[None]:
     raise ValueError(f"building graphs without launching them is a mode of hpu devices, got {name}")
 
 
-_MEMINFO = Path("/proc/meminfo")
-
-
 class CpuRuntime:
     """Nothing to launch, nothing to wait for."""
 
@@ -92,11 +91,12 @@ class CpuRuntime:
         """Nothing runs behind the caller's back."""
 
     def free_bytes(self) -> int:
-        """Memory of the machine that programs can have, what caches would give back included."""
-        if _MEMINFO.is_file():
-            entries = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-            return int(entries["MemAvailable"].split()[0]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        """Memory that this process can have now, what caches would give back included."""
+        return host_memory().free
+
+    def total_bytes(self) -> int:
+        """Memory of the machine, or of the control group that this process is limited to."""
+        return host_memory().total
 
     def used_bytes(self) -> int:
         """Resident memory of the process."""
@@ -139,6 +139,10 @@ class CudaRuntime:
     def free_bytes(self) -> int:
         """What the driver calls free."""
         return torch.cuda.mem_get_info(self._device)[0]
+
+    def total_bytes(self) -> int:
+        """What the driver calls total."""
+        return torch.cuda.mem_get_info(self._device)[1]
 
     def used_bytes(self) -> int:
         """What the caching allocator has taken from the driver, the pools of graphs included."""

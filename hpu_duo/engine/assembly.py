@@ -12,10 +12,11 @@ from bias_builders import Window
 from graphs import CaptureBackend, GraphCache, MissPolicy, make_backend
 from graphs.backends import best_name
 from hpu_duo import sim
+from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import EngineConfig, SchedulerConfig
 from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.graph_memory import RESERVED_SHARE, plan_with_graphs
+from hpu_duo.engine.graph_memory import plan_with_graphs
 from hpu_duo.engine.head_choice import assign_heads, resolve_pattern
 from hpu_duo.engine.kernel_choice import choose_kernels
 from hpu_duo.engine.memory_choice import plan_memory
@@ -93,13 +94,13 @@ def assemble_around(
     layers = probe(model)
     pattern = resolve_pattern(config.heads, layers)
     layouts, windows = assign_heads(layers, pattern, max_len)
-    free_bytes = runtime.free_bytes() - (0 if first_device == device else _weight_bytes(model))
+    budget = _budget(config, runtime, 0 if first_device == device else _weight_bytes(model))
     impl = choose_kernels(config.model.attention, device, layers)
     specs = [layer_spec(*each, impl) for each in zip(layers, layouts, windows)]
 
     def plan_of(graph_bytes: int) -> MemoryPlan:
         sizes = (config.cache, config.scheduler, max_len, dtype)
-        return plan_memory(layers, layouts, windows, *sizes, free_bytes=free_bytes, graph_bytes=graph_bytes)
+        return plan_memory(layers, layouts, windows, *sizes, budget=budget, graph_bytes=graph_bytes)
 
     tables = StepTables(config, specs, text_config, max_len, backend, runtime.compiles_operators)
     if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
@@ -107,7 +108,7 @@ def assemble_around(
             "trim_chunks needs a table of buckets to trim to: expected graphs other than 'eager', or buckets"
         )
     if config.graph.memory_bytes is None:
-        bound = free_bytes // RESERVED_SHARE
+        bound = budget.graph_bytes()
         memory = plan_with_graphs(plan_of, lambda plan: min(bound, tables.graph_bytes(plan, dtype.itemsize)))
     else:
         memory = plan_of(config.graph.memory_bytes)
@@ -241,6 +242,16 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
     if problem is not None:
         raise ValueError(f"graphs={chosen.name!r} cannot be used: {problem}")
     return chosen
+
+
+def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> DeviceBudget:
+    """The memory of the device once so many more bytes of weights are there."""
+    return DeviceBudget(
+        runtime.total_bytes(),
+        runtime.used_bytes() + num_coming,
+        runtime.free_bytes() - num_coming,
+        config.cache.device_memory_utilization,
+    )
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:

@@ -12,10 +12,6 @@ from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.step_sizes import StepSizes
 from hpu_duo.kv.plan import MemoryPlan
 
-RESERVED_SHARE = 10
-"""An estimate takes at most one of this many parts of the free memory: vllm-gaudi sets as much aside. Those
-for HPU are of the worst case, in which no graph shares memory with another one."""
-
 
 class WorkingMemory(Enum):
     """Where a graph has the intermediates of its step.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bias_builders import Window
+from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import CacheConfig, SchedulerConfig
 from hpu_duo.heads import HeadLayout
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
@@ -23,19 +24,19 @@ def plan_memory(
     max_len: int,
     dtype: torch.dtype,
     *,
-    free_bytes: int,
+    budget: DeviceBudget,
     graph_bytes: int = 0,
 ) -> MemoryPlan:
-    """The sizes of all stores, in up to two fifths of the free memory unless the user has said otherwise.
+    """The sizes of all stores, within the engine's share of the device unless the user has named a size.
 
     Args:
-        free_bytes: memory that nobody uses.
-        graph_bytes: how much of it is set aside for graphs before anything else.
+        budget: of the device.
+        graph_bytes: how much is set aside for graphs before anything else.
 
     Raises:
-        ValueError: what the user has said does not fit into the rest.
+        ValueError: a size that was named does not fit into what is free, or nothing useful into the share.
     """
-    free_bytes -= graph_bytes
+    free_bytes = budget.free_bytes - graph_bytes
     kv = tuple(
         LayerKV(layout.num_retrieval, layout.num_streaming, layer.call.head_dim, window.size if window else 0)
         for layer, layout, window in zip(layers, layouts, windows)
@@ -53,10 +54,17 @@ def plan_memory(
         plan = MemoryPlan.from_budget(kv, kv_cache_bytes=cache.kv_cache_bytes, **sizes)
         return _fitting(replace(plan, num_blocks=min(plan.num_blocks, wanted)), free_bytes)
     plan = MemoryPlan(kv, num_blocks=wanted, **sizes)
-    budget = free_bytes * 2 // 5
-    if plan.total_bytes <= budget:
+    kv_bytes = budget.kv_bytes(graph_bytes)
+    if plan.total_bytes <= kv_bytes:
         return plan
-    return MemoryPlan.from_budget(kv, kv_cache_bytes=budget, **sizes)
+    try:
+        return MemoryPlan.from_budget(kv, kv_cache_bytes=kv_bytes, **sizes)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: that is what device_memory_utilization={budget.utilization:g} of "
+            f"{budget.total_bytes} bytes leaves beside {budget.held_bytes} in use by this process, with "
+            f"{budget.free_bytes} bytes free"
+        ) from None
 
 
 def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
-from hpu_duo.sim.host_memory import resident_bytes
+from hpu_duo.sim.host_memory import host_memory, resident_bytes
 from hpu_duo.sim.rules import Rule
 from hpu_duo.sim.simulated import SimulatedHpu
 
@@ -35,7 +34,11 @@ class SimRuntime:
 
     def free_bytes(self) -> int:
         """Free host memory."""
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return host_memory().free
+
+    def total_bytes(self) -> int:
+        """All host memory."""
+        return host_memory().total
 
     def used_bytes(self) -> int:
         """Resident host memory."""

@@ -51,7 +51,7 @@ def deployments() -> st.SearchStrategy[Deployment]:
         st.sampled_from((GAUDI2, GAUDI3)),
         block_size=st.sampled_from((16, 128)),
         # Little memory for the cache, so that few enough requests fit to count them.
-        memory_utilization=st.sampled_from((1e-4, 3e-3, 0.1)),
+        device_memory_utilization=st.sampled_from((3e-3, 5e-3, 0.1)),
     )
     return st.builds(Deployment, models(), serving, SPARSITIES, FORMATS, max_len=st.integers(100, 90_000))
 
@@ -200,7 +200,7 @@ def test_what_cannot_be_served_is_refused() -> None:
     [
         ({"num_devices": 9}, "1 to 8 Gaudi 2 devices, got 9"),
         ({"block_size": 0}, "block_size >= 1"),
-        ({"memory_utilization": 0.0}, "memory_utilization in"),
+        ({"device_memory_utilization": 0.0}, "device_memory_utilization in"),
         ({"graph_memory": 1.0}, "graph_memory in"),
     ],
 )

@@ -124,7 +124,7 @@ def test_without_matplotlib_a_picture_is_refused_and_tables_are_not(
         (("--context", "1000", "200000"), "expected contexts of 1 to 131072 tokens"),
         (("--context", "0"), "expected contexts of 1 token or more"),
         (("--recent", "0"), "recent >= 1"),
-        (("--memory-utilization", "1.5"), "expected memory_utilization in (0, 1], got 1.5"),
+        (("--device-memory-utilization", "1.5"), "expected device_memory_utilization in (0, 1], got 1.5"),
         (("--model", "/no/such/place"), "expected config.json or a directory with it"),
         (("--png", "picture.jpg"), "ends in .png"),
         (("--png", "/no/such/place/a.png"), "expected an existing directory"),

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketTable
 from graphs.backends.cuda import CudaBackend
-from hpu_duo.engine.graph_memory import KEPT, RESERVED_SHARE, GraphMemory, plan_with_graphs
+from hpu_duo.budget import DeviceBudget
+from hpu_duo.engine.graph_memory import KEPT, GraphMemory, plan_with_graphs
 from hpu_duo.engine.step_sizes import StepSizes
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from tests.engine.tiny import PATTERN, Tiny
@@ -63,12 +64,13 @@ LAYERS = (LayerKV(2, 0, 8, 0),) * 2
 )
 def test_the_plan_leaves_free_what_its_own_graphs_need(free: int, per_block: int, fixed: int) -> None:
     """Whatever graphs take per block, the reserve covers the graphs of the plan that it leads to."""
-    bound = free // RESERVED_SHARE
+    device = DeviceBudget(free, 0, free)
+    bound = device.graph_bytes()
     sizes: dict[str, Any] = {"dtype_bytes": 2, "block_size": 16, "max_num_seqs": 2}
     smallest = MemoryPlan(LAYERS, num_blocks=2, **sizes).total_bytes
 
     def plan_of(graph_bytes: int) -> MemoryPlan:
-        budget = max(smallest, (free - graph_bytes) * 2 // 5)
+        budget = max(smallest, device.kv_bytes(graph_bytes))
         return MemoryPlan.from_budget(LAYERS, kv_cache_bytes=budget, graph_bytes=graph_bytes, **sizes)
 
     def needed_of(plan: MemoryPlan) -> int:
@@ -91,10 +93,10 @@ def load(tiny: Tiny, free: int, monkeypatch: pytest.MonkeyPatch, **options: Any)
 def test_a_given_reserve_comes_off_before_blocks_are_counted(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free, reserve = 100_000, 30_000
+    free, reserve = 70_000, 20_000
     plan = load(tiny, free, monkeypatch, graph_memory_bytes=reserve)
     assert plan.graph_bytes == reserve
-    budget = (free - reserve) * 2 // 5
+    budget = free * 9 // 10 - reserve
     assert plan.total_bytes <= budget < plan.total_bytes + plan.block_bytes
     assert load(tiny, free, monkeypatch, graph_memory_bytes=0).num_blocks > plan.num_blocks
 
@@ -144,7 +146,7 @@ def test_an_estimated_reserve_covers_the_graphs_of_the_table_and_the_staged_inpu
     assert staged == 4 * by_hand
 
 
-def test_an_estimate_takes_a_tenth_of_the_free_memory_at_most(
+def test_an_estimate_takes_a_tenth_of_the_engines_share_at_most(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load(tiny, 3 * MIB, monkeypatch).graph_bytes == 3 * MIB // 10
+    assert load(tiny, 3 * MIB, monkeypatch).graph_bytes == int(0.1 * int(0.9 * 3 * MIB))

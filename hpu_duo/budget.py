@@ -1,0 +1,62 @@
+"""How much of a device's memory one engine may take: one rule for engine, audit and cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEVICE_MEMORY_UTILIZATION = 0.9
+"""Share of a device's memory that one engine may fill unless told otherwise, as in vLLM."""
+
+GRAPH_MEMORY_SHARE = 0.1
+"""Share of what weights leave that graphs get at most unless told otherwise, as in vllm-gaudi."""
+
+
+def check_utilization(share: float) -> None:
+    """Raise ValueError unless ``share`` is a share of a device's memory, above 0 and at most 1."""
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not is_number or not 0.0 < share <= 1.0:
+        raise ValueError(f"expected device_memory_utilization in (0, 1], got {share!r}")
+
+
+@dataclass(frozen=True)
+class DeviceBudget:
+    """The memory of a device, or of several together, and the share of it that one engine may fill.
+
+    The share is vLLM's ``gpu_memory_utilization``: of all memory of the device, weights, graphs and KV cache
+    together. Of a device that others use as well, graphs and cache take at most that share of what is free.
+
+    Attributes:
+        total_bytes: of the device.
+        held_bytes: what the engine's process holds before graphs and cache, weights included.
+        free_bytes: what nobody holds then.
+        utilization: the share, above 0 and at most 1.
+    """
+
+    total_bytes: int
+    held_bytes: int
+    free_bytes: int
+    utilization: float = DEVICE_MEMORY_UTILIZATION
+
+    def __post_init__(self) -> None:
+        check_utilization(self.utilization)
+
+    @classmethod
+    def of_own_device(
+        cls, total_bytes: int, weight_bytes: int, utilization: float = DEVICE_MEMORY_UTILIZATION
+    ) -> DeviceBudget:
+        """The budget of a device that holds nothing but the weights."""
+        return cls(total_bytes, weight_bytes, total_bytes - weight_bytes, utilization)
+
+    @property
+    def left_bytes(self) -> int:
+        """What graphs and KV cache may take together, 0 or more."""
+        own = int(self.utilization * self.total_bytes) - self.held_bytes
+        return max(0, min(own, int(self.utilization * self.free_bytes)))
+
+    def graph_bytes(self, share: float = GRAPH_MEMORY_SHARE) -> int:
+        """A share of that for graphs."""
+        return int(share * self.left_bytes)
+
+    def kv_bytes(self, graph_bytes: int) -> int:
+        """What is left for the KV cache beside so many bytes for graphs, 0 or more."""
+        return max(0, self.left_bytes - graph_bytes)
