@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hpu_duo.cost.model import AttentionSize, Experts, ModelSize
+from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file, refusal
 from hpu_duo.modeling.rope import positions_served
-
-# What transformers raises about a file, or values in it, that it cannot use.
-_CONFIG_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OSError, StrictDataclassError)
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
@@ -34,17 +31,12 @@ def read_model(path: str | Path) -> ModelSize:
             and values of decoder layers.
     """
     given = Path(path)
-    file = given / "config.json" if given.is_dir() else given
-    if not file.is_file():
+    file = given / CONFIG_FILE if given.is_dir() else given
+    if not str(path) or not file.is_file():
         raise ValueError(f"expected config.json or a directory with it, got {str(path)!r}")
-    try:
-        config = AutoConfig.from_pretrained(file, local_files_only=True)
-    except _CONFIG_ERRORS as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
+    config = read_config_file(file)
     text = config.get_text_config()
     name = (given if given.is_dir() else given.parent).resolve().name
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"expected a decoder-only model, got the encoder-decoder {config.model_type!r}")
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
             f"model_type {text.model_type!r} has no causal language model in transformers "
@@ -54,9 +46,9 @@ def read_model(path: str | Path) -> ModelSize:
         layers = _layers(text)
         max_positions = positions_served(text)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(text)
-    except _CONFIG_ERRORS as error:
-        raise ValueError(f"cannot size the model of {file}: {error}") from error
+            model = AutoModelForCausalLM.from_config(text, trust_remote_code=False)
+    except (*FILE_ERRORS, RuntimeError) as error:
+        raise refusal(f"cannot size the model of {file}", error) from error
     return _count(name, model, text, layers, max_positions)
 
 
@@ -64,12 +56,7 @@ def _layers(config: Any) -> tuple[AttentionSize, ...]:
     for unknown in ("kv_lora_rank", "num_kv_shared_layers", "attention_chunk_size"):
         if getattr(config, unknown, None):
             raise ValueError(f"{config.model_type!r} has {unknown}, which the cost model does not cover")
-    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    for value in (num_layers, num_heads, num_kv_heads, head_dim):
-        if not isinstance(value, int):
-            raise ValueError(f"expected the same heads in every layer, got {value!r}")
+    num_layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if types is None:
@@ -81,9 +68,29 @@ def _layers(config: Any) -> tuple[AttentionSize, ...]:
             + (f" with {', '.join(unserved)}" if unserved else "")
         )
     return tuple(
-        AttentionSize(num_heads, num_kv_heads, head_dim, window if kind == "sliding_attention" else None)
-        for kind in types
+        AttentionSize(*_heads(config, index), window if kind == "sliding_attention" else None)
+        for index, kind in enumerate(types)
     )
+
+
+def _heads(config: Any, index: int) -> tuple[int, int, int]:
+    """Query heads, key/value heads and head size of one layer."""
+    of_layer = getattr(config, "per_layer_config", None)
+    if of_layer is not None:
+        config = of_layer[index]
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    for value in (num_heads, num_kv_heads, head_dim):
+        if not isinstance(value, int):
+            raise ValueError(f"expected one number of heads and one head size in a layer, got {value!r}")
+    other = getattr(config, "global_head_dim", None)
+    if of_layer is None and other is not None and other != head_dim:
+        raise ValueError(
+            f"{config.model_type!r} has heads of size {head_dim} and {other}, and transformers "
+            f"{transformers.__version__} does not say in which layers"
+        )
+    return num_heads, num_kv_heads, head_dim
 
 
 def _count(

@@ -113,7 +113,7 @@ def assemble_around(
     else:
         memory = plan_of(config.graph.memory_bytes)
 
-    permute_heads([layer.attention for layer in layers], layouts, layers[0].call.head_dim)
+    permute_heads([layer.attention for layer in layers], layouts, [layer.call.head_dim for layer in layers])
     live = LiveRows()
     _pack(config, model, layers, dtype, device, backend, live)
     runtime.place(model)

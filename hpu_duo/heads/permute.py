@@ -73,7 +73,7 @@ class _Orders:
 def permute_heads(
     attentions: Sequence[nn.Module],
     layouts: Sequence[HeadLayout],
-    head_dim: int,
+    head_dim: int | Sequence[int],
     *,
     fused_rows: FusedRows | None = None,
 ) -> None:
@@ -89,7 +89,7 @@ def permute_heads(
     Args:
         attentions: the self-attention modules, one per layer, on any device but ``meta``.
         layouts: as many, with the query heads, KV heads and their order in that layer.
-        head_dim: channels D of a head.
+        head_dim: channels D of a head, or of a head of each module.
         fused_rows: declares that the rows of a fused projection named ``Wqkv`` or ``query_key_value`` are
             ``[all q | all k | all v]``. Without it these names are refused: some families interleave the rows
             by head. ``qkv_proj`` beside an ``o_proj`` is known to have this order.
@@ -99,51 +99,57 @@ def permute_heads(
             would be silently wrong), a quantised or wrapped projection, a wrong shape, weights shared between
             modules, KV shared between layers, or a module that is permuted already.
     """
-    pairs = _pair(attentions, layouts)
-    for module, _ in pairs:
+    parts = _pair(attentions, layouts, head_dim)
+    for module, _, _ in parts:
         if hasattr(module, ORDER_ATTRIBUTE):
             raise ValueError(f"expected {_name(module)} in its original head order, got one permuted before")
-    moving = [(module, layout) for module, layout in pairs if not layout.is_identity]
+    moving = [part for part in parts if not part[1].is_identity]
     moves: list[_Move] = []
-    for module, layout in moving:
-        moves += _plan(module, _orders(layout.query_order, layout.kv_order, head_dim), fused_rows)
+    for module, layout, size in moving:
+        moves += _plan(module, _orders(layout.query_order, layout.kv_order, size), fused_rows)
     if moving:
         _check_not_shared(attentions)
     for move in moves:
         move.apply()
-    for module, layout in moving:
+    for module, layout, _ in moving:
         setattr(module, ORDER_ATTRIBUTE, layout.kv_order)
 
 
 def restore_heads(
     attentions: Sequence[nn.Module],
     layouts: Sequence[HeadLayout],
-    head_dim: int,
+    head_dim: int | Sequence[int],
     *,
     fused_rows: FusedRows | None = None,
 ) -> None:
     """Undo ``permute_heads`` of the same arguments bit by bit; ValueError for a module not in that order."""
-    moving = [(module, layout) for module, layout in _pair(attentions, layouts) if not layout.is_identity]
+    moving = [part for part in _pair(attentions, layouts, head_dim) if not part[1].is_identity]
     moves: list[_Move] = []
-    for module, layout in moving:
+    for module, layout, size in moving:
         order = getattr(module, ORDER_ATTRIBUTE, None)
         if order != layout.kv_order:
             raise ValueError(f"expected {_name(module)} in the head order {layout.kv_order}, got {order}")
-        moves += _plan(module, _orders(layout.query_inverse, layout.kv_inverse, head_dim), fused_rows)
+        moves += _plan(module, _orders(layout.query_inverse, layout.kv_inverse, size), fused_rows)
     for move in moves:
         move.apply()
-    for module, _ in moving:
+    for module, _, _ in moving:
         delattr(module, ORDER_ATTRIBUTE)
 
 
 def _pair(
-    attentions: Sequence[nn.Module], layouts: Sequence[HeadLayout]
-) -> list[tuple[nn.Module, HeadLayout]]:
+    attentions: Sequence[nn.Module], layouts: Sequence[HeadLayout], head_dim: int | Sequence[int]
+) -> list[tuple[nn.Module, HeadLayout, int]]:
+    """Each module with its layout and the channels of its heads."""
     if len(attentions) != len(layouts):
         raise ValueError(
             f"expected one layout per attention module, got {len(layouts)} for {len(attentions)}"
         )
-    return list(zip(attentions, layouts))
+    sizes = [head_dim] * len(layouts) if isinstance(head_dim, int) else list(head_dim)
+    if len(sizes) != len(layouts):
+        raise ValueError(
+            f"expected one head_dim per attention module, got {len(sizes)} for {len(attentions)}"
+        )
+    return list(zip(attentions, layouts, sizes))
 
 
 def _orders(query: tuple[int, ...], kv: tuple[int, ...], head_dim: int) -> _Orders:

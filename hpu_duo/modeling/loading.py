@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -19,11 +17,11 @@ from transformers import (
 )
 
 from hpu_duo.modeling.attention import NAME
+from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, NO_REMOTE_CODE, read_config_file, refusal
+from hpu_duo.modeling.config_numbers import RANGES
 from hpu_duo.modeling.experts import register_experts
 
-# What transformers raises about a file, or values in it, that it cannot use.
-_CONFIG_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OSError, StrictDataclassError)
-_WEIGHT_ERRORS = (*_CONFIG_ERRORS, RuntimeError, ImportError, SafetensorError)
+_WEIGHT_ERRORS = (*FILE_ERRORS, RuntimeError, ImportError, SafetensorError)
 
 _IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 
@@ -67,19 +65,13 @@ def read_config(path: str | Path, *, needs_weights: bool = True) -> Any:
         ValueError: the directory, its config.json or its weights are missing, the configuration
             cannot be read, or it is not that of a decoder-only language model.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise ValueError(f"expected a directory with a transformers checkpoint, got {str(path)!r}")
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"expected config.json in {directory}, found none")
+    directory = checked_directory(path)
+    file = directory / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(f"expected {CONFIG_FILE} in {directory}, found none")
     if needs_weights and not any(directory.glob("*.safetensors")):
-        raise ValueError(f"expected *.safetensors weights in {directory}, found none")
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except _CONFIG_ERRORS as error:
-        raise ValueError(f"cannot read {directory / 'config.json'}: {error}") from error
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"expected a decoder-only model, got the encoder-decoder {config.model_type!r}")
+        raise ValueError(f"expected *.safetensors weights in {directory}, found {_other_weights(directory)}")
+    config = read_config_file(file)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
             f"model_type {config.model_type!r} has no causal language model in transformers "
@@ -87,18 +79,36 @@ def read_config(path: str | Path, *, needs_weights: bool = True) -> Any:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("expected plain weights, got a checkpoint with quantization_config")
-    _check_sizes(directory, config.get_text_config())
+    _check_sizes(file, config.get_text_config())
     return config
 
 
-def _check_sizes(directory: Path, config: Any) -> None:
-    # Versions before 5 take any value for a size, and fail in the middle of a layer.
+def checked_directory(path: str | Path) -> Path:
+    """Return the path of a checkpoint; ValueError when it is empty or no directory."""
+    # An empty path would be the current directory.
+    if not str(path) or not Path(path).is_dir():
+        raise ValueError(f"expected a directory with a transformers checkpoint, got {str(path)!r}")
+    return Path(path)
+
+
+def _other_weights(directory: Path) -> str:
+    """Name what is there instead of safetensors, and how to convert it."""
+    pickled = sorted(path.name for suffix in ("bin", "pt", "pth") for path in directory.glob(f"*.{suffix}"))
+    if not pickled:
+        return "none"
+    return (
+        f"{pickled[0]}, which may hold code and is not read; convert it once, if you trust it: "
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r}, "
+        "dtype='auto').save_pretrained(NEW_DIRECTORY), and the same with AutoTokenizer"
+    )
+
+
+def _check_sizes(file: Path, config: Any) -> None:
+    """Check that the sizes that every model needs are there, by whatever name the file has them."""
     for name in _SIZES:
         size = getattr(config, name, 1)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(
-                f"expected {name} to be an integer >= 1 in {directory / 'config.json'}, got {size!r}"
-            )
+        if size not in RANGES[name]:
+            raise ValueError(f"expected {name} to be {RANGES[name]} in {file}, got {size!r}")
 
 
 def dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -114,7 +124,7 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
         ValueError: the weights are unreadable, incomplete, or of other shapes than the configuration
             says, or the architecture does not take its attention function from transformers' interface.
     """
-    options = {**_build_options(config, dtype), "local_files_only": True}
+    options = {**_build_options(config, dtype), **NO_REMOTE_CODE, "use_safetensors": True}
     if _IS_5:
         # Reported below with both shapes; older versions raise an error that has them.
         options["ignore_mismatched_sizes"] = True
@@ -139,7 +149,9 @@ def build_without_weights(path: str | Path, config: Any, dtype: torch.dtype) -> 
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **_build_options(config, dtype))
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=False, **_build_options(config, dtype)
+            )
     except _WEIGHT_ERRORS as error:
         raise _refusal(path, config, error) from error
     return model.eval().requires_grad_(False)
@@ -158,7 +170,7 @@ def _refusal(path: str | Path, config: Any, error: Exception) -> ValueError:
             f"{config.model_type!r} cannot be served: transformers {transformers.__version__} gives it "
             "attention classes of its own instead of its attention interface"
         )
-    return ValueError(f"cannot load the model in {path}: {error}")
+    return refusal(f"cannot load the model in {path}", error)
 
 
 def _check_complete(path: str | Path, report: Any) -> None:
@@ -181,9 +193,9 @@ def read_generation_config(path: str | Path, config: Any) -> GenerationConfig:
     if not (Path(path) / "generation_config.json").is_file():
         return GenerationConfig.from_model_config(config)
     try:
-        return GenerationConfig.from_pretrained(path, local_files_only=True)
-    except _CONFIG_ERRORS as error:
-        raise ValueError(f"cannot read {Path(path) / 'generation_config.json'}: {error}") from error
+        return GenerationConfig.from_pretrained(path, **NO_REMOTE_CODE)
+    except FILE_ERRORS as error:
+        raise refusal(f"cannot read {Path(path) / 'generation_config.json'}", error) from error
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
@@ -195,6 +207,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
     if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (*_CONFIG_ERRORS, ImportError) as error:
-        raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
+        return AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
+    except (*FILE_ERRORS, ImportError) as error:
+        raise refusal(f"cannot read the tokenizer in {path}", error) from error

@@ -99,7 +99,7 @@ def _check_call(where: str, call: AttentionCall) -> None:
 
 
 def _with_window(model: PreTrainedModel, index: int, call: AttentionCall) -> AttentionCall:
-    """The call with the window that the layer's mask shows, or else the configuration names."""
+    """The call with the window that the layer's mask shows."""
     where = f"{type(model).__name__}, layer {index}"
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
@@ -109,15 +109,12 @@ def _with_window(model: PreTrainedModel, index: int, call: AttentionCall) -> Att
             f"expected one of {', '.join(sorted(_SERVED_LAYER_TYPES))}"
         )
     seen = read_window(call.mask)
-    if seen is not None:
-        if seen < 0:
-            raise ValueError(
-                f"{where} cannot be served: its mask is neither causal nor a causal sliding window"
-            )
-        return replace(call, sliding_window=None if math.isinf(seen) else int(seen))
-    if types is None:
-        return call
-    is_sliding = types[index] == "sliding_attention"
-    return replace(
-        call, sliding_window=(call.sliding_window or config.sliding_window) if is_sliding else None
-    )
+    if seen is None:
+        got = "no mask" if call.mask is None else "a mask of its own making"
+        raise ValueError(
+            f"{where} cannot be served: expected its attention to get the mask that transformers' mask "
+            f"function returned, as it is, got {got}; who may attend to whom may depend on the text there"
+        )
+    if seen < 0:
+        raise ValueError(f"{where} cannot be served: its mask is neither causal nor a causal sliding window")
+    return replace(call, sliding_window=None if math.isinf(seen) else int(seen))

@@ -69,4 +69,6 @@ def _restore(module: nn.Module, prefix: str) -> None:
 
 def _entries(config: Any) -> list[dict[str, Any]]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(parameters, dict):
+        raise ValueError(f"expected rotary embedding parameters to be an object, got {parameters!r}")
     return [parameters, *(entry for entry in parameters.values() if isinstance(entry, dict))]

@@ -53,7 +53,7 @@ def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> No
     trial = DenseTrial({id(call.module): call for call in calls}, positions)
     texts = tokens.view(NUM_TEXTS, TEXT_LEN)
     layers = _representatives(model, calls)
-    with refusing(model), _only(model, layers), _widened(model, layers):
+    with refusing(model), _only(model, layers) as skipped, _widened(model, layers, skipped):
         flat = model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -86,28 +86,48 @@ def _representatives(model: nn.Module, calls: Sequence[AttentionCall]) -> list[n
 
 
 @contextmanager
-def _only(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """The model with these layers alone, where one list holds them all."""
-    lists = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList) and set(layers) <= set(child)
+def _only(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+    """The model with these layers alone, where one list holds them all; yields the others.
+
+    The others hand on what they get. They keep their places, because models look up by a layer's number
+    what it gets: its mask, and its rotary embedding, of a head size that may be its own.
+    """
+    skipped = [
+        layer
+        for members in model.modules()
+        if isinstance(members, nn.ModuleList) and set(layers) <= set(members)
+        for layer in members
+        if layer not in layers
     ]
-    for parent, name, _ in lists:
-        setattr(parent, name, nn.ModuleList(layers))
+    output_of: list[object] = [None]
+
+    def note(module: nn.Module, args: object, output: object) -> None:
+        output_of[0] = output
+
+    def skip(hidden_states: torch.Tensor, *_: object, **__: object) -> object:
+        # The first layer is never skipped.
+        last = output_of[0]
+        return (hidden_states, *last[1:]) if isinstance(last, tuple) else hidden_states
+
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    for layer in skipped:
+        layer.forward = skip
     try:
-        yield
+        yield skipped
     finally:
-        for parent, name, child in lists:
-            setattr(parent, name, child)
+        for hook in hooks:
+            hook.remove()
+        for layer in skipped:
+            del layer.forward
 
 
 @contextmanager
-def _widened(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[None]:
+def _widened(
+    model: PreTrainedModel, layers: Sequence[nn.Module], skipped: Sequence[nn.Module]
+) -> Iterator[None]:
     """The model in float32, each layer only while it runs, without its head."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    apart = [embedding, *([] if head is None else [head]), *layers]
+    apart = [embedding, *([] if head is None else [head]), *layers, *skipped]
     held = {id(p) for module in apart for p in module.parameters()}
     narrow: dict[nn.Parameter, torch.Tensor] = {}
 

@@ -1,7 +1,7 @@
 """Ask transformers which keys each layer lets a token see, without building a mask.
 
 transformers hands its mask rule to whoever builds masks for an attention implementation. Ours looks
-through the rule at far positions and passes on what it found, packed in a tensor that travels to
+through the rule at far positions and passes on what it found, on a tensor that travels to
 the layers in place of a mask. So a layer's window is read from what is masked, not from an argument
 or a field of the configuration that a family may set and not use.
 """
@@ -22,6 +22,7 @@ _LONGEST = 1 << 22
 # Two positions that no chunk length divides alike.
 _QUERIES = (_FAR, _FAR + 4099)
 _IRREGULAR = -1.0
+_WINDOW = "hpu_duo_window"
 
 Rule = Callable[..., torch.Tensor]
 
@@ -36,10 +37,17 @@ def look_through(rule: Rule) -> float:
     return windows.pop() if len(windows) == 1 else _IRREGULAR
 
 
-def read_window(marker: torch.Tensor | None) -> float | None:
-    """What ``look_through`` found, from the tensor that a layer got as its mask; None when it is another."""
-    is_marker = marker is not None and marker.dtype == torch.float64 and marker.numel() == 1
-    return marker.item() if marker is not None and is_marker else None
+def read_window(mask: torch.Tensor | None) -> float | None:
+    """Return what ``look_through`` found, from what a layer got as its mask.
+
+    The window is an attribute of the very tensor that our mask function returned. Whatever a model makes of
+    that tensor, such as a sum with biases or a choice of keys by content, is another tensor without it.
+
+    Returns:
+        None when the layer got something else, or no mask.
+    """
+    window: float | None = getattr(mask, _WINDOW, None)
+    return window
 
 
 def _window_at(rule: Rule, query: int) -> float:
@@ -59,7 +67,11 @@ def _window_at(rule: Rule, query: int) -> float:
 
 
 def _mark(*_: Any, mask_function: Rule, **__: Any) -> torch.Tensor:
-    return torch.full((1, 1, 1, 1), look_through(mask_function), dtype=torch.float64)
+    window = look_through(mask_function)
+    # Its value is for people who print it.
+    marker = torch.full((1, 1, 1, 1), window, dtype=torch.float64)
+    setattr(marker, _WINDOW, window)
+    return marker
 
 
 AttentionMaskInterface.register(NAME, _mark)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     GptOssConfig,
     LlamaConfig,
@@ -19,11 +20,11 @@ from transformers import (
 )
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.modeling.attention import Probe
+from hpu_duo.modeling.attention import NAME, Probe
 from hpu_duo.modeling.loading import load_model, read_config
 from hpu_duo.modeling.probe import probe
 from hpu_duo.modeling.trial import try_flat_batch
-from hpu_duo.modeling.visibility import look_through
+from hpu_duo.modeling.visibility import look_through, read_window
 from tests.modeling.driving import teacher_forced
 from tests.modeling.families import BASE, BLOCK, IS_5, WINDOW, is_known, make_config, prompts_of, save_random
 
@@ -68,7 +69,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"is_decoder": True},
         "flat batch" if IS_5 else OWN_CLASSES,
     ),
-    "biases_by_head": ("DogeConfig", {}, "flat batch"),
+    "masks_by_content": ("DogeConfig", {}, "a mask of its own making"),
+    "masks_by_content_beyond_the_trial": (
+        "DogeConfig",
+        {"keep_window_size": 2048},
+        "a mask of its own making",
+    ),
 }
 if not IS_5:
     REFUSED |= {
@@ -127,7 +133,7 @@ def noting(forward: Callable[..., Any], note: Callable[..., None]) -> Callable[.
     return noted
 
 
-@pytest.mark.parametrize("name", ["positions_counted_from_padding", "biases_by_head"])
+@pytest.mark.parametrize("name", ["positions_counted_from_padding", "masks_by_content"])
 def test_flaws_show_in_bfloat16_checkpoints_too(tmp_path: Path, name: str) -> None:
     of_class, changes, message = REFUSED[name]
     model = save_random(make_config(of_class, **{**BASE, **changes}), tmp_path)
@@ -187,6 +193,13 @@ def test_looking_through_a_mask_rule_tells_full_attention_from_attention_that_lo
     assert look_through(causal) == float("inf")
     assert look_through(lambda batch, head, query, key: key <= query + 3) < 0
     assert look_through(lambda batch, head, query, key: key < query) < 0
+
+
+def test_only_the_very_mask_that_was_returned_shows_a_window() -> None:
+    marker = AttentionMaskInterface()[NAME](mask_function=causal)
+    assert read_window(marker) == float("inf")
+    for changed in (marker + torch.zeros(1, 4, 1, 1), marker * 1, marker.clone(), marker[..., :1], None):
+        assert read_window(changed) is None
 
 
 def test_models_that_are_served_stay_on_our_attention_after_the_trial(tmp_path: Path) -> None:
