@@ -28,6 +28,7 @@ from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.heads import HeadLayout, permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
+from hpu_duo.modeling.file_weights import leave_files, plain_bytes
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
@@ -179,7 +180,9 @@ def _pack(
         # than oneDNN's; panels come before both.
         is_vector = config.scheduler.max_num_seqs == 1 and backend.name == "compile"
         vector = [layer.module for layer in layers] if is_vector else []
+        before = plain_bytes(model)
         pack_linears(model, vector=vector, head=model.get_output_embeddings(), live=live)
+        leave_files(model, before - plain_bytes(model))
 
 
 def layer_spec(

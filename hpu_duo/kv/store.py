@@ -8,6 +8,7 @@ import torch
 
 from hpu_duo.kv.copies import BlockCopy, Copy, RowCopy
 from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.reserved import reserved_zeros
 from kernels_ref import LayerCache
 from kernels_ref.index import gather, index_dtype
 
@@ -16,7 +17,9 @@ _COPY_SIZES = (8, 4, 2, 1)
 
 
 class KVStore:
-    """Block and ring stores, allocated once and zeroed; see ``MemoryPlan`` for their shapes.
+    """Block and ring stores, zeroed; see ``MemoryPlan`` for their shapes.
+
+    They are allocated once. On a CPU a block takes memory from its first use on.
 
     Attributes:
         layers: one ``LayerCache`` per decoder layer.
@@ -33,9 +36,7 @@ class KVStore:
         num_rows = plan.max_num_seqs + 1 if layer.num_streaming_heads else 0
         blocks = (num_blocks, layer.num_retrieval_heads, plan.block_size, layer.head_dim)
         ring = (num_rows, layer.num_streaming_heads, layer.ring_size, layer.head_dim)
-        return LayerCache(
-            *(torch.zeros(shape, dtype=dtype, device=device) for shape in (blocks, blocks, ring, ring))
-        )
+        return LayerCache(*(reserved_zeros(shape, dtype, device) for shape in (blocks, blocks, ring, ring)))
 
     @property
     def num_bytes(self) -> int:

@@ -98,7 +98,9 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous())
         self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach(), persistent=False)
+        # A view would keep the whole file that the bias was read from.
+        bias = None if linear.bias is None else linear.bias.detach().clone()
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.hpu_duo.packed_linear(x, self.packed, self.bias, self.out_features)

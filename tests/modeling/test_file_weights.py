@@ -1,0 +1,48 @@
+"""After packing, nothing of a model lies in the mapping of its checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hpu_duo import HPUDuoModel
+from hpu_duo.modeling.file_weights import leave_files, plain_bytes
+from hpu_duo.modeling.packed_linear import can_pack
+from tests.modeling.families import FAMILIES, save_random
+
+
+def mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="packs nothing")
+def test_a_packed_model_leaves_its_file(tmp_path: Path) -> None:
+    save_random(FAMILIES["llama_biases_tied"](), tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=1)
+    assert not mapped(tmp_path / "model.safetensors")
+    assert model.generate([[3, 4, 5]], max_new_tokens=2).shape == (1, 5)
+
+
+def test_what_is_left_moves_and_stays_tied() -> None:
+    model = nn.Sequential(nn.Embedding(7, 3), nn.LayerNorm(3), nn.Linear(3, 7, bias=False))
+    model[2].weight = model[0].weight
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    places = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    assert plain_bytes(model) == 4 * (21 + 3 + 3)
+    assert leave_files(model, packed_bytes=4 * 27) == 4 * 27
+    assert model[2].weight.data_ptr() == model[0].weight.data_ptr()
+    for name, tensor in model.state_dict().items():
+        assert tensor.equal(values[name])
+        assert tensor.data_ptr() not in places
+
+
+def test_nothing_moves_where_more_is_left_than_was_packed() -> None:
+    model = nn.Linear(4, 4)
+    place = model.weight.data_ptr()
+    assert leave_files(model, packed_bytes=4 * 20 - 1) == 0
+    assert model.weight.data_ptr() == place
