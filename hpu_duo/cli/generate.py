@@ -77,6 +77,8 @@ def generate(
     Text goes to standard output; progress and the closing table go to standard error.
     """
     with user_errors():
+        if max_new_tokens < 1:
+            raise ValueError(f"expected --max-new-tokens of 1 or more, got {max_new_tokens}")
         prompts = read_prompts(prompt or [], file or [])
         sampling = {
             "temperature": temperature,

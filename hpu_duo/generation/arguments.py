@@ -142,6 +142,8 @@ def read_generation(
         raise ValueError(f"unknown or unsupported generation arguments: {', '.join(unknown)}")
     # A checkpoint may say things that transformers has no field for either, and ignores.
     asked = {name: value for name, value in _set_fields(default).items() if name in fields}
+    if "eos_token_id" in asked:  # what the model does not have never comes up
+        asked["eos_token_id"] = [t for t in as_eos_ids(asked["eos_token_id"]) if t < vocab_size]
     asked |= _set_fields(given)
     asked |= {name: value for name, value in kwargs.items() if name not in OURS}
     unsupported = sorted(

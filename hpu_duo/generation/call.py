@@ -79,17 +79,13 @@ class GenerateCall:
     ) -> list[ProcessedSample]:
         """What handles each sample of a prompt on the host."""
         row, prompt_len = self._rows[number], len(self._prompts[number])
-        capacity = len(row) + (params.max_tokens or 0)
-        return [
-            ProcessedSample(
-                row,
-                None if hooks is None else processors_for(model, self._asked, params, row, prompt_len, hooks),
-                criteria,
-                self._asked,
-                capacity,
-            )
-            for _ in range(params.n)
-        ]
+        samples = []
+        for index in range(number * params.n, (number + 1) * params.n):
+            processors = None
+            if hooks is not None:
+                processors = processors_for(model, self._asked, params, row, prompt_len, hooks, index)
+            samples.append(ProcessedSample(row, processors, criteria, self._asked))
+        return samples
 
     def run(self, engine: Engine) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Generate, and return what transformers returns.

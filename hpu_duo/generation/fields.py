@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 
 SIGNATURE = frozenset(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
 """Arguments that are no fields of ``GenerationConfig``. Those not named in our ``generate`` may be None."""
@@ -96,7 +96,8 @@ OURS = frozenset(
 )
 """Arguments that transformers does not have."""
 
-ACCEPTED = SAMPLED | PROCESSED | WARPED | WITHOUT_EFFECT
+ACCEPTED = SAMPLED | WITHOUT_EFFECT | ((PROCESSED | WARPED) & frozenset(vars(GenerationConfig())))
+"""All of them; what processors carry out is accepted where the installed transformers has it."""
 
 _NEUTRAL: dict[str, Any] = {
     "encoder_no_repeat_ngram_size": 0,

@@ -103,7 +103,7 @@ class GenerativeModel:
             generation_config: goes before the checkpoint's.
             logits_processor, stopping_criteria: called with one row, ``[1, L]``; what they raise ends the
                 call. If a step fails, a processor is asked again for the token that it gave.
-            prefix_allowed_tokens_fn: as for transformers; its first argument is always 0.
+            prefix_allowed_tokens_fn: as for transformers.
             synced_gpus, assistant_model: False or None.
             streamer: gets the prompt once its first token is there, and then each token; for one sequence
                 only. Its ``end`` is called even if the call fails, so that no reader waits for more.

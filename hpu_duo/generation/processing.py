@@ -40,6 +40,11 @@ class Hooks:
     criteria: StoppingCriteriaList
     allowed_tokens: Callable[[int, Tensor], list[int]] | None
 
+    def allowed_tokens_of(self, number: int) -> Callable[[int, Tensor], list[int]] | None:
+        """``prefix_allowed_tokens_fn`` for one sample, which knows its number in the call."""
+        allowed = self.allowed_tokens
+        return None if allowed is None else lambda _, ids: allowed(number, ids)
+
     @classmethod
     def read(cls, logits_processor: Any, stopping_criteria: Any, prefix_allowed_tokens_fn: Any) -> Hooks:
         """Check what was given; None and empty lists ask for nothing.
@@ -65,7 +70,6 @@ class ProcessedSample:
         row: the prompt as given, left padding included.
         processors: None where the device chooses tokens, and only criteria are asked.
         asked: whether tokens are drawn, and which scores are kept.
-        capacity: most tokens of prompt and output.
 
     Attributes:
         scores, logits: float32 ``[1, V]`` of each token, as processed and as the model gave them; empty where
@@ -79,11 +83,8 @@ class ProcessedSample:
         processors: LogitsProcessorList | None,
         criteria: StoppingCriteriaList,
         asked: GenerationRequest,
-        capacity: int,
     ) -> None:
-        self._ids = torch.zeros(1, capacity, dtype=torch.int64)
-        self._ids[0, : len(row)] = torch.tensor(row)
-        self._num_row = len(row)
+        self._row = torch.tensor(row)
         self._processors, self._criteria = processors, criteria
         self._draws = asked.draws
         self._keeps_scores, self._keeps_logits = asked.returns_scores, asked.returns_logits
@@ -128,9 +129,7 @@ class ProcessedSample:
 
     def _read(self, output_ids: NDArray[np.int32]) -> Any:
         """All tokens, a LongTensor ``[1, L]``."""
-        end = self._num_row + len(output_ids)
-        self._ids[0, self._num_row : end] = torch.tensor(output_ids)
-        return self._ids[:, :end]
+        return torch.cat([self._row, torch.tensor(output_ids).long()])[None]
 
     def _keep(self, number: int, scores: Tensor, raw: Tensor) -> None:
         # A step that failed comes again.
@@ -147,11 +146,13 @@ def processors_for(
     row: list[int],
     prompt_len: int,
     hooks: Hooks,
+    number: int,
 ) -> LogitsProcessorList:
     """Return the processors of one sample, with transformers' own choice and order of them.
 
     Args:
         row: the prompt as given, of which the last ``prompt_len`` tokens are no padding.
+        number: of the sample, among all samples of the call.
 
     Raises:
         ValueError: a value that a processor does not take.
@@ -167,7 +168,7 @@ def processors_for(
             generation_config=config,
             input_ids_seq_length=len(row),
             encoder_input_ids=torch.tensor([row]),
-            prefix_allowed_tokens_fn=hooks.allowed_tokens,
+            prefix_allowed_tokens_fn=hooks.allowed_tokens_of(number),
             logits_processor=LogitsProcessorList([*counts, *hooks.processors]),
             device="cpu",
             model_kwargs={"attention_mask": mask if prompt_len < len(row) else None},

@@ -122,7 +122,7 @@ def test_chat_wraps_the_prompt_in_the_models_template(
         (["--file", "no-such-file.txt"], "cannot read the prompt file 'no-such-file.txt'"),
         (["--prompt", "x" * 5000], "has 5000 prompt tokens"),
         (["--prompt", "x", "--chat"], "with a chat template"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "max_tokens: expected an integer >= 1, got 0"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "expected --max-new-tokens of 1 or more, got 0"),
         (["--prompt", "x", "--temperature", "-1"], "temperature: expected a number in [0, "),
         (["--prompt", "x", "--temperature", "1", "--top-p", "0"], "top_p: expected a number in (0, 1]"),
         (["--prompt", "x", "--top-k", "5"], "expected --temperature above 0 with --top-k"),

@@ -298,7 +298,7 @@ def test_eos_ids_come_in_every_form_that_transformers_takes(
     assert ours.tolist() == theirs.tolist()
 
 
-def test_an_eos_id_of_the_checkpoint_beyond_the_vocabulary_does_not_disturb_an_engine(
+def test_an_eos_id_of_the_checkpoint_beyond_the_vocabulary_disturbs_nobody(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     for file in tiny.path.iterdir():
@@ -308,6 +308,7 @@ def test_an_eos_id_of_the_checkpoint_beyond_the_vocabulary_does_not_disturb_an_e
     prompt = prompts_of([9])[0]
     params = SamplingParams(temperature=0, max_tokens=5, min_tokens=3)
     assert odd.engine.generate([prompt], params)[0][0].token_ids == greedy(tiny.model, prompt, 5)
+    assert odd.generate([prompt], max_new_tokens=5)[0, 9:].tolist() == greedy(tiny.model, prompt, 5)
 
 
 def test_arguments_come_in_the_order_of_transformers(tiny: Tiny, served: HPUDuoModel) -> None:

@@ -78,7 +78,7 @@ PROCESSED: list[dict[str, Any]] = [
     {"watermarking_config": WatermarkingConfig(bias=9.0)},
     {"logits_processor": LogitsProcessorList([NoEvenTokens()])},
     {"logits_processor": [SuppressTokensLogitsProcessor([5, 6])], "suppress_tokens": [7]},
-    {"prefix_allowed_tokens_fn": lambda batch_id, ids: [3, 4 + len(ids) % 5, 50]},
+    {"prefix_allowed_tokens_fn": lambda batch_id, ids: [3 + 9 * batch_id, 4 + len(ids) % 5, 50 + batch_id]},
     {"generation_config": GenerationConfig(suppress_tokens=[41, 42, 43], max_new_tokens=6)},
 ]
 
