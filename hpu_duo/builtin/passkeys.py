@@ -100,6 +100,9 @@ def document(
     passkey_words: int,
     seed: int,
     depths: Sequence[float] | None = None,
+    *,
+    words: Sequence[str] = PASSKEY_WORDS,
+    filler: Callable[[random.Random], Iterator[str]] | None = None,
 ) -> PasskeyDocument:
     """Write a document of at most ``num_tokens`` tokens, as long as whole sentences allow.
 
@@ -113,17 +116,20 @@ def document(
         passkey_words: words per passkey.
         seed: any integer; equal arguments give equal documents.
         depths: one fraction in [0, 1] per passkey; uniformly random if not given.
+        words: what passkeys are made of, none of them twice.
+        filler: pieces of the text around them, without end; :func:`sentences` if not given.
 
     Raises:
-        ValueError: if the word lists or the token budget are too small, or the depths do not fit.
+        ValueError: if the word lists or the token budget are too small, the depths do not fit, or a piece of
+            the text has no tokens.
     """
-    _check(num_passkeys, passkey_words, depths)
+    _check(num_passkeys, passkey_words, len(words), depths)
     rng = random.Random(seed)
-    words = sample(rng, PASSKEY_WORDS, num_passkeys * passkey_words)
+    drawn_words = sample(rng, words, num_passkeys * passkey_words)
     names = sample(rng, NAMES, num_passkeys)
     drawn = [rng.random() for _ in range(num_passkeys)] if depths is None else list(depths)
     passkeys = [
-        Passkey(name, tuple(words[i * passkey_words : (i + 1) * passkey_words]), depth)
+        Passkey(name, tuple(drawn_words[i * passkey_words : (i + 1) * passkey_words]), depth)
         for i, (name, depth) in enumerate(zip(names, drawn, strict=True))
     ]
     passkeys.sort(key=lambda passkey: passkey.depth)
@@ -134,9 +140,9 @@ def document(
             f"num_tokens={num_tokens} cannot hold {num_passkeys} passkeys of {passkey_words} words: "
             f"{-budget} more tokens are needed"
         )
-    filler, lengths = _filler(rng, count_tokens, budget)
+    pieces, lengths = _within((filler or sentences)(rng), count_tokens, budget)
     needles, where = [one.needle for one in passkeys], [one.depth for one in passkeys]
-    return PasskeyDocument(" ".join(place(needles, where, filler, lengths)), tuple(passkeys))
+    return PasskeyDocument(" ".join(place(needles, where, pieces, lengths)), tuple(passkeys))
 
 
 def token_counter(tokenizer: object) -> TokenCounter:
@@ -157,27 +163,29 @@ def sentences(rng: random.Random) -> Iterator[str]:
         yield sentence(rng)
 
 
-def _check(num_passkeys: int, passkey_words: int, depths: Sequence[float] | None) -> None:
+def _check(num_passkeys: int, passkey_words: int, num_words: int, depths: Sequence[float] | None) -> None:
     if num_passkeys < 0 or passkey_words < 1:
         raise ValueError(
             f"expected num_passkeys >= 0 and passkey_words >= 1, got {num_passkeys} and {passkey_words}"
         )
     if num_passkeys > len(NAMES):
         raise ValueError(f"expected at most {len(NAMES)} passkeys, got {num_passkeys}")
-    if num_passkeys * passkey_words > len(PASSKEY_WORDS):
+    if num_passkeys * passkey_words > num_words:
         raise ValueError(
-            f"expected num_passkeys * passkey_words <= {len(PASSKEY_WORDS)}, "
-            f"got {num_passkeys} * {passkey_words}"
+            f"expected num_passkeys * passkey_words <= {num_words}, got {num_passkeys} * {passkey_words}"
         )
     if depths is not None and (len(depths) != num_passkeys or not all(0.0 <= d <= 1.0 for d in depths)):
         raise ValueError(f"expected {num_passkeys} depths in [0, 1], got {list(depths)}")
 
 
-def _filler(rng: random.Random, count_tokens: TokenCounter, budget: int) -> tuple[list[str], list[int]]:
+def _within(pieces: Iterator[str], count_tokens: TokenCounter, budget: int) -> tuple[list[str], list[int]]:
+    """The first pieces that fit, and their lengths."""
     chosen: list[str] = []
     lengths: list[int] = []
-    for written in sentences(rng):
+    for written in pieces:
         length = count_tokens(" " + written)
+        if length < 1:
+            raise ValueError(f"expected a tokenizer that can encode {written!r}, got no tokens")
         if length > budget:
             break
         chosen.append(written)

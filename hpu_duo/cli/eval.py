@@ -11,6 +11,7 @@ from hpu_duo.cli import eval_options as eopt
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.drawing import check_matplotlib
 from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.eval_control import ask_full_attention
 from hpu_duo.cli.eval_curve import curve
 from hpu_duo.cli.eval_files import longbench, ruler
 from hpu_duo.cli.eval_report import KV_COLUMNS, RESULTS, check_outputs, finish, show
@@ -35,6 +36,7 @@ def passkey(
     num_documents: eopt.NumDocuments = 4,
     num_passkeys: eopt.NumPasskeys = 8,
     passkey_words: eopt.PasskeyWords = 16,
+    text: eopt.TextOptions,
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
@@ -45,15 +47,21 @@ def passkey(
     with user_errors():
         from hpu_duo.eval import PasskeyQuestions, PasskeyTask
 
-        task = PasskeyTask(num_tokens, num_documents, num_passkeys, passkey_words, seed)
-        subject = eopt.Choice(model, heads, engine).load()
+        task = PasskeyTask(
+            num_tokens, num_documents, num_passkeys, passkey_words, seed, text=text.read(model)
+        )
+        choice = eopt.Choice(model, heads, engine)
+        subject = choice.load()
         questions = PasskeyQuestions.write(subject, task)
     with user_errors(()):
         result = questions.ask(subject)
+        # One model at a time in memory.
+        del subject
+        control = ask_full_attention({num_tokens: result}, {num_tokens: [task]}, choice.load_full)
     row = {"num_tokens": num_tokens, **result.report_fields}
     if not as_json:
         show([row], ("num_tokens", *_PASSKEY_COLUMNS))
-    finish(row, None, as_json)
+    finish({**row, "full_attention": control}, None, as_json)
 
 
 @eval_app.command(cls=ManyValues)
@@ -71,6 +79,7 @@ def niah(
     ],
     num_documents: eopt.NumDocuments = 4,
     passkey_words: eopt.PasskeyWords = 16,
+    text: eopt.TextOptions,
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
@@ -83,27 +92,28 @@ def niah(
         from hpu_duo.cli.eval_plot import draw_grid
         from hpu_duo.eval import NeedleGrid, PasskeyResult, ResultFile, ResultsNotWrittenError
 
-        grid = NeedleGrid(tuple(lengths), tuple(depths), num_documents, passkey_words, seed)
+        grid = NeedleGrid(tuple(lengths), tuple(depths), num_documents, passkey_words, seed, text.read(model))
         choice = eopt.Choice(model, heads, engine)
         png, report = out / "heatmap.png", out / "report.json"
         check_outputs(out / RESULTS, [png, report])
         settings = {"num_documents": num_documents, "passkey_words": passkey_words, "seed": seed}
-        results = ResultFile(out / RESULTS, "niah", {**choice.settings(), **settings})
+        texts = eopt.text_settings(grid.text)
+        results = ResultFile(out / RESULTS, "niah", {**choice.settings(), **settings, **texts})
         subject = choice.load()
         grid.check(subject)
     with user_errors(ResultsNotWrittenError):
+        cells = list(grid.fill(subject, results))
         rows = [
-            {
-                "num_tokens": cell["num_tokens"],
-                "depth": cell["depth"],
-                **PasskeyResult.of_record(cell).report_fields,
-            }
-            for cell in grid.fill(subject, results)
+            {name: cell[name] for name in ("num_tokens", "depth")}
+            | PasskeyResult.of_record(cell).report_fields
+            for cell in cells
         ]
         draw_grid(rows, png)
+        del subject
+        control = ask_full_attention(grid.by_length(cells), grid.tasks, choice.load_full)
         if not as_json:
             show(rows, ("num_tokens", "depth", *_PASSKEY_COLUMNS))
-        finish({"cells": rows}, out, as_json)
+        finish({"cells": rows, "full_attention": control}, out, as_json)
 
 
 @eval_app.command()

@@ -14,6 +14,7 @@ from hpu_duo.cli import eval_options as eopt
 from hpu_duo.cli import options as opt
 from hpu_duo.cli.drawing import check_matplotlib
 from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.eval_control import warn_of_failures
 from hpu_duo.cli.eval_report import KV_COLUMNS, REPORT, RESULTS, check_outputs, finish, show, write_text
 from hpu_duo.cli.option_groups import Only, grouped
 
@@ -53,6 +54,7 @@ def curve(
     num_documents: eopt.NumDocuments = 8,
     num_passkeys: eopt.NumPasskeys = 8,
     passkey_words: eopt.PasskeyWords = 16,
+    text: eopt.TextOptions,
     model: opt.Model = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
@@ -66,12 +68,13 @@ def curve(
         from hpu_duo.eval import (
             CurveTask,
             PasskeyQuestions,
+            PasskeyResult,
             PasskeyTask,
             ResultFile,
             ResultsNotWrittenError,
             curve_points,
         )
-        from hpu_duo.eval.curve import summary
+        from hpu_duo.eval.curve import FULL, summary
 
         named: list[tuple[str, Path | None]] = [_named(one) for one in patterns or []]
         if not named and model is not None:
@@ -80,10 +83,12 @@ def curve(
         points = CurveTask(
             read, tuple(shares), random_seeds, tuple(sinks or ()), tuple(recents or ()), sweep_share
         ).points()
-        task = PasskeyTask(num_tokens, num_documents, num_passkeys, passkey_words, seed)
+        task = PasskeyTask(
+            num_tokens, num_documents, num_passkeys, passkey_words, seed, text=text.read(model)
+        )
         choice = eopt.Choice(model, heads, engine)
         settings = {name: getattr(task, name) for name in ("num_tokens", "num_documents", "num_passkeys")}
-        settings |= {"passkey_words": passkey_words, "seed": seed}
+        settings |= {"passkey_words": passkey_words, "seed": seed, **eopt.text_settings(task.text)}
         check_outputs(out / RESULTS, [out / "curve.csv", out / "curve.png", out / REPORT])
         results = ResultFile(out / RESULTS, "curve", {**choice.settings(), **settings})
 
@@ -104,6 +109,8 @@ def curve(
                 f"{record['num_exact']}/{record['num_answers']}",
                 highlight=False,
             )
+        full = next(record for record in records if record["label"] == FULL)
+        warn_of_failures({num_tokens: PasskeyResult.of_record(full)})
         rows = summary(records)
         write_text(out / "curve.csv", _csv(rows))
         draw_curve(rows, out / "curve.png")

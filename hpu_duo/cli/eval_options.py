@@ -15,7 +15,9 @@ from hpu_duo.cli.loading import load_model
 from hpu_duo.cli.option_groups import Only
 
 if TYPE_CHECKING:
-    from hpu_duo.eval import Subject
+    from collections.abc import Callable
+
+    from hpu_duo.eval import PasskeyText, Subject
     from hpu_duo.heads import HeadPattern
 
 MAX_NUM_SEQS = 8
@@ -38,6 +40,45 @@ Directory = Annotated[
 NumDocuments = Annotated[int, typer.Option(help="Documents for each measurement.")]
 NumPasskeys = Annotated[int, typer.Option(help="Passkeys of each document, each asked for once.")]
 PasskeyWords = Annotated[int, typer.Option(help="Words of each passkey.")]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What passkey documents are written with."""
+
+    haystack: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text to hide passkeys in.",
+            show_default="sentences of the built-in language",
+        ),
+    ] = None
+    words: Annotated[
+        str | None,
+        typer.Option(
+            help="Words of passkeys: builtin, or tokenizer for whole words among the model's tokens.",
+            show_default="tokenizer, but builtin for the built-in model",
+        ),
+    ] = None
+
+    def read(self, model: Path | None) -> PasskeyText:
+        """The text and the kind of words, for a model or the built-in one.
+
+        Raises:
+            ValueError: the file cannot be read, or the words are of no known kind.
+        """
+        from hpu_duo.builtin.haystack import BuiltinHaystack, TextHaystack
+        from hpu_duo.eval import PasskeyText, WordSource
+
+        names = [source.value for source in WordSource]
+        if self.words is not None and self.words not in names:
+            raise ValueError(f"expected --words {' or '.join(names)}, got {self.words!r}")
+        default = WordSource.BUILTIN if model is None else WordSource.TOKENIZER
+        return PasskeyText(
+            BuiltinHaystack() if self.haystack is None else TextHaystack.read(self.haystack),
+            default if self.words is None else WordSource(self.words),
+        )
 
 
 @dataclass(frozen=True)
@@ -94,11 +135,23 @@ class Choice:
 
         return Subject(load_model(self.model, self.heads, self.engine, num_requests))
 
+    @property
+    def load_full(self) -> Callable[[], Subject] | None:
+        """Loads the same model with full attention; None if no option lets heads stream."""
+        if self.heads.pattern is None and not self.heads.is_cut:
+            return None
+        return replace(self, heads=opt.HeadOptions()).load
+
     def load_with(self, pattern: HeadPattern) -> Subject:
         """The same model with a binarised pattern."""
         from hpu_duo.eval import Subject
 
         return Subject(load_model(self.model, pattern, self.engine, MAX_NUM_SEQS))
+
+
+def text_settings(text: PasskeyText) -> dict[str, str]:
+    """What of the texts decides the results."""
+    return {"haystack": text.haystack.fingerprint, "words": text.source.value}
 
 
 def digest(path: Path) -> str:

@@ -9,6 +9,7 @@ from hpu_duo.eval.curve import CurvePoint, CurveTask, binarised, curve_points
 from hpu_duo.eval.longbench import LongBenchItem, read_longbench
 from hpu_duo.eval.needle import NeedleGrid
 from hpu_duo.eval.passkey import PasskeyQuestions, PasskeyResult, PasskeyTask, passkey_accuracy
+from hpu_duo.eval.passkey_text import PasskeyText, WordSource
 from hpu_duo.eval.perplexity import PerplexityResult, check_stream, stream_perplexity
 from hpu_duo.eval.result_file import ResultFile, ResultsNotWrittenError
 from hpu_duo.eval.ruler import RULER_TASKS, RulerSample, ruler_sample
@@ -24,11 +25,13 @@ __all__ = [
     "PasskeyQuestions",
     "PasskeyResult",
     "PasskeyTask",
+    "PasskeyText",
     "PerplexityResult",
     "ResultFile",
     "ResultsNotWrittenError",
     "RulerSample",
     "Subject",
+    "WordSource",
     "binarised",
     "check_stream",
     "curve_points",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpu_duo.eval.passkey import PasskeyQuestions, PasskeyTask, passkey_accuracy
+from hpu_duo.eval.passkey import PasskeyQuestions, PasskeyResult, PasskeyTask, passkey_accuracy
+from hpu_duo.eval.passkey_text import BUILTIN_TEXT, PasskeyText
 from hpu_duo.eval.result_file import ResultFile
 from hpu_duo.eval.subject import Subject
 
@@ -21,6 +22,7 @@ class NeedleGrid:
         num_documents: documents per cell.
         passkey_words: words of the needle.
         seed: of the documents; those of one length share their filler text across depths.
+        text: what the documents are written with.
     """
 
     lengths: tuple[int, ...]
@@ -28,6 +30,7 @@ class NeedleGrid:
     num_documents: int = 4
     passkey_words: int = 16
     seed: int = 0
+    text: PasskeyText = BUILTIN_TEXT
 
     def __post_init__(self) -> None:
         if not self.lengths or not self.depths:
@@ -41,7 +44,21 @@ class NeedleGrid:
 
     def cell(self, length: int, depth: float) -> PasskeyTask:
         """The task of one cell."""
-        return PasskeyTask(length, self.num_documents, 1, self.passkey_words, self.seed, (depth,))
+        return PasskeyTask(length, self.num_documents, 1, self.passkey_words, self.seed, (depth,), self.text)
+
+    @property
+    def tasks(self) -> dict[int, list[PasskeyTask]]:
+        """The tasks of each length."""
+        return {length: [self.cell(length, depth) for depth in self.depths] for length in self.lengths}
+
+    def by_length(self, cells: Sequence[Mapping[str, Any]]) -> dict[int, PasskeyResult]:
+        """All answers of each length, from the records of ``fill``."""
+        return {
+            length: PasskeyResult.total(
+                PasskeyResult.of_record(cell) for cell in cells if cell["num_tokens"] == length
+            )
+            for length in self.lengths
+        }
 
     def check(self, subject: Subject) -> None:
         """Refuse what the model cannot hold or its tokenizer cannot encode, before the first cell.
@@ -52,7 +69,7 @@ class NeedleGrid:
         """
         # First by the lengths alone: a text that is far too long takes minutes to write.
         subject.check_lengths(self.lengths, "haystacks")
-        written = self.cell(max(self.lengths), self.depths[0]).documents(subject.count)[0]
+        written = self.cell(max(self.lengths), self.depths[0]).documents(subject)[0]
         (needle,) = written.passkeys
         extra = subject.count(needle.needle) + subject.count(needle.answer) + 2
         subject.check_lengths([max(self.lengths) + extra], "haystacks")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpu_duo.builtin.passkeys import PasskeyDocument, document, question
 from hpu_duo.eval.interval import interval_fields
-from hpu_duo.eval.subject import KVBytes, Subject
+from hpu_duo.eval.passkey_text import BUILTIN_TEXT, PasskeyText
+from hpu_duo.eval.subject import KVBytes, Subject, num_shared
 
 if TYPE_CHECKING:
     from hpu_duo.engine.outputs import ContinuationScore
@@ -28,6 +29,7 @@ class PasskeyTask:
         passkey_words: words of each.
         seed: documents of other seeds are others.
         depths: where the passkeys of each document lie, fractions in [0, 1]; None draws them.
+        text: what the documents are written with.
     """
 
     num_tokens: int
@@ -36,23 +38,32 @@ class PasskeyTask:
     passkey_words: int = 16
     seed: int = 0
     depths: tuple[float, ...] | None = None
+    text: PasskeyText = BUILTIN_TEXT
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_documents", "num_passkeys", "passkey_words"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
 
-    def documents(self, count: Callable[[str], int]) -> list[PasskeyDocument]:
-        """The documents, the same for equal tasks and equal token counts."""
+    def documents(self, subject: Subject) -> list[PasskeyDocument]:
+        """The documents, the same for equal tasks and equal tokenizers.
+
+        Raises:
+            ValueError: they cannot hold the passkeys, or there are too few words for them.
+        """
+        words = self.text.words(subject.tokenizer)
+        self.text.check(words, self.num_passkeys * self.passkey_words)
         first = _FIRST_SEED + self.seed * 2**20
         return [
             document(
-                count,
+                subject.count,
                 self.num_tokens,
                 self.num_passkeys,
                 self.passkey_words,
                 first + number,
                 self.depths,
+                words=words,
+                filler=self.text.haystack.pieces,
             )
             for number in range(self.num_documents)
         ]
@@ -112,6 +123,20 @@ class PasskeyResult:
         }
 
     @classmethod
+    def total(cls, parts: Iterable[PasskeyResult]) -> PasskeyResult:
+        """All answers of several."""
+        found = list(parts)
+        num_tokens = sum(one.num_answer_tokens for one in found)
+        return cls(
+            num_answers=sum(one.num_answers for one in found),
+            num_exact=sum(one.num_exact for one in found),
+            num_answer_tokens=num_tokens,
+            num_right=sum(one.num_right for one in found),
+            logprob=sum(one.logprob * one.num_answer_tokens for one in found) / num_tokens,
+            kv=KVBytes.total(one.kv for one in found),
+        )
+
+    @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> PasskeyResult:
         """What ``record_fields`` has put into a line of results."""
         return cls(**{name: record[name] for name in _COUNTS}, kv=KVBytes.of_record(record))
@@ -140,19 +165,15 @@ class PasskeyQuestions:
         """
         # First by the length alone: a text that is far too long takes minutes to write.
         subject.check_lengths([task.num_tokens], "passkey documents")
-        written = task.documents(subject.count)
-        prompts = tuple(tuple(subject.encode(one.text, is_start=True)) for one in written)
-        asked = [[subject.encode(question(each)) for each in one.passkeys] for one in written]
-        answers = [[subject.encode(each.answer) for each in one.passkeys] for one in written]
-        continuations = tuple(
-            tuple((*ask, *answer) for ask, answer in zip(*each, strict=True))
-            for each in zip(asked, answers, strict=True)
-        )
+        asked = [_asked(subject, one) for one in task.documents(subject)]
         subject.check_lengths(
-            [len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, continuations, strict=True)],
-            "passkey documents",
+            [len(one.prompt) + max(map(len, one.continuations)) for one in asked], "passkey documents"
         )
-        return cls(prompts, continuations, tuple(tuple(map(len, each)) for each in answers))
+        return cls(
+            tuple(one.prompt for one in asked),
+            tuple(one.continuations for one in asked),
+            tuple(one.answer_lengths for one in asked),
+        )
 
     def ask(self, subject: Subject) -> PasskeyResult:
         """Ask for every passkey of every document.
@@ -167,6 +188,30 @@ class PasskeyQuestions:
             for pair in zip(each_score, each_length, strict=True)
         ]
         return count_answers(pairs, KVBytes.total(one for each in kv for one in each))
+
+
+@dataclass(frozen=True)
+class _AskedDocument:
+    prompt: tuple[int, ...]
+    continuations: tuple[tuple[int, ...], ...]
+    answer_lengths: tuple[int, ...]
+
+
+def _asked(subject: Subject, written: PasskeyDocument) -> _AskedDocument:
+    """A document with its questions and answers, each tokenised as one text.
+
+    Where a question changes the last tokens of the document, a full stop and a new line say that become one
+    token, these belong to the question.
+    """
+    ids = subject.encode(written.text, is_start=True)
+    told = [subject.behind(written.text, question(one) + one.answer) for one in written.passkeys]
+    asked = [subject.behind(written.text, question(one))[1] for one in written.passkeys]
+    num_changed = max(changed for changed, _ in told)
+    return _AskedDocument(
+        tuple(ids[: len(ids) - num_changed]),
+        tuple((*ids[len(ids) - num_changed : len(ids) - changed], *added) for changed, added in told),
+        tuple(len(added) - num_shared(before, added) for before, (_, added) in zip(asked, told, strict=True)),
+    )
 
 
 def passkey_accuracy(subject: Subject, task: PasskeyTask) -> PasskeyResult:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hpu_duo.llm import HPUDuoModel
 
 
+_NEAR = 400
+"""Characters."""
 _RECORDED = ("kv_num_tokens", "held_bytes", "full_bytes", "kv_num_texts")
 
 
@@ -100,6 +102,19 @@ class Subject:
         """
         return encode_known(self.tokenizer, text, is_start=is_start)
 
+    def behind(self, text: str, added: str) -> tuple[int, list[int]]:
+        """Token ids of what is added to a text, as the tokenizer has them in the whole.
+
+        Returns:
+            How many of the text's last tokens are others in the whole, and the whole's tokens from there on.
+        """
+        # Tokens depend on what is near: the end of the text stands for all of it, from a space on.
+        end = text[-_NEAR:]
+        end = end.partition(" ")[2] or end
+        alone, whole = self.encode(end), self.encode(end + added)
+        num_same = num_shared(alone, whole)
+        return len(alone) - num_same, whole[num_same:]
+
     def count(self, text: str) -> int:
         """Tokens of a text, special tokens not counted."""
         return len(self.tokenizer.encode(text, add_special_tokens=False))
@@ -161,6 +176,12 @@ class Subject:
         """What is kept of a text with so many tokens in the cache; other requests add nothing to it."""
         plan = self.model.engine.runner.store.plan
         return KVBytes(num_tokens, plan.bytes_per_request(num_tokens), plan.full_attention_bytes(num_tokens))
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two lists begin with alike."""
+    least = min(len(one), len(other))
+    return next((at for at in range(least) if one[at] != other[at]), least)
 
 
 def encode_known(tokenizer: PreTrainedTokenizerBase, text: str, *, is_start: bool = False) -> list[int]:

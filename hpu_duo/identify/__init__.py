@@ -1,12 +1,12 @@
 """Which KV heads need the whole context: documents that show it, and methods that score heads on them."""
 
+from hpu_duo.builtin.haystack import BuiltinHaystack, Haystack, TextHaystack
 from hpu_duo.identify.attention import Band
 from hpu_duo.identify.dataset import DatasetSettings, PasskeyDataset, Sample
 from hpu_duo.identify.encoding import Encoder
 from hpu_duo.identify.forms import Form
 from hpu_duo.identify.gated_model import GatedModel
 from hpu_duo.identify.gates import FullFrom
-from hpu_duo.identify.haystack import BuiltinHaystack, Haystack, TextHaystack
 from hpu_duo.identify.identification import Identification, IdentifyRequest, Method, Progress
 from hpu_duo.identify.memory import TrainingMemory, training_memory
 from hpu_duo.identify.objective import LossForm, Schedule

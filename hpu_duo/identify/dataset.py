@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpu_duo.builtin.draws import choice, sample
+from hpu_duo.builtin.haystack import Haystack
 from hpu_duo.builtin.placing import place
 from hpu_duo.identify.encoding import Encoder
 from hpu_duo.identify.forms import Form
-from hpu_duo.identify.haystack import Haystack
 
 
 @dataclass(frozen=True)

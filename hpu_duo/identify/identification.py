@@ -12,6 +12,7 @@ from typing import Any
 
 from graphs.atomic_file import replace_file
 from hpu_duo.builtin import MODEL_DIR
+from hpu_duo.builtin.haystack import BuiltinHaystack, TextHaystack
 from hpu_duo.device import resolve_device
 from hpu_duo.heads import HeadPattern
 from hpu_duo.heads.pattern_files import CONFIG_FILE, SCORES_FILE
@@ -19,7 +20,6 @@ from hpu_duo.identify.attention import Band
 from hpu_duo.identify.dataset import DatasetSettings, PasskeyDataset
 from hpu_duo.identify.encoding import Encoder
 from hpu_duo.identify.gated_model import GatedModel
-from hpu_duo.identify.haystack import BuiltinHaystack, TextHaystack
 from hpu_duo.identify.measure import MEAN_QK_TOKENS, mean_qk_scores, measured, profile_scores
 from hpu_duo.identify.objective import Gates
 from hpu_duo.identify.optimise import GateTraining, TrainingSettings

@@ -37,6 +37,60 @@ def test_passkey_accuracy_stands_beside_bytes_kept(hpu_duo: Run) -> None:
     assert f"{report['kv_ratio']:.1%}" in shown
 
 
+def test_a_failure_of_full_attention_itself_is_told(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
+    """A random model finds nothing; the built-in one only without its retrieval heads."""
+    texts = ("--model", model_dir, "--words", "builtin", *SMALL, "--json")
+    pattern = tmp_path / "pattern"
+    HeadPattern.random(2, 2, seed=0, sink=4, recent=12).save(pattern)
+    for heads in ((), ("--pattern", pattern, "--sparsity", "0.5")):
+        done = hpu_duo("eval", "passkey", "--num-tokens", "300", "--num-passkeys", "2", *texts, *heads)
+        assert done.exit_code == 0, done.output
+        assert "warning: full attention itself answers only 0 of 2 at 300 tokens" in done.stderr
+        assert [row["num_exact"] for row in json.loads(done.stdout)["full_attention"]] == [0]
+    done = hpu_duo(
+        "eval", "niah", "--out", tmp_path / "grid", "--lengths", "150", "200", "--depths", "1", *texts
+    )
+    assert "answers only 0 of 1 at 150 tokens, 0 of 1 at 200 tokens" in done.stderr
+    done = hpu_duo(
+        *("eval", "curve", "--out", tmp_path / "curve", "--patterns", f"random={pattern}", "--shares", "0.5"),
+        *("--random-seeds", "0", "--num-tokens", "200", "--num-passkeys", "1", *texts),
+    )
+    assert "answers only 0 of 1 at 200 tokens" in done.stderr
+
+    done = hpu_duo(*("eval", "passkey", "--num-tokens", "400", "--sparsity", "1"), *SMALL, "--json")
+    report = json.loads(done.stdout)
+    assert report["accuracy"] < 0.5
+    assert [row["accuracy"] for row in report["full_attention"]] == [1.0]
+    assert "warning" not in done.stderr
+
+
+def test_texts_and_words_are_chosen_and_results_know_them(
+    hpu_duo: Run, model_dir: Path, tmp_path: Path
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text(
+        "It rained all day. Nobody came to the house! Then a letter arrived. " * 5, encoding="utf-8"
+    )
+    command = ("eval", "niah", "--out", tmp_path / "grid", "--lengths", "200", "--depths", "1", *SMALL)
+    common = (*command, "--model", model_dir)
+    refused = hpu_duo(*common, "--haystack", book)
+    assert refused.exit_code == 2
+    assert "at least 3 whole words among the model's tokens, got 0" in refused.stderr
+    assert not (tmp_path / "grid").exists()
+    assert hpu_duo(*common, "--haystack", book, "--words", "builtin").exit_code == 0
+    before = files(tmp_path / "grid")
+    refused = hpu_duo(*common, "--words", "builtin")
+    assert (refused.exit_code, files(tmp_path / "grid")) == (2, before)
+    assert "(asked: 'builtin')" in refused.stderr
+    for arguments, message in (
+        (("--words", "own"), "expected --words builtin or tokenizer, got 'own'"),
+        (("--haystack", tmp_path / "none.txt"), "cannot read the haystack"),
+    ):
+        refused = hpu_duo("eval", "passkey", *arguments)
+        assert refused.exit_code == 2
+        assert message in refused.stderr
+
+
 def test_a_needle_grid_is_drawn_and_resumed(hpu_duo: Run, tmp_path: Path) -> None:
     command = ("eval", "niah", "--out", tmp_path / "grid", "--lengths", "150", "200", "--depths", "0.4", "1")
     first = hpu_duo(*command, *SMALL, "--json")
@@ -92,6 +146,7 @@ def test_results_of_a_model_whose_weights_have_changed_are_not_mixed(
     model, out = tmp_path / "model", tmp_path / "out"
     shutil.copytree(model_dir, model)
     command = ("eval", "niah", "--out", out, "--model", model, "--lengths", "150", "--depths", "1", *SMALL)
+    command = (*command, "--words", "builtin")
     assert hpu_duo(*command).exit_code == 0
     before = files(out)
     weights = bytearray((model / "model.safetensors").read_bytes())

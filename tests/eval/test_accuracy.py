@@ -37,7 +37,7 @@ def test_passkeys_are_found_with_the_pattern_and_lost_without(builtin: Load) -> 
 def test_scored_answers_are_those_that_generation_gives(builtin: Load) -> None:
     """Without retrieval heads some are right and some wrong; both ways agree on which."""
     subject = builtin(1.0)
-    (written,) = PasskeyTask(120, 1, 6, 2).documents(subject.count)
+    (written,) = PasskeyTask(120, 1, 6, 2).documents(subject)
     prompt = subject.encode(written.text, is_start=True)
     asked = [subject.encode(question(one)) for one in written.passkeys]
     answers = [subject.encode(one.answer) for one in written.passkeys]
@@ -118,7 +118,7 @@ def test_a_grid_that_was_stopped_goes_on_where_it_was(builtin: Load, tmp_path: P
 
 def test_perplexity_is_that_of_one_pass_over_the_text(builtin: Load, reference: Any) -> None:
     subject = builtin(None)
-    (written,) = PasskeyTask(150, 1, 1, 4).documents(subject.count)
+    (written,) = PasskeyTask(150, 1, 1, 4).documents(subject)
     ids = subject.encode(written.text, is_start=True)
     result = stream_perplexity(subject, ids, num_prefix=10, window=50)
     with torch.inference_mode():

@@ -6,12 +6,15 @@ import hashlib
 import random
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from hpu_duo.builtin.passkeys import sentences
+from hpu_duo.builtin.passkeys import SENTENCES, sentences
+from hpu_duo.builtin.words import ADJECTIVES, ADVERBS, NOUNS, PEOPLE, PLACES, TIMES, VERBS
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+_WORD = re.compile(r"[^\W\d_]+")
 _LONGEST_PIECE = 40
 """Words. Passkeys are hidden between pieces, and a document ends with a whole one."""
 
@@ -29,6 +32,11 @@ class Haystack(Protocol):
         """Equal for equal texts."""
         ...
 
+    @property
+    def words(self) -> frozenset[str]:
+        """All words of the text, in lower case."""
+        ...
+
     def pieces(self, rng: random.Random) -> Iterator[str]:
         """Pieces of at most a few dozen words, without end; equal generators give equal pieces."""
         ...
@@ -39,6 +47,11 @@ class BuiltinHaystack:
 
     fingerprint = "builtin"
     num_pieces = None
+    words = frozenset(
+        word.lower()
+        for text in (*SENTENCES, *ADJECTIVES, *ADVERBS, *NOUNS, *PEOPLE, *PLACES, *TIMES, *VERBS)
+        for word in _WORD.findall(text)
+    )
 
     def pieces(self, rng: random.Random) -> Iterator[str]:
         """Sentences drawn one by one."""
@@ -74,6 +87,11 @@ class TextHaystack:
     def num_pieces(self) -> int:
         """All sentences, long ones cut."""
         return len(self._pieces)
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """All words of the text, in lower case."""
+        return frozenset(word.lower() for piece in self._pieces for word in _WORD.findall(piece))
 
     def pieces(self, rng: random.Random) -> Iterator[str]:
         """The sentences in order, from a random one on."""

@@ -1,0 +1,96 @@
+"""What passkey documents are written with: the text around the passkeys, and the words of the passkeys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from hpu_duo.builtin.haystack import BuiltinHaystack, Haystack
+from hpu_duo.builtin.passkeys import NEEDLE, QUESTION
+from hpu_duo.builtin.words import NAMES, PASSKEY_WORDS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BUILTIN = BuiltinHaystack()
+_MOST_WORDS = 2000
+"""Tokens of low ids are the frequent ones; more words than these would be ever rarer ones."""
+_WORD = re.compile(r"[^a-z]?([a-z]{4,12})")
+"""A token with its mark of a word's beginning: one character, whichever it is."""
+
+
+class WordSource(str, Enum):
+    """Where the words of passkeys come from."""
+
+    BUILTIN = "builtin"
+    """The list that the built-in model was trained on."""
+    TOKENIZER = "tokenizer"
+    """Whole words among the tokens of the model, so that any model has seen them often."""
+
+
+@dataclass(frozen=True)
+class PasskeyText:
+    """Text and words of passkey documents.
+
+    Attributes:
+        haystack: the text around passkeys.
+        source: of the words.
+    """
+
+    haystack: Haystack = _BUILTIN
+    source: WordSource = WordSource.BUILTIN
+
+    def words(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+        """The words, no two of them alike and, if they are the tokenizer's, none in the haystack."""
+        if self.source is WordSource.BUILTIN:
+            return PASSKEY_WORDS
+        return whole_words(tokenizer, self.haystack.words)
+
+    def check(self, words: Sequence[str], num_needed: int) -> None:
+        """Refuse words of a tokenizer that are too few for a document.
+
+        Raises:
+            ValueError: there are fewer than needed.
+        """
+        if self.source is WordSource.TOKENIZER and len(words) < num_needed:
+            raise ValueError(
+                f"expected at least {num_needed} whole words among the model's tokens, got {len(words)}; "
+                "fewer or shorter passkeys need less, and the built-in words can be asked for"
+            )
+
+
+BUILTIN_TEXT = PasskeyText()
+"""What the built-in model was trained on."""
+
+
+@lru_cache(maxsize=1)  # Looking through a vocabulary takes a while, and each cell of a grid asks for it.
+def whole_words(tokenizer: PreTrainedTokenizerBase, avoided: frozenset[str]) -> tuple[str, ...]:
+    """Words of 4 to 12 small letters that are single tokens between a word and a full stop, by token id.
+
+    Args:
+        avoided: words to leave out, beside those around passkeys.
+    """
+    around = _words_around()
+    before = tokenizer.encode("is", add_special_tokens=False)
+    words: dict[str, None] = {}
+    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        match = _WORD.fullmatch(token)
+        word = match[1] if match else ""
+        if not word or word in avoided or word in around or word in words:
+            continue
+        ids = tokenizer.encode(f"is {word}.", add_special_tokens=False)
+        # One more token at least: the full stop is none of the word's.
+        if ids[: len(before) + 1] == [*before, token_id] and len(ids) > len(before) + 1:
+            words[word] = None
+            if len(words) == _MOST_WORDS:
+                break
+    return tuple(words)
+
+
+def _words_around() -> frozenset[str]:
+    text = " ".join((NEEDLE, QUESTION, *NAMES)).replace("{", " ").replace("}", " ")
+    return frozenset(re.findall(r"[a-z]+", text.lower()))
