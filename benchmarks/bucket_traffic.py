@@ -11,7 +11,8 @@ import numpy as np
 from graphs import BucketLimits, BucketTable
 from graphs.recording import ShapeRecorder
 from hpu_duo.engine.batch import exact_shape
-from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams

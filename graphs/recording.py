@@ -6,6 +6,7 @@ before it was padded, and how many steps it stands for.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -43,8 +44,18 @@ class ShapeRecorder:
         self._cut_unfinished_line()
 
     def add(self, shape: BatchShape, count: int = 1) -> None:
-        """Record ``count`` steps of this shape."""
-        os.write(self._file, _line(shape, count))
+        """Record ``count`` steps of this shape.
+
+        Raises:
+            OSError: the line cannot be written whole; the file stays as it is.
+        """
+        line = _line(shape, count)
+        num_written = os.write(self._file, line)
+        if num_written < len(line):
+            end = os.lseek(self._file, 0, os.SEEK_CUR)
+            if end == os.fstat(self._file).st_size:  # nobody else has appended to it
+                os.ftruncate(self._file, end - num_written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""

@@ -116,6 +116,8 @@ class Run:
         view.prefilled(min(prefill.num_tokens, self._num_prompt_tokens), self._num_prompt_tokens)
         for output in outputs:
             index = self._index[output.request_id]
+            if output.error is not None:
+                raise output.error
             self._completions[index].add(output)
             view.received(index, output)
 

@@ -21,7 +21,8 @@ from hpu_duo.engine.head_choice import assign_heads, resolve_pattern
 from hpu_duo.engine.kernel_choice import choose_kernels
 from hpu_duo.engine.memory_choice import plan_memory
 from hpu_duo.engine.runner import Runner
-from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.step_tables import StepTables
 from hpu_duo.engine.trimming import ChunkTrimming

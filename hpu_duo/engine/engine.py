@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,22 +10,19 @@ from typing import TYPE_CHECKING
 
 from graphs.interrupts import Deferral, interrupts_deferred
 from hpu_duo.engine.intake import Intake, Prompt
-from hpu_duo.engine.live_samples import LiveSamples
 from hpu_duo.engine.outputs import (
     Completion,
     Completions,
     ContinuationScore,
     RequestOutput,
-    TokenLogprob,
-    logprobs_by_request,
 )
-from hpu_duo.engine.runner import Runner, StepResult
+from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.scoring import forced, score_of
-from hpu_duo.engine.stats import EngineStats, StepCounters
-from hpu_duo.engine.step_plan import CommittedToken, StepPlan
+from hpu_duo.engine.stats import EngineStats
+from hpu_duo.engine.stepper import Stepper
 from hpu_duo.engine.turns import Turns
-from hpu_duo.request import FinishReason, Request, TokenLimits
+from hpu_duo.request import TokenLimits
 from hpu_duo.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,20 +60,27 @@ class Engine:
     ) -> None:
         self.runner, self.scheduler, self.limits, self.tokenizer = runner, scheduler, limits, tokenizer
         self._intake = Intake(limits, tokenizer, seed)
+        self._stepper = Stepper(runner, scheduler, self._intake.vocab_size)
+        self._samples, self._deliveries = self._stepper.samples, self._stepper.deliveries
         self._turns = Turns()
         self._num_added = 0
-        self._is_running = False
-        self._samples = LiveSamples()
-        self._calls: dict[str, Completions] = {}
-        self._unreported: list[RequestOutput] = []
-        self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
-        self._counters = StepCounters()
-        self.recorder: ShapeRecorder | None = None
+
+    @property
+    def recorder(self) -> ShapeRecorder | None:
+        """What the shape of every step is written to, if anything."""
+        return self._stepper.telemetry.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: ShapeRecorder | None) -> None:
+        """Write them there from now on."""
+        self._stepper.telemetry.recorder = recorder
 
     @property
     def has_unfinished(self) -> bool:
         """Whether another ``step`` has something to do or to report, requests of all threads included."""
-        return self.scheduler.has_unfinished or bool(self._unreported) or bool(self._uncollected)
+        return (
+            self.scheduler.has_unfinished or self._deliveries.has_unreported or self._stepper.has_uncollected
+        )
 
     def add_request(
         self, prompt_token_ids: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -97,7 +100,7 @@ class Engine:
         """Queue the samples of one prompt, with parameters of their own."""
         with interrupts_deferred(), self._turns:
             public_id = self._samples.free_id(self._num_added) if request_id is None else request_id
-            if self._samples.is_live(public_id) or public_id in self._calls:
+            if self._samples.is_live(public_id) or self._deliveries.is_expected(public_id):
                 raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
             requests = self._intake.requests(public_id, self._num_added, prompt_token_ids, each)
             # Everything that may fail comes before anything changes.
@@ -115,32 +118,28 @@ class Engine:
         they belong to.
         """
         with interrupts_deferred(), self._turns:
-            states = self._samples.of(request_id)
-            for state in states:
-                self.scheduler.abort(state.request.request_id)
-                self._samples.remove(state.request.request_id)
-                self._report(state.abort())
-        return bool(states)
+            return self._stepper.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns what it added to each request.
 
         Requests of a ``generate`` that is under way are served too, and reported there.
 
-        If the step fails, what was raised goes on to the caller, and the requests compute their tokens anew
-        in the next step. If a sampled token cannot be turned into text, its request ends as aborted. Outputs
-        that could not be returned then come with the next step.
+        An error that belongs to one request, while its row is built, sampled or turned into text, ends that
+        request with finish reason ``error``. If the step as a whole fails, what was raised goes on to the
+        caller, outputs that could not be returned come with the next step, and the requests compute their
+        tokens anew in it. After two failures, or one for want of a bucket, the requests that had a part in
+        them are run one by one, and who fails alone ends with that error.
         """
         outputs: list[RequestOutput] = []
         try:
             with interrupts_deferred() as deferral, self._turns:
-                self._advance(deferral)
-                # Swapped at once, so that an interruption finds every output in one place or the other.
-                outputs, self._unreported = self._unreported, outputs
+                self._stepper.advance(deferral)
+                outputs = self._deliveries.swap(outputs)
             return outputs
         except BaseException:
             with interrupts_deferred(), self._turns:
-                self._unreported = outputs + self._unreported
+                self._deliveries.put_back(outputs)
             raise
 
     @contextmanager
@@ -148,46 +147,6 @@ class Engine:
         """Keep the steps of other threads waiting meanwhile."""
         with interrupts_deferred() as deferral, self._turns, deferral.lifted():
             yield
-
-    def _advance(self, deferral: Deferral) -> None:
-        """Run one step; what it adds to requests is put where it will be reported.
-
-        To be called with interrupts deferred, and while no other thread may touch anything. Only the run of
-        the device can be interrupted.
-        """
-        if self._is_running:
-            raise RuntimeError("expected no step to be asked for by what a step runs, got one in another")
-        began = time.perf_counter()
-        # Tokens that a failed step had sampled, and its plan if it was not committed.
-        self._collect()
-        self.scheduler.discard()
-        plan = self.scheduler.plan()
-        if plan is None:
-            return
-        sampling = {
-            row.ring_row: self._samples[row.request.request_id].sampling_row() for row in plan.sampled_rows
-        }
-        planned = time.perf_counter()
-        self._is_running = True
-        try:
-            with deferral.lifted():
-                result = self.runner.run(plan, sampling, self._intake.vocab_size)
-        finally:
-            self._is_running = False
-        ran = time.perf_counter()
-        self._take(plan, result)
-        self._collect()
-        self._counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
-        self._counters.device_s += ran - planned - result.build_s
-
-    def _take(self, plan: StepPlan, result: StepResult) -> None:
-        """Commit a step that has run; what it sampled waits to be collected."""
-        logprobs = logprobs_by_request(plan, result)
-        if self.recorder is not None:
-            self.recorder.add(result.shape)
-        self._counters.count(plan, result, self.scheduler.leases, self.runner.store.plan)
-        for committed in self.scheduler.commit(plan, result.token_ids):
-            self._uncollected.append((committed, logprobs.get(committed.request.request_id)))
 
     def generate(
         self,
@@ -197,8 +156,8 @@ class Engine:
     ) -> list[list[Completion]]:
         """Serve prompts to the end; returns the ``n`` samples of each, in order of the prompts.
 
-        Nothing is left behind when a prompt is refused or the loop is interrupted: requests of this
-        call that are still running are aborted.
+        Nothing is left behind when a prompt is refused, an error ends one of the requests, which is raised
+        here, or the loop is interrupted: requests of this call that are still running are aborted.
 
         Args:
             params: one for all prompts, or one each.
@@ -270,8 +229,8 @@ class Engine:
         finally:
             with interrupts_deferred(), self._turns:
                 for request_id in call:
-                    self.abort(request_id)
-                    del self._calls[request_id]
+                    self._stepper.abort(request_id)
+                self._deliveries.end(call)
         return call.in_order()
 
     def _outputs_of(
@@ -281,48 +240,30 @@ class Engine:
         with interrupts_deferred() as deferral, self._turns:
             while waiting and self._has_rows(None if widths is None else widths[len(call)]):
                 request_id = waiting.popleft()()
-                call.expect(request_id)
-                self._calls[request_id] = call
+                self._deliveries.expect(request_id, call)
             if not call.mail:
                 if not waiting and not any(map(self._samples.is_live, call)):
                     return None
-                self._advance(deferral)
+                self._advance_for(call, deferral)
             return call.take_mail()
+
+    def _advance_for(self, call: Completions, deferral: Deferral) -> None:
+        """Run one step; a failure that another call's request may have caused is passed over.
+
+        If it comes again, the requests are tried one by one, and each call gets the errors of its own.
+        """
+        try:
+            self._stepper.advance(deferral)
+        except Exception:
+            if all(request_id in call for request_id in self._stepper.last_failed):
+                raise
 
     def stats(self) -> EngineStats:
         """A snapshot of what has been done and what is held."""
         with interrupts_deferred(), self._turns:
-            return EngineStats.of(self._counters, self.scheduler, self.runner)
+            return EngineStats.of(self._stepper.telemetry.counters, self.scheduler, self.runner)
 
     def _has_rows(self, wanted: int | None) -> bool:
         """Whether so many more samples could run now; one alone is never kept waiting."""
         taken = len(self._samples)
         return wanted is None or not taken or taken + wanted <= self.runner.store.plan.max_num_seqs
-
-    def _collect(self) -> None:
-        """Turn sampled tokens into outputs, one by one, so that an interruption loses none of the others."""
-        while self._uncollected:
-            committed, logprob = self._uncollected.popleft()
-            request = committed.request
-            state = self._samples.get(request.request_id)
-            if state is None:
-                continue  # aborted before its token was collected
-            try:
-                output = state.take(committed, logprob)
-            except BaseException:
-                self._end(request, FinishReason.ABORT)
-                self._report(state.abort())
-                raise
-            if output.finish_reason is not None:
-                self._end(request, output.finish_reason)
-            self._report(output)
-
-    def _report(self, output: RequestOutput) -> None:
-        """Put an output where the caller that it is for will find it."""
-        call = self._calls.get(output.request_id)
-        (self._unreported if call is None else call.mail).append(output)
-
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        if not request.is_finished:
-            self.scheduler.finish(request, reason)
-        self._samples.remove(request.request_id)

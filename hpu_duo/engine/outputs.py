@@ -148,6 +148,9 @@ class Completions:
         """The samples of each request."""
         return [[samples[index] for index in sorted(samples)] for samples in self._samples.values()]
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._samples
+
     def __len__(self) -> int:
         return len(self._samples)
 

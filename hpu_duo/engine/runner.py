@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
 from hpu_duo.sampling import (
+    RowError,
     SampledTokens,
     SamplingBatch,
     SamplingRow,
@@ -43,6 +44,7 @@ class StepResult:
         token_ids: int32 ``[len(plan.sampled_rows)]``, in that order.
         logprobs: CPU tensors with one entry per ``token_ids``, when some request asked.
         build_s: seconds spent on the host to build the step's arrays.
+        errors: by ring row, of those that could not be sampled; their tokens mean nothing.
     """
 
     shape: BatchShape
@@ -50,6 +52,7 @@ class StepResult:
     token_ids: np.ndarray
     logprobs: TokenLogprobs | None
     build_s: float
+    errors: Mapping[int, Exception] = field(default_factory=dict)
 
 
 class Runner:
@@ -106,7 +109,8 @@ class Runner:
         """Carry out one plan.
 
         Args:
-            sampling: how to sample for each ring row of ``plan.sampled_rows``.
+            sampling: how to sample for the ring rows of ``plan.sampled_rows``; tokens of those that are left
+                out mean nothing.
 
         Raises:
             RecompileError: the step has compiled something, and may not.
@@ -119,15 +123,15 @@ class Runner:
             began = time.perf_counter()
             rows = [sampling.get(row) for row in range(bucket.num_logits)]
             hosted = hosted_rows(rows)
-            batch = SamplingBatch.build(
+            batch, errors = _build(
                 without(rows, hosted), vocab_size, is_static=self.runtime.compiles_operators
             )
             build_s += time.perf_counter() - began
             tokens = _read(sample(logits, batch))
             if hosted:
-                choose_on_host(rows, hosted, logits, tokens.token_ids)
+                errors |= choose_on_host(rows, hosted, logits, tokens.token_ids)
         logprobs = None if tokens.logprobs is None else TokenLogprobs(*(x[wanted] for x in tokens.logprobs))
-        return StepResult(shape, bucket, tokens.token_ids.numpy()[wanted], logprobs, build_s)
+        return StepResult(shape, bucket, tokens.token_ids.numpy()[wanted], logprobs, build_s, errors)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -225,6 +229,18 @@ def bucket_step(
         return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 
     return step
+
+
+def _build(
+    rows: Sequence[SamplingRow | None], vocab_size: int, *, is_static: bool
+) -> tuple[SamplingBatch, dict[int, Exception]]:
+    """The batch of all rows but those that fail, and why they do."""
+    rows, errors = list(rows), dict[int, Exception]()
+    while True:
+        try:
+            return SamplingBatch.build(rows, vocab_size, is_static=is_static), errors
+        except RowError as error:
+            rows[error.row], errors[error.row] = None, error.cause
 
 
 def _read(tokens: SampledTokens) -> SampledTokens:

@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpu_duo.engine.arrivals import ArrivalOrder
+from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
 from hpu_duo.request import FinishReason, Request, RequestStatus
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """The limits a step must respect.
-
-    Attributes:
-        max_num_batched_tokens: query tokens of a step; at least ``max_num_seqs``, so that every running
-            request can decode in every step.
-        max_num_seqs: requests that run at the same time.
-        block_size: tokens per KV block.
-        num_blocks: KV blocks that can be leased.
-        max_chunk_rows: rows of a step with several new tokens and older context.
-        uses_blocks: False for a model without retrieval heads.
-    """
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    block_size: int
-    num_blocks: int
-    max_chunk_rows: int = 4
-    uses_blocks: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "block_size", "max_chunk_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs}, "
-                f"got {self.max_num_batched_tokens}"
-            )
-        if self.num_blocks < (1 if self.uses_blocks else 0):
-            raise ValueError(f"num_blocks must hold at least one block, got {self.num_blocks}")
 
 
 class Scheduler:
@@ -136,8 +102,11 @@ class Scheduler:
         else:
             self._enqueue(request)
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, alone: Request | None = None) -> StepPlan | None:
         """Decide the next step and lease what it needs; None when there is nothing to do.
+
+        Args:
+            alone: an unfinished request that has the step for itself; the others that run lose their cache.
 
         If ``num_postponed`` fails, every running request loses its cache, as in ``discard``, and what was
         raised goes on to the caller.
@@ -148,9 +117,12 @@ class Scheduler:
         if self._plan_in_flight is not None:
             raise ValueError("the previous plan must be committed before the next one is made")
         step = StepDraft(self.limits.max_num_batched_tokens, self.limits.max_chunk_rows)
+        if alone is not None:
+            self._isolate(alone)
         self._schedule_running(step, are_decodes=True)
         self._schedule_running(step, are_decodes=False)
-        self._admit(step)
+        if alone is None:
+            self._admit(step)
         try:
             moves = self.leases.take_copies()
             if step.is_empty:
@@ -254,9 +226,21 @@ class Scheduler:
         self._enqueue(request)
         self._release_followers(request)
 
-    def _restart_running(self) -> None:
-        for request in list(self._running):
+    def _restart_running(self, but: Request | None = None) -> None:
+        for request in [r for r in self._running if r is not but]:
             self._restart(request)
+
+    def _isolate(self, request: Request) -> None:
+        """Let a request that waits or runs be the only one that runs."""
+        self._restart_running(but=request)
+        if request.status is RequestStatus.WAITING:
+            self._open(request)
+
+    def _open(self, request: Request) -> None:
+        """Give a waiting request a row."""
+        self._waiting.remove(request)
+        self.leases.open(request)
+        self._run(request)
 
     def _admit(self, step: StepDraft) -> None:
         if not self._waiting or not step.num_free_tokens:
@@ -267,9 +251,7 @@ class Scheduler:
             num_blocks_due += self.leases.num_blocks_due(request)
             if num_blocks_due > self.leases.blocks.num_free:
                 return
-            self._waiting.remove(request)
-            self.leases.open(request)
-            self._run(request)
+            self._open(request)
             self._schedule(request, step)
             num_blocks_due -= request.num_blocks
 

@@ -27,6 +27,7 @@ class EngineStats:
         num_graph_misses: steps whose shape no bucket held.
         num_late_captures: planned buckets captured only when a request needed them.
         num_uncaptured_steps: steps of buckets that are too long to be captured.
+        num_unrecorded_steps: steps that were served but could not be written down, as on a full disk.
         num_running, num_waiting: requests now.
         used_blocks, total_blocks, used_rows, total_rows: leases now.
         kv_bytes: bytes that the stores take.
@@ -47,6 +48,7 @@ class EngineStats:
     num_graph_misses: int
     num_late_captures: int
     num_uncaptured_steps: int
+    num_unrecorded_steps: int
     num_running: int
     num_waiting: int
     used_blocks: int
@@ -77,6 +79,7 @@ class EngineStats:
             num_graph_misses=graphs.misses,
             num_late_captures=graphs.late_captures,
             num_uncaptured_steps=graphs.bypasses,
+            num_unrecorded_steps=counters.num_unrecorded_steps,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             used_blocks=leases.blocks.num_used,
@@ -115,6 +118,7 @@ class StepCounters:
     num_padded_tokens: int = 0
     num_query_tokens: int = 0
     num_preemptions: int = 0
+    num_unrecorded_steps: int = 0
     peak_cached_tokens: int = 0
     peak_held_bytes: int = 0
     peak_full_attention_bytes: int = 0

@@ -12,6 +12,7 @@ from hpu_duo.sampling.logprobs import TokenLogprobs
 from hpu_duo.sampling.params import SamplingParams
 from hpu_duo.sampling.penalties import PenaltyState
 from hpu_duo.sampling.rng import derive_seed, uniform
+from hpu_duo.sampling.row_error import RowError
 from hpu_duo.sampling.sampler import SampledTokens, sample, sample_tokens
 from hpu_duo.sampling.stop import Released, StopChecker, StopMatch
 
@@ -21,6 +22,7 @@ __all__ = [
     "IncrementalDetokenizer",
     "PenaltyState",
     "Released",
+    "RowError",
     "SampledTokens",
     "SamplingBatch",
     "SamplingParams",

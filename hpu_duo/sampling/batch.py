@@ -17,6 +17,7 @@ from hpu_duo.sampling.params import SamplingParams
 from hpu_duo.sampling.penalties import PenaltyState
 from hpu_duo.sampling.positions import PositionList, pad_to_power_of_two
 from hpu_duo.sampling.rng import uniform, wrap_seed
+from hpu_duo.sampling.row_error import RowError
 
 #: Added to the logit of a token that may not be sampled. Finite, so that no row can become NaN, and so large
 #: that it absorbs any logit and bias and still has probability zero at ``MAX_TEMPERATURE``.
@@ -146,8 +147,8 @@ class SamplingBatch:
             is_static: widen the route to one of few, for devices that compile each; see ``static_route``.
 
         Raises:
-            ValueError: a row lacks its history or names a token outside the vocabulary, or
-                ``len(rows) * vocab_size`` does not fit in int32.
+            RowError: a row lacks its history or names a token outside the vocabulary.
+            ValueError: ``len(rows) * vocab_size`` does not fit in int32.
         """
         num_rows = len(rows)
         if num_rows * vocab_size >= 2**31:
@@ -160,11 +161,15 @@ class SamplingBatch:
         else:
             return _greedy_batch(num_rows, vocab_size)
         edits, seen = PositionList(num_rows, vocab_size), PositionList(num_rows, vocab_size)
+        values = [_NO_REQUEST] * num_rows
         for index, row in enumerate(rows):
             if row is not None:
-                _collect_edits(edits, index, row)
-                _collect_seen(seen, index, row)
-        values = [_NO_REQUEST if row is None else _row_values(row.params, vocab_size) for row in rows]
+                try:
+                    _collect_edits(edits, index, row)
+                    _collect_seen(seen, index, row)
+                    values[index] = _row_values(row.params, vocab_size)
+                except Exception as error:
+                    raise RowError(index, error) from error
         route = _choose_route(rows, values, vocab_size, edits.padded_size, seen.padded_size)
         if is_static:
             route = static_route(route)
@@ -308,5 +313,5 @@ def _collect_seen(seen: PositionList, index: int, row: SamplingRow) -> None:
     if not row.params.needs_penalties:
         return
     if row.penalties is None:
-        raise ValueError(f"row {index}: expected a PenaltyState for a request with penalties, got None")
+        raise ValueError("expected a PenaltyState for a request with penalties, got None")
     seen.add(index, row.penalties.token_ids, row.penalties.codes)

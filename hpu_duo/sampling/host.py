@@ -59,8 +59,8 @@ def without(rows: Sequence[SamplingRow | None], hosted: Sequence[int]) -> Sequen
 
 def choose_on_host(
     rows: Sequence[SamplingRow | None], hosted: Sequence[int], logits_NV: Tensor, token_ids: Tensor
-) -> None:
-    """Put the host's choices in place of the device's.
+) -> dict[int, Exception]:
+    """Put the host's choices in place of the device's; return what was raised, by index of the row.
 
     Args:
         hosted: ``hosted_rows(rows)``, not empty.
@@ -68,9 +68,14 @@ def choose_on_host(
         token_ids: int32 [N] on the host; changed in place.
     """
     on_host_NV = logits_NV.cpu()
+    errors: dict[int, Exception] = {}
     for index in hosted:
         row = rows[index]
         assert row is not None
         assert row.choose is not None
         draw = uniform(np.array([wrap_seed(row.seed)], np.uint64), np.array([row.num_output_tokens]))
-        token_ids[index] = row.choose(on_host_NV[index], float(draw[0]))
+        try:
+            token_ids[index] = row.choose(on_host_NV[index], float(draw[0]))
+        except Exception as error:
+            errors[index] = error
+    return errors

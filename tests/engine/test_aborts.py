@@ -1,6 +1,7 @@
 """Requests that are aborted leave the others as they are, and nothing behind."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,35 @@ def test_abort_reports_once_and_knows_only_unfinished_requests(tiny: Tiny) -> No
         (name, 1, FinishReason.ABORT),
     ]
     assert not engine.has_unfinished
+
+
+def test_an_abort_while_a_step_runs_leaves_the_others_unchanged(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=1.2, seed=2, max_tokens=8, ignore_eos=True)
+    prompts = prompts_of([5, 7, 9])
+    expected = tokens_of(serve(tiny.load(), prompts, params))
+    served = tiny.load()
+    engine, run = served.engine, served.engine.runner.run
+    names = [engine.add_request(prompt, params) for prompt in prompts]
+    tokens: dict[str, list[int]] = {name: [] for name in names}
+    num_steps = 0
+
+    def aborting(*args: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 4:
+            assert engine.abort(names[0])
+        return run(*args)
+
+    monkeypatch.setattr(engine.runner, "run", aborting)
+    while engine.has_unfinished:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+    assert [[tokens[name]] for name in names[1:]] == expected[1:]
+    assert tokens[names[0]] == expected[0][0][: len(tokens[names[0]])]
+    assert len(tokens[names[0]]) < 8
+    assert_holds_nothing(served)
 
 
 def test_generate_reports_only_its_own_requests_and_leaves_the_others_their_outputs(tiny: Tiny) -> None:

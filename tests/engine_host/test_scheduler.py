@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.copies import BlockCopy, RowCopy
 from hpu_duo.request import FinishReason, Request, RequestStatus

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from graphs import BatchShape, BucketTable, Phase
-from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import NO_ROW, FinishReason, Request, RequestStatus

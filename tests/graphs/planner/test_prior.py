@@ -10,7 +10,8 @@ from graphs.planner import GraphBudget, Resolution, evaluate, plan_table, prior
 from graphs.planner.plan import or_default
 from graphs.planner.server import Sequence, Server
 from hpu_duo.engine.batch import exact_shape
-from hpu_duo.engine.scheduler import Scheduler, SchedulerLimits
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from tests.graphs.planner.drawn import limits_strategy

@@ -1,0 +1,171 @@
+"""One step: planned, run, committed, and turned into outputs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from graphs import RecompileError
+from graphs.interrupts import Deferral
+from hpu_duo.engine.deliveries import Deliveries
+from hpu_duo.engine.live_samples import LiveSamples
+from hpu_duo.engine.outputs import TokenLogprob, logprobs_by_request
+from hpu_duo.engine.runner import Runner, StepResult
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.step_plan import CommittedToken, StepPlan
+from hpu_duo.engine.suspects import Suspects
+from hpu_duo.engine.telemetry import Telemetry
+from hpu_duo.request import FinishReason, Request
+from hpu_duo.sampling import SamplingRow
+
+
+class Stepper:
+    """Runs steps, one at a time.
+
+    All methods are called with interrupts deferred, by one thread at a time.
+
+    Attributes:
+        samples: those that have not ended.
+        deliveries: where outputs go.
+        telemetry: what is written down about steps.
+
+    Args:
+        runner: the device side.
+        scheduler: who runs when.
+        vocab_size: width of the logits.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, vocab_size: int) -> None:
+        self.samples, self.deliveries, self.telemetry = LiveSamples(), Deliveries(), Telemetry()
+        self._runner, self._scheduler, self._vocab_size = runner, scheduler, vocab_size
+        self._suspects = Suspects()
+        self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
+        self._is_stepping = False
+        self._aborted_meanwhile: list[str] = []
+
+    @property
+    def has_uncollected(self) -> bool:
+        """Whether tokens have been sampled that are in no output yet."""
+        return bool(self._uncollected)
+
+    @property
+    def last_failed(self) -> list[str]:
+        """Names of unfinished requests that had a row in the last step, if its run has failed."""
+        states = (self.samples.get(request.request_id) for request in self._suspects.last_failed)
+        return [state.public_id for state in states if state is not None]
+
+    def abort(self, request_id: str) -> bool:
+        """End all samples of a request; False if no unfinished request has this id.
+
+        What a step runs may ask for it too; the request ends behind the step then.
+        """
+        states = self.samples.of(request_id)
+        if self._is_stepping:
+            self._aborted_meanwhile.append(request_id)
+            return bool(states)
+        for state in states:
+            self._end(state.request, FinishReason.ABORT)
+            self.deliveries.report(state.abort())
+        return bool(states)
+
+    def advance(self, deferral: Deferral) -> None:
+        """Run one step, and deliver what it adds to requests.
+
+        Args:
+            deferral: of interrupts, lifted while the device runs.
+
+        Raises:
+            RuntimeError: what a step runs asks for another step.
+        """
+        if self._is_stepping:
+            raise RuntimeError("expected no step to be asked for by what a step runs, got one in another")
+        self._is_stepping = True
+        try:
+            self._advance(deferral)
+        finally:
+            self._is_stepping = False
+            while self._aborted_meanwhile:
+                self.abort(self._aborted_meanwhile.pop())
+
+    def _advance(self, deferral: Deferral) -> None:
+        self._suspects.last_failed = ()
+        began = time.perf_counter()
+        # Tokens that a failed step had sampled, and its plan if it was not committed.
+        self._collect()
+        self._scheduler.discard()
+        plan = self._scheduler.plan(self._suspects.alone)
+        if plan is None:
+            return
+        sampling, errors = self._sampling_rows(plan)
+        planned = time.perf_counter()
+        try:
+            with deferral.lifted():
+                result = self._runner.run(plan, sampling, self._vocab_size)
+        except RecompileError:
+            raise  # the fault of no request
+        except Exception as error:
+            culprit = self._suspects.culprit(plan, error)
+            if culprit is None:
+                raise
+            self._fail(culprit, error)
+            return
+        ran = time.perf_counter()
+        self._suspects.clear(plan)
+        self._take(plan, result, {**errors, **result.errors})
+        self._collect()
+        self.telemetry.counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
+        self.telemetry.counters.device_s += ran - planned - result.build_s
+
+    def _sampling_rows(self, plan: StepPlan) -> tuple[dict[int, SamplingRow], dict[int, Exception]]:
+        """How to sample, and why that cannot be said, by ring row."""
+        rows, errors = dict[int, SamplingRow](), dict[int, Exception]()
+        for row in plan.sampled_rows:
+            try:
+                rows[row.ring_row] = self.samples[row.request.request_id].sampling_row()
+            except Exception as error:
+                errors[row.ring_row] = error
+        return rows, errors
+
+    def _take(self, plan: StepPlan, result: StepResult, errors: Mapping[int, Exception]) -> None:
+        """Commit a step that has run; what it sampled waits to be collected.
+
+        Args:
+            errors: of ring rows; their requests end.
+        """
+        logprobs = logprobs_by_request(plan, result)
+        self.telemetry.note(plan, result, self._scheduler.leases, self._runner.store.plan)
+        for row in plan.sampled_rows:
+            if row.ring_row in errors:
+                self._fail(row.request, errors[row.ring_row])
+        for committed in self._scheduler.commit(plan, result.token_ids):
+            self._uncollected.append((committed, logprobs.get(committed.request.request_id)))
+
+    def _collect(self) -> None:
+        """Turn sampled tokens into outputs, one by one, so that an interruption loses none of the others."""
+        while self._uncollected:
+            committed, logprob = self._uncollected.popleft()
+            request = committed.request
+            state = self.samples.get(request.request_id)
+            if state is None:
+                continue  # aborted before its token was collected
+            try:
+                output = state.take(committed, logprob)
+            except Exception as error:
+                self._fail(request, error)
+                continue
+            if output.finish_reason is not None:
+                self._end(request, output.finish_reason)
+            self.deliveries.report(output)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request with an error, unless it has ended."""
+        state = self.samples.get(request.request_id)
+        if state is not None:
+            self._end(request, FinishReason.ERROR)
+            self.deliveries.report(state.fail(error))
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if not request.is_finished:
+            self._scheduler.finish(request, reason)
+        self.samples.remove(request.request_id)
