@@ -29,7 +29,7 @@ from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import read_layers
-from hpu_duo.modeling.rope import fix_frequencies, positions_served
+from hpu_duo.modeling.rope import fix_frequencies, served_len
 from hpu_duo.modeling.step_model import StepModel
 from kernels_ref import Implementation
 
@@ -95,14 +95,9 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     text_config = hf_config.get_text_config()
     dtype = resolve_dtype(config.model.dtype, hf_config)
     scheduler = config.scheduler
-    max_len = scheduler.max_model_len or positions_served(text_config)
-    if max_len > positions_served(text_config):
-        raise ValueError(
-            f"expected max_model_len of at most {positions_served(text_config)}, the positions this model "
-            f"serves, got {max_len}"
-        )
+    max_len = served_len(text_config, scheduler.max_model_len)
     model = build_without_weights(path, hf_config, dtype)
-    fix_frequencies(model)
+    fix_frequencies(model, max_len)
     with _autocast_on_meta():
         layers = read_layers(model)
     pattern = resolve_pattern(config.heads, layers)

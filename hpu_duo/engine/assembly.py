@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +13,7 @@ from graphs import CaptureBackend, GraphCache, MissPolicy, make_backend
 from graphs.backends import best_name
 from hpu_duo import sim
 from hpu_duo.budget import DeviceBudget
-from hpu_duo.config import EngineConfig, SchedulerConfig
+from hpu_duo.config import EngineConfig
 from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.graph_memory import plan_with_graphs
@@ -34,7 +34,7 @@ from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
 from hpu_duo.modeling.probe import DecoderLayer, probe
-from hpu_duo.modeling.rope import fix_frequencies, positions_served
+from hpu_duo.modeling.rope import fix_frequencies, served_len
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
 from kernels_ref import Implementation, LayerSpec
@@ -61,7 +61,7 @@ def assemble(
     _backend(config, device, runtime)  # refused before weights are read
     hf_config = read_config(config.model.path)
     dtype = resolve_dtype(config.model.dtype, hf_config)
-    _wanted_len(config.scheduler, hf_config.get_text_config())  # refused before weights are read
+    served_len(hf_config.get_text_config(), config.scheduler.max_model_len)  # refused before weights are read
     model = load_model(config.model.path, hf_config, dtype, _first_device(device, runtime))
     return assemble_around(model, config, eos_token_ids, tokenizer, seed)
 
@@ -78,7 +78,7 @@ def assemble_around(
     Args:
         model: in evaluation mode, with our attention function; changed in place: heads are reordered, linear
             weights packed on CPU, and rotary frequencies that depend on the text's length stay those of
-            the lengths that are served.
+            the longest request.
         config: its path and dtype are not looked at.
 
     Raises:
@@ -91,8 +91,8 @@ def assemble_around(
     first_device = _first_device(device, runtime)
     dtype = model.dtype
     text_config = model.config.get_text_config()
-    max_len = _wanted_len(config.scheduler, text_config)
-    fix_frequencies(model)
+    max_len = served_len(text_config, config.scheduler.max_model_len)
+    fix_frequencies(model, max_len)
     layers = probe(model)
     pattern = resolve_pattern(config.heads, layers)
     layouts, windows = assign_heads(layers, pattern, max_len)
@@ -147,18 +147,6 @@ def _trimming(config: EngineConfig, runner: Runner) -> Callable[[StepPlan], int]
 def _first_device(device: torch.device, runtime: DeviceRuntime) -> torch.device:
     """Where a model is looked over: on the host where the device would compile every operator of it."""
     return torch.device("cpu") if runtime.compiles_operators else device
-
-
-def _wanted_len(scheduler: SchedulerConfig, text_config: Any) -> int:
-    served = positions_served(text_config)
-    if scheduler.max_model_len is None:
-        return served
-    if scheduler.max_model_len > served:
-        raise ValueError(
-            f"expected max_model_len of at most {served}, the positions this model serves, "
-            f"got {scheduler.max_model_len}"
-        )
-    return scheduler.max_model_len
 
 
 def _pack(

@@ -94,22 +94,23 @@ def test_a_model_that_cannot_be_built_is_refused(
         build_structure(engine_config(path), GAUDI2)
 
 
+@pytest.mark.parametrize("max_model_len", [64, 1024])
 @pytest.mark.parametrize("rope", LENGTH_DEPENDENT, ids=lambda rope: str(rope["rope_type"]))
-def test_frequencies_that_depend_on_the_length_are_fixed_up_to_the_original_one(
-    config_dir: Path, tmp_path: Path, rope: dict[str, Any]
+def test_frequencies_that_depend_on_the_length_are_fixed_for_the_longest_request(
+    config_dir: Path, tmp_path: Path, rope: dict[str, Any], max_model_len: int
 ) -> None:
     path = edit_config(config_dir, tmp_path / "long", rope_scaling=rope, rope_parameters=rope)
     bucket = BatchShape.parse(BUCKETS[1])
     config = engine_config(path)
-    served = min(1024, rope.get("original_max_position_embeddings", 1024))
-    as_long = replace(config, scheduler=replace(config.scheduler, max_model_len=served))
+    as_long = replace(config, scheduler=replace(config.scheduler, max_model_len=max_model_len))
     with_it = audit_bucket(build_structure(as_long, GAUDI2), bucket)
     without = audit_bucket(build_structure(engine_config(config_dir), GAUDI2), bucket)
     assert with_it.findings == ()
     # Only the scale of cosines and sines may come on top.
     assert sum(with_it.operators.values()) == sum(without.operators.values())
-    too_long = replace(config, scheduler=replace(config.scheduler, max_model_len=served + 1))
-    with pytest.raises(ValueError, match=f"max_model_len of at most {served}"):
+    longest = 4096 if rope["rope_type"] == "dynamic" else 1024
+    too_long = replace(config, scheduler=replace(config.scheduler, max_model_len=longest + 1))
+    with pytest.raises(ValueError, match=f"max_model_len of at most {longest}"):
         build_structure(too_long, GAUDI2)
 
 

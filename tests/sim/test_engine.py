@@ -201,13 +201,14 @@ def test_the_cpu_attention_kernels_are_refused(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("rope", LENGTH_DEPENDENT, ids=lambda rope: str(rope["rope_type"]))
-def test_frequencies_that_depend_on_the_length_are_those_of_transformers_up_to_the_original_one(
-    tmp_path: Path, rope: dict[str, Any]
+@pytest.mark.parametrize(("lengths", "max_model_len"), [([5, 37], 48), ([70, 75], 80)], ids=["short", "long"])
+def test_frequencies_that_depend_on_the_length_are_those_of_transformers(
+    tmp_path: Path, rope: dict[str, Any], lengths: list[int], max_model_len: int
 ) -> None:
     key = "rope_parameters" if IS_5 else "rope_scaling"
     model = save_random(LlamaConfig(**{**BASE, "num_hidden_layers": 2, key: rope}), tmp_path)
-    prompts, params = prompts_of([5, 37], seed=6), SamplingParams(temperature=0, max_tokens=5)
-    limits = {**SMALL, "max_model_len": 48}
+    prompts, params = prompts_of(lengths, seed=6), SamplingParams(temperature=0, max_tokens=5)
+    limits = {**SMALL, "max_model_len": max_model_len}
     served = HPUDuoModel.from_pretrained(tmp_path, device="hpu-sim", **limits)
     with sim.watch() as seen:
         done = served.engine.generate(prompts, params)
