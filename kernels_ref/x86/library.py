@@ -5,19 +5,41 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from kernels_ref.native import BuildError, build
 
-_INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
-_OPTIONS = ("-O3", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
+Instructions = Literal["best", "vectors", "tiles", "model"]
+"""What multiplies: the best for the work at hand, AVX512-BF16, AMX, or a slow model of AMX for tests."""
+
+_VECTORS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
+_TILES = ("amx-tile", "amx-bf16")
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def is_supported() -> bool:
     """Whether this CPU multiplies pairs of bfloat16 in vectors."""
     return torch.cpu._is_avx512_bf16_supported()
+
+
+def has_tiles() -> bool:
+    """Whether this CPU multiplies pairs of bfloat16 in tiles as well."""
+    return is_supported() and torch.cpu._is_amx_tile_supported()
+
+
+def variants() -> tuple[Instructions, ...]:
+    """All that can multiply here, if the operators can be built."""
+    return ("vectors", "tiles", "model") if has_tiles() else ("vectors", "model")
+
+
+def description() -> str:
+    """The instructions of these kernels for people; of torch's where these do not run."""
+    if not is_available():
+        return "torch's kernels"
+    tiles = " and AMX tiles" if torch.ops.hpu_duo_x86.have_tiles() else ""
+    return f"our kernels with AVX512-BF16 vectors{tiles}"
 
 
 @torch.compiler.assume_constant_result
@@ -43,8 +65,10 @@ def require() -> None:
 def _load() -> bool:
     if not is_supported():
         return False
+    instructions = (*_VECTORS, *_TILES) if has_tiles() else _VECTORS
+    options = ("-O3", "-fopenmp", *(f"-m{name}" for name in instructions))
     try:
-        torch.ops.load_library(build("x86", sorted(Path(__file__).parent.glob("*.cpp")), _OPTIONS))
+        torch.ops.load_library(build("x86", sorted(Path(__file__).parent.glob("*.cpp")), options))
     except (BuildError, OSError) as error:
         warnings.warn(f"bfloat16 runs slower than it could on this CPU: {error}", stacklevel=2)
         return False
@@ -54,7 +78,12 @@ def _load() -> bool:
 
 
 def _linear(
-    x: torch.Tensor, packed: torch.Tensor, bias: object, out_features: int, live: object
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: object,
+    out_features: int,
+    live: object,
+    instructions: str = "",
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 

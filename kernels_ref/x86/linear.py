@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import torch
 
-from kernels_ref.x86.library import is_available, require
+from kernels_ref.x86.library import Instructions, is_available, require
 
-PANEL = 64
-"""Outputs that are packed together; the last panel is filled up with zeros."""
+PANEL = 32
+"""Outputs that are packed together, as well as inputs; the last ones are filled up with zeros."""
 
 
 def fits(weight_NK: torch.Tensor) -> bool:
     """Whether a weight ``[outputs, inputs]`` can be packed for this machine."""
-    is_cpu_bfloat16 = weight_NK.dtype == torch.bfloat16 and weight_NK.device.type == "cpu"
-    return is_cpu_bfloat16 and weight_NK.shape[1] % 2 == 0 and is_available()
+    return weight_NK.dtype == torch.bfloat16 and weight_NK.device.type == "cpu" and is_available()
 
 
-def packed_shape(num_outputs: int, num_inputs: int) -> tuple[int, int, int, int]:
-    """Shape of a packed weight: panels, pairs of inputs, outputs of a panel, inputs of a pair."""
-    return -(-num_outputs // PANEL), num_inputs // 2, PANEL, 2
+def packed_shape(num_outputs: int, num_inputs: int) -> tuple[int, int, int, int, int, int]:
+    """Shape of a packed weight: panels, steps over the inputs, halves, rows, outputs, inputs.
+
+    A half of a step is a tile: 16 rows with a pair of inputs for each of 16 outputs.
+    """
+    half = PANEL // 2
+    return -(-num_outputs // PANEL), -(-num_inputs // PANEL), 2, half, half, 2
 
 
 def pack(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,10 +33,17 @@ def pack(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     Args:
         out: where to put it.
     """
-    missing = -weight_NK.shape[0] % PANEL
-    padded = torch.nn.functional.pad(weight_NK, (0, 0, 0, missing)) if missing else weight_NK
-    panels = padded.reshape(-1, PANEL, weight_NK.shape[1] // 2, 2).transpose(1, 2)
-    return panels.contiguous() if out is None else out.copy_(panels)
+    num_outputs, num_inputs = weight_NK.shape
+    missing = (0, -num_inputs % PANEL, 0, -num_outputs % PANEL)
+    padded = torch.nn.functional.pad(weight_NK, missing) if any(missing) else weight_NK
+    shape = packed_shape(num_outputs, num_inputs)
+    out = padded.new_empty(shape) if out is None else out
+    panels, steps, halves, rows, outputs, _ = shape
+    # Pairs of inputs stay together: as one number each they are copied faster.
+    padded = padded.clone() if padded.storage_offset() % 2 else padded.contiguous()
+    pairs = padded.view(torch.int32).view(panels, halves, outputs, steps, rows)
+    out.view(torch.int32).squeeze(-1).copy_(pairs.permute(0, 3, 1, 4, 2))
+    return out
 
 
 def pack_bias(bias_N: torch.Tensor) -> torch.Tensor:
@@ -47,15 +57,17 @@ def multiply(
     bias: torch.Tensor | None,
     out_features: int,
     live: torch.Tensor | None = None,
+    instructions: Instructions = "best",
 ) -> torch.Tensor:
     """``x [..., inputs]`` times the packed weight, plus the packed bias: ``[..., out_features]``.
 
     Args:
         live: int32 ``[2]``. If ``x`` has as many rows as the first number says, only as many of them as the
             second says are multiplied, and the results of the others are 0.
+        instructions: "best" is vectors for one row, and tiles, where there are any, for more.
 
     Raises:
         ValueError: ``x`` is not bfloat16 or has another number of inputs, or there is no such kernel here.
     """
     require()
-    return torch.ops.hpu_duo_x86.linear.default(x, packed, bias, out_features, live)
+    return torch.ops.hpu_duo_x86.linear.default(x, packed, bias, out_features, live, instructions)

@@ -4,11 +4,13 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -22,7 +24,7 @@ using hpu_duo::bf16;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr int64_t kAlignment = 64;
-constexpr int64_t kPanel = 64;  // outputs that are packed together
+constexpr int64_t kPanel = 32;  // outputs, and inputs, that are packed together
 
 // What the kernels call `uint16_t` is bfloat16 to torch.
 template <typename T>
@@ -35,21 +37,33 @@ T *data(const Tensor &x) {
 // The kernels read runs of head_dim items.
 Tensor with_runs(const Tensor &x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
+hpu_duo::Instructions instructions_of(std::string_view name) {
+  using hpu_duo::Instructions;
+  TORCH_CHECK_VALUE(name != "tiles" || hpu_duo::have_tiles(), "expected a CPU and a system with AMX for tiles");
+  if (name == "vectors") return Instructions::kVectors;
+  if (name == "tiles") return Instructions::kTiles;
+  if (name == "model") return Instructions::kModel;
+  TORCH_CHECK_VALUE(name == "best", "expected best, vectors, tiles or model, got ", name);
+  return Instructions::kBest;
+}
+
 Tensor linear(const Tensor &x, const Tensor &packed, const std::optional<Tensor> &bias, int64_t out_features,
-              const std::optional<Tensor> &live) {
-  const int64_t inputs = 2 * packed.size(1);
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16 && x.size(-1) == inputs, "expected bfloat16 [..., ", inputs,
-                    "], got ", x.scalar_type(), " ", x.sizes());
+              const std::optional<Tensor> &live, std::string_view instructions) {
+  const int64_t packed_inputs = kPanel * packed.size(1), inputs = x.size(-1);
+  TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16 && inputs <= packed_inputs && inputs > packed_inputs - kPanel,
+                    "expected bfloat16 [..., ", packed_inputs - kPanel + 1, " to ", packed_inputs, "], got ",
+                    x.scalar_type(), " ", x.sizes());
   const int64_t packed_features = kPanel * packed.size(0);
   TORCH_CHECK_VALUE(out_features <= packed_features && (!bias || bias->numel() == packed_features), "expected ",
                     out_features, " outputs and a packed bias, got a weight of ", packed_features);
-  const Tensor rows = x.contiguous();
+  const Tensor rows =
+      inputs == packed_inputs ? x.contiguous() : at::constant_pad_nd(x, {0, packed_inputs - inputs}).contiguous();
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = out_features;
   Tensor y = at::empty(shape, x.options());
   hpu_duo::linear(data<bf16>(rows), data<bf16>(packed), bias ? data<float>(*bias) : nullptr,
-                  live ? data<int>(*live) : nullptr, data<bf16>(y), rows.numel() / inputs, out_features, inputs,
-                  at::get_num_threads());
+                  live ? data<int>(*live) : nullptr, data<bf16>(y), rows.numel() / packed_inputs, out_features,
+                  packed_inputs, instructions_of(instructions), at::get_num_threads());
   return y;
 }
 
@@ -103,7 +117,9 @@ void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, cons
 }  // namespace
 
 TORCH_LIBRARY(hpu_duo_x86, m) {
-  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? live) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? live,"
+        " str instructions='best') -> Tensor");
+  m.def("have_tiles() -> bool", hpu_duo::have_tiles);
   m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor last, Tensor last_visible)"
         " -> (Tensor, Tensor, Tensor)");
   m.def("attend_rings(Tensor q, Tensor k, Tensor v, Tensor visible) -> (Tensor, Tensor, Tensor)");

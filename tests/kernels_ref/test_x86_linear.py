@@ -8,31 +8,73 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_ref.x86 import linear
-from kernels_ref.x86.library import is_supported
+from kernels_ref.x86.library import Instructions, has_tiles, is_supported, variants
 
 here = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-BF16")
+each = pytest.mark.parametrize("instructions", variants())
+
+
+def draw_inputs(rows: int, outputs: int, inputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=gen) * (inputs / 2) ** -0.5
+    return torch.randn(rows, inputs, generator=gen).bfloat16(), weight.bfloat16()
 
 
 @here
-@settings(deadline=None, max_examples=80)
-@given(
-    rows=st.one_of(st.integers(0, 20), st.integers(230, 500)),
-    outputs=st.integers(1, 200),
-    pairs=st.one_of(st.integers(1, 100), st.just(1200)),
-    has_bias=st.booleans(),
-    seed=st.integers(0, 99),
-)
+@each
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), outputs=st.integers(1, 200), has_bias=st.booleans(), seed=st.integers(0, 99))
 def test_products_are_summed_in_float32_and_rounded_once(
-    rows: int, outputs: int, pairs: int, has_bias: bool, seed: int
+    data: st.DataObject, instructions: Instructions, outputs: int, has_bias: bool, seed: int
 ) -> None:
-    gen = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 2 * pairs, generator=gen).bfloat16()
-    weight = (torch.randn(outputs, 2 * pairs, generator=gen) * pairs**-0.5).bfloat16()
-    bias = torch.randn(outputs, generator=gen).bfloat16() if has_bias else None
+    is_slow = instructions == "model"
+    rows = data.draw(st.one_of(st.integers(0, 40), st.integers(0, 40) if is_slow else st.integers(230, 600)))
+    inputs = data.draw(st.one_of(st.integers(1, 200), st.just(100 if is_slow else 2500)))
+    x, weight = draw_inputs(rows, outputs, inputs, seed)
+    bias = torch.randn(outputs).bfloat16() if has_bias else None
     packed_bias = None if bias is None else linear.pack_bias(bias)
-    out = linear.multiply(x, linear.pack(weight), packed_bias, outputs)
+    out = linear.multiply(x, linear.pack(weight), packed_bias, outputs, None, instructions)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-4)
+
+
+@here
+@pytest.mark.parametrize("instructions", [name for name in variants() if name != "model"])
+def test_inputs_that_are_summed_in_parts_give_the_bits_of_a_row_with_all_of_them(
+    instructions: Instructions,
+) -> None:
+    x, weight = draw_inputs(40, 40, 2**19 // 40 + 100, 0)
+    packed = linear.pack(weight)
+    whole = torch.cat([linear.multiply(row, packed, None, 40, None, instructions) for row in x.split(1)])
+    assert torch.equal(linear.multiply(x, packed, None, 40, None, instructions), whole)
+
+
+@pytest.mark.skipif(not has_tiles(), reason="needs a CPU with AMX")
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 70),
+    outputs=st.integers(1, 70),
+    inputs=st.integers(1, 200),
+    exponent=st.sampled_from([0, -60, -110, 60]),
+    seed=st.integers(0, 99),
+)
+def test_tiles_give_the_bits_of_their_model(
+    rows: int, outputs: int, inputs: int, exponent: int, seed: int
+) -> None:
+    x, weight = draw_inputs(rows, outputs, inputs, seed)
+    x, packed = x * 2.0**exponent, linear.pack(weight * 2.0 ** (exponent // 2))
+    tiles, model = (linear.multiply(x, packed, None, outputs, None, name) for name in ("tiles", "model"))
+    assert torch.equal(tiles, model)
+
+
+@here
+def test_the_best_instructions_are_vectors_for_one_row_and_tiles_for_more() -> None:
+    x, weight = draw_inputs(40, 50, 700, 1)
+    packed = linear.pack(weight)
+    for rows in (1, 2, 40):
+        name: Instructions = "tiles" if rows > 1 and has_tiles() else "vectors"
+        best, chosen = (linear.multiply(x[:rows], packed, None, 50, None, each) for each in ("best", name))
+        assert torch.equal(best, chosen)
 
 
 @here
@@ -45,14 +87,15 @@ def test_inputs_keep_their_leading_dimensions_and_may_be_strided() -> None:
 
 
 @here
-def test_several_threads_give_the_bits_of_one() -> None:
+@each
+def test_several_threads_give_the_bits_of_one(instructions: Instructions) -> None:
     x, packed = torch.randn(500, 64).bfloat16(), linear.pack(torch.randn(300, 64).bfloat16())
     before = torch.get_num_threads()
     try:
         outputs = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            outputs.append(linear.multiply(x, packed, None, 300))
+            outputs.append(linear.multiply(x, packed, None, 300, None, instructions))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*outputs)
@@ -61,20 +104,24 @@ def test_several_threads_give_the_bits_of_one() -> None:
 @here
 def test_what_cannot_be_multiplied_is_refused() -> None:
     packed = linear.pack(torch.randn(4, 8).bfloat16())
-    with pytest.raises(ValueError, match=r"expected bfloat16 \[\.\.\., 8\], got BFloat16 \[1, 6\]"):
-        linear.multiply(torch.randn(1, 6).bfloat16(), packed, None, 4)
+    with pytest.raises(ValueError, match=r"expected bfloat16 \[\.\.\., 1 to 32\], got BFloat16 \[1, 33\]"):
+        linear.multiply(torch.randn(1, 33).bfloat16(), packed, None, 4)
     with pytest.raises(ValueError, match="got Float"):
         linear.multiply(torch.randn(1, 8), packed, None, 4)
     x = torch.randn(1, 8).bfloat16()
-    with pytest.raises(ValueError, match="expected 65 outputs and a packed bias, got a weight of 64"):
-        linear.multiply(x, packed, None, 65)
+    with pytest.raises(ValueError, match="expected 33 outputs and a packed bias, got a weight of 32"):
+        linear.multiply(x, packed, None, 33)
     with pytest.raises(ValueError, match="expected 4 outputs and a packed bias"):
         linear.multiply(x, packed, torch.zeros(4), 4)
     with pytest.raises(ValueError, match="expected Float, got BFloat16"):
-        linear.multiply(x, packed, torch.zeros(64).bfloat16(), 4)
+        linear.multiply(x, packed, torch.zeros(32).bfloat16(), 4)
     with pytest.raises(ValueError, match="expected Int, got Long"):
         linear.multiply(x, packed, None, 4, torch.tensor([1, 1]))
-    assert linear.fits(torch.randn(4, 7).bfloat16()) is False
+    with pytest.raises(ValueError, match="expected best, vectors, tiles or model, got fast"):
+        torch.ops.hpu_duo_x86.linear(x, packed, None, 4, None, "fast")
+    if not has_tiles():
+        with pytest.raises(ValueError, match="expected a CPU and a system with AMX"):
+            linear.multiply(x, packed, None, 4, None, "tiles")
     assert linear.fits(torch.randn(4, 8)) is False
 
 
@@ -102,3 +149,11 @@ def test_a_weight_may_be_packed_into_memory_that_is_given() -> None:
     out = torch.full(linear.packed_shape(70, 64), torch.nan, dtype=torch.bfloat16)
     assert linear.pack(weight, out) is out
     assert torch.equal(out, linear.pack(weight))
+
+
+@here
+def test_a_weight_may_lie_anywhere_in_its_storage() -> None:
+    weight = torch.randn(64, 64).bfloat16()
+    shifted = torch.cat([weight.flatten()[:1], weight.flatten()])[1:].view(64, 64)
+    for other in (shifted, weight.T.contiguous().T):
+        assert torch.equal(linear.pack(other), linear.pack(weight))
