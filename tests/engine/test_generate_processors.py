@@ -17,6 +17,9 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.generation.arguments import read_generation
+from hpu_duo.generation.call import GenerateCall
+from hpu_duo.generation.processing import Hooks
 from hpu_duo.sampling import SamplingParams
 from tests.engine.test_generate_like_transformers import LENGTHS, left_padded
 from tests.engine.tiny import Tiny, assert_holds_nothing
@@ -227,6 +230,78 @@ def test_time_that_is_up_ends_every_row_with_its_first_token(
     output = served.generate(PROMPTS, max_new_tokens=NUM_NEW, max_time=1e-9)
     assert [row[len(prompt)] for row, prompt in zip(output.tolist(), PROMPTS)] == [new[0] for new in plain]
     assert output.shape == (len(PROMPTS), max(LENGTHS) + 1)
+
+
+def test_transition_scores_are_those_of_transformers(tiny: Tiny, served: HPUDuoModel) -> None:
+    ours, theirs = both(tiny, served, suppress_tokens=[41], **SCORED)
+    for normalizes in (True, False):
+        mine, other = (
+            model.compute_transition_scores(output.sequences, output.scores, normalize_logits=normalizes)
+            for model, output in ((served, ours), (tiny.model, theirs))
+        )
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_blocks": 9, "max_model_len": 60}, {"graphs": "compile"}, {"dtype": "bfloat16"}]
+)
+def test_scores_do_not_depend_on_how_steps_run(tiny: Tiny, options: dict[str, Any]) -> None:
+    """Preempted requests, compiled steps, and logits of another type."""
+    other = tiny.load(**options)
+    prompts = prompts_of([13, 5, 22, 9])
+    kwargs: dict[str, Any] = {"max_new_tokens": 30, "no_repeat_ngram_size": 2, **SCORED}
+    done = other.generate(prompts, **kwargs)
+    assert_holds_nothing(other)
+    if "num_blocks" in options:
+        assert other.stats().num_preemptions > 0
+    expected = tiny.load(**({"dtype": "bfloat16"} if "dtype" in options else {})).generate(prompts, **kwargs)
+    assert done.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip((*done.scores, *done.logits), (*expected.scores, *expected.logits), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_step_that_is_computed_again_leaves_one_score_per_token(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = tiny.load()
+    expected = served.generate(PROMPTS, max_new_tokens=5, **SCORED)
+    call = GenerateCall(
+        served.engine.runner.model.model,
+        read_generation(GenerationConfig(), None, {"max_new_tokens": 5, **SCORED}, VOCAB),
+        PROMPTS,
+        PROMPTS,
+        Hooks.read(None, None, None),
+    )
+    run, num_runs = served.engine.runner.run, 0
+
+    def twice(*args: Any) -> Any:
+        nonlocal num_runs
+        num_runs += 1
+        run(*args)
+        return run(*args)
+
+    monkeypatch.setattr(served.engine.runner, "run", twice)
+    done: Any = call.run(served.engine)
+    assert num_runs >= 5
+    assert done.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip((*done.scores, *done.logits), (*expected.scores, *expected.logits), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_streamer_gets_tokens_that_are_chosen_on_the_host(served: HPUDuoModel) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.got: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.got += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.got.append(-1)
+
+    streamer = Streamer()
+    output = served.generate(PROMPTS[:1], streamer=streamer, max_new_tokens=5, suppress_tokens=[41])
+    assert streamer.got == [*output[0].tolist(), -1]
 
 
 def raising(*args: Any, **kwargs: Any) -> Any:
