@@ -361,6 +361,25 @@ def test_a_host_sampler_chooses_for_its_row_alone(
     assert [done[0][0].token_ids, done[2][0].token_ids] == [plain[0], plain[2]]
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB, None])
+def test_a_choice_outside_the_vocabulary_ends_its_request_with_an_error(
+    served: HPUDuoModel, plain: list[list[int]], token: Any
+) -> None:
+    class Outside(Fixed):
+        def choose(self, *_: Any) -> Any:
+            return token
+
+    engine = served.engine
+    bad = engine.add_request(PROMPTS[0], SamplingParams(host_sampler=Outside))
+    good = engine.add_request(PROMPTS[1], SamplingParams(temperature=0, max_tokens=3))
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert [str(one.finish_reason) for one in outputs if one.request_id == bad] == ["error"]
+    assert [one.token_ids[0] for one in outputs if one.request_id == good] == plain[1][:3]
+    assert_holds_nothing(served)
+
+
 @pytest.mark.parametrize("changes", [{"logprobs": 1}, {"forced_token_ids": [3]}, {"host_sampler": 3}])
 def test_parameters_that_a_host_sampler_cannot_honour_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
