@@ -32,6 +32,7 @@ from builtin_training.tokenizer import build_tokenizer
 from builtin_training.training import CURRICULUM, Trainer
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
+from hpu_duo.eval.interval import wilson
 from hpu_duo.heads.pattern import HeadPattern
 
 app = typer.Typer(add_completion=False, help="Train, score and measure the built-in model.")
@@ -117,9 +118,10 @@ def evaluate(
             plan = None if retrieval_LK is None else plan_of(retrieval_LK)
             measured = measure_accuracy(model, batches, task, num_batches, plan)
             rows.append({"num_tokens": num_tokens, "heads": name, **asdict(measured)})
+            low, high = wilson(measured.exact_match, measured.num_answers)
             print(
-                f"T={num_tokens} {name}: exact match {measured.exact_match:.3f}, token accuracy "
-                f"{measured.token_accuracy:.3f}, {measured.num_answers} answers",
+                f"T={num_tokens} {name}: exact match {measured.exact_match:.3f} ({low:.3f} to {high:.3f}), "
+                f"token accuracy {measured.token_accuracy:.3f}, {measured.num_answers} answers",
                 flush=True,
             )
     if output is not None:
