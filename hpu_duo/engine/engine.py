@@ -24,6 +24,7 @@ from hpu_duo.engine.stepper import Stepper
 from hpu_duo.engine.turns import Turns
 from hpu_duo.request import TokenLimits
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from graphs.recording import ShapeRecorder
 
 
-class Engine:
+class Engine(Uncopied):
     """Serves requests: ``add_request``, then ``step`` until ``has_unfinished`` is False.
 
     A request that cannot be served is refused by ``add_request`` before anything changes, so the
