@@ -33,7 +33,9 @@ from builtin_training.training import CURRICULUM, Trainer
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.eval.interval import wilson
+from hpu_duo.heads.origin import FINGERPRINT_KEY, NAME_KEY
 from hpu_duo.heads.pattern import HeadPattern
+from hpu_duo.modeling.model_files import model_fingerprint, model_name
 
 app = typer.Typer(add_completion=False, help="Train, score and measure the built-in model.")
 
@@ -89,6 +91,8 @@ def score(
     _set_up(threads)
     scorer = HeadScorer(load(model_dir, torch.bfloat16, device), BatchMaker(build_tokenizer()))
     pattern = scorer.shapley(orders)
+    origin = {NAME_KEY: model_name(model_dir), FINGERPRINT_KEY: model_fingerprint(model_dir)}
+    pattern = replace(pattern, config={**origin, **pattern.config})
     pattern.save(pattern_dir)
     print("Shapley scores (layers x KV heads):", pattern.scores.round(4), sep="\n")
     print("Loss of probability, one head removed:", scorer.ablation().round(4), sep="\n")
