@@ -64,7 +64,11 @@ class GenerateCall:
         if chooses or criteria:
             for number, one in enumerate(params):
                 self._samples.append(self._watched(model, number, one, hooks if chooses else None, criteria))
-            params = [replace(one, host_sampler=each.__getitem__) for one, each in zip(params, self._samples)]
+            # Processors keep a minimum of tokens by themselves.
+            params = [
+                replace(one, host_sampler=each.__getitem__, min_tokens=0 if chooses else one.min_tokens)
+                for one, each in zip(params, self._samples)
+            ]
         self._params = params
 
     def _watched(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -101,8 +102,13 @@ class ProcessedSample:
             raw = logits.to(torch.float32, copy=True)[None]
             scores = _checked(self._processors(self._read(output_ids), raw), raw)
             self._keep(len(output_ids), scores, raw)
+            best = float(scores.amax())
+            if best == -math.inf or (self._draws and not math.isfinite(best)):
+                raise ValueError(
+                    f"expected processors to leave a token to choose, got a best score of {best}"
+                )
             if self._draws:
-                return int(draw(_drawable(scores), torch.tensor([uniform])))
+                return int(draw(scores, torch.tensor([uniform])))
             return int(scores.argmax(dim=-1))
 
     def ends(self, output_ids: NDArray[np.int32]) -> bool:
@@ -213,14 +219,6 @@ def _checked(scores: Any, raw: Tensor) -> Tensor:
     if not isinstance(scores, Tensor) or scores.shape != raw.shape:
         got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"logits_processor: expected scores of shape {list(raw.shape)}, got {got}")
-    return scores
-
-
-def _drawable(scores: Tensor) -> Tensor:
-    if not torch.isfinite(scores.amax()):
-        raise ValueError(
-            "expected processors to leave a token that may be drawn, got none with a finite score"
-        )
     return scores
 
 

@@ -326,11 +326,25 @@ def test_a_processor_that_gives_no_scores_is_named(served: HPUDuoModel, result: 
     assert_holds_nothing(served)
 
 
-def test_scores_without_a_token_to_draw_are_an_error(served: HPUDuoModel) -> None:
-    with pytest.raises(ValueError, match="a token that may be drawn"):
+@pytest.mark.parametrize("draws", [True, False])
+def test_scores_without_a_token_to_choose_are_an_error(served: HPUDuoModel, draws: bool) -> None:
+    with pytest.raises(ValueError, match="a token to choose"):
         served.generate(
-            PROMPTS[:1], do_sample=True, logits_processor=[lambda ids, scores: scores - torch.inf]
+            PROMPTS[:1], do_sample=draws, logits_processor=[lambda ids, scores: scores - torch.inf]
         )
+
+
+def test_an_end_token_that_a_processor_insists_on_ends_the_row_before_its_minimum(
+    tiny: Tiny, served: HPUDuoModel
+) -> None:
+    """A processor may undo what forbids the token."""
+
+    def insists(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.arange(VOCAB) == 40, 99.0) if ids.shape[1] > 14 else scores
+
+    ours, theirs = both(tiny, served, logits_processor=[insists], eos_token_id=40, min_new_tokens=8)
+    assert ours.tolist() == theirs.tolist()
+    assert ours.shape[1] == max(LENGTHS) + 4
 
 
 class Fixed:
