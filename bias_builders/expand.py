@@ -7,9 +7,65 @@ no NaN can arise from them. Nothing larger than ``[queries of a slice, keys of a
 
 from __future__ import annotations
 
+from typing import NamedTuple, TypeAlias
+
 import torch
 
 from bias_builders.rules import Window, sees_causal, sees_streaming
+
+
+class Leading(NamedTuple):
+    """What the tokens of decode rows see of units whose slots hold positions in order.
+
+    The tokens of a row see positions ``[0, own]``, hence leading slots of a unit that lies in order.
+
+    Attributes:
+        visible: leading slots of each of the T units of a row that each of its M tokens sees, 0 = none,
+            int32 ``[N, T, M]``.
+    """
+
+    visible: torch.Tensor
+
+
+class Held(NamedTuple):
+    """What the tokens of decode rows see of a unit each, whose slots hold any positions.
+
+    Token ``m`` of row ``n`` sees the positions in ``[begin[n, m], end[n, m])``, and those below ``sink`` that
+    lie before ``end[n, m]``.
+
+    Attributes:
+        position: what each slot holds, -1 = nothing, int32 ``[N, K, S]``; K may be 1 for all heads.
+        begin, end: int32 ``[N, M]``; a token that is not there has an ``end`` of 0.
+        sink: leading positions that every token sees.
+    """
+
+    position: torch.Tensor
+    begin: torch.Tensor
+    end: torch.Tensor
+    sink: int
+
+
+Seen: TypeAlias = Leading | Held
+"""Visibility in the units of decode rows: an interval of positions for each token."""
+
+
+def leading_visible(start: torch.Tensor, end: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Slots before position ``end``, of units whose slots hold ``start``, ``start + 1``, ..."""
+    return torch.clamp(end - start, min=0, max=num_slots)
+
+
+def seen_mask(seen: Seen, num_slots: int) -> torch.Tensor:
+    """Which slots the tokens of decode rows see.
+
+    Args:
+        num_slots: of a unit (S).
+    Returns:
+        bool ``[N, K, M, T * S]``, where K may be 1 for all heads; the units of a row side by side.
+    """
+    if isinstance(seen, Leading):
+        return leading_slots(seen.visible.transpose(1, 2), num_slots).flatten(2)[:, None]
+    position, begin, end = seen.position[:, :, None], seen.begin[:, None, :, None], seen.end[:, None, :, None]
+    return (position >= 0) & (position < end) & ((position >= begin) | (position < seen.sink))
 
 
 def causal_mask(
@@ -24,7 +80,7 @@ def causal_mask(
 
     Args:
         query_row, key_row: row of each token, int32 ``[q]`` and ``[k]``; ``no_row`` marks
-            padding and rows with one new token, which take no part.
+            padding and decode rows, which take no part.
         query_position, key_position: int32 ``[q]`` and ``[k]``.
         window: None for retrieval heads, else the streaming rule.
     Returns:
@@ -48,7 +104,7 @@ def ring_mask(
     slot_positions: torch.Tensor,
     window: Window,
 ) -> torch.Tensor:
-    """Which slots of the gathered rings each query of a multi-token row sees.
+    """Which slots of the gathered rings each query of a prompt row sees.
 
     Args:
         query_row, query_position: int32 ``[q]``.

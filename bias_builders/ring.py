@@ -1,30 +1,63 @@
 """Where the tokens of a streaming head lie in its ring, and what each slot holds.
 
-A ring has ``sink + recent`` slots. Slots ``[0, sink)`` hold the first tokens for ever; the rest
+A ring has ``sink + recent + slack`` slots. Slots ``[0, sink)`` hold the first tokens for ever; the rest
 is written round and round. Slots therefore fill in order, and once ``n`` tokens are stored, the
 leading ``min(n, size)`` slots are in use. The position held by a slot follows from ``n`` alone,
 so no table of positions is stored or copied to the device.
+
+With slack a ring holds more tokens than a window shows. So the last ``slack`` tokens can be taken back: a row
+whose ring has ``n`` tokens is, with a smaller number stored, the row as it was at any of its last ``slack``
+tokens. Slots that were written since are then said to hold what they held before, which no later token sees.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from bias_builders.rules import Window
 
 
-def ring_slot(position: torch.Tensor, window: Window) -> torch.Tensor:
+class Ring(NamedTuple):
+    """The slots in which a streaming head keeps its tokens.
+
+    Attributes:
+        window: what a token sees.
+        slack: slots more than that takes: tokens that can be taken back.
+    """
+
+    window: Window
+    slack: int = 0
+
+    @classmethod
+    def of(cls, window: Window, num_slots: int) -> Ring:
+        """The ring of so many slots."""
+        return cls(window, num_slots - window.size)
+
+    @property
+    def size(self) -> int:
+        """Slots."""
+        return self.window.size + self.slack
+
+    @property
+    def turning(self) -> int:
+        """Slots that are written round and round."""
+        return self.window.recent + self.slack
+
+
+def ring_slot(position: torch.Tensor, ring: Ring) -> torch.Tensor:
     """Slot that stores a token, same shape and integer type as ``position``."""
-    turning = window.sink + torch.remainder(position - window.sink, window.recent)
-    return torch.where(position < window.sink, position, turning)
+    sink = ring.window.sink
+    return torch.where(position < sink, position, sink + torch.remainder(position - sink, ring.turning))
 
 
-def stays_in_ring(position: torch.Tensor, end: torch.Tensor, window: Window) -> torch.Tensor:
+def stays_in_ring(position: torch.Tensor, end: torch.Tensor, ring: Ring) -> torch.Tensor:
     """Whether a token is still held once all tokens before position ``end`` are stored."""
-    return (position < window.sink) | (position >= end - window.recent)
+    return (position < ring.window.sink) | (position >= end - ring.turning)
 
 
-def slot_position(num_stored: torch.Tensor, window: Window) -> torch.Tensor:
+def slot_position(num_stored: torch.Tensor, ring: Ring) -> torch.Tensor:
     """Position of the token that each slot holds, -1 where the slot is empty.
 
     Args:
@@ -32,10 +65,10 @@ def slot_position(num_stored: torch.Tensor, window: Window) -> torch.Tensor:
     Returns:
         integer ``[R, size]``. For comparison only, never an index.
     """
-    slot = torch.arange(window.size, dtype=num_stored.dtype, device=num_stored.device)
+    slot = torch.arange(ring.size, dtype=num_stored.dtype, device=num_stored.device)
     last = num_stored[:, None] - 1
-    turns_back = torch.remainder(last - slot[None, :], window.recent)
-    position = torch.where(slot[None, :] < window.sink, slot[None, :], last - turns_back)
+    turns_back = torch.remainder(last - slot[None, :], ring.turning)
+    position = torch.where(slot[None, :] < ring.window.sink, slot[None, :], last - turns_back)
     # An empty slot of the turning part would compute a position inside the sinks or before 0.
-    is_used = slot[None, :] < torch.clamp(num_stored, max=window.size)[:, None]
+    is_used = slot[None, :] < torch.clamp(num_stored, max=ring.size)[:, None]
     return torch.where(is_used, position, -1)

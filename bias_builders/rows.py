@@ -23,6 +23,7 @@ class StepRows:
         block_ids: block tables of all rows laid end to end, int32 ``[sum(num_blocks)]``.
         num_blocks: length of each row's table, int32 ``[n]``: enough for ``start + num_new``
             tokens, or 0 in every row of a model without retrieval heads.
+        decode_len: most new tokens of a decode row (M).
     """
 
     row_id: Int32Array
@@ -30,6 +31,7 @@ class StepRows:
     num_new: Int32Array
     block_ids: Int32Array
     num_blocks: Int32Array
+    decode_len: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -42,18 +44,18 @@ class StepRows:
         return self.num_new.cumsum(dtype=np.int32) - self.num_new
 
     @property
-    def is_single(self) -> np.ndarray:
-        """Rows with one new token: they are written first and read back from the cache."""
-        return self.num_new == 1
+    def is_decode(self) -> np.ndarray:
+        """Rows with up to ``decode_len`` new tokens: they are written first and read back from the cache."""
+        return self.num_new <= self.decode_len
 
     @property
     def context_len(self) -> Int32Array:
         """Tokens that each row reads from the cache parts, int32 ``[n]``.
 
-        A row with one new token finds its own key there too; a row with several finds its
-        new keys in the causal part and only older ones in the cache.
+        A decode row finds its own keys there too; a prompt row finds its new keys in the causal part
+        and only older ones in the cache.
         """
-        return self.start + self.is_single.astype(np.int32)
+        return self.start + np.where(self.is_decode, self.num_new, 0)
 
 
 def ranges(lengths: np.ndarray) -> Int32Array:

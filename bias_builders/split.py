@@ -8,47 +8,56 @@ import numpy as np
 
 from bias_builders.rows import Int32Array, StepRows, ranges
 
+NOWHERE = 1 << 30
+"""Position of the first slot of a block that is not there: no token sees as far."""
+
 
 @dataclass(frozen=True)
 class SharedPart:
-    """Blocks that more than one query token reads; they are gathered and meet every query.
+    """Blocks that several rows read, or one prompt row; they are gathered and meet every query.
 
     Attributes:
         blocks: block ids, int32 ``[NS]``, ascending.
-        visible: leading slots of block ``s`` that each token of row entry ``i`` sees, 0 = none,
-            int32 ``[n, NS]``. All new tokens of a row see the same old context, so one number
-            a row says it for each of them.
+        start: position of the first slot of each, int32 ``[NS]``.
+        reads: whether row entry ``i`` reads block ``s``, int32 ``[n, NS]`` of 0 and 1. Its tokens see the
+            positions that were stored before the step.
     """
 
     blocks: Int32Array
-    visible: Int32Array
+    start: Int32Array
+    reads: Int32Array
 
 
 @dataclass(frozen=True)
 class UniquePart:
-    """Blocks that exactly one query token reads.
+    """Blocks that exactly one decode row reads.
 
-    Completely filled ones are taken from the contiguous slice ``[0, NU)`` of the block store
-    without any mask. The one block that a row may have filled only in part, its *tail*, is
-    gathered and masked.
+    Those that all tokens of the row see whole are taken from the contiguous slice ``[0, NU)`` of the block
+    store without any mask. The others, its *tails*, are gathered and masked: what the row has filled only in
+    part, or fills in this step.
 
     Attributes:
         owner: row entry that reads block ``b``, -1 = nobody, int32 ``[NU]``.
-        tail_block: block id of each row's tail, -1 = none, int32 ``[n]``.
-        tail_visible: leading slots seen of it, ``0 .. block_size - 1``, int32 ``[n]``.
+        tail_block: block ids of each row's tails, -1 = none, int32 ``[n, T]``.
+        tail_start: position of their first slots, ``NOWHERE`` = none, int32 ``[n, T]``.
     """
 
     owner: Int32Array
     tail_block: Int32Array
-    tail_visible: Int32Array
+    tail_start: Int32Array
+
+
+def tails_per_row(decode_len: int) -> int:
+    """Most tails that a row can have (T), if it does not decode more tokens than a block holds."""
+    return 1 if decode_len == 1 else 2
 
 
 def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePart]:
-    """Say for every context block of the step which part reads it, and how much of it.
+    """Say for every context block of the step which part reads it.
 
-    Together with the causal part, every visible (query, key) pair falls into exactly one part.
-    A block is unique when a single query token reads it: it belongs to one row only, and that
-    row has one new token.
+    Together with the causal part, every visible (query, key) pair falls into exactly one part. A block is
+    unique when it belongs to one decode row only. A block of several rows was filled before the step, so
+    every token of a decode row sees all of it.
 
     Returns:
         ``(shared, unique)``, with row *entries* (``0 .. n - 1``) as row numbers.
@@ -59,38 +68,40 @@ def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePa
     ordinal = ranges(used_blocks)
     table_start = rows.num_blocks.cumsum() - rows.num_blocks
     block = rows.block_ids[table_start[entry] + ordinal]
-    visible = np.minimum(context[entry] - ordinal * block_size, block_size)
 
-    num_readers = np.bincount(block, weights=rows.num_new[entry]) if len(block) else np.zeros(0)
+    weight = np.where(rows.is_decode, 1, 2)
+    num_readers = np.bincount(block, weights=weight[entry]) if len(block) else np.zeros(0)
     is_shared = num_readers[block] != 1
 
-    shared = _shared_part(entry[is_shared], block[is_shared], visible[is_shared], rows.num_rows)
+    shared = _shared_part(entry[is_shared], ordinal[is_shared] * block_size, block[is_shared], rows.num_rows)
     if len(shared.blocks):
-        entry, block, visible = entry[~is_shared], block[~is_shared], visible[~is_shared]
-    return shared, _unique_part(entry, block, visible, rows.num_rows, block_size)
+        entry, ordinal, block = entry[~is_shared], ordinal[~is_shared], block[~is_shared]
+    return shared, _unique_part(entry, ordinal, block, rows, block_size)
 
 
-def _shared_part(entry: np.ndarray, block: np.ndarray, visible: np.ndarray, num_rows: int) -> SharedPart:
+def _shared_part(entry: np.ndarray, start: np.ndarray, block: np.ndarray, num_rows: int) -> SharedPart:
     if not len(block):
         # Most steps are decodes of unrelated requests.
-        return SharedPart(np.zeros(0, np.int32), np.zeros((num_rows, 0), np.int32))
-    blocks, column = np.unique(block, return_inverse=True)
-    table = np.zeros((num_rows, len(blocks)), dtype=np.int32)
-    table[entry, column] = visible
-    return SharedPart(blocks.astype(np.int32), table)
+        return SharedPart(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((num_rows, 0), np.int32))
+    blocks, first, column = np.unique(block, return_index=True, return_inverse=True)
+    reads = np.zeros((num_rows, len(blocks)), dtype=np.int32)
+    reads[entry, column] = 1
+    return SharedPart(blocks.astype(np.int32), start[first], reads)
 
 
 def _unique_part(
-    entry: np.ndarray, block: np.ndarray, visible: np.ndarray, num_rows: int, block_size: int
+    entry: np.ndarray, ordinal: np.ndarray, block: np.ndarray, rows: StepRows, block_size: int
 ) -> UniquePart:
-    is_full = visible == block_size
-    full = block[is_full]
-    owner = np.full(int(full.max()) + 1 if len(full) else 0, -1, dtype=np.int32)
-    owner[full] = entry[is_full]
-    is_tail = ~is_full
-    row = entry[is_tail]
-    tail_block = np.full(num_rows, -1, dtype=np.int32)
-    tail_visible = np.zeros(num_rows, dtype=np.int32)
-    tail_block[row] = block[is_tail]
-    tail_visible[row] = visible[is_tail]
-    return UniquePart(owner, tail_block, tail_visible)
+    # The first token of a row sees one position more than was stored.
+    num_whole = (rows.start + 1) // block_size
+    tail = ordinal - num_whole[entry]
+    is_whole = tail < 0
+    whole = block[is_whole]
+    owner = np.full(int(whole.max()) + 1 if len(whole) else 0, -1, dtype=np.int32)
+    owner[whole] = entry[is_whole]
+    shape = (rows.num_rows, tails_per_row(rows.decode_len))
+    tail_block, tail_start = np.full(shape, -1, np.int32), np.full(shape, NOWHERE, np.int32)
+    place = entry[~is_whole], tail[~is_whole]
+    tail_block[place] = block[~is_whole]
+    tail_start[place] = ordinal[~is_whole] * block_size
+    return UniquePart(owner, tail_block, tail_start)

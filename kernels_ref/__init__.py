@@ -2,21 +2,28 @@
 
 from kernels_ref.impl import Implementation
 from kernels_ref.partial import FLOOR, Partial, empty, merge, normalise
-from kernels_ref.step import Step, StepParts, StepTensors, prepare_step
+from kernels_ref.step import RingKind, Step, StepParts, StepTensors, prepare_step
 from kernels_ref.unified import LayerCache, LayerSpec, unified_attention
+from kernels_ref.units import KVUnits, NewKV, UnitLayout, as_units, of_stores
 
 __all__ = [
     "FLOOR",
     "Implementation",
+    "KVUnits",
     "LayerCache",
     "LayerSpec",
+    "NewKV",
     "Partial",
+    "RingKind",
     "Step",
     "StepParts",
     "StepTensors",
+    "UnitLayout",
+    "as_units",
     "empty",
     "merge",
     "normalise",
+    "of_stores",
     "prepare_step",
     "unified_attention",
 ]

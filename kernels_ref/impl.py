@@ -9,7 +9,8 @@ import torch
 
 from bias_builders import Window
 from kernels_ref.partial import Partial
-from kernels_ref.step import RingStep, StepTensors
+from kernels_ref.step import BlockStep, RingStep, StepTensors
+from kernels_ref.units import KVUnits, NewKV
 
 
 class Implementation(str, Enum):
@@ -21,74 +22,54 @@ class Implementation(str, Enum):
 
 
 class Kernels(Protocol):
-    """The parts; see ``kernels_ref.reference`` for what each one computes."""
+    """The parts; see ``kernels_ref.reference`` for what each one computes.
+
+    Whatever an implementation reads of a store it takes from ``KVUnits``, and what tokens see of it from the
+    step: leading slots where positions lie in order, else an interval of positions for each query.
+    """
 
     def causal(
         self,
         q_QKGD: torch.Tensor,
-        k_QKD: torch.Tensor,
-        v_QKD: torch.Tensor,
+        new: NewKV,
         t: StepTensors,
         window: Window | None,
         softcap: float | None,
     ) -> Partial:
-        """New tokens of multi-token rows against the new keys of their own row."""
+        """Tokens of prompt rows against the new keys of their own row."""
         ...
 
     def shared_blocks(
-        self,
-        q_QKGD: torch.Tensor,
-        k_XKBD: torch.Tensor,
-        v_XKBD: torch.Tensor,
-        t: StepTensors,
-        softcap: float | None,
+        self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
     ) -> Partial:
-        """Every query against the blocks that more than one query reads."""
+        """Every query against the blocks that several rows read, or a prompt row."""
         ...
 
     def shared_rings(
         self,
         q_QKGD: torch.Tensor,
-        k_RKWD: torch.Tensor,
-        v_RKWD: torch.Tensor,
+        units: KVUnits,
         t: StepTensors,
         ring: RingStep,
         window: Window,
         softcap: float | None,
     ) -> Partial:
-        """Tokens of multi-token rows against what their ring held before the step."""
+        """Tokens of prompt rows against what their ring held before the step."""
         ...
 
     def unique_blocks(
-        self,
-        q_NKGD: torch.Tensor,
-        k_XKBD: torch.Tensor,
-        v_XKBD: torch.Tensor,
-        t: StepTensors,
-        softcap: float | None,
+        self, q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
     ) -> Partial:
-        """Single-token rows against the blocks that only they read."""
+        """Decode rows against the blocks that only they read."""
         ...
 
     def unique_rings(
-        self,
-        q_NKGD: torch.Tensor,
-        k_RKWD: torch.Tensor,
-        v_RKWD: torch.Tensor,
-        ring: RingStep,
-        softcap: float | None,
+        self, q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, softcap: float | None
     ) -> Partial:
-        """Single-token rows against their own ring."""
+        """Decode rows against their own ring."""
         ...
 
-    def write_kv(
-        self,
-        k_store: torch.Tensor,
-        v_store: torch.Tensor,
-        flat_index: torch.Tensor,
-        k_QKD: torch.Tensor,
-        v_QKD: torch.Tensor,
-    ) -> None:
+    def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place; see ``kernels_ref.index.write_kv``."""
         ...
 
@@ -97,7 +78,7 @@ class Kernels(Protocol):
         q_QKGD: torch.Tensor,
         of_tokens: list[Partial],
         of_rows: Partial | None,
-        single_row: torch.Tensor,
+        decode_slot: torch.Tensor,
         sinks_KG: torch.Tensor | None,
     ) -> torch.Tensor:
         """Merge, add sink logits, normalise; see ``kernels_ref.partial.finish``."""

@@ -1,15 +1,17 @@
 """Reads and writes by index, in the forms that every device takes natively.
 
-A store is ``[X, K, S, D]``: X blocks (or ring rows), K heads, S slots. Heads come before slots,
-so that the keys of one head of one block lie side by side and a batched product reads them
-without a copy.
+Shapes: Q tokens, K heads, D head size, V vectors of a store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from kernels_ref.units import KVUnits, NewKV, UnitLayout
 
 
 def index_dtype(device: torch.device) -> torch.dtype:
@@ -27,50 +29,48 @@ def gather(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def write_indices(
-    unit: torch.Tensor, slot: torch.Tensor, head_counts: Collection[int], num_slots: int
-) -> dict[int, torch.Tensor]:
-    """Flat index, on a ``[X * K * S, D]`` view, of every (token, head), for stores of each ``K``.
+    unit: torch.Tensor, slot: torch.Tensor, layouts: Collection[UnitLayout]
+) -> dict[UnitLayout, torch.Tensor]:
+    """Places, among the vectors of a store, of every (token, head).
 
     Args:
         unit: block (or ring row) of each token, int32 ``[Q]``.
         slot: slot inside it, int32 ``[Q]``.
-        head_counts: every ``K`` wanted.
-        num_slots: ``S``.
+        layouts: of every store wanted.
     Returns:
-        ``[Q * K]`` by ``K``, tokens outermost, of ``index_dtype``.
+        ``[Q * K]`` by layout, tokens outermost, of ``index_dtype``.
     """
-    # What all share comes first: a step on a CPU waits for every operator.
-    head_start = torch.arange(
-        0,
-        max(head_counts, default=0) * num_slots,
-        num_slots,
-        dtype=index_dtype(unit.device),
-        device=unit.device,
-    )
-    start, unit = slot[:, None] + head_start, unit[:, None]
-    # Each sum has the wider of both types, which saves a conversion.
-    return {k: torch.add(start[:, :k], unit, alpha=k * num_slots).view(-1) for k in head_counts}
+    # What layouts share comes first: a step on a CPU waits for every operator.
+    most: dict[int, int] = {}
+    for layout in layouts:
+        most[layout.head_stride] = max(layout.num_heads, most.get(layout.head_stride, 0))
+    unit = unit[:, None]
+    starts = {
+        stride: slot[:, None]
+        + torch.arange(0, num_heads * stride, stride, dtype=index_dtype(unit.device), device=unit.device)
+        for stride, num_heads in most.items()
+    }
+    found = {}
+    for layout in layouts:
+        start = starts[layout.head_stride][:, : layout.num_heads]
+        # The sum has the wider of both types, which saves a conversion.
+        index = torch.add(start, unit, alpha=layout.unit_stride)
+        found[layout] = (index + layout.offset if layout.offset else index).view(-1)
+    return found
 
 
-def write(store: torch.Tensor, flat_index: torch.Tensor, new: torch.Tensor) -> None:
+def write(flat_VD: torch.Tensor, index: torch.Tensor, new_QKD: torch.Tensor) -> None:
     """Put one vector per token and head in place.
 
     Args:
-        store: ``[X, K, S, D]``, contiguous; changed in place by one ``index_copy_``.
-        flat_index: one of ``write_indices``, ``[Q * K]``. Only entries in trash may repeat.
-        new: ``[Q, K, D]``.
+        flat_VD: a store as a list of vectors; changed in place by one ``index_copy_``.
+        index: one of ``write_indices``, ``[Q * K]``. Only places in trash may repeat.
+        new_QKD: the vectors.
     """
-    head_dim = store.shape[-1]
-    store.view(-1, head_dim).index_copy_(0, flat_index, new.reshape(-1, head_dim))
+    flat_VD.index_copy_(0, index, new_QKD.reshape(-1, flat_VD.shape[-1]))
 
 
-def write_kv(
-    k_store: torch.Tensor,
-    v_store: torch.Tensor,
-    flat_index: torch.Tensor,
-    k_QKD: torch.Tensor,
-    v_QKD: torch.Tensor,
-) -> None:
+def write_kv(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
     """Put the keys and the values of new tokens in place; see ``write``."""
-    write(k_store, flat_index, k_QKD)
-    write(v_store, flat_index, v_QKD)
+    write(units.k_flat, index, new.k)
+    write(units.v_flat, index, new.v)

@@ -112,11 +112,26 @@ def select(partial: Partial, index: torch.Tensor) -> Partial:
     )
 
 
+def fold(q_LKGD: torch.Tensor, decode_len: int) -> torch.Tensor:
+    """Queries of all tokens of a row as heads of one: ``[N * M, K, G, D]`` to ``[N, K, M * G, D]``."""
+    if decode_len == 1:
+        return q_LKGD
+    return q_LKGD.unflatten(0, (-1, decode_len)).transpose(1, 2).flatten(2, 3)
+
+
+def unfold(partial: Partial, decode_len: int) -> Partial:
+    """The partial of each token from that of its row: ``[N, K, M * G, ...]`` to ``[N * M, K, G, ...]``."""
+    if decode_len == 1:
+        return partial
+    tokens = (x.unflatten(2, (decode_len, -1)).transpose(1, 2).flatten(0, 1) for x in partial)
+    return Partial(*(x.contiguous() for x in tokens))
+
+
 def finish(
     q_QKGD: torch.Tensor,
     of_tokens: list[Partial],
     of_rows: Partial | None,
-    single_row: torch.Tensor,
+    decode_slot: torch.Tensor,
     sinks_KG: torch.Tensor | None,
 ) -> torch.Tensor:
     """Merge what tokens and what rows have seen, add sink logits, normalise.
@@ -124,14 +139,14 @@ def finish(
     Args:
         q_QKGD: the queries, for shape and type of the result.
         of_tokens: partials of all tokens over disjoint keys.
-        of_rows: one of the N rows with one new token.
-        single_row: row of each token that is alone in its row, ``N`` for all others, ``[Q]``.
+        of_rows: one of the L tokens of decode rows, in the order of their rows.
+        decode_slot: place of each token among those, ``L`` for all others, ``[Q]``.
         sinks_KG: attention-sink logits, or None.
     Returns:
         ``[Q, K, G, D]``, zero for a token that has seen nothing.
     """
     if of_rows is not None:
-        of_tokens = [*of_tokens, select(of_rows, single_row)]
+        of_tokens = [*of_tokens, select(of_rows, decode_slot)]
     total = of_tokens[0] if of_tokens else empty(q_QKGD)
     for partial in of_tokens[1:]:
         total = merge(total, partial)

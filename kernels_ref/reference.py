@@ -1,18 +1,20 @@
 """The parts in portable torch: what HPU runs, what CPU can always run, and the oracle of the rest.
 
-Shapes: Q query tokens, N rows, C gathered rings, X blocks, B slots of a block, W slots of a ring,
-T keys, K key/value heads, G query heads of each, D head size. Queries arrive scaled. Static
-shapes throughout: no index is negative, no size depends on data, no mask holds an infinity.
+Shapes: Q query tokens, N rows of up to M decoded tokens, C gathered rings, X blocks, B slots of a block, W
+slots of a ring, T keys, K key/value heads, G query heads of each, H = M * G for all tokens of a row, D head
+size. Queries arrive scaled. Static shapes throughout: no index is negative, no size depends on data, no mask
+holds an infinity.
 """
 
 from __future__ import annotations
 
 import torch
 
-from bias_builders import Window, causal_mask, leading_slots, ring_mask
+from bias_builders import Window, causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import FLOOR, Partial, attend, empty, finish, merge
-from kernels_ref.step import RingStep, StepTensors
+from kernels_ref.step import BlockStep, RingStep, StepTensors
+from kernels_ref.units import KVUnits, NewKV, gather_units
 
 __all__ = ["causal", "finish", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings", "write_kv"]
 
@@ -49,7 +51,7 @@ def unique_chunk(num_rows: int, num_heads: int, block_size: int, head_dim: int, 
     """Whole blocks that the unique part reads at a time.
 
     As many as one request of ``KEY_SLOTS`` tokens has, so that a longer one takes no more; or more, while
-    what a chunk makes stays below the partly filled blocks, one of each row, which are gathered together.
+    what a chunk makes stays below the tails, one of each row, which are gathered together.
 
     Args:
         num_heads: query heads of a row.
@@ -71,13 +73,12 @@ def soften(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 def causal(
     q_QKGD: torch.Tensor,
-    k_QKD: torch.Tensor,
-    v_QKD: torch.Tensor,
+    new: NewKV,
     t: StepTensors,
     window: Window | None,
     softcap: float | None,
 ) -> Partial:
-    """New tokens of multi-token rows against the new keys of their own row.
+    """Tokens of prompt rows against the new keys of their own row.
 
     Queries are cut into slices. A retrieval slice meets the keys up to its end; a streaming
     slice only the band that its window can reach, plus the sink tokens of the one row that may
@@ -88,12 +89,12 @@ def causal(
     for begin in range(0, num_queries, QUERY_SLICE):
         end = min(begin + QUERY_SLICE, num_queries)
         first = 0 if window is None else max(0, begin - window.recent + 1)
-        k_TKD, v_TKD = k_QKD[first:end], v_QKD[first:end]
+        k_TKD, v_TKD = new.k[first:end], new.v[first:end]
         key_row, key_position = t.causal_row[first:end], t.positions[first:end]
         if window is not None and window.sink > 0 and first > 0:
             index, sink_row = _sinks_before(first, t, window)
-            k_TKD = torch.cat([gather(k_QKD, index), k_TKD])
-            v_TKD = torch.cat([gather(v_QKD, index), v_TKD])
+            k_TKD = torch.cat([gather(new.k, index), k_TKD])
+            v_TKD = torch.cat([gather(new.v, index), v_TKD])
             key_row = torch.cat([sink_row, key_row])
             key_position = torch.cat([gather(t.positions, index), key_position])
         visible_ST = causal_mask(
@@ -123,48 +124,49 @@ def _sinks_before(first: int, t: StepTensors, window: Window) -> tuple[torch.Ten
 
 
 def shared_blocks(
-    q_QKGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, t: StepTensors, softcap: float | None
+    q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
 ) -> Partial:
     """Every query against every shared block, a bounded chunk of blocks at a time."""
     num_queries, num_kv, group, _ = q_QKGD.shape
-    block_size = k_XKBD.shape[2]
-    key_bytes = k_XKBD[0].numel() * k_XKBD.element_size()
+    block_size = units.layout.num_slots
+    key_bytes = units.k[0].numel() * units.k.element_size()
     chunk = shared_chunk(num_queries * num_kv * group, block_size, key_bytes)
     total = empty(q_QKGD)
     for begin in range(0, t.shared_block.shape[0], chunk):
-        blocks = slice(begin, begin + chunk)
-        total = merge(total, _some_shared_blocks(q_QKGD, k_XKBD, v_XKBD, t, blocks, softcap))
+        some = slice(begin, begin + chunk)
+        visible_row_X = blocks.shared_visible[:, some]
+        partial = _some_shared_blocks(q_QKGD, units, t.shared_block[some], visible_row_X, t.row, softcap)
+        total = merge(total, partial)
     return total
 
 
 def _some_shared_blocks(
     q_QKGD: torch.Tensor,
-    k_XKBD: torch.Tensor,
-    v_XKBD: torch.Tensor,
-    t: StepTensors,
-    blocks: slice,
+    units: KVUnits,
+    block: torch.Tensor,
+    visible_row_X: torch.Tensor,
+    row: torch.Tensor,
     softcap: float | None,
 ) -> Partial:
     """Every query against one chunk of the shared blocks; what is gathered for it ends here."""
-    block, visible_row_X, block_size = t.shared_block[blocks], t.shared_visible[:, blocks], k_XKBD.shape[2]
-    visible_QXB = leading_slots(gather(visible_row_X, t.row), block_size)
+    block_size = units.layout.num_slots
+    visible_QXB = leading_slots(gather(visible_row_X, row), block_size)
     used_XB = leading_slots(visible_row_X.amax(dim=0), block_size)
-    k_TKD, v_TKD = _as_keys(gather(k_XKBD, block), gather(v_XKBD, block), used_XB)
+    k_TKD, v_TKD = _as_keys(*gather_units(units, block), used_XB)
     return _dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), softcap)
 
 
 def shared_rings(
     q_QKGD: torch.Tensor,
-    k_RKWD: torch.Tensor,
-    v_RKWD: torch.Tensor,
+    units: KVUnits,
     t: StepTensors,
     ring: RingStep,
     window: Window,
     softcap: float | None,
 ) -> Partial:
-    """Tokens of multi-token rows against what their ring held before the step."""
+    """Tokens of prompt rows against what their ring held before the step."""
     used_CW = ring.chunk_position >= 0
-    k_TKD, v_TKD = _as_keys(gather(k_RKWD, t.chunk_row), gather(v_RKWD, t.chunk_row), used_CW)
+    k_TKD, v_TKD = _as_keys(*gather_units(units, t.chunk_row), used_CW)
     parts = []
     for q, row, position in zip(
         q_QKGD.split(QUERY_SLICE), t.causal_row.split(QUERY_SLICE), t.positions.split(QUERY_SLICE)
@@ -203,22 +205,22 @@ def _dense(
 
 
 def unique_blocks(
-    q_NKGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, t: StepTensors, softcap: float | None
+    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
 ) -> Partial:
-    """Single-token rows against the blocks that only they read, a bounded chunk of blocks at a time.
+    """Decode rows against the blocks that only they read, a bounded chunk of blocks at a time.
 
     Whole blocks come from the contiguous slice ``[0, NU)`` without a mask: each block meets the
-    query of its owner, and the results are summed by owner. Blocks of nobody are dropped by
-    owner, so whatever they hold cannot leak. Partly filled blocks are gathered and masked.
+    queries of its owner, and the results are summed by owner. Blocks of nobody are dropped by
+    owner, so whatever they hold cannot leak. Tails are gathered and masked.
     """
-    num_rows, num_kv, group, dim = q_NKGD.shape
-    key_bytes = k_XKBD[0].numel() * k_XKBD.element_size()
-    chunk = unique_chunk(num_rows, num_kv * group, k_XKBD.shape[2], dim, key_bytes)
-    total = _tails(q_NKGD, k_XKBD, v_XKBD, t, softcap)
+    num_rows, num_kv, heads, dim = q_NKHD.shape
+    key_bytes = units.k[0].numel() * units.k.element_size()
+    chunk = unique_chunk(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
+    total = tails(q_NKHD, units, t, blocks, softcap)
     for begin in range(0, t.owner.shape[0], chunk):
         owner = t.owner[begin : begin + chunk]
-        k, v = k_XKBD[begin : begin + len(owner)], v_XKBD[begin : begin + len(owner)]
-        query = gather(q_NKGD, torch.clamp(owner, max=num_rows - 1))
+        k, v = units.k[begin : begin + len(owner)], units.v[begin : begin + len(owner)]
+        query = gather(q_NKHD, torch.clamp(owner, max=num_rows - 1))
         scores = soften(torch.matmul(query, k.transpose(2, 3)), softcap)
         total = merge_by_owner(total, scores, v, owner)
     return total
@@ -267,30 +269,39 @@ def merge_by_owner(
     )
 
 
-def _tails(
-    q_NKGD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, t: StepTensors, softcap: float | None
+def tails(
+    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
 ) -> Partial:
-    k_NKBD, v_NKBD = gather(k_XKBD, t.tail_block), gather(v_XKBD, t.tail_block)
-    return _own_unit(q_NKGD, k_NKBD, v_NKBD, t.tail_visible, softcap)
+    """Decode rows against the blocks that not every token of them sees whole."""
+    k, v = gather_units(units, t.tail_block.view(-1))
+    num_tails = t.tail_block.shape[1]
+    k_NKSD, v_NKSD = side_by_side(k, num_tails), side_by_side(v, num_tails)
+    return own_units(q_NKHD, k_NKSD, v_NKSD, seen_mask(blocks.tails, units.layout.num_slots), softcap)
 
 
-def unique_rings(
-    q_NKGD: torch.Tensor, k_RKWD: torch.Tensor, v_RKWD: torch.Tensor, ring: RingStep, softcap: float | None
-) -> Partial:
-    """Single-token rows against their ring, which is the contiguous slice ``[0, N)`` of the store."""
-    num_rows = q_NKGD.shape[0]
-    return _own_unit(q_NKGD, k_RKWD[:num_rows], v_RKWD[:num_rows], ring.visible, softcap)
+def side_by_side(x_XKSD: torch.Tensor, num: int) -> torch.Tensor:
+    """Units, ``num`` after ``num``, as one each: ``[X / num, K, num * S, D]``."""
+    return x_XKSD if num == 1 else x_XKSD.unflatten(0, (-1, num)).transpose(1, 2).flatten(2, 3)
 
 
-def _own_unit(
-    q_NKGD: torch.Tensor,
+def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, softcap: float | None) -> Partial:
+    """Decode rows against their ring, which is the contiguous slice ``[0, N)`` of the store."""
+    num_rows = q_NKHD.shape[0]
+    visible = seen_mask(ring.seen, units.layout.num_slots)
+    return own_units(q_NKHD, units.k[:num_rows], units.v[:num_rows], visible, softcap)
+
+
+def own_units(
+    q_NKHD: torch.Tensor,
     k_NKSD: torch.Tensor,
     v_NKSD: torch.Tensor,
-    visible_N: torch.Tensor,
+    visible_NKMS: torch.Tensor,
     softcap: float | None,
 ) -> Partial:
-    """Row ``n`` against the leading slots of unit ``n``."""
-    visible_NS = leading_slots(visible_N, k_NKSD.shape[2])
-    scores = soften(torch.matmul(q_NKGD, k_NKSD.transpose(2, 3)), softcap)
-    values = torch.where(visible_NS[:, None, :, None], v_NKSD, 0)
-    return attend(scores, visible_NS[:, None, None, :], values)
+    """The tokens of row ``n`` against the slots of unit ``n`` that each of them sees."""
+    decode_len = visible_NKMS.shape[2]
+    scores = soften(torch.matmul(q_NKHD, k_NKSD.transpose(2, 3)), softcap)
+    if decode_len == 1:
+        return attend(scores, visible_NKMS, torch.where(visible_NKMS[:, :, 0, :, None], v_NKSD, 0))
+    values = torch.where(visible_NKMS.any(dim=2)[..., None], v_NKSD, 0)
+    return attend(scores, visible_NKMS.repeat_interleave(q_NKHD.shape[2] // decode_len, dim=2), values)

@@ -1,7 +1,7 @@
 """Attention of one layer: store, run the parts of the step, merge.
 
 Shapes: Q query tokens, H query heads, K key/value heads of which the first Kr are retrieval
-heads and the other Ks streaming heads, G = H / K, D head size.
+heads and the other Ks streaming heads, G = H / K, D head size, N rows of up to M decoded tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from bias_builders import Window
 from kernels_ref.impl import Implementation, kernels
 from kernels_ref.index import gather
-from kernels_ref.partial import Partial
+from kernels_ref.partial import Partial, fold, unfold
 from kernels_ref.step import Step
+from kernels_ref.units import KVUnits, NewKV
 
 
 @dataclass(frozen=True)
@@ -41,25 +42,17 @@ class LayerSpec:
     softcap: float | None
     impl: Implementation
 
-    @property
-    def ring_kind(self) -> tuple[Window, int]:
-        """Key of this layer's ``RingStep``."""
-        assert self.window is not None, "a layer without streaming heads has no ring"
-        return self.window, self.num_streaming
-
 
 class LayerCache(NamedTuple):
     """Stores of one layer; sizes of absent head kinds are zero.
 
     Attributes:
-        k_blocks, v_blocks: ``[num_blocks + 1, Kr, B, D]``; the last block is trash.
-        k_ring, v_ring: ``[R + 1, Ks, W, D]``; the last row is trash.
+        blocks: ``num_blocks + 1`` units of Kr heads and B slots; the last block is trash.
+        rings: ``R + 1`` units of Ks heads and W slots; the last row is trash.
     """
 
-    k_blocks: torch.Tensor
-    v_blocks: torch.Tensor
-    k_ring: torch.Tensor
-    v_ring: torch.Tensor
+    blocks: KVUnits
+    rings: KVUnits
 
 
 def unified_attention(
@@ -86,62 +79,64 @@ def unified_attention(
     outputs = []
     if kr:
         sinks = None if sinks_KG is None else sinks_KG[:kr]
-        outputs.append(_retrieval(q_QKGD[:, :kr], k_QKD[:, :kr], v_QKD[:, :kr], cache, step, spec, sinks))
+        new = NewKV(k_QKD[:, :kr], v_QKD[:, :kr])
+        outputs.append(_retrieval(q_QKGD[:, :kr], new, cache.blocks, step, spec, sinks))
     if spec.num_streaming:
         sinks = None if sinks_KG is None else sinks_KG[kr:]
-        outputs.append(_streaming(q_QKGD[:, kr:], k_QKD[:, kr:], v_QKD[:, kr:], cache, step, spec, sinks))
+        new = NewKV(k_QKD[:, kr:], v_QKD[:, kr:])
+        outputs.append(_streaming(q_QKGD[:, kr:], new, cache.rings, step, spec, sinks))
     out_QKGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return out_QKGD.flatten(1, 2)
 
 
 def _retrieval(
     q_QKGD: torch.Tensor,
-    k_QKD: torch.Tensor,
-    v_QKD: torch.Tensor,
-    cache: LayerCache,
+    new: NewKV,
+    units: KVUnits,
     step: Step,
     spec: LayerSpec,
     sinks_KG: torch.Tensor | None,
 ) -> torch.Tensor:
     run, t, parts = kernels(spec.impl), step.tensors, step.parts
-    index = step.block_index[spec.num_retrieval]
-    run.write_kv(cache.k_blocks, cache.v_blocks, index, k_QKD, v_QKD)
+    run.write_kv(units, step.block_index[units.layout], new)
     of_tokens: list[Partial] = []
     if parts.causal:
-        of_tokens.append(run.causal(q_QKGD, k_QKD, v_QKD, t, None, spec.softcap))
+        of_tokens.append(run.causal(q_QKGD, new, t, None, spec.softcap))
     if parts.shared and t.shared_block.shape[0]:
-        of_tokens.append(run.shared_blocks(q_QKGD, cache.k_blocks, cache.v_blocks, t, spec.softcap))
+        of_tokens.append(run.shared_blocks(q_QKGD, units, t, step.blocks, spec.softcap))
     of_rows = None
     if parts.unique:
-        q_NKGD = gather(q_QKGD, t.row_token)
-        of_rows = run.unique_blocks(q_NKGD, cache.k_blocks, cache.v_blocks, t, spec.softcap)
-    return run.finish(q_QKGD, of_tokens, of_rows, step.single_row, sinks_KG)
+        of_rows = run.unique_blocks(_of_rows(q_QKGD, step), units, t, step.blocks, spec.softcap)
+        of_rows = unfold(of_rows, step.decode_len)
+    return run.finish(q_QKGD, of_tokens, of_rows, step.decode_slot, sinks_KG)
 
 
 def _streaming(
     q_QKGD: torch.Tensor,
-    k_QKD: torch.Tensor,
-    v_QKD: torch.Tensor,
-    cache: LayerCache,
+    new: NewKV,
+    units: KVUnits,
     step: Step,
     spec: LayerSpec,
     sinks_KG: torch.Tensor | None,
 ) -> torch.Tensor:
     run, t, parts = kernels(spec.impl), step.tensors, step.parts
     assert spec.window is not None, "streaming heads need a window"
-    ring = step.rings[spec.ring_kind]
+    ring = step.rings[spec.window, units.layout]
     of_tokens: list[Partial] = []
     of_rows = None
     if parts.unique:
-        run.write_kv(cache.k_ring, cache.v_ring, ring.index_before, k_QKD, v_QKD)
-        q_NKGD = gather(q_QKGD, t.row_token)
-        of_rows = run.unique_rings(q_NKGD, cache.k_ring, cache.v_ring, ring, spec.softcap)
+        run.write_kv(units, ring.index_before, new)
+        of_rows = run.unique_rings(_of_rows(q_QKGD, step), units, ring, spec.softcap)
+        of_rows = unfold(of_rows, step.decode_len)
     if parts.causal:
-        of_tokens.append(run.causal(q_QKGD, k_QKD, v_QKD, t, spec.window, spec.softcap))
+        of_tokens.append(run.causal(q_QKGD, new, t, spec.window, spec.softcap))
         if parts.shared:
-            of_tokens.append(
-                run.shared_rings(q_QKGD, cache.k_ring, cache.v_ring, t, ring, spec.window, spec.softcap)
-            )
+            of_tokens.append(run.shared_rings(q_QKGD, units, t, ring, spec.window, spec.softcap))
         # Only now: the chunk has read what these tokens replace.
-        run.write_kv(cache.k_ring, cache.v_ring, ring.index_after, k_QKD, v_QKD)
-    return run.finish(q_QKGD, of_tokens, of_rows, step.single_row, sinks_KG)
+        run.write_kv(units, ring.index_after, new)
+    return run.finish(q_QKGD, of_tokens, of_rows, step.decode_slot, sinks_KG)
+
+
+def _of_rows(q_QKGD: torch.Tensor, step: Step) -> torch.Tensor:
+    """Queries of decode rows, all tokens of a row in its heads, ``[N, K, M * G, D]``."""
+    return fold(gather(q_QKGD, step.row_token), step.decode_len)

@@ -106,8 +106,9 @@ def works(sizes: Sizes) -> Iterator[tuple[str, Work]]:
     """Plans to compare: batches as they grow side by side, alone, in a larger bucket, and half shared."""
     for name, contexts in (("one row", (sizes.unique_context,)), *sizes.ragged):
         rows = [RowSize(context - 1, 1) for context in contexts]
-        tensors = lay_out(rows, sizes.block_size, torch.device("cpu"), heads=Heads(1, 1, 16)).tensors
-        work = Work(tensors.owner.numpy(), (tensors.tail_visible > 0).numpy())
+        step = lay_out(rows, sizes.block_size, torch.device("cpu"), heads=Heads(1, 1, 16)).step
+        tails = step.blocks.tails.visible.flatten()
+        work = Work(step.tensors.owner.numpy(), (tails > 0).numpy())
         yield name, work
         nobody = np.full(len(work.owner), work.num_rows, np.int32)
         yield f"{name}, bucket twice as large", Work(np.concatenate([work.owner, nobody]), work.has_tail)

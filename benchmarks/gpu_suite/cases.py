@@ -11,7 +11,7 @@ import torch
 
 from bias_builders import StepRows, Window
 from hpu_duo.engine.batch import StepGeometry, fill, flatten
-from kernels_ref import Step, StepParts, StepTensors, prepare_step
+from kernels_ref import Step, StepParts, StepTensors, UnitLayout, prepare_step
 
 
 class RowSize(NamedTuple):
@@ -72,15 +72,20 @@ def lay_out(
     fill(host, batch, batch.shape, geometry)
     tensors = StepTensors(**{name: torch.from_numpy(host[name]).to(device) for name in StepTensors._fields})
     phase = batch.shape.phase
+    rings = [] if window is None else [(window, ring_layout(len(sizes), window, heads))]
     step = prepare_step(
         StepParts(phase.causal, phase.shared, phase.unique),
         tensors,
-        block_size,
-        len(sizes),
-        {heads.num_kv},
-        {(window, heads.num_kv)} if window is not None else set(),
+        decode_len=1,
+        block_layouts=[UnitLayout.dense(sum(need) + 1, heads.num_kv, block_size)],
+        ring_kinds=rings,
     )
     return Layout(sum(need), step)
+
+
+def ring_layout(num_rows: int, window: Window, heads: Heads) -> UnitLayout:
+    """Where the rings of so many rows lie, and the trash row."""
+    return UnitLayout.dense(num_rows + 1, heads.num_kv, window.size)
 
 
 def _in_turn(need: Sequence[int]) -> list[np.ndarray]:

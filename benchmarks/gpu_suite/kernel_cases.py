@@ -13,8 +13,7 @@ from benchmarks.gpu_suite.cases import Heads, Layout, RowSize
 from benchmarks.gpu_suite.rivals import Dense
 from benchmarks.gpu_suite.shapes import ModelShape, Sizes
 from bias_builders import Window
-from kernels_ref import Partial, reference
-from kernels_ref.step import StepTensors
+from kernels_ref import KVUnits, NewKV, Partial, Step, as_units, of_stores, reference
 from kernels_ref.triton import availability, launch, parts
 from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.stream_k_choice import choose
@@ -90,9 +89,9 @@ def _unique(
     q, t = cases.queries(len(contexts), heads, dtype, device), layout.tensors
     ours, notes = _ours(
         device,
-        partial(reference.unique_blocks, q, k, v, t, None),
-        split=partial(_run_unique, "split", q, k, v, t),
-        stream_k=partial(_run_unique, "stream_k", q, k, v, t),
+        partial(reference.unique_blocks, q, of_stores(k, v), t, layout.step.blocks, None),
+        split=partial(_run_unique, "split", q, k, v, layout.step),
+        stream_k=partial(_run_unique, "stream_k", q, k, v, layout.step),
     )
     limits = launch.device_limits(device)
     is_chosen = choose(len(contexts), t.owner.shape[0], heads.num_kv, limits)
@@ -112,13 +111,14 @@ def _unique(
     )
 
 
-def _run_unique(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: StepTensors) -> Partial:
+def _run_unique(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> Partial:
     """One of the two kernels of the unique part, whatever the rule says."""
     from kernels_ref.triton.stream_k import stream_k
     from kernels_ref.triton.unique_blocks import split_unique_blocks
 
     run: Callable[..., Triple] = stream_k if name == "stream_k" else split_unique_blocks
-    return Partial(*run(q, k, v, t.owner, t.tail_block, t.tail_visible, 0.0))
+    t = step.tensors
+    return Partial(*run(q, k, v, t.owner, t.tail_block, step.blocks.tails.visible, 0.0))
 
 
 def _stores(
@@ -140,7 +140,7 @@ def _causal(
     layout = cases.lay_out([RowSize(0, length)], sizes.block_size, device, heads=heads)
     q, t = cases.queries(length, heads, dtype, device), layout.tensors
     k, v = (cases.random((length, heads.num_kv, heads.dim), dtype, device, seed) for seed in (2, 3))
-    arguments = (q, k, v, t, window, None)
+    arguments = (q, NewKV(k, v), t, window, None)
     ours, notes = _ours(
         device, partial(reference.causal, *arguments), triton=partial(_run_part, "causal", *arguments)
     )
@@ -174,7 +174,8 @@ def _shared(model: ModelShape, heads: Heads, sizes: Sizes, dtype: torch.dtype, d
     chunk, context = sizes.chunk, sizes.shared_context
     layout = cases.lay_out([RowSize(context, chunk)], sizes.block_size, device, heads=heads)
     k, v = _stores(layout, heads, sizes, dtype, device)
-    arguments = (cases.queries(chunk, heads, dtype, device), k, v, layout.tensors, None)
+    units, step = of_stores(k, v), layout.step
+    arguments = (cases.queries(chunk, heads, dtype, device), units, step.tensors, step.blocks, None)
     ours, notes = _ours(
         device,
         partial(reference.shared_blocks, *arguments),
@@ -197,9 +198,9 @@ def _unique_rings(
     window, num_rows = Window(model.sink, model.recent), sizes.ring_rows
     rows = [RowSize(4 * window.size, 1)] * num_rows
     layout = cases.lay_out(rows, sizes.block_size, device, heads=heads, window=window)
-    k, v = _rings(num_rows, window, heads, dtype, device)
-    ring = layout.step.rings[window, heads.num_kv]
-    arguments = (cases.queries(num_rows, heads, dtype, device), k, v, ring, None)
+    units = _rings(num_rows, window, heads, dtype, device)
+    ring = layout.step.rings[window, units.layout]
+    arguments = (cases.queries(num_rows, heads, dtype, device), units, ring, None)
     ours, notes = _ours(
         device,
         partial(reference.unique_rings, *arguments),
@@ -221,10 +222,10 @@ def _shared_rings(
     window, chunk = Window(model.sink, model.recent), sizes.chunk
     start = 4 * window.size
     layout = cases.lay_out([RowSize(start, chunk)], sizes.block_size, device, heads=heads, window=window)
-    k, v = _rings(1, window, heads, dtype, device)
-    ring = layout.step.rings[window, heads.num_kv]
+    units = _rings(1, window, heads, dtype, device)
+    ring = layout.step.rings[window, units.layout]
     q = cases.queries(chunk, heads, dtype, device)
-    arguments = (q, k, v, layout.tensors, ring, window, None)
+    arguments = (q, units, layout.tensors, ring, window, None)
     ours, notes = _ours(
         device,
         partial(reference.shared_rings, *arguments),
@@ -241,8 +242,7 @@ def _shared_rings(
     )
 
 
-def _rings(
-    num_rows: int, window: Window, heads: Heads, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (num_rows + 1, heads.num_kv, window.size, heads.dim)
-    return cases.random(shape, dtype, device, 2), cases.random(shape, dtype, device, 3)
+def _rings(num_rows: int, window: Window, heads: Heads, dtype: torch.dtype, device: torch.device) -> KVUnits:
+    layout = cases.ring_layout(num_rows, window, heads)
+    shape = (layout.num_units * layout.unit_stride, heads.dim)
+    return as_units(*(cases.random(shape, dtype, device, seed) for seed in (2, 3)), layout)

@@ -133,10 +133,7 @@ class Choice:
         """Load the model; see ``load_model``."""
         from hpu_duo.eval import Subject
 
-        loaded = load_model(self.model, self.heads, self.engine, num_requests)
-        for note in loaded.engine.notes:
-            typer.echo(f"hpu-duo: note: {note}", err=True)
-        return Subject(loaded)
+        return Subject(load_model(self.model, self.heads, self.engine, num_requests))
 
     @property
     def load_full(self) -> Callable[[], Subject] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bias_builders import SharedPart, StepRows, UniquePart, ranges, split_context
+from bias_builders import NOWHERE, SharedPart, StepRows, UniquePart, ranges, split_context, tails_per_row
 from graphs.shape import BatchShape, Phase
 from hpu_duo.engine.step_plan import StepPlan
 
@@ -37,17 +37,20 @@ class StepGeometry:
     Attributes:
         block_size: slots of a block.
         trash_block, trash_row: where padding is written and read.
-        max_chunk_rows: rings gathered for multi-token rows with context (C).
+        max_chunk_rows: rings gathered for prompt rows with context (C).
+        decode_len: most new tokens of a decode row (M).
     """
 
     block_size: int
     trash_block: int
     trash_row: int
     max_chunk_rows: int
+    decode_len: int = 1
 
     def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
         """Shape of every array of a step in ``bucket``, by name; see ``kernels_ref.StepTensors``."""
         q, n = (bucket.query_len,), (bucket.num_logits,)
+        tails = (bucket.num_logits, tails_per_row(self.decode_len))
         return {
             "token_ids": q,
             "positions": q,
@@ -58,13 +61,13 @@ class StepGeometry:
             "row_start": n,
             "row_num_new": n,
             "row_query_start": n,
-            "row_token": n,
             "logit_index": n,
-            "tail_block": n,
-            "tail_visible": n,
+            "tail_block": tails,
+            "tail_start": tails,
             "chunk_row": (self.max_chunk_rows,),
             "shared_block": (bucket.num_shared_blocks,),
-            "shared_visible": (bucket.num_logits + 1, bucket.num_shared_blocks),
+            "shared_start": (bucket.num_shared_blocks,),
+            "shared_reads": (bucket.num_logits + 1, bucket.num_shared_blocks),
             "owner": (bucket.num_unique_blocks,),
         }
 
@@ -72,11 +75,11 @@ class StepGeometry:
 def flatten(rows: StepRows, token_ids: np.ndarray, block_size: int) -> StepBatch:
     """Split the context of the rows and measure the exact shape of the step."""
     shared, unique = split_context(rows, block_size)
-    is_multi = ~rows.is_single
+    is_prompt = ~rows.is_decode
     phase = Phase(
-        causal=bool(is_multi.any()),
-        shared=bool(len(shared.blocks)) or bool((is_multi & (rows.start > 0)).any()),
-        unique=bool(rows.is_single.any()),
+        causal=bool(is_prompt.any()),
+        shared=bool(len(shared.blocks)) or bool((is_prompt & (rows.start > 0)).any()),
+        unique=bool(rows.is_decode.any()),
     )
     shape = BatchShape(
         phase,
@@ -108,11 +111,11 @@ def exact_shape(plan: StepPlan, block_size: int) -> BatchShape:
 
 def empty_batch() -> StepBatch:
     """A step without rows, for warming a bucket up: filled in, it is padding throughout."""
-    rows = StepRows(*(np.zeros(0, np.int32) for _ in range(5)))
-    nothing = np.zeros(0, np.int32)
-    unique = UniquePart(nothing, nothing, nothing)
+    nothing, none = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
+    rows = StepRows(nothing, nothing, nothing, nothing, nothing)
+    unique = UniquePart(nothing, none, none)
     shape = BatchShape(Phase(), 1, 0, 0, 0)
-    return StepBatch(rows, nothing, SharedPart(nothing, np.zeros((0, 0), np.int32)), unique, shape)
+    return StepBatch(rows, nothing, SharedPart(nothing, nothing, none), unique, shape)
 
 
 def fill(
@@ -141,7 +144,7 @@ def _fill_tokens(
     rows = batch.rows
     position = rows.start.repeat(rows.num_new) + ranges(rows.num_new)
     row = rows.row_id.repeat(rows.num_new)
-    causal_row = np.where(rows.is_single, no_row, rows.row_id).repeat(rows.num_new)
+    causal_row = np.where(rows.is_decode, no_row, rows.row_id).repeat(rows.num_new)
     _put(host["token_ids"], batch.token_ids, 0)
     _put(host["positions"], position, 0)
     _put(host["row"], row, no_row)
@@ -157,18 +160,17 @@ def _fill_tokens(
 
 def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepGeometry) -> None:
     rows = batch.rows
-    for name in ("row_start", "row_num_new", "row_query_start", "row_token", "logit_index"):
+    for name in ("row_start", "row_num_new", "row_query_start", "logit_index"):
         host[name].fill(0)
     query_start = rows.query_start
     host["row_start"][rows.row_id] = rows.start
     host["row_num_new"][rows.row_id] = rows.num_new
     host["row_query_start"][rows.row_id] = query_start
-    host["row_token"][rows.row_id] = query_start
     host["logit_index"][rows.row_id] = query_start + rows.num_new - 1
-    reads_ring = rows.row_id[~rows.is_single & (rows.start > 0)]
+    reads_ring = rows.row_id[~rows.is_decode & (rows.start > 0)]
     if len(reads_ring) > geometry.max_chunk_rows:
         raise ValueError(
-            f"expected at most max_chunk_rows={geometry.max_chunk_rows} multi-token rows with context "
+            f"expected at most max_chunk_rows={geometry.max_chunk_rows} prompt rows with context "
             f"in a step, got {len(reads_ring)}"
         )
     _put(host["chunk_row"], reads_ring, geometry.trash_row)
@@ -177,9 +179,10 @@ def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepG
 def _fill_shared(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepGeometry) -> None:
     shared = batch.shared
     _put(host["shared_block"], shared.blocks, geometry.trash_block)
-    visible = host["shared_visible"]
-    visible.fill(0)
-    visible[batch.rows.row_id, : len(shared.blocks)] = shared.visible
+    _put(host["shared_start"], shared.start, 0)
+    reads = host["shared_reads"]
+    reads.fill(0)
+    reads[batch.rows.row_id, : len(shared.blocks)] = shared.reads
 
 
 def _fill_unique(
@@ -189,6 +192,7 @@ def _fill_unique(
     owner = np.where(unique.owner < 0, no_row, row_id[unique.owner])
     _put(host["owner"], owner, no_row)
     host["tail_block"].fill(geometry.trash_block)
-    host["tail_visible"].fill(0)
-    host["tail_block"][row_id] = np.where(unique.tail_block < 0, geometry.trash_block, unique.tail_block)
-    host["tail_visible"][row_id] = unique.tail_visible
+    host["tail_start"].fill(NOWHERE)
+    if len(row_id):
+        host["tail_block"][row_id] = np.where(unique.tail_block < 0, geometry.trash_block, unique.tail_block)
+        host["tail_start"][row_id] = unique.tail_start

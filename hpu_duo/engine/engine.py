@@ -24,7 +24,6 @@ from hpu_duo.engine.stepper import Stepper
 from hpu_duo.engine.turns import Turns
 from hpu_duo.request import TokenLimits
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from graphs.recording import ShapeRecorder
 
 
-class Engine(Uncopied):
+class Engine:
     """Serves requests: ``add_request``, then ``step`` until ``has_unfinished`` is False.
 
     A request that cannot be served is refused by ``add_request`` before anything changes, so the
@@ -49,9 +48,6 @@ class Engine(Uncopied):
         limits: what the model says about tokens.
         tokenizer: for text and stop strings; without it outputs carry token ids only.
         seed: from which requests without a seed get theirs.
-
-    Attributes:
-        notes: what a user should know of how the model was loaded; ``stats`` has them too.
     """
 
     def __init__(
@@ -68,7 +64,6 @@ class Engine(Uncopied):
         self._samples, self._deliveries = self._stepper.samples, self._stepper.deliveries
         self._turns = Turns()
         self._num_added = 0
-        self.notes: tuple[str, ...] = ()
 
     @property
     def recorder(self) -> ShapeRecorder | None:
@@ -266,7 +261,7 @@ class Engine(Uncopied):
     def stats(self) -> EngineStats:
         """A snapshot of what has been done and what is held."""
         with interrupts_deferred(), self._turns:
-            return EngineStats.of(self._stepper.telemetry.counters, self.scheduler, self.runner, self.notes)
+            return EngineStats.of(self._stepper.telemetry.counters, self.scheduler, self.runner)
 
     def _has_rows(self, wanted: int | None) -> bool:
         """Whether so many more samples could run now; one alone is never kept waiting."""

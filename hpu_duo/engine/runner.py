@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from hpu_duo.sampling import (
     static_routes,
     without,
 )
-from hpu_duo.uncopied import Uncopied
 from hpu_duo.watch import CompileWatch
 from kernels_ref import StepParts, StepTensors, prepare_step
 
@@ -57,7 +55,7 @@ class StepResult:
     errors: Mapping[int, Exception] = field(default_factory=dict)
 
 
-class Runner(Uncopied):
+class Runner:
     """Owns the device side: model, stores, staged inputs and captured graphs.
 
     Args:
@@ -88,9 +86,7 @@ class Runner(Uncopied):
     ) -> None:
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
         self.device, self.runtime = device, runtime
-        # No part of a runner refers back to it, so that its memory is free as soon as it is let go.
-        this = weakref.proxy(self)
-        self.watch = CompileWatch.of(lambda: this.graphs, runtime)
+        self.watch = CompileWatch.of(lambda: self.graphs, runtime)
         self._watching: Callable[[], AbstractContextManager[None]] = (
             self.watch.forbidding if fail_on_recompile else nullcontext
         )
@@ -106,8 +102,7 @@ class Runner(Uncopied):
     def _pad_to_table(self, is_padding: bool) -> None:
         self.uses_table = is_padding
         # Shapes that miss the table, any number of them, share one place.
-        make_step = partial(_make_step, self.model, self.geometry, self.graphs)
-        self._step_of = lru_cache(maxsize=len(self.graphs.table) + 1 if is_padding else 1)(make_step)
+        self._step_of = lru_cache(maxsize=len(self.graphs.table) + 1 if is_padding else 1)(self._make_step)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sampling: Mapping[int, SamplingRow], vocab_size: int) -> StepResult:
@@ -205,14 +200,11 @@ class Runner(Uncopied):
         fill(self.inputs.stage(bucket), empty_batch(), bucket, self.geometry)
         return self.inputs.copy_in(bucket)
 
-
-def _make_step(
-    model: StepModel, geometry: StepGeometry, graphs: GraphCache, bucket: BatchShape
-) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
-    runners: dict[Hashable, Callable[..., Any]] = {
-        kind: graphs.region(bucket, kind, run_layer) for kind in model.kinds
-    }
-    return bucket_step(model, geometry, bucket, runners)
+    def _make_step(self, bucket: BatchShape) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+        runners: dict[Hashable, Callable[..., Any]] = {
+            kind: self.graphs.region(bucket, kind, run_layer) for kind in self.model.kinds
+        }
+        return bucket_step(self.model, self.geometry, bucket, runners)
 
 
 def bucket_step(
@@ -227,12 +219,15 @@ def bucket_step(
         runners: what runs the layers of each kind of ``model.kinds``.
     """
     parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
-    retrieval_heads, ring_kinds = model.retrieval_heads, model.ring_kinds
 
     def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
         prepared = prepare_step(
-            parts, tensors, geometry.block_size, geometry.trash_row, retrieval_heads, ring_kinds
+            parts,
+            tensors,
+            decode_len=geometry.decode_len,
+            block_layouts=model.block_layouts,
+            ring_kinds=model.ring_kinds,
         )
         return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 

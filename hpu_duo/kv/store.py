@@ -9,15 +9,14 @@ import torch
 from hpu_duo.kv.copies import BlockCopy, Copy, RowCopy
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.reserved import reserved_zeros
-from hpu_duo.uncopied import Uncopied
-from kernels_ref import LayerCache
+from kernels_ref import KVUnits, LayerCache, UnitLayout, as_units
 from kernels_ref.index import gather, index_dtype
 
 _COPY_SIZES = (8, 4, 2, 1)
 """Blocks or rows that move at a time: few sizes, because a device compiles each one."""
 
 
-class KVStore(Uncopied):
+class KVStore:
     """Block and ring stores, zeroed; see ``MemoryPlan`` for their shapes.
 
     They are allocated once. On a CPU a block takes memory from its first use on.
@@ -35,14 +34,25 @@ class KVStore(Uncopied):
         plan, layer = self.plan, self.plan.layers[index]
         num_blocks = plan.num_blocks + 1 if layer.num_retrieval_heads else 0
         num_rows = plan.max_num_seqs + 1 if layer.num_streaming_heads else 0
-        blocks = (num_blocks, layer.num_retrieval_heads, plan.block_size, layer.head_dim)
-        ring = (num_rows, layer.num_streaming_heads, layer.ring_size, layer.head_dim)
-        return LayerCache(*(reserved_zeros(shape, dtype, device) for shape in (blocks, blocks, ring, ring)))
+        blocks = UnitLayout.dense(num_blocks, layer.num_retrieval_heads, plan.block_size)
+        rings = UnitLayout.dense(num_rows, layer.num_streaming_heads, layer.ring_size)
+
+        def units(layout: UnitLayout) -> KVUnits:
+            shape = (layout.num_units * layout.unit_stride, layer.head_dim)
+            k, v = (reserved_zeros(shape, dtype, device) for _ in range(2))
+            return as_units(k, v, layout)
+
+        return LayerCache(units(blocks), units(rings))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.layers[0].blocks.k.device
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the tensors take."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer)
+        return sum(flat.nbytes for layer in self.layers for units in layer for flat in _flat(units))
 
     def carry_out(self, copies: Iterable[Copy]) -> None:
         """Copy blocks and rows within the stores, as if one after the other."""
@@ -59,12 +69,16 @@ class KVStore(Uncopied):
         index = torch.tensor(
             [[copy.src for copy in copies], [copy.dst for copy in copies]], dtype=torch.int32
         )
-        source, target = index.to(self.layers[0].k_blocks.device).unbind()
+        source, target = index.to(self.device).unbind()
         for layer in self.layers:
-            stores = layer[:2] if isinstance(copies[0], BlockCopy) else layer[2:]
-            for store in stores:
+            units = layer.blocks if isinstance(copies[0], BlockCopy) else layer.rings
+            for store in (units.k, units.v):
                 if store.shape[0]:
                     store.index_copy_(0, target.to(index_dtype(target.device)), gather(store, source))
+
+
+def _flat(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
+    return units.k_flat, units.v_flat
 
 
 def split_copies(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:

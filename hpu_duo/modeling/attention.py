@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from kernels_ref import LayerCache, LayerSpec, Step, unified_attention
+from kernels_ref import LayerCache, LayerSpec, Step, as_units, unified_attention
 
 NAME = "hpu_duo"
 LAYER_ATTRIBUTE = "hpu_duo_layer"
@@ -113,7 +113,8 @@ class Trial(ABC):
 class AttentionLayer(nn.Module):
     """The stores of one layer as buffers, so that compiled layers take them as inputs.
 
-    One compiled function then serves all layers whose specs and store shapes are equal.
+    One compiled function then serves all layers whose specs and layouts are equal. Stores are lists of
+    vectors; the units that attention reads are views of them which a layer makes itself.
     """
 
     k_blocks: torch.Tensor
@@ -124,13 +125,21 @@ class AttentionLayer(nn.Module):
     def __init__(self, spec: LayerSpec, cache: LayerCache) -> None:
         super().__init__()
         self.spec = spec
-        for name, tensor in cache._asdict().items():
-            self.register_buffer(name, tensor, persistent=False)
+        self.block_layout, self.ring_layout = cache.blocks.layout, cache.rings.layout
+        stores = {
+            "k_blocks": cache.blocks.k_flat,
+            "v_blocks": cache.blocks.v_flat,
+            "k_ring": cache.rings.k_flat,
+            "v_ring": cache.rings.v_flat,
+        }
+        for name, flat in stores.items():
+            self.register_buffer(name, flat, persistent=False)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        cache = LayerCache(self.k_blocks, self.v_blocks, self.k_ring, self.v_ring)
+        blocks = as_units(self.k_blocks, self.v_blocks, self.block_layout)
+        cache = LayerCache(blocks, as_units(self.k_ring, self.v_ring, self.ring_layout))
         return unified_attention(q, k, v, cache, step, self.spec, sinks)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -11,13 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from bias_builders import Window
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer, placeholder_mask
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.uncopied import Uncopied
-from kernels_ref import LayerCache, LayerSpec, Step
+from kernels_ref import LayerCache, LayerSpec, RingKind, Step, UnitLayout
 
 LayerRunner = Callable[..., Any]
 
@@ -27,24 +24,23 @@ def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-class ServedLayer(Uncopied):
-    """Takes the place of a layer's ``forward``: calls whatever runs layers of its kind in this step.
-
-    The layer has it, so it holds the layer weakly.
-    """
+class _Dispatch:
+    """Takes the place of a layer's ``forward``: calls whatever runs layers of its kind in this step."""
 
     def __init__(self, runners: Mapping[Hashable, LayerRunner], kind: Hashable, layer: nn.Module) -> None:
-        self._runners, self._kind, self._layer = runners, kind, weakref.ref(layer)
+        self._runners, self._kind, self._layer = runners, kind, layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runners.get(self._kind, run_layer)(self._layer(), *args, **kwargs)
+        return self._runners.get(self._kind, run_layer)(self._layer, *args, **kwargs)
 
 
-class StepModel(Uncopied):
+class StepModel:
     """The captured part of a step: tokens in, wanted logits out.
 
     Attributes:
         specs: attention of each layer.
+        block_layouts: the distinct layouts of block stores with heads.
+        ring_kinds: the distinct windows and layouts of ring stores with heads.
         live: what tells linears on a CPU which rows of a step are padding.
         kinds: distinct kinds of layers; layers of one kind run the same compiled region.
     """
@@ -62,25 +58,23 @@ class StepModel(Uncopied):
         self._runners: dict[Hashable, LayerRunner] = {}
         # Where it is not given, transformers counts it anew in each step, as int64.
         self._takes_cache_position = "cache_position" in signature(model.forward).parameters
-        self._mask = placeholder_mask(caches[0].k_blocks.device)
+        self._mask = placeholder_mask(caches[0].blocks.k.device)
         kinds: dict[LayerKind, LayerKind] = {}
         for layer, spec, cache in zip(layers, specs, caches):
             setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache))
             kind = LayerKind(layer.module, spec)
             # Equal kinds become one object, which dictionaries find without comparing.
             kind = kinds.setdefault(kind, kind)
-            layer.module.forward = ServedLayer(self._runners, kind, layer.module)
+            layer.module.forward = _Dispatch(self._runners, kind, layer.module)
         self.kinds = tuple(kinds)
-
-    @property
-    def retrieval_heads(self) -> tuple[int, ...]:
-        """Distinct positive numbers of retrieval heads."""
-        return tuple(sorted({spec.num_retrieval for spec in self.specs} - {0}))
-
-    @property
-    def ring_kinds(self) -> tuple[tuple[Window, int], ...]:
-        """Distinct (window, number of streaming heads)."""
-        return tuple(sorted({spec.ring_kind for spec in self.specs if spec.num_streaming}))
+        block_layouts: set[UnitLayout] = set()
+        ring_kinds: set[RingKind] = set()
+        for spec, cache in zip(specs, caches):
+            if spec.num_retrieval:
+                block_layouts.add(cache.blocks.layout)
+            if spec.window is not None:
+                ring_kinds.add((spec.window, cache.rings.layout))
+        self.block_layouts, self.ring_kinds = tuple(sorted(block_layouts)), tuple(sorted(ring_kinds))
 
     def logits(
         self,

@@ -1,4 +1,4 @@
-"""Rows with several new tokens, and decodes that share blocks.
+"""Prompt rows, and decodes that share blocks.
 
 The functions here run inside operators: they read the plan, loop over rows, and return partials
 of all queries, empty where a query takes no part.
@@ -23,7 +23,7 @@ CONTEXT_BLOCKS = 64
 
 
 class _Row(NamedTuple):
-    """A multi-token row: number, flat range ``[begin, end)`` of its new tokens, tokens stored before."""
+    """A prompt row: number, flat range ``[begin, end)`` of its new tokens, tokens stored before."""
 
     number: int
     begin: int
@@ -38,12 +38,13 @@ def causal(
     row_start: torch.Tensor,
     row_num_new: torch.Tensor,
     row_query_start: torch.Tensor,
+    causal_row: torch.Tensor,
     sink: int,
     recent: int,
 ) -> Partial:
     """Row by row, causal or in slices of the streaming band."""
     window = Window(sink, recent) if recent else None
-    rows = list(_multi_token_rows(row_start, row_num_new, row_query_start))
+    rows = list(_prompt_rows(row_start, row_num_new, row_query_start, causal_row))
     is_tiled = tiled.fits(q_QKGD, k_QKD)
     fills_step = len(rows) == 1 and (rows[0].begin, rows[0].end) == (0, len(q_QKGD))
     if fills_step and not is_tiled and (window is None or len(q_QKGD) <= window.recent):
@@ -87,12 +88,13 @@ def shared_blocks(
     row_start: torch.Tensor,
     row_num_new: torch.Tensor,
     row_query_start: torch.Tensor,
+    causal_row: torch.Tensor,
     shared_block: torch.Tensor,
     shared_visible: torch.Tensor,
 ) -> Partial:
     """Row by row over the gathered context, a bounded number of blocks at a time."""
     total = empty(q_QKGD)
-    for row in _multi_token_rows(row_start, row_num_new, row_query_start):
+    for row in _prompt_rows(row_start, row_num_new, row_query_start, causal_row):
         visible = shared_visible[row.number]
         seen = visible.nonzero().flatten()
         q = q_QKGD[row.begin : row.end]
@@ -105,8 +107,8 @@ def shared_blocks(
                 _add(total, row.begin, _flash(q, k, v))
             # What one part has gathered is gone before the next one gathers.
             del k, v
-    _add_single_rows(
-        total, q_QKGD, k_XKBD, v_XKBD, row_num_new, row_query_start, shared_block, shared_visible
+    _add_decodes(
+        total, q_QKGD, k_XKBD, v_XKBD, row_num_new, row_query_start, causal_row, shared_block, shared_visible
     )
     return total
 
@@ -123,24 +125,30 @@ def _as_keys(
     return (k, v) if is_whole else (k[slot], v[slot])
 
 
-def _add_single_rows(
+def _add_decodes(
     total: Partial,
     q_QKGD: torch.Tensor,
     k_XKBD: torch.Tensor,
     v_XKBD: torch.Tensor,
     row_num_new: torch.Tensor,
     row_query_start: torch.Tensor,
+    causal_row: torch.Tensor,
     shared_block: torch.Tensor,
     shared_visible: torch.Tensor,
 ) -> None:
     """Decodes that share blocks: few queries, so one masked product over all of them."""
-    visible_rows = shared_visible[:-1] * (row_num_new == 1)[:, None]
+    number = torch.arange(len(row_num_new), dtype=torch.int32)
+    is_decode = (row_num_new > 0) & (causal_row.index_select(0, row_query_start) != number)
+    visible_rows = shared_visible[:-1] * is_decode[:, None]
     rows = visible_rows.any(dim=1).nonzero().flatten()
     seen = visible_rows.any(dim=0).nonzero().flatten()
     if not len(rows):
         return
     block_size = k_XKBD.shape[2]
-    query = row_query_start[rows]
+    # All tokens of a row see the same: what several rows read was there before the step.
+    plan = zip(row_query_start[rows].tolist(), row_num_new[rows].tolist())
+    query = torch.cat([torch.arange(begin, begin + num_new) for begin, num_new in plan])
+    rows = rows.repeat_interleave(row_num_new[rows])
     q_KGND = q_QKGD.index_select(0, query).permute(1, 2, 0, 3)
     for part in seen.split(CONTEXT_BLOCKS):
         visible_NX = visible_rows[rows][:, part]
@@ -154,7 +162,7 @@ def _add_single_rows(
         in_rows = (x.unflatten(1, (group, num_rows)).movedim(2, 0) for x in seen_partial)
         before = Partial(*(x.index_select(0, query) for x in total))
         for whole, merged in zip(total, merge(before, Partial(*in_rows))):
-            whole.index_copy_(0, query.long(), merged)
+            whole.index_copy_(0, query, merged)
 
 
 def shared_rings(
@@ -164,6 +172,7 @@ def shared_rings(
     row_start: torch.Tensor,
     row_num_new: torch.Tensor,
     row_query_start: torch.Tensor,
+    causal_row: torch.Tensor,
     chunk_row: torch.Tensor,
     chunk_position: torch.Tensor,
     sink: int,
@@ -172,12 +181,12 @@ def shared_rings(
     """Row by row over what its ring held before the step."""
     window = Window(sink, recent)
     total = empty(q_QKGD)
-    for row in _multi_token_rows(row_start, row_num_new, row_query_start):
+    for row in _prompt_rows(row_start, row_num_new, row_query_start, causal_row):
         if row.start == 0:
             continue
         place = int((chunk_row == row.number).nonzero()[0])
         q = q_QKGD[row.begin : row.end]
-        used = min(row.start, window.size)
+        used = min(row.start, k_RKWD.shape[2])
         k, v = (x[row.number, :, :used].transpose(0, 1) for x in (k_RKWD, v_RKWD))
         # Only the first tokens of the chunk still reach the recent part; all reach the sinks.
         near = min(len(q), window.recent - 1)
@@ -195,12 +204,16 @@ def shared_rings(
     return total
 
 
-def _multi_token_rows(
-    row_start: torch.Tensor, row_num_new: torch.Tensor, row_query_start: torch.Tensor
+def _prompt_rows(
+    row_start: torch.Tensor,
+    row_num_new: torch.Tensor,
+    row_query_start: torch.Tensor,
+    causal_row: torch.Tensor,
 ) -> Iterator[_Row]:
-    plan = zip(row_start.tolist(), row_num_new.tolist(), row_query_start.tolist())
-    for number, (start, num_new, begin) in enumerate(plan):
-        if num_new > 1:
+    causal = causal_row.index_select(0, row_query_start)
+    plan = zip(row_start.tolist(), row_num_new.tolist(), row_query_start.tolist(), causal.tolist())
+    for number, (start, num_new, begin, prompt) in enumerate(plan):
+        if num_new and prompt == number:
             yield _Row(number, begin, begin + num_new, start)
 
 

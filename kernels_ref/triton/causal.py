@@ -1,4 +1,4 @@
-"""New tokens of multi-token rows against the new keys of their own row.
+"""Tokens of prompt rows against the new keys of their own row.
 
 Tokens of a row lie side by side in the flat batch, so the keys that a tile of queries can see are one
 range: from the beginning of the first query's row to the last query. Earlier rows are skipped. With a

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels_ref.triton.availability import DTYPES, MAX_HEAD_DIM
+from kernels_ref.units import KVUnits
 
 Size = int | None
 """A size that is asked for, or None for any."""
@@ -32,21 +33,31 @@ def check_vectors(
         raise ValueError(f"expected {name} to have contiguous vectors, got strides {tuple(x.stride())}")
 
 
-def check_store(name: str, store: torch.Tensor, q: torch.Tensor) -> None:
-    """A store ``[X, K, S, D]``, contiguous, of the heads, type and device of the queries ``[*, K, G, D]``."""
-    _check(name, store, (None, q.shape[1], None, q.shape[-1]), q)
-    if not store.is_contiguous():
-        raise ValueError(f"expected {name} to be contiguous, got strides {tuple(store.stride())}")
+def check_units(units: KVUnits, q: torch.Tensor) -> None:
+    """Units of the heads, type and device of the queries ``[*, K, G, D]``, keys and values alike.
 
-
-def check_stores(k_name: str, k: torch.Tensor, v_name: str, v: torch.Tensor, q: torch.Tensor) -> None:
-    """A store of keys and one of values that belong together."""
-    check_store(k_name, k, q)
-    check_store(v_name, v, q)
-    if k.shape != v.shape:
+    Vectors of a head lie side by side; heads and units may lie further apart, whole vectors each.
+    """
+    for name, store in (("units.k", units.k), ("units.v", units.v)):
+        _check(name, store, (None, q.shape[1], None, q.shape[-1]), q)
+        dim, strides = store.shape[3], store.stride()
+        if strides[2:] != (dim, 1) or strides[0] % dim or strides[1] % dim:
+            raise ValueError(
+                f"expected the vectors of a head of {name} to lie side by side, got strides {strides}"
+            )
+    if units.k.shape != units.v.shape or units.k.stride() != units.v.stride():
         raise ValueError(
-            f"expected {v_name} to have the shape of {k_name}, {list(k.shape)}, got {list(v.shape)}"
+            f"expected units.v to lie like units.k, {list(units.k.shape)} with strides {units.k.stride()}, "
+            f"got {list(units.v.shape)} with strides {units.v.stride()}"
         )
+
+
+def check_flat(units: KVUnits, new: torch.Tensor) -> None:
+    """Stores as lists of vectors like those of ``new [*, D]``, which lie side by side."""
+    for name, flat in (("units.k_flat", units.k_flat), ("units.v_flat", units.v_flat)):
+        _check(name, flat, (None, new.shape[-1]), new)
+        if not flat.is_contiguous():
+            raise ValueError(f"expected {name} to be contiguous, got strides {tuple(flat.stride())}")
 
 
 def check_plan(name: str, plan: torch.Tensor, shape: Sequence[Size], device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Merge what tokens and what rows have seen, add sink logits, divide: the end of a layer's attention.
 
-Shapes: Q tokens, N rows, K heads, G query heads of each, D head size.
+Shapes: Q tokens, N tokens of decode rows, K heads, G query heads of each, D head size.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def finish_kernel(
     row_attn_ptr: tl.tensor,
     row_max_ptr: tl.tensor,
     row_sum_ptr: tl.tensor,
-    single_row_ptr: tl.tensor,
+    decode_slot_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_lines: tl.tensor,
@@ -79,7 +79,7 @@ def finish_kernel(
     if TOKEN_PARTS > 1:
         acc, largest, total = _add(acc, largest, total, b_attn_ptr, b_max_ptr, b_sum_ptr, line, inside, D, P)
     if HAS_ROWS:
-        row = tl.load(single_row_ptr + token, mask=inside, other=no_row)
+        row = tl.load(decode_slot_ptr + token, mask=inside, other=no_row)
         place = row.to(tl.int64) * HEADS + head
         acc, largest, total = _add(
             acc, largest, total, row_attn_ptr, row_max_ptr, row_sum_ptr, place, row < no_row, D, P
@@ -101,7 +101,7 @@ def finish(
     like: torch.Tensor,
     of_tokens: list[torch.Tensor],
     of_rows: list[torch.Tensor],
-    single_row: torch.Tensor,
+    decode_slot: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Launch the kernel; see ``kernels_ref.triton.parts.finish``.
@@ -116,15 +116,15 @@ def finish(
     num_lines = out.numel() // dim
     lines = launch.MERGED_LINES
     # An absent triple is never read, but Triton wants a pointer.
-    absent = [single_row] * 3
+    absent = [decode_slot] * 3
     a = of_tokens[:3] or absent
     b = of_tokens[3:6] or absent
     finish_kernel[(launch.num_tiles(num_lines, lines),)](
         *a,
         *b,
         *(of_rows or absent),
-        single_row,
-        single_row if sinks is None else sinks,
+        decode_slot,
+        decode_slot if sinks is None else sinks,
         out,
         num_lines,
         of_rows[0].shape[0] if of_rows else 0,

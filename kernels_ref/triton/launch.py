@@ -158,6 +158,12 @@ def prefill(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
     return Launch(rows=64, keys=32, num_warps=8, num_stages=3 if limits.is_large else 2)
 
 
+def strides(store_XKSD: torch.Tensor) -> dict[str, int]:
+    """How many vectors the units and the heads of a store lie apart, for kernels."""
+    dim = store_XKSD.shape[3]
+    return {"UNIT": store_XKSD.stride(0) // dim, "HEAD": store_XKSD.stride(1) // dim}
+
+
 def num_splits(num_programs: int, num_units: int, limits: DeviceLimits) -> int:
     """Into how many ranges of keys a kernel is cut, whose query tiles alone would not fill the device.
 

@@ -91,16 +91,22 @@ unique_blocks = register(
     _TRIPLE,
     _triple,
 )
-unique_rings = register("unique_rings", f"{_QKV}, Tensor visible, float softcap", _TRIPLE, _triple)
+leading_rings = register("leading_rings", f"{_QKV}, Tensor visible, float softcap", _TRIPLE, _triple)
+held_rings = register(
+    "held_rings",
+    f"{_QKV}, Tensor position, Tensor begin, Tensor end, int sink, float softcap",
+    _TRIPLE,
+    _triple,
+)
 write_kv = register(
     "write_kv",
-    "Tensor(a!) k_store, Tensor(b!) v_store, Tensor flat_index, Tensor k, Tensor v",
+    "Tensor(a!) k_flat, Tensor(b!) v_flat, Tensor place, Tensor k, Tensor v",
     "()",
     _nothing,
 )
 finish = register(
     "finish",
-    "Tensor like, Tensor[] of_tokens, Tensor[] of_rows, Tensor single_row, Tensor? sinks",
+    "Tensor like, Tensor[] of_tokens, Tensor[] of_rows, Tensor decode_slot, Tensor? sinks",
     "Tensor",
     _output,
 )

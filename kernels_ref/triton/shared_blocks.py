@@ -38,6 +38,8 @@ def shared_blocks_kernel(
     stride_qq: tl.tensor,
     stride_qk: tl.tensor,
     stride_qg: tl.tensor,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -68,7 +70,7 @@ def shared_blocks_kernel(
     for step in tl.range(begin * TILES, end * TILES):
         block = tl.load(tile_list + step // TILES).to(tl.int64)
         slot = (step % TILES) * T + tl.arange(0, T)
-        vector = (block * NUM_HEADS + head) * SLOTS + slot
+        vector = block * UNIT + head * HEAD + slot
         if SLOTS % T == 0:
             k = load_all_vectors(k_ptr, vector, D, D, P)
             v = load_all_vectors(v_ptr, vector, D, D, P)
@@ -89,7 +91,7 @@ def shared_blocks_kernel(
         visible = tl.load(visible_row + index)
         slot = (step % TILES) * T + tl.arange(0, T)
         used = slot < tl.max(visible)
-        vector = (block * NUM_HEADS + head) * SLOTS + slot
+        vector = block * UNIT + head * HEAD + slot
         k = load_vectors(k_ptr, vector, D, used, D, P)
         v = load_vectors(v_ptr, vector, D, used, D, P)
         scores = tl.where(slot[None, :] < visible[:, None], score(q, k, SOFTCAP), FLOOR)
@@ -136,6 +138,7 @@ def shared_blocks(
         num_blocks,
         shared_visible.shape[0] - 1,
         *q_QKGD.stride()[:3],
+        **launch.strides(k_XKBD),
         NUM_HEADS=num_heads,
         GROUP=group,
         SLOTS=block_size,

@@ -1,4 +1,4 @@
-"""Tokens of multi-token rows against what their ring held before the step.
+"""Tokens of prompt rows against what their ring held before the step.
 
 Shapes: Q tokens, K heads, G query heads of each, D head size, C gathered rings of W slots.
 """
@@ -35,6 +35,8 @@ def shared_rings_kernel(
     stride_qq: tl.tensor,
     stride_qk: tl.tensor,
     stride_qg: tl.tensor,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -76,7 +78,7 @@ def shared_rings_kernel(
             kept = (held < SINK)[None, :] | (held[None, :] > query_position[:, None] - RECENT)
             visible = owns[:, None] & (held >= 0)[None, :] & kept
             visible = visible & (held[None, :] <= query_position[:, None])
-            vector = (ring_row.to(tl.int64) * NUM_HEADS + head) * SLOTS + slot
+            vector = ring_row.to(tl.int64) * UNIT + head * HEAD + slot
             k = load_vectors(k_ptr, vector, D, held >= 0, D, P)
             v = load_vectors(v_ptr, vector, D, held >= 0, D, P)
             scores = tl.where(visible, score(q, k, SOFTCAP), FLOOR)
@@ -118,6 +120,7 @@ def shared_rings(
         row_start.shape[0],
         chunk_row.shape[0],
         *q_QKGD.stride()[:3],
+        **launch.strides(k_RKWD),
         NUM_HEADS=num_heads,
         GROUP=group,
         SLOTS=k_RKWD.shape[2],

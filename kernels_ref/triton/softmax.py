@@ -125,7 +125,8 @@ def attend_run(
     begin: tl.tensor,
     end: tl.tensor,
     head: tl.tensor,
-    NUM_HEADS: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
@@ -137,17 +138,47 @@ def attend_run(
     Args:
         q: ``[M, P]``, scaled.
         acc, largest, total: the triple so far; the new one is returned.
-        k_ptr, v_ptr: stores ``[X, NUM_HEADS, SLOTS, D]``.
+        k_ptr, v_ptr: stores whose units lie ``UNIT`` and whose heads lie ``HEAD`` vectors apart.
         first_unit: unit of token 0; token ``t`` lies in slot ``t % SLOTS`` of unit ``t // SLOTS`` after it.
     """
     for start in tl.range(begin, end, T):
         token = start + tl.arange(0, T)
         inside = token < end
         unit = (first_unit + token // SLOTS).to(tl.int64)
-        row = (unit * NUM_HEADS + head) * SLOTS + token % SLOTS
+        row = unit * UNIT + head * HEAD + token % SLOTS
         k = load_vectors(k_ptr, row, D, inside, D, P)
         scores = tl.where(inside[None, :], score(q, k, SOFTCAP), FLOOR)
         v = load_vectors(v_ptr, row, D, inside, D, P)
+        acc, largest, total = accumulate(scores, v, acc, largest, total)
+    return acc, largest, total
+
+
+@triton.jit
+def attend_leading(
+    q: tl.tensor,
+    acc: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    unit: tl.tensor,
+    visible: tl.tensor,
+    head: tl.tensor,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    T: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Queries against leading slots of one unit, ``visible [M]`` of them for each; see ``attend_run``."""
+    for start in tl.range(0, tl.max(visible), T):
+        slot = start + tl.arange(0, T)
+        used = slot < tl.max(visible)
+        row = unit.to(tl.int64) * UNIT + head * HEAD + slot
+        k = load_vectors(k_ptr, row, D, used, D, P)
+        scores = tl.where(slot[None, :] < visible[:, None], score(q, k, SOFTCAP), FLOOR)
+        v = load_vectors(v_ptr, row, D, used, D, P)
         acc, largest, total = accumulate(scores, v, acc, largest, total)
     return acc, largest, total
 

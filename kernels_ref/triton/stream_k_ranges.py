@@ -37,8 +37,11 @@ def attend_ranges_kernel(
     stride_qn: tl.tensor,
     stride_qk: tl.tensor,
     stride_qg: tl.tensor,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
@@ -59,6 +62,7 @@ def attend_ranges_kernel(
     group = tl.arange(0, M)
     column = tl.arange(0, P)
     query_mask = (group < GROUP)[:, None] & (column < D)[None, :]
+    token = group // (GROUP // TOKENS)
     TILES: tl.constexpr = (SLOTS + T - 1) // T
 
     while here < end:
@@ -78,10 +82,16 @@ def attend_ranges_kernel(
         for step in tl.range(0, (last - first).to(tl.int32) * TILES):
             item = first + step // TILES
             slot = (step % TILES) * T + tl.arange(0, T)
-            seen = slot < tl.load(visible_ptr + item)
-            place = (tl.load(block_ptr + item).to(tl.int64) * NUM_HEADS + head) * SLOTS + slot
-            k = load_vectors(k_ptr, place, D, seen, D, P)
-            scores = tl.where(seen[None, :], score(q, k, SOFTCAP), FLOOR)
+            place = tl.load(block_ptr + item).to(tl.int64) * UNIT + head * HEAD + slot
+            if TOKENS == 1:
+                seen = slot < tl.load(visible_ptr + item)
+                k = load_vectors(k_ptr, place, D, seen, D, P)
+                scores = tl.where(seen[None, :], score(q, k, SOFTCAP), FLOOR)
+            else:
+                visible = tl.load(visible_ptr + item * TOKENS + token, mask=group < GROUP, other=0)
+                seen = slot < tl.max(visible)
+                k = load_vectors(k_ptr, place, D, seen, D, P)
+                scores = tl.where(slot[None, :] < visible[:, None], score(q, k, SOFTCAP), FLOOR)
             v = load_vectors(v_ptr, place, D, seen, D, P)
             acc, largest, total = accumulate(scores, v, acc, largest, total)
 

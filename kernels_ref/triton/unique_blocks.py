@@ -4,9 +4,10 @@ A program takes a range of blocks of one head and walks over its *runs*, neighbo
 owner: each run is one loop over its tokens without a branch. Blocks of nobody are stepped over. The
 triple of run ``r`` of range ``c`` goes to slot ``r * num_ranges + c`` of a workspace, so that with long
 runs the used slots lie side by side; ``merge_runs`` adds up the slots of each row. Programs behind the
-ranges take the tails, one for each row.
+ranges take the tails, one program for each row.
 
-Shapes: N rows, K heads, G query heads of each, D head size, NU blocks of the contiguous slice.
+Shapes: N rows of up to M tokens and T tails, K heads, G query heads of each, H = M * G for all tokens of a
+row, D head size, NU blocks of the contiguous slice.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.merge_runs import merge_runs_kernel
-from kernels_ref.triton.softmax import FLOOR, attend_run, store_partial
+from kernels_ref.triton.softmax import FLOOR, attend_leading, attend_run, store_partial
 from kernels_ref.triton.stream_k import stream_k
 from kernels_ref.triton.stream_k_choice import choose
 
@@ -43,8 +44,12 @@ def unique_blocks_kernel(
     stride_qn: tl.tensor,
     stride_qk: tl.tensor,
     stride_qg: tl.tensor,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    TAILS: tl.constexpr,
+    TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
@@ -76,7 +81,7 @@ def unique_blocks_kernel(
                 total = tl.zeros([M], dtype=tl.float32)
                 acc, largest, total = attend_run(
                     q, acc, largest, total, k_ptr, v_ptr, begin, 0, (run_end - begin) * SLOTS, head,
-                    NUM_HEADS, SLOTS, D, P, T, SOFTCAP,
+                    UNIT, HEAD, SLOTS, D, P, T, SOFTCAP,
                 )  # fmt: skip
                 slot = (num_runs * num_ranges + work).to(tl.int64)
                 place = (slot * NUM_HEADS + head) * GROUP + group
@@ -91,17 +96,21 @@ def unique_blocks_kernel(
         acc = tl.zeros([M, P], dtype=tl.float32)
         largest = tl.full([M], FLOOR, dtype=tl.float32)
         total = tl.zeros([M], dtype=tl.float32)
-        acc, largest, total = attend_run(
-            q, acc, largest, total, k_ptr, v_ptr, tl.load(tail_block_ptr + row), 0,
-            tl.load(tail_visible_ptr + row), head, NUM_HEADS, SLOTS, D, P, T, SOFTCAP,
-        )  # fmt: skip
+        token = group // (GROUP // TOKENS)
+        for tail in tl.static_range(TAILS):
+            place = row * TAILS + tail
+            visible = tl.load(tail_visible_ptr + place * TOKENS + token, mask=group < GROUP, other=0)
+            acc, largest, total = attend_leading(
+                q, acc, largest, total, k_ptr, v_ptr, tl.load(tail_block_ptr + place), visible, head,
+                UNIT, HEAD, D, P, T, SOFTCAP,
+            )  # fmt: skip
         slot = (blocks_per_range * num_ranges + row).to(tl.int64)
         place = (slot * NUM_HEADS + head) * GROUP + group
         store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P)
 
 
 def unique_blocks(
-    q_NKGD: torch.Tensor,
+    q_NKHD: torch.Tensor,
     k_XKBD: torch.Tensor,
     v_XKBD: torch.Tensor,
     owner: torch.Tensor,
@@ -113,14 +122,14 @@ def unique_blocks(
 
     Arguments as in ``kernels_ref.triton.parts``; ``softcap`` 0 = none.
     """
-    num_rows, num_heads = q_NKGD.shape[:2]
-    is_even = choose(num_rows, owner.shape[0], num_heads, launch.device_limits(q_NKGD.device))
+    num_rows, num_heads = q_NKHD.shape[:2]
+    is_even = choose(num_rows, owner.shape[0], num_heads, launch.device_limits(q_NKHD.device))
     run = stream_k if is_even else split_unique_blocks
-    return run(q_NKGD, k_XKBD, v_XKBD, owner, tail_block, tail_visible, softcap)
+    return run(q_NKHD, k_XKBD, v_XKBD, owner, tail_block, tail_visible, softcap)
 
 
 def split_unique_blocks(
-    q_NKGD: torch.Tensor,
+    q_NKHD: torch.Tensor,
     k_XKBD: torch.Tensor,
     v_XKBD: torch.Tensor,
     owner: torch.Tensor,
@@ -129,17 +138,17 @@ def split_unique_blocks(
     softcap: float,
 ) -> Triple:
     """Launch the kernel of this file and its merge."""
-    num_rows, num_heads, group, dim = q_NKGD.shape
+    num_rows, num_heads, group, dim = q_NKHD.shape
     num_blocks = owner.shape[0]
-    limits = launch.device_limits(q_NKGD.device)
+    limits = launch.device_limits(q_NKHD.device)
     tiles = launch.decode(group, dim, k_XKBD.dtype, limits)
     per_range = launch.blocks_per_program(num_blocks, num_heads, limits)
     num_ranges = -(-num_blocks // per_range)
-    work = launch.partials(q_NKGD, per_range * num_ranges + num_rows)
+    work = launch.partials(q_NKHD, per_range * num_ranges + num_rows)
     run_row = owner.new_empty(per_range * num_ranges)
     num_runs = owner.new_empty(num_ranges)
     unique_blocks_kernel[(num_heads, num_ranges + num_rows)](
-        q_NKGD,
+        q_NKHD,
         k_XKBD,
         v_XKBD,
         owner,
@@ -152,9 +161,12 @@ def split_unique_blocks(
         num_blocks,
         num_ranges,
         per_range,
-        *q_NKGD.stride()[:3],
+        *q_NKHD.stride()[:3],
+        **launch.strides(k_XKBD),
         NUM_HEADS=num_heads,
         GROUP=group,
+        TAILS=tail_visible.shape[1],
+        TOKENS=tail_visible.shape[2],
         SLOTS=k_XKBD.shape[2],
         D=dim,
         P=launch.padded_dim(dim),
@@ -164,7 +176,7 @@ def split_unique_blocks(
         SOFTCAP=softcap,
         **tiles.options,
     )
-    out = launch.partials(q_NKGD, num_rows)
+    out = launch.partials(q_NKHD, num_rows)
     merge_runs_kernel[(num_heads * group, num_rows)](
         *work,
         run_row,

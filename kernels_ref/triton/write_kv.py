@@ -45,19 +45,19 @@ def write_kv_kernel(
 
 
 def write_kv(
-    k_store: torch.Tensor,
-    v_store: torch.Tensor,
-    flat_index: torch.Tensor,
+    k_flat: torch.Tensor,
+    v_flat: torch.Tensor,
+    place: torch.Tensor,
     k_QKD: torch.Tensor,
     v_QKD: torch.Tensor,
 ) -> None:
-    """Launch the kernel; see ``kernels_ref.triton.parts.write``."""
+    """Launch the kernel; see ``kernels_ref.triton.parts.write_kv``."""
     num_tokens, num_heads, dim = k_QKD.shape
     vectors = launch.MERGED_LINES
     write_kv_kernel[(launch.num_tiles(num_tokens * num_heads, vectors),)](
-        k_store,
-        v_store,
-        flat_index,
+        k_flat,
+        v_flat,
+        place,
         k_QKD,
         v_QKD,
         num_tokens * num_heads,

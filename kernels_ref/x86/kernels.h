@@ -17,9 +17,22 @@ bool have_tiles();
 void linear(const bf16 *x, const bf16 *packed, const float *bias, const int *live, bf16 *y, int64_t rows,
             int64_t outputs, int64_t inputs, Instructions instructions, int num_threads);
 
-void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const int *owner, const int *last,
-                 const int *last_visible, float *attn, float *largest, float *total, const int64_t *strides,
-                 const int *sizes, int num_threads);
+// What decode rows read: units that they own, which all their tokens see whole; and either tails, of which each
+// token sees leading slots, or a unit each, of which each token sees an interval of positions.
+struct RowPlan {
+  const int *owner = nullptr;  // row of each of the first units, other numbers mean nobody
+  int num_owned = 0;
+  const int *tail = nullptr;   // [rows, num_tails]; null: row n's only tail is unit n
+  int num_tails = 0;
+  const int *visible = nullptr;  // [rows, num_tails, tokens]
+  const int *position = nullptr;  // [rows, position_heads, slots]: what each slot holds, -1 = nothing
+  int position_heads = 1;
+  const int *begin = nullptr, *end = nullptr;  // [rows, tokens]
+  int sink = 0;                // positions below are seen by every token that comes after them
+};
+
+void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &plan, float *attn, float *largest,
+                 float *total, const int64_t *strides, const int *sizes, int num_threads);
 
 int64_t attend_workspace(int num_keys, int dim);
 

@@ -72,7 +72,8 @@ def _load() -> bool:
     except (BuildError, OSError) as error:
         warnings.warn(f"bfloat16 runs slower than it could on this CPU: {error}", stacklevel=2)
         return False
-    for name, shapes in (("linear", _linear), ("attend_blocks", _triple), ("attend_rings", _triple)):
+    attention = (("attend_blocks", _triple), ("attend_rings", _triple), ("attend_held", _triple))
+    for name, shapes in (("linear", _linear), *attention):
         torch.library.register_fake(f"hpu_duo_x86::{name}", shapes)
     return True
 

@@ -67,36 +67,72 @@ Tensor linear(const Tensor &x, const Tensor &packed, const std::optional<Tensor>
   return y;
 }
 
-// `last` is null where row n's last unit is unit n.
-Triple attend_units(const Tensor &query, const Tensor &keys, const Tensor &values, const Tensor *owner,
-                    const Tensor *last, const Tensor &last_visible) {
+Triple attend_units(const Tensor &query, const Tensor &keys, const Tensor &values, const hpu_duo::RowPlan &plan,
+                    int64_t tokens) {
   const int64_t rows = query.size(0), heads = query.size(1), group = query.size(2), dim = query.size(3);
   TORCH_CHECK_VALUE(keys.size(1) == heads && keys.size(3) == dim && keys.sizes() == values.sizes(),
                     "expected stores [X, ", heads, ", S, ", dim, "], got ", keys.sizes(), " and ", values.sizes());
-  const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values), visible = last_visible.contiguous();
-  const Tensor owned = owner ? owner->contiguous() : Tensor(), lasts = last ? last->contiguous() : Tensor();
-  const int64_t units = k.size(0), read = owner ? owned.numel() : rows;
-  TORCH_CHECK_VALUE(visible.numel() == rows && (!last || lasts.numel() == rows) && read <= units, "expected ", rows,
-                    " rows of at most ", units, " units, got ", visible.sizes(), " and ", read, " units");
+  TORCH_CHECK_VALUE(tokens > 0 && group % tokens == 0, "expected a number of tokens that divides the ", group,
+                    " query heads of a row, got ", tokens);
+  const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values);
+  const int64_t read = plan.tail ? plan.num_owned : rows;
+  TORCH_CHECK_VALUE(read <= k.size(0), "expected at most ", k.size(0), " units, got ", read);
   const auto options = q.options().dtype(at::kFloat);
   Tensor attn = at::empty({rows, heads, group, dim}, options);
   Tensor largest = at::empty({rows, heads, group}, options), total = at::empty({rows, heads, group}, options);
   const int64_t strides[] = {q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1),
                              k.stride(2), v.stride(0), v.stride(1), v.stride(2)};
-  const int sizes[] = {(int)rows, (int)heads, (int)group, (int)dim, (int)k.size(2), owner ? (int)owned.numel() : 0};
-  hpu_duo::attend_rows(data<bf16>(q), data<bf16>(k), data<bf16>(v), owner ? data<int>(owned) : nullptr,
-                       last ? data<int>(lasts) : nullptr, data<int>(visible), data<float>(attn), data<float>(largest),
+  const int sizes[] = {(int)rows, (int)heads, (int)group, (int)dim, (int)k.size(2), (int)tokens};
+  hpu_duo::attend_rows(data<bf16>(q), data<bf16>(k), data<bf16>(v), plan, data<float>(attn), data<float>(largest),
                        data<float>(total), strides, sizes, at::get_num_threads());
   return {attn, largest, total};
 }
 
-Triple attend_blocks(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &owner, const Tensor &last,
-                     const Tensor &last_visible) {
-  return attend_units(q, k, v, &owner, &last, last_visible);
+// A plan of the given size, contiguous.
+Tensor plan_of(const char *name, const Tensor &plan, at::IntArrayRef shape) {
+  TORCH_CHECK_VALUE(plan.sizes() == shape, "expected ", name, " to have shape ", shape, ", got ", plan.sizes());
+  return plan.contiguous();
 }
 
-Triple attend_rings(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &visible) {
-  return attend_units(q, k, v, nullptr, nullptr, visible);
+Triple attend_blocks(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &owner, const Tensor &tail_block,
+                     const Tensor &tail_visible) {
+  TORCH_CHECK_VALUE(tail_visible.dim() == 3, "expected tail_visible [N, T, M], got ", tail_visible.sizes());
+  const int64_t rows = q.size(0), tails = tail_visible.size(1), tokens = tail_visible.size(2);
+  const Tensor owned = owner.contiguous(), tail = plan_of("tail_block", tail_block, {rows, tails});
+  const Tensor visible = plan_of("tail_visible", tail_visible, {rows, tails, tokens});
+  hpu_duo::RowPlan plan;
+  plan.owner = data<int>(owned);
+  plan.num_owned = (int)owned.numel();
+  plan.tail = data<int>(tail);
+  plan.num_tails = (int)tails;
+  plan.visible = data<int>(visible);
+  return attend_units(q, k, v, plan, tokens);
+}
+
+Triple attend_rings(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &leading) {
+  TORCH_CHECK_VALUE(leading.dim() == 3, "expected visible [N, 1, M], got ", leading.sizes());
+  const Tensor visible = plan_of("visible", leading, {q.size(0), 1, leading.size(2)});
+  hpu_duo::RowPlan plan;
+  plan.num_tails = 1;
+  plan.visible = data<int>(visible);
+  return attend_units(q, k, v, plan, visible.size(2));
+}
+
+Triple attend_held(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &position, const Tensor &begin,
+                   const Tensor &end, int64_t sink) {
+  TORCH_CHECK_VALUE(position.dim() == 3 && (position.size(1) == 1 || position.size(1) == q.size(1)) && end.dim() == 2,
+                    "expected position [N, 1 or ", q.size(1), ", S] and end [N, M], got ", position.sizes(), " and ",
+                    end.sizes());
+  const int64_t rows = q.size(0), tokens = end.size(1);
+  const Tensor held = plan_of("position", position, {rows, position.size(1), k.size(2)});
+  const Tensor first = plan_of("begin", begin, {rows, tokens}), last = plan_of("end", end, {rows, tokens});
+  hpu_duo::RowPlan plan;
+  plan.position = data<int>(held);
+  plan.position_heads = (int)held.size(1);
+  plan.begin = data<int>(first);
+  plan.end = data<int>(last);
+  plan.sink = (int)sink;
+  return attend_units(q, k, v, plan, tokens);
 }
 
 void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, const Tensor &query, const Tensor &keys,
@@ -120,9 +156,11 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? live,"
         " str instructions='best') -> Tensor");
   m.def("have_tiles() -> bool", hpu_duo::have_tiles);
-  m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor last, Tensor last_visible)"
+  m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor tail_block, Tensor tail_visible)"
         " -> (Tensor, Tensor, Tensor)");
   m.def("attend_rings(Tensor q, Tensor k, Tensor v, Tensor visible) -> (Tensor, Tensor, Tensor)");
+  m.def("attend_held(Tensor q, Tensor k, Tensor v, Tensor position, Tensor begin, Tensor end, int sink)"
+        " -> (Tensor, Tensor, Tensor)");
   m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
         " bool is_causal, int sink, int recent) -> ()");
 }
@@ -131,5 +169,6 @@ TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {
   m.impl("linear", linear);
   m.impl("attend_blocks", attend_blocks);
   m.impl("attend_rings", attend_rings);
+  m.impl("attend_held", attend_held);
   m.impl("attend", attend);
 }

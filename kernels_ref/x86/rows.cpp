@@ -1,8 +1,9 @@
-// Attention of rows with one bfloat16 query token each over units of keys: whole blocks and one last unit
-// that is seen in part. For CPUs with AVX512-BF16.
+// Attention of decode rows, of a few bfloat16 query tokens each, over units of keys: whole blocks, and units that
+// a token may see in part. For CPUs with AVX512-BF16.
 //
-// Such rows are bound by reading keys and values, so every visible one is read once for the whole group of
-// query heads, from where it lies, and hidden ones are not read at all. Scores, weights and sums are float32.
+// Such rows are bound by reading keys and values, so every visible one is read once for a group of query heads,
+// from where it lies, and what lies behind the last visible slot of a unit is not read at all. Scores, weights and
+// sums are float32.
 
 #include <immintrin.h>
 
@@ -31,6 +32,30 @@ struct Keys {
   const bf16 *first;
   int64_t slot;
   int count;
+};
+
+// What the query heads of a pass see of the keys that are at hand: all of them; or those in slots below a limit of
+// each head; or those whose positions lie in an interval of each head, or below `sink`.
+struct Sight {
+  enum Kind { kAll, kLeading, kHeld } kind = kAll;
+  int first = 0;                      // slot of the first key
+  int end[kMaxGroup], begin[kMaxGroup];  // of slots, or of positions
+  const int *position = nullptr;      // of the slots of the unit
+  int sink = 0;
+
+  // Which of up to sixteen keys from the j-th on head g sees; `there` are those that are there.
+  inline __mmask16 of(int g, int j, __mmask16 there) const {
+    if (kind == kAll) return there;
+    const __m512i last = _mm512_set1_epi32(end[g]);
+    if (kind == kLeading) {
+      const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      return _mm512_mask_cmplt_epi32_mask(there, _mm512_add_epi32(_mm512_set1_epi32(first + j), lane), last);
+    }
+    const __m512i at = _mm512_maskz_loadu_epi32(there, position + first + j);
+    const __mmask16 kept = _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(begin[g])) |
+                           _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32(sink));
+    return there & kept & _mm512_cmplt_epi32_mask(at, last) & _mm512_cmpge_epi32_mask(at, _mm512_setzero_si512());
+  }
 };
 
 // A pass over up to kMaxGroup query heads of one row and key/value head.
@@ -97,19 +122,19 @@ void score(Heads &h, int dim, const bf16 *k, int64_t k_slot, const bf16 *v, int6
 }
 
 // Scores to weights; what the heads had before fades where a larger score has come.
-void soften(Heads &h, int group, int dim, int count) {
+void soften(Heads &h, const Sight &sight, int group, int dim, int count) {
   for (int g = 0; g < group; ++g) {
     float *scores = h.scores + g * kKeys;
     __m512 top = _mm512_set1_ps(kFloor);
     for (int j = 0; j < count; j += kLanes) {
-      const __mmask16 seen = count - j >= kLanes ? 0xFFFF : (1 << (count - j)) - 1;
+      const __mmask16 seen = sight.of(g, j, count - j >= kLanes ? 0xFFFF : (1 << (count - j)) - 1);
       top = _mm512_mask_max_ps(top, seen, top, _mm512_load_ps(scores + j));
     }
     const float before = h.largest[g], now = std::max(before, _mm512_reduce_max_ps(top));
     const __m512 log2e = _mm512_set1_ps(kLog2e), shift = _mm512_set1_ps(-now * kLog2e);
     __m512 sum = _mm512_setzero_ps();
     for (int j = 0; j < count; j += kLanes) {
-      const __mmask16 seen = count - j >= kLanes ? 0xFFFF : (1 << (count - j)) - 1;
+      const __mmask16 seen = sight.of(g, j, count - j >= kLanes ? 0xFFFF : (1 << (count - j)) - 1);
       const __m512 w = _mm512_maskz_mov_ps(seen, exp2_of(_mm512_fmadd_ps(_mm512_load_ps(scores + j), log2e, shift)));
       sum = _mm512_add_ps(sum, w);
       _mm512_store_ps(scores + j, w);
@@ -155,14 +180,14 @@ void add_columns(Heads &h, int dim, int d, const bf16 *v, int64_t slot, int coun
 }
 
 template <int G>
-void attend_keys(Heads &h, int dim, const Stores &stores, const bf16 *k, const bf16 *v, int count,
-                 const Keys &next) {
+void attend_keys(Heads &h, const Sight &sight, int dim, const Stores &stores, const bf16 *k, const bf16 *v,
+                 int count, const Keys &next) {
   switch (dim) {
     case 64: score<G, 2>(h, dim, k, stores.k_slot, v, stores.v_slot, count); break;
     case 128: score<G, 4>(h, dim, k, stores.k_slot, v, stores.v_slot, count); break;
     default: score<G, 0>(h, dim, k, stores.k_slot, v, stores.v_slot, count);
   }
-  soften(h, G, dim, count);
+  soften(h, sight, G, dim, count);
   int d = 0;
   for (; d + 2 * kPairs <= dim; d += 2 * kPairs)
     add_columns<G, 2>(h, dim, d, v, stores.v_slot, count, next);
@@ -175,19 +200,20 @@ Keys keys_of(const Stores &stores, int64_t unit, int head, int visible) {
 }
 
 // `next` are the keys that follow this unit.
-void attend_unit(Heads &h, int group, int dim, const Stores &stores, int64_t unit, int head, int visible,
-                 const Keys &next) {
+void attend_unit(Heads &h, Sight &sight, int group, int dim, const Stores &stores, int64_t unit, int head,
+                 int visible, const Keys &next) {
   const bf16 *k = stores.k + unit * stores.k_unit + head * stores.k_head;
   const bf16 *v = stores.v + unit * stores.v_unit + head * stores.v_head;
   for (int first = 0; first < visible; first += kKeys) {
+    sight.first = first;
     const int count = std::min(kKeys, visible - first), left = visible - first - count;
     const bf16 *keys = k + first * stores.k_slot, *values = v + first * stores.v_slot;
     const Keys following = left ? Keys{keys + count * stores.k_slot, stores.k_slot, std::min(kKeys, left)} : next;
     switch (group) {
-      case 1: attend_keys<1>(h, dim, stores, keys, values, count, following); break;
-      case 2: attend_keys<2>(h, dim, stores, keys, values, count, following); break;
-      case 3: attend_keys<3>(h, dim, stores, keys, values, count, following); break;
-      default: attend_keys<4>(h, dim, stores, keys, values, count, following);
+      case 1: attend_keys<1>(h, sight, dim, stores, keys, values, count, following); break;
+      case 2: attend_keys<2>(h, sight, dim, stores, keys, values, count, following); break;
+      case 3: attend_keys<3>(h, sight, dim, stores, keys, values, count, following); break;
+      default: attend_keys<4>(h, sight, dim, stores, keys, values, count, following);
     }
   }
 }
@@ -203,24 +229,54 @@ void in_order(float *to, const float *from, int dim) {
   }
 }
 
+// A unit that a row reads, and how much of it.
+struct Item {
+  int64_t unit;
+  int count;          // leading slots that some token sees
+  const int *limits;  // of each token; null where all see the same
+};
+
+// What each row reads, in the order of the store, its tails last.
+std::vector<std::vector<Item>> items_of(const RowPlan &plan, int num_rows, int num_tokens, int num_slots) {
+  std::vector<std::vector<Item>> items(num_rows);
+  for (int unit = 0; unit < plan.num_owned; ++unit)
+    if (plan.owner[unit] >= 0 && plan.owner[unit] < num_rows)
+      items[plan.owner[unit]].push_back({unit, num_slots, nullptr});
+  for (int row = 0; row < num_rows; ++row)
+    for (int tail = 0; tail < plan.num_tails; ++tail) {
+      const int place = row * plan.num_tails + tail;
+      const int *limits = plan.visible + place * num_tokens;
+      const int count = std::min(*std::max_element(limits, limits + num_tokens), num_slots);
+      if (count > 0) items[row].push_back({plan.tail ? plan.tail[place] : row, count, num_tokens > 1 ? limits : nullptr});
+    }
+  if (plan.position)
+    for (int row = 0; row < num_rows; ++row) {
+      // Behind the last slot that holds something in any head, nothing is read.
+      int count = 0;
+      for (int head = 0; head < plan.position_heads; ++head) {
+        const int *position = plan.position + ((int64_t)row * plan.position_heads + head) * num_slots;
+        for (int slot = num_slots; slot > count; --slot)
+          if (position[slot - 1] >= 0) count = slot;
+      }
+      const int *end = plan.end + row * num_tokens;
+      if (*std::max_element(end, end + num_tokens) > 0 && count) items[row].push_back({row, count, nullptr});
+    }
+  return items;
+}
+
 }  // namespace
 
-// Row n sees all slots of every unit x with owner[x] == n, and last_visible[n] slots of unit last[n]; without
-// `last`, of unit n.
 // `strides`: q row, head, member; k unit, head, slot; v unit, head, slot.
-// `sizes`: rows, key/value heads, group, head size, slots of a unit, length of owner.
-void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const int *owner, const int *last,
-                 const int *last_visible, float *attn, float *largest, float *total, const int64_t *strides,
-                 const int *sizes, int num_threads) {
+// `sizes`: rows, key/value heads, query heads of a row, head size, slots of a unit, tokens of a row.
+void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &plan, float *attn, float *largest,
+                 float *total, const int64_t *strides, const int *sizes, int num_threads) {
   const int num_rows = sizes[0], num_heads = sizes[1], group = sizes[2], dim = sizes[3], num_slots = sizes[4];
+  const int num_tokens = sizes[5], members = group / num_tokens;
   const Stores stores{k, v, strides[3], strides[4], strides[5], strides[6], strides[7], strides[8]};
-  std::vector<std::vector<int>> owned(num_rows);
-  for (int unit = 0; unit < sizes[5]; ++unit)
-    if (owner[unit] >= 0 && owner[unit] < num_rows) owned[owner[unit]].push_back(unit);
-  const auto seen = [&](int row) { return std::min(last_visible[row], num_slots); };
+  const auto items = items_of(plan, num_rows, num_tokens, num_slots);
   const auto keys_at = [&](int row, size_t i, int head) {
-    return i < owned[row].size() ? keys_of(stores, owned[row][i], head, num_slots)
-                                 : keys_of(stores, last ? last[row] : row, head, seen(row));
+    if (i >= items[row].size()) return Keys{};
+    return keys_of(stores, items[row][i].unit, head, items[row][i].count);
   };
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
   for (int row = 0; row < num_rows; ++row)
@@ -228,6 +284,7 @@ void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const int *owner, 
       for (int first = 0; first < group; first += kMaxGroup) {
         const int count = std::min(kMaxGroup, group - first);
         Heads h;
+        Sight sight;
         for (int g = 0; g < count; ++g) {
           const bf16 *from = q + row * strides[0] + head * strides[1] + (first + g) * strides[2];
           std::copy(from, from + dim, h.q + g * dim);
@@ -235,13 +292,29 @@ void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const int *owner, 
           h.total[g] = 0;
         }
         std::fill(h.attn, h.attn + count * dim, 0.0f);
-        const int num_owned = (int)owned[row].size();
-        for (int i = 0; i < num_owned; ++i)
-          attend_unit(h, count, dim, stores, owned[row][i], head, num_slots, keys_at(row, i + 1, head));
-        const Keys next = head + 1 < num_heads ? keys_at(row, 0, head + 1)
-                          : row + 1 < num_rows ? keys_at(row + 1, 0, 0)
-                                               : Keys{};
-        attend_unit(h, count, dim, stores, last ? last[row] : row, head, seen(row), next);
+        if (plan.position) {
+          sight.kind = Sight::kHeld;
+          sight.sink = plan.sink;
+          sight.position =
+              plan.position + ((int64_t)row * plan.position_heads + head % plan.position_heads) * num_slots;
+          for (int g = 0; g < count; ++g) {
+            const int token = row * num_tokens + (first + g) / members;
+            sight.begin[g] = plan.begin[token];
+            sight.end[g] = plan.end[token];
+          }
+        }
+        const size_t num_items = items[row].size();
+        for (size_t i = 0; i < num_items; ++i) {
+          const Item &item = items[row][i];
+          if (!plan.position) sight.kind = item.limits ? Sight::kLeading : Sight::kAll;
+          if (item.limits)
+            for (int g = 0; g < count; ++g) sight.end[g] = item.limits[(first + g) / members];
+          const Keys next = i + 1 < num_items        ? keys_at(row, i + 1, head)
+                            : head + 1 < num_heads   ? keys_at(row, 0, head + 1)
+                            : row + 1 < num_rows     ? keys_at(row + 1, 0, 0)
+                                                     : Keys{};
+          attend_unit(h, sight, count, dim, stores, item.unit, head, item.count, next);
+        }
         const int64_t place = ((int64_t)row * num_heads + head) * group + first;
         for (int g = 0; g < count; ++g) in_order(attn + (place + g) * dim, h.attn + g * dim, dim);
         std::copy(h.largest, h.largest + count, largest + place);

@@ -1,7 +1,11 @@
-"""Attention of rows with one bfloat16 query token each, over the units of a store.
+"""Attention of decode rows, of a few bfloat16 query tokens each, over the units of a store.
 
-Every visible key and value is read once, from where it lies; hidden slots are not read at all, so what they
-hold does not matter. Scores, weights and sums are float32.
+Every visible key and value is read once for a few query heads, from where it lies; slots behind the last one
+that some token of a row sees are not read at all, so what they hold does not matter. Scores, weights and sums
+are float32.
+
+Shapes: N rows of up to M tokens and T tails, K heads, H query heads of a row and head, those of each token
+side by side, X units of S slots, D head size.
 """
 
 from __future__ import annotations
@@ -15,42 +19,72 @@ _PAIRS = 32
 _MAX_DIM = 256
 
 
-def fits(q_NKGD: torch.Tensor, k_XKSD: torch.Tensor) -> bool:
-    """Whether ``attend`` can take these queries and keys, here. Compiled code takes the answer as fixed."""
-    dim = q_NKGD.shape[3]
-    is_cpu_bfloat16 = q_NKGD.dtype == torch.bfloat16 == k_XKSD.dtype and q_NKGD.device.type == "cpu"
+def fits(q_NKHD: torch.Tensor, k_XKSD: torch.Tensor) -> bool:
+    """Whether these queries and keys can be taken, here. Compiled code takes the answer as fixed."""
+    dim = q_NKHD.shape[3]
+    is_cpu_bfloat16 = q_NKHD.dtype == torch.bfloat16 == k_XKSD.dtype and q_NKHD.device.type == "cpu"
     return is_cpu_bfloat16 and dim % _PAIRS == 0 and dim <= _MAX_DIM and is_available()
 
 
 def attend_blocks(
-    q_NKGD: torch.Tensor,
+    q_NKHD: torch.Tensor,
     k_XKSD: torch.Tensor,
     v_XKSD: torch.Tensor,
     owner: torch.Tensor,
-    last: torch.Tensor,
-    last_visible: torch.Tensor,
+    tail_block: torch.Tensor,
+    tail_visible: torch.Tensor,
 ) -> Partial:
-    """Scaled queries over whole units that they own, and the leading slots of one unit each.
+    """Scaled queries over whole units that their rows own, and the leading slots of a few more.
 
     Args:
         owner: which row sees all of unit ``x``, int32 ``[<= X]``; other numbers than rows mean nobody.
-        last, last_visible: for each row another unit and how many of its slots are seen, int32 ``[N]``.
+        tail_block: further units of each row, int32 ``[N, T]``.
+        tail_visible: how many of their slots each token sees, int32 ``[N, T, M]``.
 
     Raises:
         ValueError: stores that do not go with the queries, or no such kernel here.
     """
     require()
     operator = torch.ops.hpu_duo_x86.attend_blocks.default
-    return Partial(*operator(q_NKGD, k_XKSD, v_XKSD, owner, last, last_visible))
+    return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, owner, tail_block, tail_visible))
 
 
 def attend_rings(
-    q_NKGD: torch.Tensor, k_XKSD: torch.Tensor, v_XKSD: torch.Tensor, visible: torch.Tensor
+    q_NKHD: torch.Tensor, k_XKSD: torch.Tensor, v_XKSD: torch.Tensor, visible: torch.Tensor
 ) -> Partial:
-    """Scaled queries over the leading slots of a unit each: row ``n`` sees ``visible[n]`` of unit ``n``.
+    """Scaled queries over the leading slots of a unit each.
+
+    Args:
+        visible: slots of unit ``n`` that each token of row ``n`` sees, int32 ``[N, 1, M]``.
 
     Raises:
         ValueError: as for ``attend_blocks``.
     """
     require()
-    return Partial(*torch.ops.hpu_duo_x86.attend_rings.default(q_NKGD, k_XKSD, v_XKSD, visible))
+    return Partial(*torch.ops.hpu_duo_x86.attend_rings.default(q_NKHD, k_XKSD, v_XKSD, visible))
+
+
+def attend_held(
+    q_NKHD: torch.Tensor,
+    k_XKSD: torch.Tensor,
+    v_XKSD: torch.Tensor,
+    position: torch.Tensor,
+    begin: torch.Tensor,
+    end: torch.Tensor,
+    sink: int,
+) -> Partial:
+    """Scaled queries over the slots of a unit each whose positions lie in an interval; see ``Held``.
+
+    Slots before the last one that holds something must be finite.
+
+    Args:
+        position: what the slots of unit ``n`` hold, int32 ``[N, K, S]`` or ``[N, 1, S]``.
+        begin, end: what each token sees, int32 ``[N, M]``.
+        sink: positions that every token sees.
+
+    Raises:
+        ValueError: as for ``attend_blocks``.
+    """
+    require()
+    operator = torch.ops.hpu_duo_x86.attend_held.default
+    return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, position, begin, end, sink))

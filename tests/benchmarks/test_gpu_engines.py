@@ -69,7 +69,7 @@ def test_a_placed_context_holds_what_a_prefill_would_hold(
             leases.append(_lease(engine))
             engine.step()
             shapes.append(engine.stats().steps["--u"])
-            used = engine.runner.store.layers[0].k_ring if system == DUO else None
+            used = engine.runner.store.layers[0].rings.k if system == DUO else None
             assert used is None or bool(torch.isfinite(used).all())
     assert leases[0] == leases[1]
     # The last chunk of a prompt may be one token, and then looks like a decode.
@@ -145,7 +145,7 @@ def test_ragged_batches_lay_every_full_block_in_the_slice_and_own_it_once(
     rows = [RowSize(context - 1, 1) for context in contexts]
     layout = lay_out(rows, 128, CPU, heads=Heads(1, 1, 16))
     owners = torch.bincount(layout.tensors.owner, minlength=len(contexts))[: len(contexts)]
-    tails = layout.tensors.tail_visible
+    tails = layout.step.blocks.tails.visible.flatten()
     assert (owners * 128 + tails).tolist() == list(contexts)
 
 

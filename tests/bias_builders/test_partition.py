@@ -14,12 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bias_builders import (
+    NOWHERE,
+    Held,
+    Leading,
+    Ring,
     StepRows,
     Window,
     causal_mask,
-    leading_slots,
+    leading_visible,
     ring_mask,
     ring_slot,
+    seen_mask,
     slot_position,
     split_context,
     stays_in_ring,
@@ -32,6 +37,7 @@ SETTINGS = settings(deadline=None, max_examples=150, suppress_health_check=[Heal
 def steps(draw: st.DrawFn) -> tuple[StepRows, int, list[list[int]]]:
     """Rows with scattered blocks; a row may hold leading blocks of an earlier row (a shared prefix)."""
     block_size = draw(st.sampled_from([1, 3, 4]))
+    decode_len = draw(st.integers(1, block_size))
     sizes = draw(
         st.lists(st.tuples(st.integers(0, 17), st.integers(1, 7)), min_size=1, max_size=6).filter(bool)
     )
@@ -52,6 +58,7 @@ def steps(draw: st.DrawFn) -> tuple[StepRows, int, list[list[int]]]:
         num_new=np.array([new for _, new in sizes], np.int32),
         block_ids=np.concatenate([np.array(table, np.int32) for table in tables]),
         num_blocks=np.array([len(table) for table in tables], np.int32),
+        decode_len=decode_len,
     )
     return rows, block_size, tables
 
@@ -71,7 +78,7 @@ def token_arrays(rows: StepRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     """Row entry, row for the causal part (or nobody), and position of each flat token."""
     entry = np.repeat(np.arange(rows.num_rows), rows.num_new)
     position = np.concatenate([np.arange(s, s + n) for s, n in zip(rows.start, rows.num_new)])
-    causal_row = np.where(rows.is_single[entry], 99, entry)
+    causal_row = np.where(rows.is_decode[entry], 99, entry)
     return tuple(torch.from_numpy(x.astype(np.int32)) for x in (entry, causal_row, position))
 
 
@@ -94,32 +101,42 @@ def test_causal_shared_and_unique_cover_each_visible_pair_once(
     for q in range(len(entry)):
         row = int(entry[q])
         for column, block in enumerate(shared.blocks.tolist()):
-            for slot in range(int(shared.visible[row, column])):
+            if not shared.reads[row, column]:
+                continue
+            assert shared.start[column] == where[row][block]
+            for slot in range(min(int(rows.start[row]) - where[row][block], block_size)):
                 pairs[row, int(position[q]), where[row][block] + slot] += 1
-    for block, owner in enumerate(unique.owner.tolist()):
-        for slot in range(block_size if owner >= 0 else 0):
-            pairs[owner, int(rows.start[owner]), where[owner][block] + slot] += 1
-    for row, block in enumerate(unique.tail_block.tolist()):
-        for slot in range(int(unique.tail_visible[row])):
-            pairs[row, int(rows.start[row]), where[row][block] + slot] += 1
+        for block, owner in enumerate(unique.owner.tolist()):
+            for slot in range(block_size if owner == row else 0):
+                pairs[row, int(position[q]), where[row][block] + slot] += 1
+        if not rows.is_decode[row]:
+            assert (unique.tail_block[row] == -1).all()
+            continue
+        seen = leading_visible(torch.from_numpy(unique.tail_start[row]), position[q] + 1, block_size)
+        for block, visible in zip(unique.tail_block[row].tolist(), seen.tolist()):
+            for slot in range(visible):
+                pairs[row, int(position[q]), where[row][block] + slot] += 1
     assert pairs == expected(rows, None)
 
 
 @SETTINGS
-@given(steps(), st.integers(0, 5), st.integers(1, 8))
+@given(steps(), st.integers(0, 5), st.integers(1, 8), st.integers(0, 3))
 def test_causal_band_and_rings_cover_each_visible_pair_once(
-    step: tuple[StepRows, int, list[list[int]]], sink: int, recent: int
+    step: tuple[StepRows, int, list[list[int]]], sink: int, recent: int, slack: int
 ) -> None:
     rows, window = step[0], Window(sink, recent)
+    ring = Ring(window, rows.decode_len - 1 + slack)
     _, causal_row, position = token_arrays(rows)
     pairs = causal_pairs(rows, window)
     stored = torch.from_numpy(rows.context_len)
-    held = slot_position(stored, window)
-    for row in range(rows.num_rows):
-        if rows.is_single[row]:
-            seen = leading_slots(torch.clamp(stored, max=window.size), window.size)[row]
-            for slot in seen.nonzero().flatten().tolist():
-                pairs[row, int(rows.start[row]), int(held[row, slot])] += 1
+    held = slot_position(stored, ring)
+    number = torch.arange(rows.decode_len, dtype=torch.int32)
+    end = torch.where(number < torch.from_numpy(rows.num_new)[:, None], stored[:, None], 0)
+    end = torch.where(end > 0, torch.from_numpy(rows.start)[:, None] + number + 1, 0)
+    mask = seen_mask(Held(held[:, None], torch.clamp(end - recent, min=0), end, sink), ring.size)
+    for row, _, token, slot in mask.nonzero().tolist():
+        if rows.is_decode[row]:
+            pairs[row, int(rows.start[row]) + token, int(held[row, slot])] += 1
     mask = ring_mask(causal_row, position, torch.arange(rows.num_rows, dtype=torch.int32), held, window)
     for q, row, slot in mask.nonzero().tolist():
         pairs[row, int(position[q]), int(held[row, slot])] += 1
@@ -127,23 +144,45 @@ def test_causal_band_and_rings_cover_each_visible_pair_once(
 
 
 @SETTINGS
-@given(st.integers(0, 6), st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6))
-def test_rings_hold_the_same_tokens_however_a_text_is_cut_into_chunks(
-    sink: int, recent: int, chunks: list[int]
+@given(steps(), st.integers(0, 5), st.integers(1, 8))
+def test_one_token_sees_the_leading_slots_of_a_ring_without_slack(
+    step: tuple[StepRows, int, list[list[int]]], sink: int, recent: int
 ) -> None:
     window = Window(sink, recent)
-    ring = torch.full((window.size,), -1)
-    stored = 0
-    for size in chunks:
-        position = torch.arange(stored, stored + size)
-        kept = position[stays_in_ring(position, torch.tensor(stored + size), window)]
-        slots = ring_slot(kept, window)
-        assert len(set(slots.tolist())) == len(slots), "no two tokens of a chunk meet in a slot"
-        ring[slots] = kept
-        stored += size
-        assert slot_position(torch.tensor([stored]), window)[0].tolist() == ring.tolist()
-        wanted = {k for k in range(stored) if k < sink or k >= stored - recent}
-        assert set(ring.tolist()) - {-1} == wanted
+    end = torch.from_numpy(step[0].start)[:, None] + 1
+    held = Held(slot_position(end[:, 0], Ring(window))[:, None], torch.clamp(end - recent, min=0), end, sink)
+    leading = Leading(torch.clamp(end, max=window.size)[:, None])
+    assert torch.equal(seen_mask(held, window.size), seen_mask(leading, window.size))
+
+
+CHUNKS = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 9)), min_size=1, max_size=8)
+
+
+@SETTINGS
+@given(st.integers(0, 6), st.integers(1, 9), st.integers(0, 5), CHUNKS)
+def test_a_ring_shows_what_a_text_without_detours_would_show_however_it_is_cut_and_taken_back(
+    sink: int, recent: int, slack: int, chunks: list[tuple[int, int]]
+) -> None:
+    """Chunks are stored and some of the last ``slack`` tokens taken back; each token has its own name."""
+    window = Window(sink, recent)
+    ring = Ring(window, slack)
+    slots, text, name, most = [-1] * ring.size, [], 0, 0
+    for size, back in chunks:
+        start = len(text)
+        position = torch.arange(start, start + size)
+        kept = position[stays_in_ring(position, torch.tensor(start + size), ring)]
+        places = ring_slot(kept, ring).tolist()
+        assert len(set(places)) == len(places), "no two tokens of a chunk meet in a slot"
+        text += range(name, name + size)
+        name += size
+        for place, token in zip(places, kept.tolist()):
+            slots[place] = text[token]
+        most = max(most, len(text))
+        query = max(len(text) - back, most - slack, 0)
+        del text[query:]
+        held = slot_position(torch.tensor([query]), ring)[0].tolist()
+        seen = {(p, slots[i]) for i, p in enumerate(held) if p >= 0 and (p < sink or p > query - recent)}
+        assert seen == {(p, text[p]) for p in range(query) if p < sink or p > query - recent}
 
 
 @SETTINGS
@@ -153,9 +192,10 @@ def test_no_index_of_the_split_is_out_of_range(step: tuple[StepRows, int, list[l
     shared, unique = split_context(rows, block_size)
     used = {block for table in tables for block in table}
     assert set(shared.blocks.tolist()) <= used
-    assert shared.visible.shape == (rows.num_rows, len(shared.blocks))
-    assert ((shared.visible >= 0) & (shared.visible <= block_size)).all()
-    assert ((unique.tail_visible >= 0) & (unique.tail_visible < block_size)).all()
+    assert shared.reads.shape == (rows.num_rows, len(shared.blocks))
+    assert shared.start.shape == (len(shared.blocks),)
+    assert set(unique.tail_block.flatten().tolist()) <= used | {-1}
+    assert ((unique.tail_start == NOWHERE) == (unique.tail_block == -1)).all()
     assert len(unique.owner) <= max(used) + 1
     assert {b for b, owner in enumerate(unique.owner.tolist()) if owner >= 0}.isdisjoint(
         shared.blocks.tolist()

@@ -119,11 +119,12 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     """Every launching function on a step of usual shapes: 8 heads of 4 query heads, blocks of 128 slots."""
     from kernels_ref.triton.causal import causal
     from kernels_ref.triton.finish import finish
+    from kernels_ref.triton.held_rings import held_rings
+    from kernels_ref.triton.leading_rings import leading_rings
     from kernels_ref.triton.shared_blocks import shared_blocks
     from kernels_ref.triton.shared_rings import shared_rings
     from kernels_ref.triton.stream_k import stream_k
     from kernels_ref.triton.unique_blocks import split_unique_blocks
-    from kernels_ref.triton.unique_rings import unique_rings
     from kernels_ref.triton.write_kv import write_kv
 
     def ints(*shape: int) -> torch.Tensor:
@@ -134,19 +135,26 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     q_rows = q[:rows]
     k = v = torch.zeros(tokens, heads, dim, dtype=dtype)
     k_store = v_store = torch.zeros(blocks, heads, slots, dim, dtype=dtype)
+    k_flat = v_flat = k_store.view(-1, dim)
     k_ring = v_ring = torch.zeros(rows + 1, heads, window, dim, dtype=dtype)
     triple, row_triple = launch.partials(q, tokens), launch.partials(q, rows)
     token, row, place = ints(tokens), ints(rows), torch.zeros(tokens * heads, dtype=torch.int64)
     shared, visible = ints(blocks), ints(rows + 1, blocks)
+    one, several = (ints(rows, 1), ints(rows, 1, 1)), (ints(rows, 2), ints(rows, 2, 8))
+    q_several = torch.zeros(rows, heads, 8 * group, dim, dtype=dtype)
+    tokens_of_rows, held = ints(rows, 8), ints(rows, 1, window)
     return [
         lambda: causal(q, k, v, token, token, row, 0, 0, 0.0),
         lambda: causal(q, k, v, token, token, row, 64, 256, 0.0),
         lambda: shared_blocks(q, k_store, v_store, token, shared, visible, 0.0),
         lambda: shared_rings(q, k_ring, v_ring, token, token, row, row, ints(rows, window), 64, 256, 0.0),
-        lambda: split_unique_blocks(q_rows, k_store, v_store, ints(blocks), row, row, 0.0),
-        lambda: stream_k(q_rows, k_store, v_store, ints(blocks), row, row, 0.0),
-        lambda: unique_rings(q_rows, k_ring, v_ring, row, 0.0),
-        lambda: write_kv(k_store, v_store, place, k, v),
+        lambda: split_unique_blocks(q_several, k_store, v_store, ints(blocks), *several, 0.0),
+        lambda: split_unique_blocks(q_rows, k_store, v_store, ints(blocks), *one, 0.0),
+        lambda: stream_k(q_several, k_store, v_store, ints(blocks), *several, 0.0),
+        lambda: stream_k(q_rows, k_store, v_store, ints(blocks), *one, 0.0),
+        lambda: leading_rings(q_rows, k_ring, v_ring, one[1], 0.0),
+        lambda: held_rings(q_several, k_ring, v_ring, held, tokens_of_rows, tokens_of_rows, 64, 0.0),
+        lambda: write_kv(k_flat, v_flat, place, k, v),
         lambda: finish(q, [*triple, *triple], list(row_triple), token, torch.zeros(heads, group)),
     ]
 

@@ -15,16 +15,29 @@ from hypothesis import strategies as st
 from bias_builders import StepRows, Window
 from graphs.shape import BatchShape, Phase
 from hpu_duo.engine.batch import StepGeometry, fill, flatten
-from kernels_ref import LayerCache, LayerSpec, StepParts, StepTensors, prepare_step
+from kernels_ref import (
+    KVUnits,
+    LayerCache,
+    LayerSpec,
+    StepParts,
+    StepTensors,
+    UnitLayout,
+    as_units,
+    prepare_step,
+)
 
 
 @dataclass(frozen=True)
 class RowSpec:
-    """A row: how much is stored, how much is new, and how many leading blocks it shares with row 0."""
+    """A row: how much is stored, how much is new, and how many leading blocks it shares with row 0.
+
+    ``ahead`` tokens more than ``start`` were stored before and have been taken back.
+    """
 
     start: int
     num_new: int
     shared_blocks: int = 0
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,16 +52,20 @@ class Scenario:
     pad: tuple[int, int, int, int]  # extra Q, NS, NU, N
     all_parts: bool
     seed: int
+    decode_len: int = 1
+    slack: int = 0
+    is_spread: bool = False  # stores with room between heads and units
 
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
     block_size = draw(st.sampled_from([2, 4, 8]))
+    decode_len = draw(st.sampled_from([1, 1, 2, block_size]))
+    slack = decode_len - 1 + draw(st.integers(0, 3))
+    start, shared, ahead = st.integers(0, 30), st.integers(0, 3), st.integers(0, slack)
     kind = st.one_of(
-        st.builds(RowSpec, start=st.integers(0, 30), num_new=st.just(1), shared_blocks=st.integers(0, 3)),
-        st.builds(
-            RowSpec, start=st.integers(0, 30), num_new=st.integers(2, 14), shared_blocks=st.integers(0, 3)
-        ),
+        st.builds(RowSpec, start, st.integers(1, decode_len), shared, ahead),
+        st.builds(RowSpec, start, st.integers(2, 14), shared, ahead),
         st.builds(RowSpec, start=st.just(0), num_new=st.integers(1, 20)),
     )
     return Scenario(
@@ -62,6 +79,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         pad=tuple(draw(st.integers(0, 5)) for _ in range(4)),
         all_parts=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31 - 1)),
+        decode_len=decode_len,
+        slack=slack,
+        is_spread=draw(st.booleans()),
     )
 
 
@@ -84,6 +104,7 @@ class World:
             if s.kr
             else np.zeros(0, np.int32),
             num_blocks=np.array([len(t) if s.kr else 0 for t in tables], np.int32),
+            decode_len=s.decode_len,
         )
         self.tables = tables
         self.keys, self.values = self._history(dtype)
@@ -124,18 +145,28 @@ class World:
 
     def _stores(self, dtype: torch.dtype) -> LayerCache:
         s = self.s
-        blocks = torch.full((2, self.num_blocks + 1, s.kr, s.block_size, s.head_dim), torch.nan, dtype=dtype)
-        rings = torch.full((2, self.max_rows + 1, s.ks, s.window.size, s.head_dim), torch.nan, dtype=dtype)
+        blocks = self._units(self.num_blocks + 1, s.kr, s.block_size, dtype)
+        rings = self._units(self.max_rows + 1, s.ks, s.window.size + s.slack, dtype)
+        turning = s.window.recent + s.slack
         for i, row in enumerate(s.rows):
+            table, ring = self.tables[i], int(self.rows.row_id[i])
             for which, content in enumerate((self.keys, self.values)):
-                for p in range(row.start):
-                    if s.kr:
-                        blocks[which, self.tables[i][p // s.block_size], :, p % s.block_size] = content[i][
-                            p, : s.kr
-                        ]
-                    slot = p if p < s.window.sink else s.window.sink + (p - s.window.sink) % s.window.recent
-                    rings[which, self.rows.row_id[i], :, slot] = content[i][p, s.kr :]
-        return LayerCache(blocks[0], blocks[1], rings[0], rings[1])
+                for p in range(row.start + row.ahead):
+                    # Other tokens than those that come now have been where these will be.
+                    vector = content[i][p] if p < row.start else -2 * content[i][p % len(content[i])]
+                    if s.kr and p // s.block_size < len(table):
+                        blocks[which][table[p // s.block_size], :, p % s.block_size] = vector[: s.kr]
+                    slot = p if p < s.window.sink else s.window.sink + (p - s.window.sink) % turning
+                    rings[which][ring, :, slot] = vector[s.kr :]
+        return LayerCache(blocks, rings)
+
+    def _units(self, num_units: int, num_heads: int, num_slots: int, dtype: torch.dtype) -> KVUnits:
+        layout = UnitLayout.dense(num_units, num_heads, num_slots)
+        if self.s.is_spread:
+            stride = num_slots + 1
+            layout = UnitLayout(num_units, num_heads, num_slots, stride, num_heads * stride + 3, 2)
+        shape = (num_units * layout.unit_stride, self.s.head_dim)
+        return as_units(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)), layout)
 
     def new(self, content: list[torch.Tensor], extra: int) -> torch.Tensor:
         """New tokens of all rows, then finite padding."""
@@ -151,7 +182,7 @@ class World:
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, object]:
         """Padded queries, keys, values and the prepared step."""
         s = self.s
-        geometry = StepGeometry(s.block_size, self.num_blocks, self.max_rows, max_chunk_rows=len(s.rows) + 1)
+        geometry = StepGeometry(s.block_size, self.num_blocks, self.max_rows, len(s.rows) + 1, s.decode_len)
         batch = flatten(self.rows, np.zeros(int(self.rows.num_new.sum()), np.int32), s.block_size)
         exact = batch.shape
         phase = Phase(True, True, True) if s.all_parts else exact.phase
@@ -169,16 +200,20 @@ class World:
         step = prepare_step(
             StepParts(phase.causal, phase.shared, phase.unique),
             tensors,
-            s.block_size,
-            self.max_rows,
-            {s.kr} - {0},
-            {(s.window, s.ks)} if s.ks else set(),
+            decode_len=s.decode_len,
+            block_layouts=[self.cache.blocks.layout] if s.kr else [],
+            ring_kinds=[self.ring_kind] if s.ks else [],
         )
         extra = s.pad[0]
         q = torch.cat(
             [self.queries, torch.full((extra, *self.queries.shape[1:]), 5.0, dtype=self.queries.dtype)]
         )
         return q, self.new(self.keys, extra), self.new(self.values, extra), step
+
+    @property
+    def ring_kind(self) -> tuple[Window, UnitLayout]:
+        """Key of the step's ``RingStep``."""
+        return self.s.window, self.cache.rings.layout
 
     def sees(self, head: int, query: int, key: int) -> bool:
         """The token rule of a key/value head, written without the code under test."""

@@ -14,12 +14,22 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from bias_builders import Window
+from bias_builders import Leading, Window
 from graphs.backends.toolchain import cpu_compile_problem
-from kernels_ref import Implementation, LayerCache, Step, unified_attention
+from kernels_ref import (
+    Implementation,
+    KVUnits,
+    LayerCache,
+    NewKV,
+    Step,
+    as_units,
+    of_stores,
+    unified_attention,
+)
 from kernels_ref.impl import kernels
 from kernels_ref.index import gather
 from kernels_ref.partial import Partial
+from kernels_ref.step import BlockStep, RingStep
 from kernels_ref.triton import availability, launch, operators
 from kernels_ref.triton.launch import DeviceLimits
 from tests.kernels_ref.scenario import RowSpec, Scenario, World
@@ -73,7 +83,7 @@ def test_a_cpu_without_the_interpreter_is_refused() -> None:
         "q, store = torch.zeros(1, 1, 1, 16), torch.zeros(2, 1, 4, 16)\n"
         "row = torch.zeros(1, dtype=torch.int32)\n"
         "with replacing_once():\n"
-        "    operators.unique_rings(q, store, store, row, 0.0)\n"
+        "    operators.leading_rings(q, store, store, row[:, None, None], 0.0)\n"
     )
     refused = python(script)
     assert "ValueError: attention 'triton' was asked for, but without a GPU" in refused.stderr
@@ -94,39 +104,46 @@ def small_step() -> tuple[World, torch.Tensor, torch.Tensor, torch.Tensor, Step]
     q, k, v, step = world.inputs()
     assert isinstance(step, Step)
     # A compiled layer is given finite stores, so that results can be compared.
-    world.cache = LayerCache(*(store.nan_to_num_(0.5) for store in world.cache))
+    for units in world.cache:
+        for flat in (units.k_flat, units.v_flat):
+            flat.nan_to_num_(0.5)
     return world, q, k, v, step
 
 
 def operator_calls() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     world, q, k, v, step = small_step()
-    t, ring = step.tensors, step.rings[SMALL.window, SMALL.ks]
+    t, ring, plan = step.tensors, step.rings[world.ring_kind], step.blocks
+    blocks, rings = world.cache
+    stores, ring_stores = (blocks.k, blocks.v), (rings.k, rings.v)
     q = q.unflatten(1, (-1, SMALL.group))
     full, streaming = q[:, :2], q[:, 2:]
-    rows = gather(full, t.row_token)
-    of_rows = operators.unique_blocks(
-        rows, *world.cache[:2], t.owner, t.tail_block, t.tail_visible, 0.0
-    )  # fmt: skip
+    rows, visible = gather(full, step.row_token), plan.tails.visible
+    of_rows = operators.unique_blocks(rows, *stores, t.owner, t.tail_block, visible, 0.0)
+    held = (ring.seen.visible.new_zeros(rows.shape[0], 1, 5), *(ring.seen.visible[:, 0],) * 2, 2)
     causal = (t.causal_row, t.positions, t.row_query_start)
     return [
         (operators.causal, (full, k[:, :2], v[:, :2], *causal, 0, 0, 0.0)),
-        (operators.shared_blocks, (full, *world.cache[:2], t.row, t.shared_block, t.shared_visible, 0.0)),
+        (operators.shared_blocks, (full, *stores, t.row, t.shared_block, plan.shared_visible, 0.0)),
         (
             operators.shared_rings,
             (
-                streaming, *world.cache[2:], t.causal_row, t.positions, t.row_start, t.chunk_row,
+                streaming, *ring_stores, t.causal_row, t.positions, t.row_start, t.chunk_row,
                 ring.chunk_position, *SMALL.window, 0.0,
             ),
         ),
-        (operators.unique_blocks, (rows, *world.cache[:2], t.owner, t.tail_block, t.tail_visible, 2.5)),
-        (operators.unique_rings, (gather(streaming, t.row_token), *world.cache[2:], ring.visible, 0.0)),
-        (operators.write_kv, (*world.cache[:2], step.block_index[2], k[:, :2], v[:, :2])),
-        (operators.finish, (full, [], list(of_rows), step.single_row, None)),
+        (operators.unique_blocks, (rows, *stores, t.owner, t.tail_block, visible, 2.5)),
+        (operators.leading_rings, (gather(streaming, step.row_token), *ring_stores, ring.seen.visible, 0.0)),
+        (operators.held_rings, (gather(streaming, step.row_token), *ring_stores, *held, 0.0)),
+        (
+            operators.write_kv,
+            (blocks.k_flat, blocks.v_flat, step.block_index[blocks.layout], k[:, :2], v[:, :2]),
+        ),
+        (operators.finish, (full, [], list(of_rows), step.decode_slot, None)),
     ]  # fmt: skip
 
 
 @needs_interpreter
-@pytest.mark.parametrize("which", range(7))
+@pytest.mark.parametrize("which", range(8))
 def test_operators_keep_what_their_schemas_and_fakes_promise(which: int) -> None:
     operator, arguments = operator_calls()[which]
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -138,11 +155,14 @@ def test_a_compiled_layer_equals_the_layer_and_writes_stores_in_place() -> None:
     world, q, k, v, step = small_step()
     spec = world.spec(Implementation.TRITON)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> torch.Tensor:
-        return unified_attention(q, k, v, cache, step, spec)
+    layouts = [units.layout for units in world.cache]
 
-    # Two sets of separate tensors: the compiler would copy stores that are views of one tensor.
-    eager, compiled = (LayerCache(*(store.clone() for store in world.cache)) for _ in range(2))
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stores: list[torch.Tensor]) -> torch.Tensor:
+        blocks, rings = (as_units(*stores[2 * i : 2 * i + 2], layout) for i, layout in enumerate(layouts))
+        return unified_attention(q, k, v, LayerCache(blocks, rings), step, spec)
+
+    flats = [flat for units in world.cache for flat in (units.k_flat, units.v_flat)]
+    eager, compiled = ([flat.clone() for flat in flats] for _ in range(2))
     function = torch.compile(attend, fullgraph=True, dynamic=False)
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
         wanted = attend(q, k, v, eager)
@@ -163,28 +183,36 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
     world = World(CHECKED)
     q, k, v, step = world.inputs()
     assert isinstance(step, Step)
-    t, ring = step.tensors, step.rings[CHECKED.window, 1]
+    t, ring, plan = step.tensors, step.rings[world.ring_kind], step.blocks
     q = q.unflatten(1, (-1, 2))
     arguments: dict[str, Any] = {"k": k[:, :1], "v": v[:, :1], "q": q[:, :1], **t._asdict(), **ring._asdict()}
-    arguments["q_rows"] = gather(q[:, :1], t.row_token)
-    arguments.update(world.cache._asdict())
+    arguments["q_rows"] = gather(q[:, :1], step.row_token)
+    arguments.update(shared_visible=plan.shared_visible, tails=plan.tails.visible)
+    arguments.update(visible=ring.seen.visible)
+    for kind, units in world.cache._asdict().items():
+        arguments.update({f"{kind}.{name}": x for name, x in units._asdict().items()})
     change(arguments)
     a = arguments
+    blocks, rings = (
+        KVUnits(*(a[f"{kind}.{name}"] for name in KVUnits._fields)) for kind in ("blocks", "rings")
+    )
+    a["seen"] = Leading(a["visible"])
+    plan, new = BlockStep(a["shared_visible"], Leading(a["tails"])), NewKV(a["k"], a["v"])
     t = type(t)(*(a[name] for name in t._fields))
     ring = type(ring)(*(a[name] for name in ring._fields))
     match part:
         case "causal":
-            RUN.causal(a["q"], a["k"], a["v"], t, None, None)
+            RUN.causal(a["q"], new, t, None, None)
         case "shared_blocks":
-            RUN.shared_blocks(a["q"], a["k_blocks"], a["v_blocks"], t, None)
+            RUN.shared_blocks(a["q"], blocks, t, plan, None)
         case "unique_blocks":
-            RUN.unique_blocks(a["q_rows"], a["k_blocks"], a["v_blocks"], t, None)
+            RUN.unique_blocks(a["q_rows"], blocks, t, plan, None)
         case "shared_rings":
-            RUN.shared_rings(a["q"], a["k_ring"], a["v_ring"], t, ring, CHECKED.window, None)
+            RUN.shared_rings(a["q"], rings, t, ring, CHECKED.window, None)
         case "unique_rings":
-            RUN.unique_rings(a["q_rows"], a["k_ring"], a["v_ring"], ring, None)
+            RUN.unique_rings(a["q_rows"], rings, ring, None)
         case _:
-            RUN.write_kv(a["k_blocks"], a["v_blocks"], step.block_index[1], a["k"], a["v"])
+            RUN.write_kv(blocks, step.block_index[blocks.layout], new)
 
 
 def edit(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, Any]], None]:
@@ -197,23 +225,35 @@ def edit(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[
 LIKE = "to be torch.float32 like the queries, got"
 BAD: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = [
     ("causal", "q", lambda x: x.double(), "expected q_QKGD to be of one of .* got torch.float64"),
-    ("causal", "k", lambda x: x[:-1], r"expected k_QKD to have shape \[5, 1, 16\], got \[4, 1, 16\]"),
-    ("causal", "v", lambda x: x.half(), f"expected v_QKD {LIKE} torch.float16"),
-    ("causal", "k", lambda x: x.repeat(1, 1, 2)[..., ::2], "expected k_QKD to have contiguous vectors"),
+    ("causal", "k", lambda x: x[:-1], r"expected new.k to have shape \[5, 1, 16\], got \[4, 1, 16\]"),
+    ("causal", "v", lambda x: x.half(), f"expected new.v {LIKE} torch.float16"),
+    ("causal", "k", lambda x: x.repeat(1, 1, 2)[..., ::2], "expected new.k to have contiguous vectors"),
     ("causal", "positions", lambda x: x.long(), "expected positions to be torch.int32, got torch.int64"),
     ("causal", "causal_row", lambda x: x.to("meta"), "expected causal_row on cpu, got meta"),
-    ("shared_blocks", "k_blocks", lambda x: x[..., ::2], r"expected k_XKBD to have .* \[any, 1, any, 16\]"),
-    ("shared_blocks", "v_blocks", lambda x: x[:, :, ::2], "expected v_XKBD to be contiguous, got strides"),
+    ("shared_blocks", "blocks.k", lambda x: x[..., ::2], r"expected units.k to have .* \[any, 1, any, 16\]"),
+    (
+        "shared_blocks",
+        "blocks.v",
+        lambda x: x[:, :, ::2],
+        "expected the vectors .* of units.v to lie side by",
+    ),
     ("shared_blocks", "shared_visible", lambda x: x[:1], "expected shared_visible to have shape"),
-    ("unique_blocks", "v_blocks", lambda x: x[:2], "expected v_XKBD to have the shape of k_XKBD"),
+    ("unique_blocks", "blocks.v", lambda x: x[:2], "expected units.v to lie like units.k"),
     ("unique_blocks", "owner", lambda x: x.new_zeros(99), "expected owner to have at most .* got 99"),
-    ("unique_blocks", "tail_block", lambda x: x[:0], r"expected tail_block to have .* \[2\], got \[0\]"),
+    (
+        "unique_blocks",
+        "tail_block",
+        lambda x: x[:0],
+        r"expected tail_block to have .* \[2, 1\], got \[0, 1\]",
+    ),
+    ("unique_blocks", "tails", lambda x: x.repeat(1, 1, 3), "expected tails.visible of a number .* got 3"),
     ("shared_rings", "chunk_position", lambda x: x[:, 1:], "expected chunk_position to have shape"),
-    ("shared_rings", "k_ring", lambda x: x.bfloat16(), f"expected k_RKWD {LIKE} torch.bfloat16"),
-    ("unique_rings", "visible", lambda x: x[::2], "expected visible to have shape"),
-    ("unique_rings", "q_rows", lambda x: x[0], r"expected q_NKGD to have shape \[any, any, any, any\]"),
-    ("write_kv", "k", lambda x: x[1:], "expected v_QKD to have shape"),
-    ("write_kv", "k_blocks", lambda x: x.to("meta"), "expected k_store on cpu, got meta"),
+    ("shared_rings", "rings.k", lambda x: x.bfloat16(), f"expected units.k {LIKE} torch.bfloat16"),
+    ("unique_rings", "visible", lambda x: x[::2], "expected seen.visible to have shape"),
+    ("unique_rings", "q_rows", lambda x: x[0], r"expected q_NKHD to have shape \[any, any, any, any\]"),
+    ("write_kv", "k", lambda x: x[1:], "expected new.v to have shape"),
+    ("write_kv", "blocks.k_flat", lambda x: x.to("meta"), "expected units.k_flat on cpu, got meta"),
+    ("write_kv", "blocks.v_flat", lambda x: x.T.contiguous().T, "expected units.v_flat to be contiguous"),
 ]
 
 
@@ -235,7 +275,7 @@ FINISH_BAD: list[tuple[str, Any, str]] = [
         "expected of_tokens.sum to be .*float16",
     ),
     ("of_rows", lambda p: p._replace(max=p.max[1:]), r"expected of_rows.max to have shape \[5, 1, 2\]"),
-    ("single_row", lambda p: torch.zeros(5), "expected single_row to be torch.int32, got torch.float32"),
+    ("decode_slot", lambda p: torch.zeros(5), "expected decode_slot to be torch.int32, got torch.float32"),
     ("sinks_KG", lambda p: torch.zeros(2), r"expected sinks_KG to have shape \[1, 2\], got \[2\]"),
     (
         "sinks_KG",
@@ -252,7 +292,7 @@ def test_bad_parts_of_a_result_are_refused_by_name(name: str, bad: Any, message:
     q = torch.zeros(5, 1, 2, 16)
     part = Partial(q, q[..., 0].contiguous(), q[..., 0].contiguous())
     arguments: dict[str, Any] = {"of_tokens": [part], "of_rows": None, "sinks_KG": None}
-    arguments["single_row"] = torch.zeros(5, dtype=torch.int32)
+    arguments["decode_slot"] = torch.zeros(5, dtype=torch.int32)
     assert RUN.finish(q, **arguments).shape == q.shape
     with pytest.raises(ValueError, match=message):
         RUN.finish(q, **{**arguments, name: bad(part)})
@@ -261,8 +301,8 @@ def test_bad_parts_of_a_result_are_refused_by_name(name: str, bad: Any, message:
 @needs_interpreter
 def test_heads_that_are_too_large_are_refused() -> None:
     q, store = torch.zeros(1, 1, 1, 320), torch.zeros(2, 1, 4, 320)
-    with pytest.raises(ValueError, match="expected q_NKGD to have a head size of 1 to 256, got 320"):
-        RUN.unique_rings(q, store, store, World(CHECKED).inputs()[3].rings[CHECKED.window, 1], None)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="expected q_NKHD to have a head size of 1 to 256, got 320"):
+        RUN.unique_rings(q, of_stores(store, store), RingStep(None, None, Leading(None), None), None)  # type: ignore[arg-type]
 
 
 def test_choices_depend_on_shapes_and_devices_alone() -> None:

@@ -17,10 +17,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bias_builders import Window
-from kernels_ref import FLOOR, Implementation, Partial, Step, reference, unified_attention
+from kernels_ref import (
+    FLOOR,
+    Implementation,
+    KVUnits,
+    NewKV,
+    Partial,
+    Step,
+    as_units,
+    of_stores,
+    reference,
+    unified_attention,
+)
 from kernels_ref import partial as algebra
 from kernels_ref.impl import Kernels, kernels
 from kernels_ref.index import gather, write_kv
+from kernels_ref.partial import fold
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import DeviceLimits, Launch
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
@@ -54,6 +66,8 @@ def on_device(values: Any, device: torch.device) -> Any:
     """Every tensor of nested tuples and dictionaries."""
     if isinstance(values, torch.Tensor):
         return values.to(device)
+    if isinstance(values, KVUnits):
+        return as_units(values.k_flat.to(device), values.v_flat.to(device), values.layout)
     if isinstance(values, dict):
         return {key: on_device(value, device) for key, value in values.items()}
     if isinstance(values, tuple):
@@ -75,38 +89,38 @@ class Inputs:
         q = (q * s.head_dim**-0.5).unflatten(1, (-1, s.group))
         self.q, self.k, self.v = q.to(device), k.to(device), v.to(device)
         self.cache = on_device(world.cache, device)
-        write_kv(
-            self.cache.k_blocks,
-            self.cache.v_blocks,
-            self.step.block_index[s.kr],
-            self.k[:, : s.kr],
-            self.v[:, : s.kr],
-        )
-        self.ring = self.step.rings[s.window, s.ks]
-        write_kv(
-            self.cache.k_ring, self.cache.v_ring, self.ring.index_before, self.k[:, s.kr :], self.v[:, s.kr :]
-        )
+        blocks, rings = self.cache.blocks, self.cache.rings
+        new = NewKV(self.k[:, : s.kr], self.v[:, : s.kr])
+        write_kv(blocks, self.step.block_index[blocks.layout], new)
+        self.ring = self.step.rings[world.ring_kind]
+        write_kv(rings, self.ring.index_before, NewKV(self.k[:, s.kr :], self.v[:, s.kr :]))
 
     def attend(self, run: Kernels, part: str, softcap: float | None, dtype: torch.dtype) -> Partial:
         """One part by one implementation, with inputs brought to ``dtype``."""
         s, t = self.scenario, self.t
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
-        k_blocks, v_blocks, k_ring, v_ring = (x.to(dtype) for x in self.cache)
-        blocks, rings, kr = (k_blocks, v_blocks), (k_ring, v_ring), s.kr
-        full, streaming = (q[:, :kr], k[:, :kr], v[:, :kr]), (q[:, kr:], k[:, kr:], v[:, kr:])
+        blocks, rings = (as_units(x.k_flat.to(dtype), x.v_flat.to(dtype), x.layout) for x in self.cache)
+        kr, plan = s.kr, self.step.blocks
+        full = q[:, :kr], NewKV(k[:, :kr], v[:, :kr])
+        streaming = q[:, kr:], NewKV(k[:, kr:], v[:, kr:])
+        rows = self.step.row_token, s.decode_len
         match part:
             case "causal":
                 return run.causal(*full, t, None, softcap)
             case "streaming":
                 return run.causal(*streaming, t, s.window, softcap)
             case "shared_blocks":
-                return run.shared_blocks(full[0], *blocks, t, softcap)
+                return run.shared_blocks(full[0], blocks, t, plan, softcap)
             case "shared_rings":
-                return run.shared_rings(streaming[0], *rings, t, self.ring, s.window, softcap)
+                return run.shared_rings(streaming[0], rings, t, self.ring, s.window, softcap)
             case "split_blocks" | "even_blocks":
-                return run.unique_blocks(gather(full[0], t.row_token), *blocks, t, softcap)
+                return run.unique_blocks(of_rows(full[0], *rows), blocks, t, plan, softcap)
             case _:
-                return run.unique_rings(gather(streaming[0], t.row_token), *rings, self.ring, softcap)
+                return run.unique_rings(of_rows(streaming[0], *rows), rings, self.ring, softcap)
+
+
+def of_rows(q: torch.Tensor, row_token: torch.Tensor, decode_len: int) -> torch.Tensor:
+    return fold(gather(q, row_token), decode_len)
 
 
 def take_kernel(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
@@ -189,6 +203,19 @@ def test_loops_go_round_and_work_is_cut_and_merged(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("part", PARTS)
+def test_rows_of_several_tokens_and_spread_stores_are_as_exact(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Tokens taken back, tails of two blocks, heads and units with room between them."""
+    rows = (RowSpec(21, 3, 0, 2), RowSpec(17, 9, 0, 3), RowSpec(0, 12), RowSpec(30, 4, 3), RowSpec(3, 1))
+    for slack, block_size in ((5, 4), (3, 8)):
+        scenario = Scenario(
+            rows, block_size, Window(2, 6), 2, 2, 2, 24, (3, 2, 2, 1), False, 3, 4, slack, is_spread=True
+        )
+        assert_as_exact_as_the_reference(monkeypatch, Inputs(scenario, torch.float32), part)
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_a_step_in_which_a_part_has_nothing_to_do_leaves_it_empty(
     monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -242,8 +269,8 @@ def test_what_padding_writes_into_trash_never_comes_back() -> None:
     outputs = []
     for rubbish in (torch.nan, 1e30):
         world = World(scenario)
-        for store in world.cache:
-            store[-1] = rubbish
+        for units in world.cache:
+            units.k[-1] = units.v[-1] = rubbish
         outputs.append(run(world, None, None))
     torch.testing.assert_close(outputs[0], outputs[1], atol=0, rtol=0)
 
@@ -256,8 +283,8 @@ def test_writing_changes_exactly_the_wanted_slots_and_takes_strided_vectors(dtyp
     index = torch.randperm(5 * 2 * 4, generator=generator)[:18].to(DEVICE)
     stores = [torch.full((5, 2, 4, 24), torch.nan, dtype=dtype, device=DEVICE) for _ in range(4)]
     ours, theirs = (stores[0], stores[1]), (stores[2], stores[3])
-    kernels(Implementation.TRITON).write_kv(*ours, index, k, v)
-    write_kv(*theirs, index, k, v)
+    kernels(Implementation.TRITON).write_kv(of_stores(*ours), index, NewKV(k, v))
+    write_kv(of_stores(*theirs), index, NewKV(k, v))
     for got, wanted in zip(ours, theirs):
         torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
 
@@ -284,10 +311,10 @@ def test_the_end_of_a_layer_equals_the_algebra_of_partials(
     q = torch.zeros(7, 2, 3, 20, dtype=dtype, device=DEVICE)
     tokens = [random_partial(7) for _ in range(num_token_parts)]
     rows = random_partial(3) if has_rows else None
-    single_row = torch.tensor([3, 0, 3, 2, 1, 3, 3], dtype=torch.int32, device=DEVICE)
+    decode_slot = torch.tensor([3, 0, 3, 2, 1, 3, 3], dtype=torch.int32, device=DEVICE)
     sinks = torch.randn(2, 3, generator=generator).to(DEVICE) if has_sinks else None
-    got = kernels(Implementation.TRITON).finish(q, tokens, rows, single_row, sinks)
-    wanted = algebra.finish(q, tokens, rows, single_row, sinks)
+    got = kernels(Implementation.TRITON).finish(q, tokens, rows, decode_slot, sinks)
+    wanted = algebra.finish(q, tokens, rows, decode_slot, sinks)
     assert got.dtype == dtype
     rounding = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(got, wanted, atol=rounding, rtol=rounding)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu_suite.cases import Heads, RowSize, lay_out, queries, random
 from bias_builders import Window
-from kernels_ref import Implementation, normalise, reference, unified_attention
+from kernels_ref import Implementation, normalise, of_stores, reference, unified_attention
 from kernels_ref.partial import FLOOR, Partial
 from kernels_ref.triton import availability
 from kernels_ref.triton.launch import INTERPRETER, DeviceLimits, Triple
@@ -94,7 +94,7 @@ class World:
     def plan(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         owner = torch.tensor(self.case.owner, dtype=torch.int32)
         seen = torch.tensor(self.case.tails, dtype=torch.int32)
-        return owner, self.tail_block, seen
+        return owner, self.tail_block[:, None], seen[:, None, None]
 
     def run(self, workers: int | None = None, softcap: float = 0.0) -> Partial:
         from kernels_ref.triton.stream_k import stream_k
@@ -169,7 +169,7 @@ def test_the_map_is_a_stable_sort_of_the_blocks_by_row_with_tails_last(case: Cas
         for row, seen in enumerate(case.tails)
     ]
     assert work.row_begin.tolist() == np.cumsum([0, *map(len, expected)]).tolist()
-    items = list(zip(work.block.tolist(), work.visible.tolist()))
+    items = list(zip(work.block.tolist(), work.visible.flatten().tolist()))
     assert items[: sum(map(len, expected))] == [item for items_of_row in expected for item in items_of_row]
 
 
@@ -289,8 +289,8 @@ def test_long_ragged_contexts_on_a_gpu_equal_the_reference(contexts: tuple[int, 
     shape = (layout.num_blocks + 1, 8, 128, 128)
     k, v = (random(shape, torch.bfloat16, DEVICE, seed) for seed in (1, 2))
     q, t = queries(len(contexts), heads, torch.bfloat16, DEVICE), layout.tensors
-    out = Partial(*stream_k(q, k, v, t.owner, t.tail_block, t.tail_visible, 0.0))
-    exact = reference.unique_blocks(q.float(), k.float(), v.float(), t, None)
+    out = Partial(*stream_k(q, k, v, t.owner, t.tail_block, layout.step.blocks.tails.visible, 0.0))
+    exact = reference.unique_blocks(q.float(), of_stores(k.float(), v.float()), t, layout.step.blocks, None)
     got, expected = normalise(out, torch.float32), normalise(exact, torch.float32)
     assert (got - expected).abs().max() < 4 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
 

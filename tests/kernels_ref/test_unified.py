@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
-from bias_builders import Window
+from bias_builders import Leading, Window
 from kernels_ref import Implementation, StepParts, reference, sdpa, unified_attention
 from kernels_ref.sdpa import decode, prefill, short
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
@@ -124,8 +124,8 @@ def test_what_padding_writes_into_trash_never_comes_back(impl: Implementation) -
     outputs = []
     for rubbish in (torch.nan, 0.0, 1e30):
         world = World(scenario)
-        for store in world.cache:
-            store[-1] = rubbish
+        for units in world.cache:
+            units.k[-1] = units.v[-1] = rubbish
         outputs.append(run(world, impl))
     torch.testing.assert_close(outputs[0], outputs[1], atol=0, rtol=0)
     torch.testing.assert_close(outputs[1], outputs[2], atol=0, rtol=0)
@@ -140,7 +140,7 @@ def test_the_fused_form_of_one_short_row_equals_dense_attention(
         world = World(
             Scenario((RowSpec(length, 1),), 4, Window(2, 6), 1, 1, 3, 8, (0, 2, 3, 0), True, length)
         )
-        assert short.fits(world.queries, 4) is True
+        assert short.fits(world.queries, Leading(torch.zeros(1, 1, 1)), 4) is True
         # All parts run: the fused operators of the other parts have nothing to do, and no soft cap.
         q, k, v, step = world.inputs()
         step = step._replace(parts=StepParts(causal=False, shared=False, unique=True))

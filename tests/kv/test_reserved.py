@@ -39,9 +39,9 @@ def test_a_store_takes_memory_block_by_block() -> None:
     assert store.num_bytes > 160 * MIB
     assert resident_bytes() - before < 8 * MIB
     store.warm_up()
-    store.layers[0].k_blocks[:64].fill_(1)
+    store.layers[0].blocks.k[:64].fill_(1)
     assert resident_bytes() - before < 16 * MIB
-    assert store.layers[0].k_blocks[64:].count_nonzero() == 0
+    assert store.layers[0].blocks.k[64:].count_nonzero() == 0
 
 
 def test_a_store_that_the_system_refuses_is_named_by_its_size() -> None:

@@ -1,4 +1,4 @@
-"""Decodes against their own rings, which lie side by side at the front of the ring store.
+"""Decodes against the leading slots of their own rings, which lie at the front of the ring store.
 
 Shapes: N rows, K heads, G query heads of each, D head size, W slots of a ring.
 """
@@ -15,7 +15,7 @@ from kernels_ref.triton.softmax import FLOOR, attend_run, load_vectors, store_pa
 
 
 @triton.jit(do_not_specialize=["num_rows", "slots_per_split"])
-def unique_rings_kernel(
+def leading_rings_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -28,6 +28,8 @@ def unique_rings_kernel(
     stride_qn: tl.tensor,
     stride_qk: tl.tensor,
     stride_qg: tl.tensor,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -48,20 +50,20 @@ def unique_rings_kernel(
     begin = split * slots_per_split
     end = tl.minimum(begin + slots_per_split, tl.load(visible_ptr + row))
     acc, largest, total = attend_run(
-        q, acc, largest, total, k_ptr, v_ptr, row, begin, end, head, NUM_HEADS, SLOTS, D, P, T, SOFTCAP
+        q, acc, largest, total, k_ptr, v_ptr, row, begin, end, head, UNIT, HEAD, SLOTS, D, P, T, SOFTCAP
     )
     out = ((split.to(tl.int64) * num_rows + row) * NUM_HEADS + head) * GROUP + group
     store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, group < GROUP, D, P)
 
 
-def unique_rings(
+def leading_rings(
     q_NKGD: torch.Tensor,
     k_RKWD: torch.Tensor,
     v_RKWD: torch.Tensor,
     visible: torch.Tensor,
     softcap: float,
 ) -> launch.Triple:
-    """Launch the kernel, and the merge where rings are cut; ``softcap`` 0 = none."""
+    """Launch the kernel, and the merge where rings are cut; ``visible [N, 1, 1]``, ``softcap`` 0 = none."""
     num_rows, num_heads, group, dim = q_NKGD.shape
     num_slots = k_RKWD.shape[2]
     limits = launch.device_limits(q_NKGD.device)
@@ -70,7 +72,7 @@ def unique_rings(
     # A split of fewer tiles is over before the merge that it costs has begun.
     splits = launch.num_splits(num_rows * num_heads, max(1, tiles // launch.TILES_OF_A_SPLIT), limits)
     parts = launch.partials(q_NKGD, splits * num_rows)
-    unique_rings_kernel[(num_heads, num_rows, splits)](
+    leading_rings_kernel[(num_heads, num_rows, splits)](
         q_NKGD,
         k_RKWD,
         v_RKWD,
@@ -79,6 +81,7 @@ def unique_rings(
         num_rows,
         launch.num_tiles(tiles, splits) * chosen.keys,
         *q_NKGD.stride()[:3],
+        **launch.strides(k_RKWD),
         NUM_HEADS=num_heads,
         GROUP=group,
         SLOTS=num_slots,

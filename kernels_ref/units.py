@@ -1,0 +1,94 @@
+"""What attention reads and writes: units of keys and values, wherever they lie in a store.
+
+A *unit* is a block or a ring row. A store is a list of vectors; its layout says where those of a unit lie:
+head after head and, in a head, slot after slot. The keys of one head of one unit lie side by side, so that a
+batched product reads them without a copy. Heads and units may lie further apart than they are large: stores
+may be padded, or share their memory.
+
+Shapes: X units, K heads, S slots, D head size, V vectors of a store.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernels_ref.index import gather
+
+
+class UnitLayout(NamedTuple):
+    """Where units lie in a store, counted in vectors; fixed for a captured step.
+
+    Attributes:
+        num_units, num_heads, num_slots: X, K and S.
+        head_stride: from a head to the next one, at least S.
+        unit_stride: from a unit to the next one.
+        offset: of the first vector of a unit in what belongs to it; more than 0 behind another store's.
+    """
+
+    num_units: int
+    num_heads: int
+    num_slots: int
+    head_stride: int
+    unit_stride: int
+    offset: int = 0
+
+    @classmethod
+    def dense(cls, num_units: int, num_heads: int, num_slots: int) -> UnitLayout:
+        """Units without any room between them."""
+        return cls(num_units, num_heads, num_slots, num_slots, num_heads * num_slots)
+
+    def view(self, flat_VD: torch.Tensor) -> torch.Tensor:
+        """A store as ``[X, K, S, D]``, to be read.
+
+        Args:
+            flat_VD: the store, ``[X * unit_stride, D]``.
+        """
+        units = flat_VD.unflatten(0, (self.num_units, self.unit_stride))
+        heads = units[:, self.offset : self.offset + self.num_heads * self.head_stride]
+        return heads.unflatten(1, (self.num_heads, self.head_stride))[:, :, : self.num_slots]
+
+
+class KVUnits(NamedTuple):
+    """Units of a store of keys and of one of values.
+
+    Attributes:
+        k, v: ``[X, K, S, D]``, views to be read; vectors of a head lie side by side.
+        k_flat, v_flat: the stores as lists of vectors, ``[V, D]``, to be written.
+        layout: where the units lie, in both.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_flat: torch.Tensor
+    v_flat: torch.Tensor
+    layout: UnitLayout
+
+
+class NewKV(NamedTuple):
+    """Keys and values of the new tokens of a step.
+
+    Attributes:
+        k, v: ``[Q, K, D]``.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def as_units(k_flat: torch.Tensor, v_flat: torch.Tensor, layout: UnitLayout) -> KVUnits:
+    """The units of two stores ``[V, D]`` of one layout."""
+    return KVUnits(layout.view(k_flat), layout.view(v_flat), k_flat, v_flat, layout)
+
+
+def of_stores(k_XKSD: torch.Tensor, v_XKSD: torch.Tensor) -> KVUnits:
+    """The units of two contiguous stores."""
+    num_units, num_heads, num_slots, dim = k_XKSD.shape
+    layout = UnitLayout.dense(num_units, num_heads, num_slots)
+    return KVUnits(k_XKSD, v_XKSD, k_XKSD.view(-1, dim), v_XKSD.view(-1, v_XKSD.shape[-1]), layout)
+
+
+def gather_units(units: KVUnits, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of some units, ``[len(index), K, S, D]`` each."""
+    return gather(units.k, index), gather(units.v, index)
