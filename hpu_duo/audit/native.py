@@ -44,7 +44,7 @@ class NativeOperator:
 @cache
 def native_operators() -> Mapping[str, NativeOperator]:
     """The operators of the table by name; those of namespaces other than ``aten`` are not in it."""
-    entries = json.loads(_TABLE.read_text())["operators"]
+    entries = json.loads(_TABLE.read_text(encoding="utf-8"))["operators"]
     return MappingProxyType(
         {
             name: NativeOperator(name, Engine(entry["engine"]), tuple(entry["sources"]))
@@ -56,5 +56,5 @@ def native_operators() -> Mapping[str, NativeOperator]:
 @cache
 def native_sources() -> Mapping[str, str]:
     """Where the operators of the table are shown, by key."""
-    sources: dict[str, str] = json.loads(_TABLE.read_text())["sources"]
+    sources: dict[str, str] = json.loads(_TABLE.read_text(encoding="utf-8"))["sources"]
     return MappingProxyType(sources)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -17,6 +18,7 @@ from hpu_duo.cli.many_values import ManyValues
 from hpu_duo.cli.passkey import passkey
 from hpu_duo.cli.pattern import app as pattern_app
 from hpu_duo.cli.plan import plan
+from hpu_duo.cli.streams import delivered
 from hpu_duo.cli.warmup import warmup
 
 
@@ -62,4 +64,4 @@ def _root(
 
 def main() -> None:
     """Entry point of the ``hpu-duo`` script."""
-    app()
+    sys.exit(delivered(app))

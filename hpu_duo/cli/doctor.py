@@ -17,6 +17,7 @@ from rich.table import Table
 
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.options import Json
+from hpu_duo.cli.streams import mark
 
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _OPTIONAL = ("optimum-habana", "habana-torch-plugin", "triton")
@@ -166,9 +167,12 @@ def _collectives(device: str, num_processes: int) -> Finding:
 
 def _show(findings: list[Finding]) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    topic = ""
+    for _ in range(3):
+        table.add_column()
+    table.add_column(overflow="fold")
+    topic, console = "", Console()
     for finding in findings:
-        mark = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: ""}[finding.is_usable]
-        table.add_row("" if finding.topic == topic else finding.topic, finding.name, mark, finding.detail)
+        sign = "" if finding.is_usable is None else mark(finding.is_usable, console)
+        table.add_row("" if finding.topic == topic else finding.topic, finding.name, sign, finding.detail)
         topic = finding.topic
-    Console().print(table)
+    console.print(table)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from hpu_duo.writable import check_file
+
 
 def check_matplotlib(what: str) -> None:
     """Raise ValueError unless matplotlib is installed, naming what needs it."""
@@ -17,5 +19,4 @@ def check_drawing(png: Path) -> None:
     check_matplotlib("--png")
     if png.suffix.lower() != ".png":
         raise ValueError(f"expected a file name that ends in .png, got {str(png)!r}")
-    if not png.parent.is_dir():
-        raise ValueError(f"expected an existing directory for the picture, got {str(png.parent)!r}")
+    check_file("--png", png)

@@ -15,6 +15,7 @@ from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.eval_report import KV_COLUMNS, REPORT, RESULTS, check_outputs, finish, show, write_text
 from hpu_duo.cli.option_groups import grouped
+from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from hpu_duo.eval import ResultFile, Subject
@@ -54,6 +55,7 @@ def ruler(
         settings = {"num_tokens": num_tokens, "num_samples": num_samples, "seed": seed, "tasks": chosen}
         if write is not None:
             refuse_existing([write])
+            check_file("--write", write, makes_parents=True)
         results = _open(out, "ruler", {**choice.settings(), **settings})
         subject = choice.load()
         if write is None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpu_duo.cli.sizes import show_bytes
+from hpu_duo.writable import check_file
 
 REPORT = "report.json"
 RESULTS = "results.jsonl"
@@ -61,12 +62,15 @@ def check_outputs(results: Path, derived: Sequence[Path]) -> None:
     """Refuse to replace files that no earlier run of this evaluation has left.
 
     Raises:
-        ValueError: there are derived files and no results they could have come from.
+        ValueError: there are derived files and no results they could have come from, or one cannot be
+            written.
     """
     from hpu_duo.eval.result_file import refuse_existing
 
     if not results.exists():
         refuse_existing(derived)
+    for file in (results, *derived):
+        check_file("results", file, makes_parents=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import INTERRUPTED, user_errors
 from hpu_duo.cli.loading import load_model
 from hpu_duo.cli.option_groups import grouped
-from hpu_duo.cli.prompts import encode, read_prompts, tokenizer_of
+from hpu_duo.cli.prompts import decoded, encode, read_prompts, tokenizer_of
 from hpu_duo.cli.report import run_fields, run_table
 from hpu_duo.cli.serving import Run, RunReport
 from hpu_duo.cli.views import LiveView
@@ -84,7 +84,7 @@ def generate(
             "temperature": temperature,
             **_drawn(temperature, top_k=top_k, top_p=top_p, min_p=min_p),
             "repetition_penalty": repetition_penalty,
-            "stop": tuple(stop or ()),
+            "stop": tuple(decoded(text, "--stop") for text in stop or ()),
             "ignore_eos": ignore_eos,
             "max_tokens": max_new_tokens,
         }

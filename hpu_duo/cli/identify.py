@@ -255,6 +255,6 @@ def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None
         return
     console = Console()
     console.print("retrieval heads: scores above 0.5, and the better half of all", highlight=False)
-    console.print(heads_table(pattern, cuts))
+    console.print(heads_table(pattern, cuts, console))
     names = "full_attention_heads.tsv, config.json" + (f", {PICTURE_FILE}" if picture else "")
     console.print(f"\n{request.output}: {names}", highlight=False)

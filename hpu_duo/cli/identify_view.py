@@ -9,11 +9,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from hpu_duo.cli.streams import can_show
+
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
     from hpu_duo.identify import Progress
 
-_SHADES = " ░▒▓█"
+_SHADES, _PLAIN_SHADES = " ░▒▓█", " .:*#"
+"""From low to high scores; the second where the encoding has no such characters."""
 _LINES_WITHOUT_TERMINAL = 10
 
 
@@ -59,19 +62,18 @@ def _losses(progress: Progress) -> str:
     return f"loss {losses.total:.4g} = distance {losses.distillation:.4g} + weight x {losses.penalty:.4g}"
 
 
-def heads_table(pattern: HeadPattern, cuts: dict[str, HeadPattern]) -> Table:
+def heads_table(pattern: HeadPattern, cuts: dict[str, HeadPattern], console: Console) -> Table:
     """Scores of each layer as shades, and its retrieval heads in each named, binarised pattern."""
+    levels, border = (_SHADES, "│") if can_show(_SHADES + "│", console) else (_PLAIN_SHADES, "|")
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("layer", justify="right")
     table.add_column("scores", no_wrap=True)
     for name in cuts:
         table.add_column(name, justify="right")
     for layer, scores in enumerate(pattern.scores):
-        shades = "".join(
-            _SHADES[min(int(max(score, 0.0) * len(_SHADES)), len(_SHADES) - 1)] for score in scores
-        )
+        shades = "".join(levels[min(int(max(score, 0.0) * len(levels)), len(levels) - 1)] for score in scores)
         counts = [str(cut.head_counts[layer][0]) for cut in cuts.values()]
-        table.add_row(str(layer), f"│{shades}│", *counts)
+        table.add_row(str(layer), f"{border}{shades}{border}", *counts)
     table.add_section()
     totals = [f"{int(cut.mask.sum())}/{cut.mask.size}" for cut in cuts.values()]
     table.add_row("all", "", *totals)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.cli.options import DEFAULT_MAX_NUM_SEQS, EngineOptions, HeadOptions
 from hpu_duo.cli.sizes import parse_bytes
+from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
@@ -40,6 +41,8 @@ def load_model(
         None if size is None else parse_bytes(size)
         for size in (options.kv_cache_bytes, options.graph_memory_bytes)
     )
+    if options.record_shapes is not None:
+        check_file("--record-shapes", options.record_shapes)
     # Everything that needs torch comes after what can be refused without it.
     from transformers.utils import logging
 

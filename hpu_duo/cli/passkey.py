@@ -19,6 +19,7 @@ from hpu_duo.cli.option_groups import Only, grouped
 from hpu_duo.cli.prompts import encode, tokenizer_of
 from hpu_duo.cli.report import run_fields, run_table
 from hpu_duo.cli.serving import Run, RunReport
+from hpu_duo.cli.streams import mark
 from hpu_duo.cli.views import LiveView
 
 if TYPE_CHECKING:
@@ -75,6 +76,13 @@ def passkey(
             raise ValueError(f"expected --num-passkeys of at least 1, got {num_passkeys}")
         loaded = load_model(model, heads, engine, num_passkeys, seed)
         tokenizer = tokenizer_of(loaded)
+        # First by the length alone: a text that is far too long takes minutes to write.
+        most = loaded.engine.limits.max_model_len
+        if num_tokens >= most:
+            raise ValueError(
+                f"expected --num-tokens below {most}, the tokens that the model holds with a question and "
+                f"its answer, got {num_tokens}"
+            )
         written = document(token_counter(tokenizer), num_tokens, num_passkeys, passkey_words, seed)
         prompts = [encode(tokenizer, written.text + question(one)) for one in written.passkeys]
         run = Run(loaded.engine, prompts, [_params(tokenizer, one) for one in written.passkeys])
@@ -125,9 +133,14 @@ def _show_answers(console: Console, answers: list[Answer], report: RunReport) ->
     table.add_column("expected")
     table.add_column("answered")
     for answer in answers:
-        mark = "[green]✓[/green]" if answer.is_right else "[red]✗[/red]"
         one = answer.passkey
-        table.add_row(mark, one.name, f"{one.depth:.0%}", answer.expected, escape(answer.answered))
+        table.add_row(
+            mark(answer.is_right, console),
+            one.name,
+            f"{one.depth:.0%}",
+            answer.expected,
+            escape(answer.answered),
+        )
     console.print(table)
     low, high = (_interval(answers)[name] for name in ("accuracy_low", "accuracy_high"))
     found = f"{_num_right(answers)} of {len(answers)} passkeys found"

@@ -87,7 +87,7 @@ def show(
         console.print(f"{directory}: {sizes}, sink {pattern.sink}, recent {pattern.recent}", highlight=False)
         what = "above each threshold" if threshold else "at each share of streaming heads"
         console.print(f"retrieval heads of each layer {what}:", highlight=False)
-        console.print(heads_table(pattern, cuts))
+        console.print(heads_table(pattern, cuts, console))
 
 
 def _check_model(pattern: HeadPattern, model: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.option_groups import grouped
 from hpu_duo.cli.options import LIMITS, Json, LimitOptions
 from hpu_duo.cli.plan_hardware import HARDWARE, HardwareOptions, graph_bytes
+from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from graphs.planner import Traffic
@@ -231,12 +231,8 @@ def _check_hardware(
 
 def _check_writable(files: Mapping[str, Path | None]) -> None:
     for name, file in files.items():
-        if file is None:
-            continue
-        if file.is_dir() or not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
-            raise ValueError(
-                f"expected {name} to be a file in a directory that can be written to, got {file}"
-            )
+        if file is not None:
+            check_file(name, file)
 
 
 def _check_strategy(name: str) -> None:

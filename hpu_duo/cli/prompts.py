@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,9 @@ def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
     """
     if list(files).count(STDIN) > 1:
         raise ValueError("expected standard input (--file -) at most once")
-    named = [(text, f"prompt {number}") for number, text in enumerate(texts, start=1)]
+    named = [
+        (decoded(text, f"prompt {number}"), f"prompt {number}") for number, text in enumerate(texts, start=1)
+    ]
     named += [(_read(name), f"the prompt file {name!r}") for name in files]
     if not named:
         raise ValueError("expected a prompt: --prompt TEXT, --file PATH, or --file - for standard input")
@@ -36,16 +39,36 @@ def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
     return [text for text, _ in named]
 
 
+def decoded(text: str, name: str) -> str:
+    """A text of the command line, whose bytes are UTF-8 whatever the locale says.
+
+    Args:
+        name: what the text is, for the message.
+
+    Raises:
+        ValueError: they are not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Bytes that the locale does not have arrive as surrogates.
+        return _utf8(os.fsencode(text), name)
+    return text
+
+
+def _utf8(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected UTF-8 text in {name}, got byte {data[error.start]:#04x}") from None
+
+
 def _read(name: str) -> str:
     try:
         data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
-        return data.decode("utf-8")
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {name!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"expected UTF-8 text in {name!r}, got byte {error.object[error.start]:#04x}"
-        ) from error
+    return _utf8(data, repr(name))
 
 
 def tokenizer_of(model: HPUDuoModel) -> PreTrainedTokenizerBase:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +14,7 @@ from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.loading import load_model
 from hpu_duo.cli.option_groups import Only, grouped
+from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from graphs import BucketTable
@@ -133,8 +133,8 @@ def warmup(
         for file in (replay, manifest if manifest is not None and manifest.exists() else None):
             if file is not None:
                 read_manifest(file)
-        if manifest is not None and not (manifest.parent.is_dir() and os.access(manifest.parent, os.W_OK)):
-            raise ValueError(f"expected --manifest in a directory that can be written to, got {manifest}")
+        if manifest is not None:
+            check_file("--manifest", manifest)
         engine = replace(engine, buckets=buckets or replay)
         loaded = load_model(model, heads, engine, opt.DEFAULT_MAX_NUM_SEQS)
         from hpu_duo.cli.warmup_views import ProgressView, print_estimate, print_report, report_fields

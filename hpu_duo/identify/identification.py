@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from hpu_duo.identify.run_state import STATE_FILE, StepLosses
 from hpu_duo.identify.workers import Workers
 from hpu_duo.modeling.loading import load_tokenizer, read_config, resolve_dtype
 from hpu_duo.modeling.model_files import model_fingerprint
+from hpu_duo.writable import check_directory
 
 LOSSES_FILE = "losses.tsv"
 PICTURE_FILE = "heads.png"
@@ -199,11 +199,7 @@ class Identification:
 
 def _check_output(request: IdentifyRequest) -> None:
     output = request.output
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"expected a directory for the pattern, got the file {output}")
-    above = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ValueError(f"expected a place that can be written to for {output}, got {above}")
+    check_directory("the pattern's directory", output)
     has_state = (output / STATE_FILE).is_file()
     if request.resume and request.method is not Method.OPTIMISE:
         raise ValueError(f"expected --resume with the method 'optimise' only, got {request.method.value!r}")

@@ -53,7 +53,7 @@ def test_documents_that_cannot_be_written_are_refused(hpu_duo: Run, model_dir: P
     for arguments, message in (
         (("--num-passkeys", "0"), "expected --num-passkeys of at least 1"),
         (("--num-tokens", "10"), "more tokens are needed"),
-        (("--num-tokens", "9000"), "at most 4095 leave room"),
+        (("--num-tokens", "9000"), "expected --num-tokens below 4096, the tokens that the model holds"),
     ):
         result = hpu_duo("passkey", "--model", model_dir, *arguments)
         assert result.exit_code == 2

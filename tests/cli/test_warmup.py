@@ -135,7 +135,10 @@ def test_another_configuration_is_refused_by_name(warmup: Run, table: Path, tmp_
         (("--max-gib", 0), "expected max_gib to be a number above 0, got 0.0"),
         (("--replay", "missing.json"), "cannot read a manifest from missing.json: No such file"),
         (("--replay", "{table}"), "which is not JSON"),
-        (("--manifest", "nodir/x"), "--manifest in a directory that can be written to, got nodir/x"),
+        (
+            ("--manifest", "nodir/x"),
+            "got nodir/x: nodir does not exist",
+        ),
         (("--buckets", "{table}", "--manifest", "{table}"), "which is not JSON"),
         (
             ("--buckets", "{table}", "--phases", "cs"),

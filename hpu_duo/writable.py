@@ -1,0 +1,54 @@
+"""Whether results could be written: asked before the work that they are the results of."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+
+def check_directory(name: str, directory: Path) -> None:
+    """Find out whether files can be made in a directory, which is made later with its parents if need be.
+
+    Args:
+        name: what the directory is to the user, for the message.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    try:
+        _make_a_file(directory)
+    except OSError as error:
+        raise ValueError(
+            f"expected {name} to be a directory that can be written to, got {directory}: {error.strerror}"
+        ) from None
+
+
+def check_file(name: str, file: Path, *, makes_parents: bool = False) -> None:
+    """Find out whether a file can be written, anew or in place of one that is there.
+
+    Args:
+        name: what the file is to the user, for the message.
+        makes_parents: whether its directory is made later if it does not exist.
+
+    Raises:
+        ValueError: it cannot, or there is something else than a file.
+    """
+    expected = f"expected {name} to be a file in a directory that can be written to, got {file}"
+    try:
+        if file.exists():
+            if not file.is_file():
+                raise ValueError(f"{expected}, which is something else")
+            with file.open("ab"):
+                pass
+        elif not makes_parents and not file.parent.exists():
+            raise ValueError(f"{expected}: {file.parent} does not exist")
+        _make_a_file(file.parent)
+    except OSError as error:
+        raise ValueError(f"{expected}: {error.strerror}") from None
+
+
+def _make_a_file(directory: Path) -> None:
+    """Make a nameless file there, or in the nearest parent that exists: permissions alone do not tell."""
+    above = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    with tempfile.TemporaryFile(dir=above):
+        pass

@@ -1,0 +1,112 @@
+"""Standard streams of every kind: other encodings, closed and full ones, bytes that are no text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "hpu_duo.cli"]
+SHORT = ["passkey", "--num-tokens", "400", "--num-passkeys", "2", "--passkey-words", "1"]
+FULL = Path("/dev/full")
+BARE = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+full_device = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+
+
+def run(
+    *arguments: str | bytes, stdout: int = subprocess.PIPE, **variables: str
+) -> subprocess.CompletedProcess[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env=environment | variables,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+
+
+def test_answers_are_marked_in_words_where_there_is_no_tick() -> None:
+    done = run(*SHORT, PYTHONIOENCODING="latin-1")
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+    assert b"2 of 2 passkeys found" in done.stdout
+    assert b"yes " in done.stdout
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["pattern", "show", "hpu_duo/builtin/pattern"]])
+def test_tables_fit_any_encoding(command: list[str]) -> None:
+    done = run(*command, PYTHONIOENCODING="latin-1")
+    assert done.returncode == 0, done.stderr
+    assert b"\\u" not in done.stdout
+
+
+def test_a_chinese_prompt_is_utf_8_whatever_the_locale_says() -> None:
+    text = "\u4e2d\u6587".encode()
+    command = ["generate", "--max-new-tokens", "2", "--prompt", text, "--prompt", b"b", "--stop", text]
+    done = run(*command, **BARE)
+    assert done.returncode == 0, done.stderr
+    assert b"prompt 1 of 2 (length): " + text in done.stdout
+    assert done.stdout == run(*command, LC_ALL="C.UTF-8").stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "option", "name"),
+    [(BARE, "--prompt", "prompt 1"), ({"LC_ALL": "C.UTF-8"}, "--stop", "--stop")],
+)
+def test_bytes_that_are_no_text_are_refused(variables: dict[str, str], option: str, name: str) -> None:
+    done = run("generate", option, b"a\xff", "--prompt", "b", **variables)
+    assert done.returncode == 2
+    assert done.stderr.decode() == f"hpu-duo: error: expected UTF-8 text in {name}, got byte 0xff\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--help"],
+        ["generate", "--prompt", "a", "--max-new-tokens", "200", "--ignore-eos"],
+    ],
+)
+def test_a_reader_that_has_had_enough_is_no_error(command: list[str]) -> None:
+    process = subprocess.Popen([*COMMAND, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    # Closed before anything is written, so the first write finds nobody.
+    process.stdout.close()
+    told = process.stderr.read().decode()
+    assert process.wait() == 0, told
+    assert "rror" not in told
+
+
+@full_device
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--help"],
+        ["generate", "--prompt", "a", "--max-new-tokens", "3"],
+        SHORT,
+    ],
+)
+def test_a_full_device_is_told_in_a_sentence(command: list[str]) -> None:
+    with FULL.open("wb") as full:
+        done = run(*command, stdout=full.fileno())
+    assert done.returncode == 1
+    told = "hpu-duo: error: cannot write to standard output: No space left on device\n"
+    assert done.stderr.decode() == told
+
+
+@full_device
+def test_notes_that_cannot_be_written_stop_no_work() -> None:
+    with FULL.open("wb") as full:
+        done = subprocess.run(
+            [*COMMAND, *SHORT, "--json"], stdout=subprocess.PIPE, stderr=full.fileno(), check=False
+        )
+    assert done.returncode == 0
+    assert b'"num_right": 2' in done.stdout
+
+
+def test_closed_streams_are_no_error() -> None:
+    done = subprocess.run(["bash", "-c", f"{' '.join(COMMAND)} doctor >&- 2>&-"], check=False)
+    assert done.returncode == 0
