@@ -13,6 +13,7 @@ import typer
 from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.builtin.passkeys import Passkey, document, question, token_counter
+from hpu_duo.eval.interval import wilson
 
 SPARSITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -23,7 +24,7 @@ def main(
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 32,
 ) -> None:
     """Print one line per sparsity."""
-    print("streaming heads   KV cache held   of full attention   passkeys found")
+    print("streaming heads   KV cache held   of full attention   passkeys found (95 % interval)")
     for sparsity in SPARSITIES:
         model = HPUDuoModel.from_pretrained(
             MODEL_DIR,
@@ -35,9 +36,10 @@ def main(
         num_right = ask(model, num_tokens, num_passkeys)
         stats = model.stats()
         held, full = stats.peak_held_bytes, stats.peak_full_attention_bytes
+        low, high = wilson(num_right / num_passkeys, num_passkeys)
         print(
             f"{sparsity:15.0%} {held / 2**20:11.1f} MiB {held / full:19.1%} "
-            f"{num_right:11d} of {num_passkeys}",
+            f"{num_right:11d} of {num_passkeys} ({low:.0%} to {high:.0%})",
             flush=True,
         )
 

@@ -32,7 +32,10 @@ from builtin_training.tokenizer import build_tokenizer
 from builtin_training.training import CURRICULUM, Trainer
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
+from hpu_duo.eval.interval import wilson
+from hpu_duo.heads.origin import FINGERPRINT_KEY, NAME_KEY
 from hpu_duo.heads.pattern import HeadPattern
+from hpu_duo.modeling.model_files import model_fingerprint, model_name
 
 app = typer.Typer(add_completion=False, help="Train, score and measure the built-in model.")
 
@@ -88,6 +91,8 @@ def score(
     _set_up(threads)
     scorer = HeadScorer(load(model_dir, torch.bfloat16, device), BatchMaker(build_tokenizer()))
     pattern = scorer.shapley(orders)
+    origin = {NAME_KEY: model_name(model_dir), FINGERPRINT_KEY: model_fingerprint(model_dir)}
+    pattern = replace(pattern, config={**origin, **pattern.config})
     pattern.save(pattern_dir)
     print("Shapley scores (layers x KV heads):", pattern.scores.round(4), sep="\n")
     print("Loss of probability, one head removed:", scorer.ablation().round(4), sep="\n")
@@ -117,9 +122,10 @@ def evaluate(
             plan = None if retrieval_LK is None else plan_of(retrieval_LK)
             measured = measure_accuracy(model, batches, task, num_batches, plan)
             rows.append({"num_tokens": num_tokens, "heads": name, **asdict(measured)})
+            low, high = wilson(measured.exact_match, measured.num_answers)
             print(
-                f"T={num_tokens} {name}: exact match {measured.exact_match:.3f}, token accuracy "
-                f"{measured.token_accuracy:.3f}, {measured.num_answers} answers",
+                f"T={num_tokens} {name}: exact match {measured.exact_match:.3f} ({low:.3f} to {high:.3f}), "
+                f"token accuracy {measured.token_accuracy:.3f}, {measured.num_answers} answers",
                 flush=True,
             )
     if output is not None:

@@ -20,6 +20,7 @@ from hpu_duo.engine.outputs import ContinuationScore
 from hpu_duo.engine.stats import EngineStats
 from hpu_duo.generation import GenerativeModel, as_eos_ids
 from hpu_duo.modeling.loading import load_tokenizer, read_config, read_generation_config
+from hpu_duo.uncopied import Uncopied
 from hpu_duo.warmup import (
     GivenBuckets,
     Progress,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
 
 
-class HPUDuoModel(GenerativeModel):
+class HPUDuoModel(GenerativeModel, Uncopied):
     """A checkpoint, loaded and ready to generate.
 
     Threads may share it: one lock orders their steps, each step serves the requests of all of them, and each

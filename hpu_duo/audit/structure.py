@@ -21,7 +21,7 @@ from hpu_duo.config import CacheConfig, EngineConfig
 from hpu_duo.cost import Hardware
 from hpu_duo.engine.assembly import layer_spec
 from hpu_duo.engine.batch import StepGeometry
-from hpu_duo.engine.head_choice import assign_heads, resolve_pattern
+from hpu_duo.engine.head_choice import assign_heads, check_pattern, resolve_pattern
 from hpu_duo.engine.memory_choice import plan_memory
 from hpu_duo.engine.step_tables import check_table, default_table
 from hpu_duo.kv.plan import MemoryPlan
@@ -96,6 +96,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     dtype = resolve_dtype(config.model.dtype, hf_config)
     scheduler = config.scheduler
     max_len = served_len(text_config, scheduler.max_model_len)
+    check_pattern(config.heads, path)
     model = build_without_weights(path, hf_config, dtype)
     fix_frequencies(model, max_len)
     with _autocast_on_meta():

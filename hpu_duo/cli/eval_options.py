@@ -133,7 +133,10 @@ class Choice:
         """Load the model; see ``load_model``."""
         from hpu_duo.eval import Subject
 
-        return Subject(load_model(self.model, self.heads, self.engine, num_requests))
+        loaded = load_model(self.model, self.heads, self.engine, num_requests)
+        for note in loaded.engine.notes:
+            typer.echo(f"hpu-duo: note: {note}", err=True)
+        return Subject(loaded)
 
     @property
     def load_full(self) -> Callable[[], Subject] | None:

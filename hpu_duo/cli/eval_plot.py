@@ -32,7 +32,9 @@ def draw_grid(cells: Sequence[Row], png: Path) -> None:
             cell = found[depth, length]
             text = f"{cell['num_exact']}/{cell['num_answers']}\n"
             text += f"{cell['accuracy_low']:.2f} to {cell['accuracy_high']:.2f}"
-            axes.text(column, row, text, ha="center", va="center", fontsize=7)
+            # Both ends of the colours are dark.
+            colour = "black" if 0.1 < cell["accuracy"] < 0.9 else "white"
+            axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("tokens of the document")

@@ -43,7 +43,10 @@ def show(
     tie_seed: Annotated[int, typer.Option(help="Seed of numpy for --tie-break reference.")] = 0,
     balance: Annotated[str, typer.Option(help="global or per_layer.")] = "global",
     model: Annotated[
-        Path | None, typer.Option(help="Check that the pattern fits this checkpoint or config.json.")
+        Path | None,
+        typer.Option(
+            help="Check that the pattern was made for this checkpoint; a config.json shows its shape."
+        ),
     ] = None,
     png: Annotated[
         Path | None, typer.Option(help="Also draw it; needs matplotlib.", show_default="no picture")
@@ -57,8 +60,7 @@ def show(
         from hpu_duo.heads import HeadPattern
 
         pattern = HeadPattern.load(directory)
-        if model is not None:
-            _check_model(pattern, model)
+        note = None if model is None else _check_model(pattern, model)
         rule = cast(Literal["stable", "reference"], tie_break)
         spread = cast(Literal["global", "per_layer"], balance)
         cuts: dict[str, HeadPattern] = {}
@@ -78,7 +80,8 @@ def show(
     from hpu_duo.cli.identify_view import heads_table, pattern_fields
 
     if as_json:
-        typer.echo(json.dumps(pattern_fields(pattern, cuts), indent=2))
+        told = {} if note is None else {"note": note}
+        typer.echo(json.dumps({**pattern_fields(pattern, cuts), **told}, indent=2))
     else:
         from rich.console import Console
 
@@ -88,11 +91,19 @@ def show(
         what = "above each threshold" if threshold else "at each share of streaming heads"
         console.print(f"retrieval heads of each layer {what}:", highlight=False)
         console.print(heads_table(pattern, cuts, console))
+        if note is not None:
+            console.print(f"note: {note}", highlight=False)
 
 
-def _check_model(pattern: HeadPattern, model: Path) -> None:
+def _check_model(pattern: HeadPattern, model: Path) -> str | None:
+    """Return ``check_origin``'s note about a pattern and a model."""
     # transformers is slow to import, and only this needs it.
     from hpu_duo.cost.read_model import read_model
+    from hpu_duo.heads.origin import check_origin
+    from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
 
     layers = read_model(model).layers
     pattern.check_shape(len(layers), layers[0].num_kv_heads)
+    directory = model if model.is_dir() else model.parent
+    fingerprint = model_fingerprint(directory) if has_weights(directory) else None
+    return check_origin(pattern, model_name(directory), fingerprint)

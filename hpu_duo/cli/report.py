@@ -31,6 +31,8 @@ def run_table(report: RunReport) -> Table:
         table.add_row("graphs", missed)
     if stats.num_uncaptured_steps:
         table.add_row("uncaptured", f"{stats.num_uncaptured_steps} steps, too long to be captured")
+    for note in stats.notes:
+        table.add_row("note", note)
     return table
 
 

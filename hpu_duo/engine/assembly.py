@@ -17,7 +17,7 @@ from hpu_duo.config import EngineConfig
 from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.graph_memory import plan_with_graphs
-from hpu_duo.engine.head_choice import assign_heads, resolve_pattern
+from hpu_duo.engine.head_choice import assign_heads, check_pattern, resolve_pattern
 from hpu_duo.engine.kernel_choice import choose_kernels
 from hpu_duo.engine.memory_choice import plan_memory
 from hpu_duo.engine.runner import Runner
@@ -34,7 +34,7 @@ from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
 from hpu_duo.modeling.probe import DecoderLayer, probe
-from hpu_duo.modeling.rope import fix_frequencies, served_len
+from hpu_duo.modeling.rope import fix_frequencies, frequencies_note, served_len
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
 from kernels_ref import Implementation, LayerSpec
@@ -62,8 +62,11 @@ def assemble(
     hf_config = read_config(config.model.path)
     dtype = resolve_dtype(config.model.dtype, hf_config)
     served_len(hf_config.get_text_config(), config.scheduler.max_model_len)  # refused before weights are read
+    notes = check_pattern(config.heads, config.model.path)
     model = load_model(config.model.path, hf_config, dtype, _first_device(device, runtime))
-    return assemble_around(model, config, eos_token_ids, tokenizer, seed)
+    engine = assemble_around(model, config, eos_token_ids, tokenizer, seed)
+    engine.notes = (*notes, *engine.notes)
+    return engine
 
 
 def assemble_around(
@@ -79,7 +82,7 @@ def assemble_around(
         model: in evaluation mode, with our attention function; changed in place: heads are reordered, linear
             weights packed on CPU, and rotary frequencies that depend on the text's length stay those of
             the longest request.
-        config: its path and dtype are not looked at.
+        config: its path and dtype are not looked at, nor is the model that its head pattern was made for.
 
     Raises:
         ValueError: the model cannot be served, or the configuration does not fit it or this machine.
@@ -134,7 +137,9 @@ def assemble_around(
         _trimming(config, runner),
     )
     limits = TokenLimits(tables.limits(memory).max_model_len, eos_token_ids, text_config.vocab_size)
-    return Engine(runner, scheduler, limits, tokenizer, seed)
+    engine = Engine(runner, scheduler, limits, tokenizer, seed)
+    engine.notes = frequencies_note(text_config, max_len)
+    return engine
 
 
 def _trimming(config: EngineConfig, runner: Runner) -> Callable[[StepPlan], int] | None:

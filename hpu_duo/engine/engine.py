@@ -24,6 +24,7 @@ from hpu_duo.engine.stepper import Stepper
 from hpu_duo.engine.turns import Turns
 from hpu_duo.request import TokenLimits
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from graphs.recording import ShapeRecorder
 
 
-class Engine:
+class Engine(Uncopied):
     """Serves requests: ``add_request``, then ``step`` until ``has_unfinished`` is False.
 
     A request that cannot be served is refused by ``add_request`` before anything changes, so the
@@ -48,6 +49,9 @@ class Engine:
         limits: what the model says about tokens.
         tokenizer: for text and stop strings; without it outputs carry token ids only.
         seed: from which requests without a seed get theirs.
+
+    Attributes:
+        notes: what a user should know of how the model was loaded; ``stats`` has them too.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Engine:
         self._samples, self._deliveries = self._stepper.samples, self._stepper.deliveries
         self._turns = Turns()
         self._num_added = 0
+        self.notes: tuple[str, ...] = ()
 
     @property
     def recorder(self) -> ShapeRecorder | None:
@@ -261,7 +266,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of what has been done and what is held."""
         with interrupts_deferred(), self._turns:
-            return EngineStats.of(self._stepper.telemetry.counters, self.scheduler, self.runner)
+            return EngineStats.of(self._stepper.telemetry.counters, self.scheduler, self.runner, self.notes)
 
     def _has_rows(self, wanted: int | None) -> bool:
         """Whether so many more samples could run now; one alone is never kept waiting."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from bias_builders import Window
 from hpu_duo.config import HeadConfig
 from hpu_duo.heads import HeadLayout, HeadPattern
+from hpu_duo.heads.origin import FINGERPRINT_KEY, check_origin
+from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer
 
 
@@ -14,7 +17,7 @@ def resolve_pattern(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> Head
     """The binarised head pattern, checked against the model; None when every head is a retrieval head."""
     if heads.pattern is None:
         return None
-    pattern = heads.pattern if isinstance(heads.pattern, HeadPattern) else HeadPattern.load(heads.pattern)
+    pattern = _read(heads.pattern)
     kv_heads = {layer.call.num_kv_heads for layer in layers}
     if len(kv_heads) > 1:
         raise ValueError(f"a head pattern needs equally many key/value heads in every layer, got {kv_heads}")
@@ -32,6 +35,28 @@ def resolve_pattern(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> Head
     return pattern.binarise(
         sparsity=heads.sparsity, threshold=heads.threshold, tie_break=heads.tie_break, balance=heads.balance
     )
+
+
+def check_pattern(heads: HeadConfig, model: str | Path) -> tuple[str, ...]:
+    """Compare the head pattern's model with a checkpoint, or with a directory that has no weights.
+
+    Returns:
+        Notes for the user where there is nothing to compare.
+
+    Raises:
+        ValueError: the pattern was made for another model, or it cannot be read.
+    """
+    if heads.pattern is None:
+        return ()
+    pattern, directory = _read(heads.pattern), Path(model)
+    is_named = FINGERPRINT_KEY in pattern.config
+    fingerprint = model_fingerprint(directory) if is_named and has_weights(directory) else None
+    note = check_origin(pattern, model_name(directory), fingerprint)
+    return () if note is None else (note,)
+
+
+def _read(pattern: HeadPattern | str | Path) -> HeadPattern:
+    return pattern if isinstance(pattern, HeadPattern) else HeadPattern.load(pattern)
 
 
 def assign_heads(

@@ -107,7 +107,7 @@ class SampleState:
 def _text_before(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """The end of the prompt's text, as much as a stop string may begin in."""
     params = request.params
-    if tokenizer is None or not params.stop_begins_in_prompt:
+    if tokenizer is None or not params.stop_like_transformers:
         return ""
     # A character has at most four tokens.
     num_tokens = 4 * max(map(len, params.stop))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from hpu_duo.sampling import (
     static_routes,
     without,
 )
+from hpu_duo.uncopied import Uncopied
 from hpu_duo.watch import CompileWatch
 from kernels_ref import StepParts, StepTensors, prepare_step
 
@@ -55,7 +57,7 @@ class StepResult:
     errors: Mapping[int, Exception] = field(default_factory=dict)
 
 
-class Runner:
+class Runner(Uncopied):
     """Owns the device side: model, stores, staged inputs and captured graphs.
 
     Args:
@@ -86,7 +88,9 @@ class Runner:
     ) -> None:
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
         self.device, self.runtime = device, runtime
-        self.watch = CompileWatch.of(lambda: self.graphs, runtime)
+        # No part of a runner refers back to it, so that its memory is free as soon as it is let go.
+        this = weakref.proxy(self)
+        self.watch = CompileWatch.of(lambda: this.graphs, runtime)
         self._watching: Callable[[], AbstractContextManager[None]] = (
             self.watch.forbidding if fail_on_recompile else nullcontext
         )
@@ -102,7 +106,8 @@ class Runner:
     def _pad_to_table(self, is_padding: bool) -> None:
         self.uses_table = is_padding
         # Shapes that miss the table, any number of them, share one place.
-        self._step_of = lru_cache(maxsize=len(self.graphs.table) + 1 if is_padding else 1)(self._make_step)
+        make_step = partial(_make_step, self.model, self.geometry, self.graphs)
+        self._step_of = lru_cache(maxsize=len(self.graphs.table) + 1 if is_padding else 1)(make_step)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sampling: Mapping[int, SamplingRow], vocab_size: int) -> StepResult:
@@ -200,11 +205,14 @@ class Runner:
         fill(self.inputs.stage(bucket), empty_batch(), bucket, self.geometry)
         return self.inputs.copy_in(bucket)
 
-    def _make_step(self, bucket: BatchShape) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
-        runners: dict[Hashable, Callable[..., Any]] = {
-            kind: self.graphs.region(bucket, kind, run_layer) for kind in self.model.kinds
-        }
-        return bucket_step(self.model, self.geometry, bucket, runners)
+
+def _make_step(
+    model: StepModel, geometry: StepGeometry, graphs: GraphCache, bucket: BatchShape
+) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+    runners: dict[Hashable, Callable[..., Any]] = {
+        kind: graphs.region(bucket, kind, run_layer) for kind in model.kinds
+    }
+    return bucket_step(model, geometry, bucket, runners)
 
 
 def bucket_step(

@@ -37,6 +37,7 @@ class EngineStats:
         peak_held_bytes, peak_full_attention_bytes: both at the step with the most cached tokens.
         host_s, device_s: seconds spent planning and building steps, and running them.
         bytes_copied: bytes of staged step inputs.
+        notes: what a user should know of how the model was loaded.
     """
 
     steps: dict[str, int]
@@ -64,9 +65,12 @@ class EngineStats:
     host_s: float
     device_s: float
     bytes_copied: int
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, counters: StepCounters, scheduler: Scheduler, runner: Runner) -> EngineStats:
+    def of(
+        cls, counters: StepCounters, scheduler: Scheduler, runner: Runner, notes: tuple[str, ...] = ()
+    ) -> EngineStats:
         """What the counters say, and what is held now."""
         leases, memory, graphs = scheduler.leases, runner.store.plan, runner.graphs.counters
         return cls(
@@ -95,6 +99,7 @@ class EngineStats:
             host_s=counters.host_s,
             device_s=counters.device_s,
             bytes_copied=runner.inputs.bytes_copied,
+            notes=notes,
         )
 
     @property

@@ -101,7 +101,7 @@ class GenerationRequest:
                 *as_token_ids("stop_token_ids", self.ours.get("stop_token_ids")),
             ),
             include_stop_str_in_output=True,
-            stop_begins_in_prompt=True,
+            stop_like_transformers=True,
             ignore_eos=True,
             **{k: v for k, v in self.ours.items() if v is not None and k not in _STOPPING},
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
     from hpu_duo.engine.engine import Engine
-    from hpu_duo.engine.outputs import RequestOutput
 
 
 class GenerateCall:
@@ -66,7 +64,11 @@ class GenerateCall:
         if chooses or criteria:
             for number, one in enumerate(params):
                 self._samples.append(self._watched(model, number, one, hooks if chooses else None, criteria))
-            params = [replace(one, host_sampler=each.__getitem__) for one, each in zip(params, self._samples)]
+            # Processors keep a minimum of tokens by themselves.
+            params = [
+                replace(one, host_sampler=each.__getitem__, min_tokens=0 if chooses else one.min_tokens)
+                for one, each in zip(params, self._samples)
+            ]
         self._params = params
 
     def _watched(
@@ -94,7 +96,8 @@ class GenerateCall:
             ValueError: a prompt cannot be served.
             Exception: what a processor or criterion of the caller raised.
         """
-        done = engine.generate(self._prompts, self._params, self._on_output())
+        stream = None if self._streamer is None else feed(self._streamer, self._rows[0])
+        done = engine.generate(self._prompts, self._params, stream)
         sequences = assemble_rows(self._rows, done, self._asked.pad_token_id)
         if not self._asked.returns_dict:
             return sequences
@@ -105,21 +108,6 @@ class GenerateCall:
             scores=assemble_scores([one.scores for one in samples]) if self._asked.returns_scores else None,
             logits=assemble_scores([one.logits for one in samples]) if self._asked.returns_logits else None,
         )
-
-    def _on_output(self) -> Callable[[RequestOutput], None] | None:
-        stream = None if self._streamer is None else feed(self._streamer, self._rows[0])
-        if not self._samples:
-            return stream
-
-        def on_output(output: RequestOutput) -> None:
-            for each in self._samples:
-                error = each[output.sample_index].error
-                if error is not None:
-                    raise error
-            if stream is not None:
-                stream(output)
-
-        return on_output
 
 
 def _with_seeds(params: list[SamplingParams]) -> list[SamplingParams]:

@@ -61,6 +61,18 @@ class GenerativeModel:
         """Return the model, which is always in evaluation mode."""
         return self
 
+    def compute_transition_scores(
+        self, sequences: torch.Tensor, scores: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Return the score of each generated token, ``[B, steps]``, from what ``generate`` returned.
+
+        See the method of transformers' models, which does it. Rows that ended early have scores of zero, or
+        of equal probabilities if they are normalized, behind their end.
+        """
+        model: Any = self.engine.runner.model.model
+        found: torch.Tensor = model.compute_transition_scores(sequences, scores, *args, **kwargs)
+        return found
+
     def can_generate(self) -> bool:
         """Whether ``generate`` can be called: always."""
         return True

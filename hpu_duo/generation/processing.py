@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -64,8 +65,6 @@ class Hooks:
 class ProcessedSample:
     """Chooses the tokens of one sample as transformers does, and remembers their scores.
 
-    What a processor or criterion raises ends the sample, and is kept for the caller.
-
     Args:
         row: the prompt as given, left padding included.
         processors: None where the device chooses tokens, and only criteria are asked.
@@ -74,7 +73,6 @@ class ProcessedSample:
     Attributes:
         scores, logits: float32 ``[1, V]`` of each token, as processed and as the model gave them; empty where
             nobody wants them.
-        error: what was raised.
     """
 
     def __init__(
@@ -90,7 +88,6 @@ class ProcessedSample:
         self._keeps_scores, self._keeps_logits = asked.returns_scores, asked.returns_logits
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
-        self.error: Exception | None = None
 
     @property
     def chooses(self) -> bool:
@@ -100,32 +97,27 @@ class ProcessedSample:
     def choose(self, output_ids: NDArray[np.int32], logits: Tensor, uniform: float) -> int:
         """Process the scores, keep them, and take the best token or draw one; see ``HostSampler``."""
         assert self._processors is not None
-        try:
-            # Ordinary tensors, which a caller may change and keep.
-            with torch.inference_mode(False), torch.no_grad():
-                raw = logits.to(torch.float32, copy=True)[None]
-                scores = _checked(self._processors(self._read(output_ids), raw), raw)
-                self._keep(len(output_ids), scores, raw)
-                if self._draws:
-                    return int(draw(_drawable(scores), torch.tensor([uniform])))
-                return int(scores.argmax(dim=-1))
-        except Exception as error:
-            self.error = error
-            return 0
+        # Ordinary tensors, which a caller may change and keep.
+        with torch.inference_mode(False), torch.no_grad():
+            raw = logits.to(torch.float32, copy=True)[None]
+            scores = _checked(self._processors(self._read(output_ids), raw), raw)
+            self._keep(len(output_ids), scores, raw)
+            best = float(scores.amax())
+            if best == -math.inf or (self._draws and not math.isfinite(best)):
+                raise ValueError(
+                    f"expected processors to leave a token to choose, got a best score of {best}"
+                )
+            if self._draws:
+                return int(draw(scores, torch.tensor([uniform])))
+            return int(scores.argmax(dim=-1))
 
     def ends(self, output_ids: NDArray[np.int32]) -> bool:
         """Whether a criterion says that the sample is done."""
-        if self.error is not None:
-            return True
         if not self._criteria:
             return False
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                scores = tuple(self.scores) if self._keeps_scores else None
-                return bool(torch.as_tensor(self._criteria(self._read(output_ids), scores)).all())
-        except Exception as error:
-            self.error = error
-            return True
+        with torch.inference_mode(False), torch.no_grad():
+            scores = tuple(self.scores) if self._keeps_scores else None
+            return bool(torch.as_tensor(self._criteria(self._read(output_ids), scores)).all())
 
     def _read(self, output_ids: NDArray[np.int32]) -> Any:
         """All tokens, a LongTensor ``[1, L]``."""
@@ -227,14 +219,6 @@ def _checked(scores: Any, raw: Tensor) -> Tensor:
     if not isinstance(scores, Tensor) or scores.shape != raw.shape:
         got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"logits_processor: expected scores of shape {list(raw.shape)}, got {got}")
-    return scores
-
-
-def _drawable(scores: Tensor) -> Tensor:
-    if not torch.isfinite(scores.amax()):
-        raise ValueError(
-            "expected processors to leave a token that may be drawn, got none with a finite score"
-        )
     return scores
 
 

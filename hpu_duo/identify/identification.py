@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from graphs.atomic_file import replace_file
-from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.builtin.haystack import BuiltinHaystack, TextHaystack
 from hpu_duo.device import resolve_device
 from hpu_duo.heads import HeadPattern
+from hpu_duo.heads.origin import FINGERPRINT_KEY, NAME_KEY
 from hpu_duo.heads.pattern_files import CONFIG_FILE, SCORES_FILE
 from hpu_duo.identify.attention import Band
 from hpu_duo.identify.dataset import DatasetSettings, PasskeyDataset
@@ -25,7 +25,7 @@ from hpu_duo.identify.optimise import GateTraining, TrainingSettings
 from hpu_duo.identify.run_state import STATE_FILE, StepLosses
 from hpu_duo.identify.workers import Workers
 from hpu_duo.modeling.loading import load_tokenizer, read_config, resolve_dtype
-from hpu_duo.modeling.model_files import model_fingerprint
+from hpu_duo.modeling.model_files import model_fingerprint, model_name
 from hpu_duo.writable import check_directory
 
 LOSSES_FILE = "losses.tsv"
@@ -217,7 +217,7 @@ def _config_fields(request: IdentifyRequest, dtype: str, dataset: PasskeyDataset
     """config.json: keys of the published files where they have one, and all that the scores depend on."""
     data = request.dataset
     fields: dict[str, Any] = {
-        "model_name": "builtin" if request.model == MODEL_DIR else request.model.resolve().name,
+        NAME_KEY: model_name(request.model),
         "method": request.method.value,
         "sink_size": request.sink,
         "recent_size": request.recent,
@@ -233,7 +233,7 @@ def _config_fields(request: IdentifyRequest, dtype: str, dataset: PasskeyDataset
         "form": data.form.value,
         "seed": data.seed,
         "dtype": dtype,
-        "model_fingerprint": model_fingerprint(request.model),
+        FINGERPRINT_KEY: model_fingerprint(request.model),
         **{f"{key}_fingerprint": value for key, value in dataset.fingerprint().items()},
     }
     if request.method is not Method.OPTIMISE:

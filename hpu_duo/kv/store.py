@@ -9,6 +9,7 @@ import torch
 from hpu_duo.kv.copies import BlockCopy, Copy, RowCopy
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.reserved import reserved_zeros
+from hpu_duo.uncopied import Uncopied
 from kernels_ref import KVUnits, LayerCache, UnitLayout, as_units
 from kernels_ref.index import gather, index_dtype
 
@@ -16,7 +17,7 @@ _COPY_SIZES = (8, 4, 2, 1)
 """Blocks or rows that move at a time: few sizes, because a device compiles each one."""
 
 
-class KVStore:
+class KVStore(Uncopied):
     """Block and ring stores, zeroed; see ``MemoryPlan`` for their shapes.
 
     They are allocated once. On a CPU a block takes memory from its first use on.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from hpu_duo.builtin import MODEL_DIR
+
 _NUM_SLICES = 64
 _SLICE_BYTES = 4096
 
@@ -20,3 +22,18 @@ def model_fingerprint(directory: Path) -> str:
                 file.seek(size * index // _NUM_SLICES)
                 digest.update(file.read(_SLICE_BYTES))
     return digest.hexdigest()
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a directory holds what ``model_fingerprint`` looks at."""
+    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+
+
+def model_name(directory: Path) -> str:
+    """Return what people call a model: its hub id in the hub's cache, elsewhere the directory's name."""
+    path = directory.resolve()
+    if path == MODEL_DIR.resolve():
+        return "builtin"
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return "/".join(path.parent.parent.name.split("--")[1:])
+    return path.name

@@ -78,6 +78,17 @@ def short_len(config: Any) -> int | None:
     return min(bounds) if bounds else None
 
 
+def frequencies_note(config: Any, max_len: int) -> tuple[str, ...]:
+    """Return a note for users of short texts if ``fix_frequencies`` does not keep theirs."""
+    short = short_len(config)
+    if short is None or max_len <= short:
+        return ()
+    return (
+        f"rotary frequencies are those of texts of {max_len} tokens, for shorter texts too; "
+        f"a max_model_len of at most {short} keeps those of short texts",
+    )
+
+
 def fix_frequencies(model: nn.Module, max_len: int) -> None:
     """Give rotary embeddings the frequencies that transformers gives a text of ``max_len`` tokens, for good.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -14,6 +15,7 @@ from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer, placehol
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.uncopied import Uncopied
 from kernels_ref import LayerCache, LayerSpec, RingKind, Step, UnitLayout
 
 LayerRunner = Callable[..., Any]
@@ -24,17 +26,20 @@ def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-class _Dispatch:
-    """Takes the place of a layer's ``forward``: calls whatever runs layers of its kind in this step."""
+class ServedLayer(Uncopied):
+    """Takes the place of a layer's ``forward``: calls whatever runs layers of its kind in this step.
+
+    The layer has it, so it holds the layer weakly.
+    """
 
     def __init__(self, runners: Mapping[Hashable, LayerRunner], kind: Hashable, layer: nn.Module) -> None:
-        self._runners, self._kind, self._layer = runners, kind, layer
+        self._runners, self._kind, self._layer = runners, kind, weakref.ref(layer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runners.get(self._kind, run_layer)(self._layer, *args, **kwargs)
+        return self._runners.get(self._kind, run_layer)(self._layer(), *args, **kwargs)
 
 
-class StepModel:
+class StepModel(Uncopied):
     """The captured part of a step: tokens in, wanted logits out.
 
     Attributes:
@@ -65,7 +70,7 @@ class StepModel:
             kind = LayerKind(layer.module, spec)
             # Equal kinds become one object, which dictionaries find without comparing.
             kind = kinds.setdefault(kind, kind)
-            layer.module.forward = _Dispatch(self._runners, kind, layer.module)
+            layer.module.forward = ServedLayer(self._runners, kind, layer.module)
         self.kinds = tuple(kinds)
         block_layouts: set[UnitLayout] = set()
         ring_kinds: set[RingKind] = set()

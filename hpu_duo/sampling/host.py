@@ -75,7 +75,12 @@ def choose_on_host(
         assert row.choose is not None
         draw = uniform(np.array([wrap_seed(row.seed)], np.uint64), np.array([row.num_output_tokens]))
         try:
-            token_ids[index] = row.choose(on_host_NV[index], float(draw[0]))
+            token = row.choose(on_host_NV[index], float(draw[0]))
+            if not 0 <= token < on_host_NV.shape[1]:
+                raise ValueError(
+                    f"expected a host sampler to choose a token in [0, {on_host_NV.shape[1]}), got {token}"
+                )
+            token_ids[index] = token
         except Exception as error:
             errors[index] = error
     return errors

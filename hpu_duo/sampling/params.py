@@ -46,8 +46,9 @@ class SamplingParams:
         ignore_eos: EOS does not end the output.
         stop: one string or several that end the output. Special tokens are matched by their text, also where
             they are left out of the text that is shown. Stored as a tuple.
-        stop_begins_in_prompt: a stop string may also begin in the prompt, as for transformers; otherwise it
-            is looked for in the output alone, as by vLLM. One that is complete in the prompt never counts.
+        stop_like_transformers: stop strings as transformers has them: one may begin in the prompt and end in
+            the output, and need not wait for ``min_tokens``. Otherwise as vLLM has them: the output alone is
+            looked at, from ``min_tokens`` on.
         stop_token_ids: token ids that end the output, besides EOS. Stored as a tuple.
         include_stop_str_in_output: keep the stop string (or stop token's text) in the text.
         skip_special_tokens: leave special tokens out of the text.
@@ -81,7 +82,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
-    stop_begins_in_prompt: bool = False
+    stop_like_transformers: bool = False
     skip_special_tokens: bool = True
     forced_token_ids: Sequence[int] = ()
     decoded_prompt_tokens: int = 0

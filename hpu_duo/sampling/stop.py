@@ -35,22 +35,22 @@ class StopChecker:
 
     The stop string that is complete first wins; of those complete at the same character, the longest. So the
     result does not depend on how the text is split into tokens. A string that completes before
-    ``min_tokens`` is reached is ordinary text, but one that only begins before it counts. The text of special
-    tokens counts too, also where it is not shown.
+    ``min_tokens`` is reached is ordinary text, but one that only begins before it counts; transformers does
+    not wait for it. The text of special tokens counts too, also where it is not shown.
 
     Each character costs amortised constant time per stop string.
 
     Source: Knuth, Morris and Pratt 1977 (doi:10.1137/0206024).
 
     Args:
-        params: uses ``stop``, ``include_stop_str_in_output`` and ``min_tokens``.
+        params: uses ``stop``, ``stop_like_transformers``, ``include_stop_str_in_output``, ``min_tokens``.
         before: text in which a stop string may begin that ends in the output, such as the prompt's. Strings
             that are complete in it do not count.
     """
 
     def __init__(self, params: SamplingParams, before: str = "") -> None:
         self._include = params.include_stop_str_in_output
-        self._min_tokens = params.min_tokens
+        self._min_tokens = 0 if params.stop_like_transformers else params.min_tokens
         # Longest first, so that the first hit at a character is the longest.
         self._stops = tuple(sorted(set(params.stop), key=lambda stop: (-len(stop), stop)))
         self._borders = tuple(_find_borders(stop) for stop in self._stops)

@@ -61,6 +61,7 @@ def test_a_failure_of_full_attention_itself_is_told(hpu_duo: Run, model_dir: Pat
     report = json.loads(done.stdout)
     assert report["accuracy"] < 0.5
     assert [row["accuracy"] for row in report["full_attention"]] == [1.0]
+    assert "full attention answers 8 of 8 at 400 tokens, so wrong answers are due" in done.stderr
     assert "warning" not in done.stderr
 
 

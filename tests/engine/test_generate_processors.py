@@ -17,6 +17,9 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.generation.arguments import read_generation
+from hpu_duo.generation.call import GenerateCall
+from hpu_duo.generation.processing import Hooks
 from hpu_duo.sampling import SamplingParams
 from tests.engine.test_generate_like_transformers import LENGTHS, left_padded
 from tests.engine.tiny import Tiny, assert_holds_nothing
@@ -229,6 +232,78 @@ def test_time_that_is_up_ends_every_row_with_its_first_token(
     assert output.shape == (len(PROMPTS), max(LENGTHS) + 1)
 
 
+def test_transition_scores_are_those_of_transformers(tiny: Tiny, served: HPUDuoModel) -> None:
+    ours, theirs = both(tiny, served, suppress_tokens=[41], **SCORED)
+    for normalizes in (True, False):
+        mine, other = (
+            model.compute_transition_scores(output.sequences, output.scores, normalize_logits=normalizes)
+            for model, output in ((served, ours), (tiny.model, theirs))
+        )
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_blocks": 9, "max_model_len": 60}, {"graphs": "compile"}, {"dtype": "bfloat16"}]
+)
+def test_scores_do_not_depend_on_how_steps_run(tiny: Tiny, options: dict[str, Any]) -> None:
+    """Preempted requests, compiled steps, and logits of another type."""
+    other = tiny.load(**options)
+    prompts = prompts_of([13, 5, 22, 9])
+    kwargs: dict[str, Any] = {"max_new_tokens": 30, "no_repeat_ngram_size": 2, **SCORED}
+    done = other.generate(prompts, **kwargs)
+    assert_holds_nothing(other)
+    if "num_blocks" in options:
+        assert other.stats().num_preemptions > 0
+    expected = tiny.load(**({"dtype": "bfloat16"} if "dtype" in options else {})).generate(prompts, **kwargs)
+    assert done.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip((*done.scores, *done.logits), (*expected.scores, *expected.logits), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_step_that_is_computed_again_leaves_one_score_per_token(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = tiny.load()
+    expected = served.generate(PROMPTS, max_new_tokens=5, **SCORED)
+    call = GenerateCall(
+        served.engine.runner.model.model,
+        read_generation(GenerationConfig(), None, {"max_new_tokens": 5, **SCORED}, VOCAB),
+        PROMPTS,
+        PROMPTS,
+        Hooks.read(None, None, None),
+    )
+    run, num_runs = served.engine.runner.run, 0
+
+    def twice(*args: Any) -> Any:
+        nonlocal num_runs
+        num_runs += 1
+        run(*args)
+        return run(*args)
+
+    monkeypatch.setattr(served.engine.runner, "run", twice)
+    done: Any = call.run(served.engine)
+    assert num_runs >= 5
+    assert done.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip((*done.scores, *done.logits), (*expected.scores, *expected.logits), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_streamer_gets_tokens_that_are_chosen_on_the_host(served: HPUDuoModel) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.got: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.got += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.got.append(-1)
+
+    streamer = Streamer()
+    output = served.generate(PROMPTS[:1], streamer=streamer, max_new_tokens=5, suppress_tokens=[41])
+    assert streamer.got == [*output[0].tolist(), -1]
+
+
 def raising(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("not today")
 
@@ -251,11 +326,25 @@ def test_a_processor_that_gives_no_scores_is_named(served: HPUDuoModel, result: 
     assert_holds_nothing(served)
 
 
-def test_scores_without_a_token_to_draw_are_an_error(served: HPUDuoModel) -> None:
-    with pytest.raises(ValueError, match="a token that may be drawn"):
+@pytest.mark.parametrize("draws", [True, False])
+def test_scores_without_a_token_to_choose_are_an_error(served: HPUDuoModel, draws: bool) -> None:
+    with pytest.raises(ValueError, match="a token to choose"):
         served.generate(
-            PROMPTS[:1], do_sample=True, logits_processor=[lambda ids, scores: scores - torch.inf]
+            PROMPTS[:1], do_sample=draws, logits_processor=[lambda ids, scores: scores - torch.inf]
         )
+
+
+def test_an_end_token_that_a_processor_insists_on_ends_the_row_before_its_minimum(
+    tiny: Tiny, served: HPUDuoModel
+) -> None:
+    """A processor may undo what forbids the token."""
+
+    def insists(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.arange(VOCAB) == 40, 99.0) if ids.shape[1] > 14 else scores
+
+    ours, theirs = both(tiny, served, logits_processor=[insists], eos_token_id=40, min_new_tokens=8)
+    assert ours.tolist() == theirs.tolist()
+    assert ours.shape[1] == max(LENGTHS) + 4
 
 
 class Fixed:
@@ -284,6 +373,25 @@ def test_a_host_sampler_chooses_for_its_row_alone(
     assert [sample.token_ids for sample in done[1]] == [[0, 1, 2], [10, 11, 12, 13]]
     assert [str(sample.finish_reason) for sample in done[1]] == ["stop", "stop"]
     assert [done[0][0].token_ids, done[2][0].token_ids] == [plain[0], plain[2]]
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, None])
+def test_a_choice_outside_the_vocabulary_ends_its_request_with_an_error(
+    served: HPUDuoModel, plain: list[list[int]], token: Any
+) -> None:
+    class Outside(Fixed):
+        def choose(self, *_: Any) -> Any:
+            return token
+
+    engine = served.engine
+    bad = engine.add_request(PROMPTS[0], SamplingParams(host_sampler=Outside))
+    good = engine.add_request(PROMPTS[1], SamplingParams(temperature=0, max_tokens=3))
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert [str(one.finish_reason) for one in outputs if one.request_id == bad] == ["error"]
+    assert [one.token_ids[0] for one in outputs if one.request_id == good] == plain[1][:3]
+    assert_holds_nothing(served)
 
 
 @pytest.mark.parametrize("changes", [{"logprobs": 1}, {"forced_token_ids": [3]}, {"host_sampler": 3}])

@@ -61,11 +61,12 @@ def test_special_tokens_that_stop_nothing_stay_out_of_the_text(special: Tiny, ne
     assert done.text == text_of(new[:4] + [token for token in new[5:] if token not in (new[4], PROMPT[-1])])
 
 
-def generate(special: Tiny, stop: list[str]) -> tuple[list[int], list[int]]:
+def generate(special: Tiny, stop: list[str], **changes: Any) -> tuple[list[int], list[int]]:
     """What we and transformers give for one prompt."""
     kwargs: dict[str, Any] = {
         "stop_strings": stop,
         "max_new_tokens": NUM_NEW,
+        **changes,
         "tokenizer": AutoTokenizer.from_pretrained(special.path),
     }
     prompt = torch.tensor([PROMPT])
@@ -88,8 +89,14 @@ def test_generate_stops_at_the_strings_that_stop_transformers(
     assert ours == theirs == PROMPT + new[:length]
 
 
+def test_stop_strings_of_generate_do_not_wait_for_a_minimum_of_tokens(special: Tiny, new: list[int]) -> None:
+    ours, theirs = generate(special, [text_of(new[1:3])], min_new_tokens=8)
+    assert ours == theirs == PROMPT + new[:3]
+    assert run(special, stop=text_of(new[1:3]), min_tokens=8).token_ids == new
+
+
 def test_an_engine_looks_for_stop_strings_in_the_output_alone(special: Tiny, new: list[int]) -> None:
     across = TURN + text_of(new[:1])
     assert run(special, stop=across).token_ids == new
-    done = run(special, stop=across, stop_begins_in_prompt=True)
+    done = run(special, stop=across, stop_like_transformers=True)
     assert (done.token_ids, done.text, done.stop_reason) == (new[:1], "", across)

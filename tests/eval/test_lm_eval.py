@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hpu_duo.eval import KVBytes  # noqa: E402
-from hpu_duo.eval.lm_eval_adapter import HPUDuoLM, register  # noqa: E402
+from hpu_duo.eval.lm_eval_adapter import HPUDuoLM, register, run_harness  # noqa: E402
 
 CHOICES = """
 task: passkey_choice
@@ -102,7 +103,7 @@ def questions() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory, questions: list[dict[str, Any]]) -> TaskManager:
+def folder(tmp_path_factory: pytest.TempPathFactory, questions: list[dict[str, Any]]) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "questions.jsonl"
     # One text is enough for perplexity.
@@ -112,6 +113,11 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, questions: list[dict[str, An
         (folder / f"{name}.yaml").write_text(
             text.replace("DATA", str(data)).replace("TEXT", str(folder / "text.jsonl")), encoding="utf-8"
         )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(folder: Path) -> TaskManager:
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
@@ -169,6 +175,15 @@ def test_bytes_of_each_task_are_in_the_report_of_the_harness(
     )
     assert rows["passkey_generation"]["kv_num_tokens"] == answered.num_tokens / 4
     assert rows["passkey_rolling"]["kv_num_tokens"] == count(questions[0]["short"])
+
+
+@pytest.mark.slow  # The harness reads all its own tasks first.
+def test_the_command_line_of_the_harness_gives_back_the_bytes(folder: Path) -> None:
+    model = ("--model", "hpu-duo", "--model_args", "dtype=float32,sparsity=0.5")
+    (row,) = run_harness(["run", *model, "--tasks", "passkey_generation", "--include_path", str(folder)])
+    assert (row["task"], row["num_requests"]) == ("passkey_generation", 4)
+    assert 0 < row["held_bytes"] < row["full_bytes"]
+    assert adapter().kv.rows() == []
 
 
 def test_generated_answers_are_exact_with_the_pattern_and_lost_without_retrieval(

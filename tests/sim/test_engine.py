@@ -190,6 +190,23 @@ def test_logprobs_come_with_the_one_read_of_a_step(tiny: Tiny, pattern: HeadPatt
         assert got.logprobs == expected.logprobs
 
 
+def test_rows_of_the_host_cost_one_more_read_and_nothing_new_after_warm_up(tiny: Tiny) -> None:
+    kwargs: dict[str, Any] = {"max_new_tokens": 6, "no_repeat_ngram_size": 2, "output_scores": True}
+    served = tiny.load(device="hpu-sim", **LIMITS)
+    served.warmup()
+    prompts = prompts_of([11, 3, 20], seed=4)
+    with sim.watch() as seen:
+        done = served.generate(prompts, return_dict_in_generate=True, **kwargs)
+    report = seen.report()
+    assert report.max_reads == 2
+    assert not report.excused
+    assert (report.new_graphs, report.new_recipes) == (0, 0)
+    expected = tiny.load().generate(prompts, return_dict_in_generate=True, **kwargs)
+    assert done.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip(done.scores, expected.scores, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
 def test_another_capture_backend_is_refused(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="captures steps in its own way, got graphs='compile'"):
         tiny.load(device="hpu-sim", graphs="compile")

@@ -1,0 +1,20 @@
+"""Objects of which there is one: copies would share what must not be shared."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+class Uncopied:
+    """A part of a loaded model: its stores, captured graphs and patched layers belong to one process."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse ``copy.copy``, ``copy.deepcopy`` and pickling, all of which ask here.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"cannot copy or pickle {type(self).__name__}: the caches, graphs and layers of a loaded model "
+            "belong to one process and one object; load the checkpoint again with from_pretrained"
+        )
