@@ -234,7 +234,7 @@ def test_ruler_samples_are_written_and_answered(hpu_duo: Run, model_dir: Path, t
     again = hpu_duo(*common, "--num-tokens", "900", "--write", tmp_path / "samples.jsonl")
     assert again.exit_code == 2
     nowhere = hpu_duo(*common, "--num-tokens", "900", "--write", tmp_path / "samples.jsonl" / "more.jsonl")
-    assert (nowhere.exit_code, "cannot write" in nowhere.stderr) == (2, True)
+    assert (nowhere.exit_code, "expected --write to be a file" in nowhere.stderr) == (2, True)
     answered = hpu_duo(*common, "--num-tokens", "900", "--out", tmp_path / "run", "--json")
     assert answered.exit_code == 0, answered.output
     assert [row["task"] for row in json.loads(answered.stdout)["tasks"]] == ["niah_single_1", "vt"]

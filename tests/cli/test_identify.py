@@ -141,7 +141,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_run(identify: R
     (tmp_path / "file").write_bytes(b"mine")
     result = identify(tmp_path / "file" / "out", *STEPS)
     assert result.exit_code == 2
-    assert "expected a place that can be written to" in result.stderr
+    assert "to be a directory that can be written to" in result.stderr
     assert contents(tmp_path) == {"file": b"mine"}
 
 
