@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +20,9 @@ from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.outputs import ContinuationScore
 from hpu_duo.engine.stats import EngineStats
 from hpu_duo.generation import GenerativeModel, as_eos_ids
-from hpu_duo.modeling.loading import load_tokenizer, read_config, read_generation_config
+from hpu_duo.modeling.config_file import refuse_remote_code
+from hpu_duo.modeling.hub import find_checkpoint
+from hpu_duo.modeling.loading import choose_dtype, load_tokenizer, read_config, read_generation_config
 from hpu_duo.uncopied import Uncopied
 from hpu_duo.warmup import (
     GivenBuckets,
@@ -71,6 +74,9 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         balance: Literal["global", "per_layer"] = "global",
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
+        torch_dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
         attention: str = "auto",
         pack_weights: bool | None = None,
         max_model_len: int | None = None,
@@ -91,20 +97,24 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         record_shapes: str | Path | None = None,
         seed: int = 0,
     ) -> HPUDuoModel:
-        """Load any decoder-only transformers checkpoint from a local directory.
+        """Load any decoder-only transformers checkpoint, from a directory or from the hub.
 
         Args:
-            path: directory with config.json, safetensors and, for text, a tokenizer.
+            path: directory with config.json, safetensors and, for text, a tokenizer; or the id of such a
+                model on the Hugging Face hub, which is downloaded to its cache, with its token.
             pattern: which heads retrieve: a ``HeadPattern``, a directory in DuoAttention's published
                 format, or None: all of them.
             sparsity, threshold: how to cut the pattern's scores; one of them.
             sink, recent: window of the streaming heads instead of the pattern's own.
             tie_break, balance: see ``HeadPattern.binarise``.
             device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.sim``).
-            dtype: "auto", "float32", "bfloat16" or "float16".
+            dtype, torch_dtype: "auto", "float32", "bfloat16" or "float16"; two names of one argument.
+            revision: branch, tag or commit of a model of the hub.
+            trust_remote_code: False; code of a checkpoint is never run.
             attention: "auto", "reference", "sdpa" or "triton".
             pack_weights: see ``ModelConfig``.
-            max_model_len: tokens of prompt and output; None = what model and cache hold.
+            max_model_len: tokens of prompt and output; None = what model and cache hold. Rotary frequencies
+                that depend on a text's length are those of this length.
             max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, device_memory_utilization: see ``CacheConfig``.
             graphs: "eager", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture backend of
@@ -128,8 +138,9 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         given = GivenBuckets.read(buckets, block_size)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"expected seed to be an integer, got {seed!r}")
+        refuse_remote_code(trust_remote_code)
         config = EngineConfig(
-            model=ModelConfig(path, device, dtype, attention, pack_weights),
+            model=ModelConfig(path, device, choose_dtype(dtype, torch_dtype), attention, pack_weights),
             heads=HeadConfig(pattern, sparsity, threshold, sink, recent, tie_break, balance),
             cache=CacheConfig(block_size, num_blocks, kv_cache_bytes, device_memory_utilization),
             scheduler=SchedulerConfig(
@@ -144,7 +155,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 fail_on_recompile,
             ),
         )
-        config = given.complete(config)
+        path = find_checkpoint(path, revision)
+        config = given.complete(replace(config, model=replace(config.model, path=path)))
         generation_config = read_generation_config(path, read_config(path))
         eos = as_eos_ids(generation_config.eos_token_id)
         tokenizer = load_tokenizer(path)

@@ -10,6 +10,7 @@ import typer
 
 from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION
 from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.model_names import model_option
 from hpu_duo.cli.option_groups import grouped
 from hpu_duo.cli.options import (
     LIMITS,
@@ -31,7 +32,9 @@ FOUND_FORBIDDEN = 1
 @grouped
 def audit(
     *,
-    model: Annotated[Path, typer.Option(help="Directory with a config.json; no weights needed.")],
+    model: Annotated[
+        Path, model_option("Directory with a config.json; no weights needed.", needs_weights=False)
+    ],
     hardware: Annotated[
         str, typer.Option(help="gaudi2 or gaudi3: how many KV blocks fit, unless they are given.")
     ] = "gaudi3",

@@ -12,6 +12,7 @@ from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, GRAPH_MEMORY_SHARE
 from hpu_duo.cli.capacity_choices import report_fields
 from hpu_duo.cli.drawing import check_drawing
 from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.model_names import model_option
 from hpu_duo.cli.options import LIMITS, DeviceMemoryUtilization, Json
 from hpu_duo.cli.plan_hardware import HardwareOptions
 
@@ -20,7 +21,8 @@ _HEADS = "Heads"
 
 def capacity(
     model: Annotated[
-        Path, typer.Option(help="Directory with a config.json, or the file; no weights needed.")
+        Path,
+        model_option("Directory with a config.json, or the file; no weights needed.", needs_weights=False),
     ],
     hardware: Annotated[str, typer.Option(help="gaudi2 or gaudi3.")] = "gaudi3",
     devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,

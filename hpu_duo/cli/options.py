@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION
+from hpu_duo.cli.model_names import model_option
 
 DEFAULT_MAX_NUM_SEQS = 32
 
@@ -22,7 +23,7 @@ LIMITS = "Limits"
 
 Model = Annotated[
     Path | None,
-    typer.Option(help="Directory of a transformers checkpoint.", show_default="the built-in model"),
+    model_option("Directory of a transformers checkpoint.", show_default="the built-in model"),
 ]
 Dtype = Annotated[
     str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=ENGINE)

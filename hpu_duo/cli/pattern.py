@@ -10,6 +10,7 @@ import typer
 
 from hpu_duo.cli.drawing import check_drawing
 from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.model_names import model_option
 from hpu_duo.cli.options import Json
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ def show(
     balance: Annotated[str, typer.Option(help="global or per_layer.")] = "global",
     model: Annotated[
         Path | None,
-        typer.Option(
-            help="Check that the pattern was made for this checkpoint; a config.json shows its shape."
+        model_option(
+            "Check that the pattern was made for this checkpoint; a config.json shows its shape.",
+            needs_weights=False,
         ),
     ] = None,
     png: Annotated[

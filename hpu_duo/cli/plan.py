@@ -14,6 +14,7 @@ from rich.console import Console
 from hpu_duo.cli.capacity_choices import report_fields
 from hpu_duo.cli.drawing import check_drawing
 from hpu_duo.cli.errors import user_errors
+from hpu_duo.cli.model_names import model_option
 from hpu_duo.cli.option_groups import grouped
 from hpu_duo.cli.options import LIMITS, Json, LimitOptions
 from hpu_duo.cli.plan_hardware import HARDWARE, HardwareOptions, graph_bytes
@@ -33,7 +34,7 @@ _STRATEGIES = ("planned", "thinned", "upstream-unified", "exponential", "linear"
 @grouped
 def plan(
     *,
-    model: Annotated[Path, typer.Option(help="Directory with config.json, or the file.")],
+    model: Annotated[Path, model_option("Directory with config.json, or the file.", needs_weights=False)],
     num_blocks: Annotated[
         int | None,
         typer.Option(

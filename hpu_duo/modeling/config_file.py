@@ -57,6 +57,14 @@ def read_config_file(file: Path) -> Any:
     return config
 
 
+def refuse_remote_code(trust_remote_code: bool) -> None:
+    """Accept what transformers is told to run no code of a checkpoint; ValueError for anything else."""
+    if trust_remote_code is not False:
+        raise ValueError(
+            f"expected trust_remote_code=False, got {trust_remote_code!r}: code of a checkpoint is never run"
+        )
+
+
 def refusal(what: str, error: Exception) -> ValueError:
     """Return the sentence about an error of transformers: ``what`` failed, and why."""
     if "trust_remote_code=True" in str(error):

@@ -55,6 +55,15 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
     raise ValueError(f"expected dtype 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
+def choose_dtype(dtype: str | torch.dtype, torch_dtype: str | torch.dtype | None = None) -> str | torch.dtype:
+    """Return the dtype that two names of one argument ask for; ValueError when they ask for two."""
+    if torch_dtype is None:
+        return dtype
+    if dtype not in ("auto", torch_dtype):
+        raise ValueError(f"expected dtype or torch_dtype, got both: {dtype!r} and {torch_dtype!r}")
+    return torch_dtype
+
+
 def read_config(path: str | Path, *, needs_weights: bool = True) -> Any:
     """The model's configuration.
 

@@ -1,0 +1,102 @@
+"""Finding a checkpoint by the name that people write: a directory, or an id of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+_HUB_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
+
+_CONFIG_FILES = ["config.json"]
+_TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+_WEIGHT_FILES = ["*.safetensors"]
+_UNUSED_FILES = ["*/*", "consolidated*"]
+"""Files of other formats, some of them the same weights again."""
+
+
+def find_checkpoint(name: str | Path, revision: str | None = None, *, needs_weights: bool = True) -> Path:
+    """Return the directory of a checkpoint, after a download into the hub's cache if need be.
+
+    What exists on disk goes before the hub. The hub's own environment variables and login hold: its cache,
+    its token, its offline mode. Python files are not downloaded.
+
+    Args:
+        name: a directory, or an id such as ``org/name``.
+        revision: branch, tag or commit on the hub; None is its main branch.
+        needs_weights: False downloads config.json only.
+
+    Raises:
+        ValueError: there is no such directory, and the hub has no such model or revision, does not give it to
+            this user, or cannot be reached while its cache has none; or a directory comes with a revision.
+    """
+    text = str(name)
+    if revision is not None and (not isinstance(revision, str) or not revision):
+        raise ValueError(f"expected revision to be a branch, tag or commit, got {revision!r}")
+    if text and Path(text).exists():
+        if revision is not None:
+            raise ValueError(
+                f"a revision is for models of the hub: got {revision!r} with the directory {text!r}"
+            )
+        return Path(name)
+    if not is_id(text):
+        raise ValueError(
+            "expected a directory with a transformers checkpoint, or the id of one on the hub such as "
+            f"org/name, got {text!r}"
+        )
+    try:
+        found = snapshot_download(
+            text,
+            revision=revision,
+            allow_patterns=[*_TOKENIZER_FILES, *_WEIGHT_FILES] if needs_weights else _CONFIG_FILES,
+            ignore_patterns=_UNUSED_FILES,
+        )
+    except _HUB_ERRORS as error:
+        raise ValueError(_reason(text, revision, error)) from error
+    return Path(found)
+
+
+def _reason(name: str, revision: str | None, error: Exception) -> str:
+    """What went wrong, in a sentence."""
+    what = repr(name) if revision is None else f"{name!r} at {revision!r}"
+    if isinstance(error, GatedRepoError):
+        return f"{name!r} is gated: accept its terms there, and log in with 'hf auth login' or HF_TOKEN"
+    if isinstance(error, RevisionNotFoundError):
+        return f"expected a revision of {name!r} on the hub, got {revision!r}"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"expected a directory or a model of the hub, got {name!r}: there is no such directory, and the "
+            "hub has no such model, or none that it gives to this user: log in with 'hf auth login' or "
+            "HF_TOKEN to see your own"
+        )
+    if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+        return (
+            f"{what} is no directory and is not in the hub's cache ({constants.HF_HUB_CACHE}), and the hub "
+            "cannot be reached: go online once to download it, or name a directory"
+        )
+    return f"cannot download {what} from the hub: {error}"
+
+
+def is_id(text: str) -> bool:
+    """Whether a name has the form of a model of the hub, ``org/name``."""
+    return _ID.fullmatch(text) is not None
+
+
+def split_revision(text: str) -> tuple[str, str | None]:
+    """Return the name and the revision of ``org/name@revision``, as the command line has them."""
+    name, is_there, revision = text.partition("@")
+    if not is_there or Path(text).exists() or not is_id(name):
+        return text, None
+    return name, revision
