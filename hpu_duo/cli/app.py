@@ -16,6 +16,7 @@ from hpu_duo.cli.generate import generate
 from hpu_duo.cli.identify import identify
 from hpu_duo.cli.many_values import ManyValues
 from hpu_duo.cli.passkey import passkey
+from hpu_duo.cli.paths import refuse_empty_paths
 from hpu_duo.cli.pattern import app as pattern_app
 from hpu_duo.cli.plan import plan
 from hpu_duo.cli.streams import delivered
@@ -45,6 +46,7 @@ app.command()(identify)
 app.add_typer(pattern_app, name="pattern")
 app.command()(audit)
 app.add_typer(eval_app, name="eval")
+refuse_empty_paths(app)
 
 
 def _show_version(is_asked: bool) -> None:
