@@ -1,9 +1,9 @@
-// Attention of bfloat16 queries over a list of keys, for CPUs with AVX512-BF16.
+// Attention of bfloat16 queries over a list of keys.
 //
-// The work is cut into tiles of query rows and blocks of keys. Keys and values are first laid out so
-// that one 512-bit load holds sixteen neighbouring outputs, each with a pair of neighbouring inputs,
-// which is what the instruction vdpbf16ps multiplies. Scores, maxima, sums and outputs are float32;
-// weights are rounded to bfloat16 only as factors of the values.
+// Scores are computed as [keys, queries]: sixteen queries lie in one vector, so maxima, sums and masks need no
+// sums across a vector. Keys and values are first laid out as tiles, keys as they are and values transposed;
+// queries and weights lie as pairs, of items and of keys. Vectors and tiles multiply the same layouts. Scores,
+// maxima, sums and outputs are float32; weights are rounded to bfloat16 only as factors of the values.
 
 #include <immintrin.h>
 
@@ -11,17 +11,19 @@
 #include <cstdint>
 #include <cstring>
 
+#include "attention_products.h"
 #include "kernels.h"
+#include "panels.h"
 #include "vectors.h"
 
 namespace hpu_duo {
 namespace {
 
-constexpr int kTileRows = 48;     // a multiple of kStep
-constexpr int kStep = 6;          // rows that one pass over packed data serves
-constexpr int kKeys = 256;        // keys of a block, a multiple of kPanel
-constexpr int kPanel = 64;        // outputs of one pass: four vectors
+constexpr int kKeys = 64;        // keys whose scores are held at a time
+constexpr int kSharedKeys = 512;  // keys that all parts of a tile meet while they are in a cache
+constexpr int kMaxParts = 8;      // of a tile
 constexpr int kMaxDim = 256;
+constexpr float kSlack = 8;       // weights may grow to 2^kSlack before what was summed is scaled down
 
 struct Job {
   const bf16 *q, *k, *v;
@@ -33,214 +35,268 @@ struct Job {
   int offset;     // query s sees keys up to s + offset
   int recent;     // and only the last so many of them; 0 for all; only where every query's last key is there
   int num_sinks;  // apart from the first so many
+
+  int num_rows() const { return num_queries * group; }
+  // Row r is member r % group of query r / group; rows behind the last one repeat it.
+  int query_of(int row) const { return std::min(row, num_rows() - 1) / group; }
+  int last_key(int row) const { return std::min(query_of(row) + offset, num_keys - 1); }
+  int64_t place(int row, int head) const {
+    const int member = std::min(row, num_rows() - 1) % group;
+    return ((int64_t)query_of(row) * num_heads + head) * group + member;
+  }
+  int dim_steps() const { return (dim + kDepth - 1) / kDepth; }
 };
 
-// Pairs of rows side by side: out[pair][column] holds rows 2 * pair and 2 * pair + 1.
-inline void interleave(const bf16 *even, const bf16 *odd, int columns, bf16 *out) {
-  for (int c = 0; c < columns; c += kLanes) {
-    __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(even + c)));
-    __m512i high = _mm512_setzero_si512();
-    if (odd) high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(odd + c)));
-    _mm512_store_si512(out + 2 * c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-  }
-}
-
-// Sixteen keys to [dim / 2][16] pairs, padded with zeros behind the last key.
-inline void pack_keys(const bf16 *k, int64_t stride, int count, int dim, bf16 *out, int width) {
-  for (int d = 0; d < dim; d += 2) {
-    uint32_t *line = (uint32_t *)(out + (int64_t)d * width);
+// Sixteen keys as tiles [dim / 32][16][32], with zeros behind the last key and item.
+void pack_keys(const bf16 *k, int64_t stride, int count, int dim, bf16 *out) {
+  for (int d = 0; d < dim; d += kDepth, out += kTileItems) {
+    const __mmask32 there = dim - d >= kDepth ? 0xFFFFFFFF : 0xFFFF;
     for (int key = 0; key < kLanes; ++key) {
-      uint32_t pair = 0;
-      if (key < count) std::memcpy(&pair, k + key * stride + d, 4);
-      line[key] = pair;
+      const __m512i row =
+          key < count ? _mm512_maskz_loadu_epi16(there, k + key * stride + d) : _mm512_setzero_si512();
+      _mm512_store_si512(out + key * kDepth, row);
     }
   }
 }
 
-// C[rows, 16 * NV] (+)= A[rows, 2 * pairs] * packed B; starts from scale * C, or from zero.
-template <int MR, int NV>
-inline __attribute__((always_inline)) void multiply(const bf16 *a, int lda, const bf16 *b, int ldb, int pairs,
-                                                    const float *scale, float *c, int ldc) {
-  __m512 sum[MR][NV];
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n)
-      sum[m][n] = scale ? _mm512_mul_ps(_mm512_load_ps(c + m * ldc + n * kLanes), _mm512_set1_ps(scale[m]))
-                        : _mm512_setzero_ps();
-  for (int p = 0; p < pairs; ++p) {
-    __m512i vec[NV];
-#pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) vec[n] = _mm512_load_si512(b + (int64_t)p * ldb + n * 2 * kLanes);
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m) {
-      uint32_t pair;
-      std::memcpy(&pair, a + m * lda + 2 * p, 4);
-      __m512bh left = (__m512bh)_mm512_set1_epi32((int)pair);
-#pragma GCC unroll 4
-      for (int n = 0; n < NV; ++n) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, (__m512bh)vec[n]);
+// 32 values as tiles [dim / 16][16 items][32 values], with zeros behind the last value.
+void pack_values(const bf16 *v, int64_t stride, int count, int dim, bf16 *out) {
+  const auto items = [&](int value, int d) {
+    return value < count ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(v + value * stride + d)))
+                         : _mm512_setzero_si512();
+  };
+  for (int d = 0; d < dim; d += kLanes, out += kTileItems) {
+    __m512i rows[kLanes];
+    for (int p = 0; p < kLanes; ++p)
+      rows[p] = _mm512_or_si512(items(2 * p, d), _mm512_slli_epi32(items(2 * p + 1, d), 16));
+    transpose(rows);
+    for (int r = 0; r < kLanes; ++r) _mm512_store_si512(out + r * kDepth, rows[r]);
+  }
+}
+
+// Some rows of a tile: their queries, and what they have seen so far.
+template <int ROWS>
+struct Part {
+  alignas(64) bf16 q[kMaxDim * ROWS];     // [dim / 2][ROWS][2]
+  alignas(64) float attn[kMaxDim * ROWS];  // [dim][ROWS]
+  // The exponent of 2 that sums are relative to, a whole number; the sum; the last key that a row sees.
+  alignas(64) float exponent[ROWS], total[ROWS];
+  alignas(64) int last[ROWS];
+  int first_row;
+
+  void load(const Job &job, int head, int row) {
+    first_row = row;
+    bool is_empty = true;
+    for (int r = 0; r < ROWS; ++r) {
+      const int64_t place = job.place(row + r, head);
+      last[r] = job.last_key(row + r);
+      total[r] = job.total[place];
+      exponent[r] = job.largest[place] * kLog2e;
+      is_empty &= total[r] == 0;
+    }
+    for (int r = 0; r < ROWS; r += kLanes) load_queries(job, head, r);
+    if (is_empty) std::fill(attn, attn + job.dim * ROWS, 0.0f);
+    for (int r = 0; r < ROWS; r += kLanes) {
+      const __m512 whole = _mm512_ceil_ps(_mm512_load_ps(exponent + r));
+      const __m512 scale = exp2_of(_mm512_sub_ps(_mm512_load_ps(exponent + r), whole));
+      _mm512_store_ps(exponent + r, whole);
+      _mm512_store_ps(total + r, _mm512_mul_ps(_mm512_load_ps(total + r), scale));
+      if (is_empty) continue;
+      for (int d = 0; d < job.dim; d += kLanes) {
+        __m512i block[kLanes];
+        for (int i = 0; i < kLanes; ++i)
+          block[i] = _mm512_loadu_si512(job.attn + job.place(row + r + i, head) * job.dim + d);
+        transpose(block);
+        for (int i = 0; i < kLanes; ++i)
+          _mm512_store_ps(attn + (d + i) * ROWS + r, _mm512_mul_ps(_mm512_castsi512_ps(block[i]), scale));
+      }
     }
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) _mm512_store_ps(c + m * ldc + n * kLanes, sum[m][n]);
-}
 
-template <int NV>
-void multiply_rows(int rows, const bf16 *a, int lda, const bf16 *b, int ldb, int pairs, const float *scale,
-                   float *c, int ldc) {
-  // Rows behind the last one exist in the tile: whole steps only.
-  for (int r = 0; r < rows; r += kStep)
-    multiply<kStep, NV>(a + r * lda, lda, b, ldb, pairs, scale ? scale + r : nullptr, c + r * ldc, ldc);
-}
-
-void multiply_panel(int vectors, int rows, const bf16 *a, int lda, const bf16 *b, int ldb, int pairs,
-                    const float *scale, float *c, int ldc) {
-  switch (vectors) {
-    case 1: return multiply_rows<1>(rows, a, lda, b, ldb, pairs, scale, c, ldc);
-    case 2: return multiply_rows<2>(rows, a, lda, b, ldb, pairs, scale, c, ldc);
-    case 3: return multiply_rows<3>(rows, a, lda, b, ldb, pairs, scale, c, ldc);
-    default: return multiply_rows<4>(rows, a, lda, b, ldb, pairs, scale, c, ldc);
+  void store(const Job &job, int head) {
+    for (int r = 0; r < ROWS; r += kLanes) {
+      const int count = std::min(kLanes, job.num_rows() - first_row - r);
+      for (int d = 0; d < job.dim && count > 0; d += kLanes) {
+        __m512i block[kLanes];
+        for (int i = 0; i < kLanes; ++i) block[i] = _mm512_load_si512(attn + (d + i) * ROWS + r);
+        transpose(block);
+        for (int i = 0; i < count; ++i)
+          _mm512_storeu_si512(job.attn + job.place(first_row + r + i, head) * job.dim + d, block[i]);
+      }
+      for (int i = 0; i < count; ++i) {
+        const int64_t place = job.place(first_row + r + i, head);
+        job.largest[place] = total[r + i] == 0 ? kFloor : exponent[r + i] / kLog2e;
+        job.total[place] = total[r + i];
+      }
+    }
   }
-}
 
-struct Tile {
-  alignas(64) bf16 q[kTileRows * kMaxDim];
-  alignas(64) bf16 weights[kTileRows * kKeys];
-  alignas(64) float scores[kTileRows * kKeys];
-  alignas(64) float attn[kTileRows * kMaxDim];
-  alignas(64) float largest[kTileRows], total[kTileRows], scale[kTileRows];
+ private:
+  void load_queries(const Job &job, int head, int r) {
+    for (int d = 0; d < job.dim; d += kDepth) {
+      const __mmask32 there = job.dim - d >= kDepth ? 0xFFFFFFFF : 0xFFFF;
+      __m512i block[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const int row = std::min(first_row + r + i, job.num_rows() - 1);
+        const bf16 *from = job.q + row / job.group * job.q_token + head * job.q_head + row % job.group * job.q_member;
+        block[i] = _mm512_maskz_loadu_epi16(there, from + d);
+      }
+      transpose(block);
+      for (int i = 0; i < kLanes; ++i) _mm512_store_si512(q + ((d / 2 + i) * ROWS + r) * 2, block[i]);
+    }
+  }
 };
 
-// Which of sixteen keys from `key` on a query sees whose last key is `last`.
-inline __mmask16 visible(const Job &job, int key, int last) {
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i index = _mm512_add_epi32(_mm512_set1_epi32(key), lane);
-  __mmask16 seen = _mm512_cmple_epi32_mask(index, _mm512_set1_epi32(last));
-  if (job.recent)
-    seen &= _mm512_cmpgt_epi32_mask(index, _mm512_set1_epi32(last - job.recent)) |
-            _mm512_cmplt_epi32_mask(index, _mm512_set1_epi32(job.num_sinks));
-  return seen;
+template <int ROWS>
+struct Block {
+  alignas(64) float scores[kKeys * ROWS];  // [keys][ROWS]
+  alignas(64) bf16 weights[kKeys * ROWS];  // [keys / 2][ROWS][2]
+};
+
+// Which of sixteen rows see a key.
+inline __mmask16 visible(const Job &job, int key, __m512i last) {
+  const __m512i index = _mm512_set1_epi32(key);
+  const __mmask16 seen = _mm512_cmple_epi32_mask(index, last);
+  if (!job.recent || key < job.num_sinks) return seen;
+  return seen & _mm512_cmpgt_epi32_mask(index, _mm512_sub_epi32(last, _mm512_set1_epi32(job.recent)));
 }
 
-// One row of scores to weights, and what the row had before to the scale it gets.
-void soften(const Job &job, Tile &tile, int row, int first_key, int width, int last) {
-  const float *scores = tile.scores + row * kKeys;
-  bf16 *weights = tile.weights + row * kKeys;
-  const int past = first_key + width - 1;
-  const bool all = past <= last && (!job.recent || first_key > last - job.recent || past < job.num_sinks);
-  __m512 top = _mm512_set1_ps(kFloor);
-  for (int j = 0; j < width; j += kLanes) {
-    const __mmask16 seen = all ? 0xFFFF : visible(job, first_key + j, last);
-    top = _mm512_mask_max_ps(top, seen, top, _mm512_load_ps(scores + j));
+// Scores of sixteen rows to weights. If `is_masked`, some key is hidden from some row.
+template <bool is_masked, int ROWS>
+void soften(const Job &job, Part<ROWS> &part, Block<ROWS> &block, int r, int first_key, int width) {
+  const float *scores = block.scores + r;
+  const __m512i last = _mm512_load_si512(part.last + r);
+  const auto sees = [&](int j) -> __mmask16 { return is_masked ? visible(job, first_key + j, last) : 0xFFFF; };
+  __m512 top[4];
+  for (int i = 0; i < 4; ++i) top[i] = _mm512_set1_ps(kFloor);
+  for (int j = 0; j < width; j += 4)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      top[i] = _mm512_mask_max_ps(top[i], sees(j + i), top[i], _mm512_load_ps(scores + (j + i) * ROWS));
+  const __m512 log2e = _mm512_set1_ps(kLog2e);
+  const __m512 most = _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
+  const __m512 reached = _mm512_ceil_ps(_mm512_mul_ps(most, log2e)), before = _mm512_load_ps(part.exponent + r);
+  __m512 exponent = before, total = _mm512_load_ps(part.total + r);
+  if (_mm512_cmp_ps_mask(reached, _mm512_add_ps(before, _mm512_set1_ps(kSlack)), _CMP_GT_OQ)) {
+    exponent = _mm512_max_ps(before, reached);
+    const __m512 fade = exp2_of(_mm512_sub_ps(before, exponent));
+    total = _mm512_mul_ps(total, fade);
+    for (int d = 0; d < job.dim; ++d)
+      _mm512_store_ps(part.attn + d * ROWS + r, _mm512_mul_ps(fade, _mm512_load_ps(part.attn + d * ROWS + r)));
+    _mm512_store_ps(part.exponent + r, exponent);
   }
-  const float before = tile.largest[row];
-  const float now = std::max(before, _mm512_reduce_max_ps(top));
-  const __m512 log2e = _mm512_set1_ps(kLog2e), shift = _mm512_set1_ps(-now * kLog2e);
-  __m512 sum = _mm512_setzero_ps();
-  for (int j = 0; j < width; j += kLanes) {
-    __m512 w = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(scores + j), log2e, shift));
-    if (!all) w = _mm512_maskz_mov_ps(visible(job, first_key + j, last), w);
-    sum = _mm512_add_ps(sum, w);
-    _mm256_store_si256((__m256i *)(weights + j), (__m256i)_mm512_cvtneps_pbh(w));
+  const Exponential exponential(exponent);
+  // What is summed are the rounded weights, so that their errors cancel where few keys matter.
+  const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3F803F80);
+  for (int j = 0; j < width; j += 2) {
+    __m512 w[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      w[i] = exponential(_mm512_load_ps(scores + (j + i) * ROWS));
+      if (is_masked) w[i] = _mm512_maskz_mov_ps(sees(j + i), w[i]);
+    }
+    const __m512i pairs = pairs_of(w[0], w[1]);
+    total = _mm512_dpbf16_ps(total, (__m512bh)pairs, ones);
+    _mm512_store_si512(block.weights + (j * ROWS / 2 + r) * 2, pairs);
   }
-  const __m512 fade = exp2_of(_mm512_set1_ps((before - now) * kLog2e));
-  tile.scale[row] = _mm512_cvtss_f32(fade);
-  tile.total[row] = tile.total[row] * tile.scale[row] + _mm512_reduce_add_ps(sum);
-  tile.largest[row] = now;
+  _mm512_store_ps(part.total + r, total);
 }
 
-// Rows [begin, end) of a tile over keys [first, stop), block by block.
-void attend_keys(const Job &job, Tile &tile, int begin, int end, int first, int stop, const bf16 *keys,
-                 const bf16 *values) {
-  const int padded = round_up(end - begin, kStep), dim = job.dim;
+// A part over keys [first, stop), which lie from a multiple of 32 on.
+template <class Product>
+void attend_keys(const Job &job, Part<Product::kRows> &part, Block<Product::kRows> &block, int first, int stop,
+                 const bf16 *keys, const bf16 *values) {
+  constexpr int kRows = Product::kRows;
   for (int key = first; key < stop; key += kKeys) {
-    const int width = std::min(kKeys, round_up(stop - key, kPanel));
-    for (int j = 0; j < width; j += kPanel)
-      multiply_panel(4, padded, tile.q, dim, keys + (int64_t)(key + j) * dim, 2 * kPanel, dim / 2, nullptr,
-                     tile.scores + j, kKeys);
-    for (int r = 0; r < padded; ++r) {
-      const int query = std::min(begin + r, end - 1) / job.group;
-      soften(job, tile, r, key, width, std::min(query + job.offset, job.num_keys - 1));
-    }
-    for (int d = 0; d < dim; d += kPanel) {
-      const int vectors = std::min(kPanel, dim - d) / kLanes;
-      multiply_panel(vectors, padded, tile.weights, kKeys, values + (int64_t)key * dim + 2 * d, 2 * dim, width / 2,
-                     tile.scale, tile.attn + d, dim);
-    }
+    const int width = std::min(kKeys, round_up(stop - key, kDepth)), past = key + width - 1;
+    Product::score(keys + (int64_t)key * job.dim_steps() * kDepth, width, job.dim_steps(), part.q, block.scores);
+    // Rows are in order of their queries, and so are their last keys.
+    const int least = part.last[0], most = part.last[kRows - 1];
+    if (past <= least && (!job.recent || key > most - job.recent || past < job.num_sinks))
+      for (int r = 0; r < kRows; r += kLanes) soften<false>(job, part, block, r, key, width);
+    else
+      for (int r = 0; r < kRows; r += kLanes) soften<true>(job, part, block, r, key, width);
+    Product::add_values(values + (int64_t)key * job.dim, width, job.dim, block.weights, part.attn);
   }
 }
 
-// Query rows [begin, end) of one key/value head; row r is member r % group of query r / group.
-void attend_tile(const Job &job, int head, int begin, int end, const bf16 *keys, const bf16 *values) {
-  Tile tile;
-  const int rows = end - begin, padded = round_up(rows, kStep), dim = job.dim;
-  const int last_key = std::min((end - 1) / job.group + job.offset, job.num_keys - 1);
-  for (int r = 0; r < padded; ++r) {
-    const int row = std::min(begin + r, end - 1);
-    const int64_t place = ((int64_t)(row / job.group) * job.num_heads + head) * job.group + row % job.group;
-    const bf16 *q = job.q + row / job.group * job.q_token + head * job.q_head + row % job.group * job.q_member;
-    std::memcpy(tile.q + r * dim, q, dim * sizeof(bf16));
-    std::memcpy(tile.attn + r * dim, job.attn + place * dim, dim * sizeof(float));
-    tile.largest[r] = job.largest[place];
-    tile.total[r] = job.total[place];
-  }
-  // All keys up to the last one, or with a window the sinks and then the band that the tile reaches.
-  const int band = job.recent ? std::max(begin / job.group + job.offset - job.recent + 1, 0) / kPanel * kPanel : 0;
-  const int sinks = round_up(std::min(job.num_sinks, last_key + 1), kPanel);
-  if (band <= sinks) {
-    attend_keys(job, tile, begin, end, 0, last_key + 1, keys, values);
-  } else {
-    attend_keys(job, tile, begin, end, 0, sinks, keys, values);
-    attend_keys(job, tile, begin, end, band, last_key + 1, keys, values);
-  }
-  for (int r = 0; r < rows; ++r) {
-    const int row = begin + r;
-    const int64_t place = ((int64_t)(row / job.group) * job.num_heads + head) * job.group + row % job.group;
-    std::memcpy(job.attn + place * dim, tile.attn + r * dim, dim * sizeof(float));
-    job.largest[place] = tile.largest[r];
-    job.total[place] = tile.total[r];
+// The rows of `num_parts` parts from `row` on, of one key/value head.
+template <class Product>
+void attend_tile(const Job &job, int head, int row, int num_parts, const bf16 *keys, const bf16 *values) {
+  constexpr int kRows = Product::kRows;
+  static thread_local Buffer<Part<kRows>> buffer;
+  static thread_local Buffer<Block<kRows>> block;
+  Part<kRows> *parts = buffer.reserve(num_parts);
+  for (int i = 0; i < num_parts; ++i) parts[i].load(job, head, row + i * kRows);
+  const int end = parts[num_parts - 1].last[kRows - 1] + 1;
+  for (int shared = 0; shared < end; shared += kSharedKeys)
+    for (int i = 0; i < num_parts; ++i) {
+      // All keys up to the last one, or with a window the sinks and then the band that the part reaches.
+      const auto attend = [&](int first, int stop) {
+        attend_keys<Product>(job, parts[i], *block.reserve(1), std::max(first, shared),
+                             std::min(stop, shared + kSharedKeys), keys, values);
+      };
+      const int stop = parts[i].last[kRows - 1] + 1;
+      const int band = job.recent ? std::max(parts[i].last[0] - job.recent + 1, 0) / kDepth * kDepth : 0;
+      const int sinks = round_up(std::min(job.num_sinks, stop), kDepth);
+      if (band <= sinks) {
+        attend(0, stop);
+      } else {
+        attend(0, sinks);
+        attend(band, stop);
+      }
+    }
+  for (int i = 0; i < num_parts; ++i) parts[i].store(job, head);
+}
+
+template <class Product>
+void attend_all(const Job &job, int num_threads) {
+  const int length = round_up(job.num_keys, kDepth), dim = job.dim, steps = job.dim_steps();
+  const int num_parts = (job.num_rows() + Product::kRows - 1) / Product::kRows;
+  // Parts share what they read, as far as there is work for all threads.
+  const int together = std::clamp(num_threads > 1 ? num_parts / (4 * num_threads) : num_parts, 1, kMaxParts);
+  bf16 *keys = job.workspace, *values = keys + (int64_t)length * steps * kDepth;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    Product product;
+    for (int head = 0; head < job.num_heads; ++head) {
+      const bf16 *k_head = job.k + head * job.k_head, *v_head = job.v + head * job.v_head;
+#pragma omp for schedule(static)
+      for (int key = 0; key < length; key += kDepth) {
+        for (int half = key; half < key + kDepth; half += kLanes)
+          pack_keys(k_head + half * job.k_token, job.k_token, job.num_keys - half, dim,
+                    keys + (int64_t)half * steps * kDepth);
+        pack_values(v_head + key * job.v_token, job.v_token, job.num_keys - key, dim, values + (int64_t)key * dim);
+      }
+      // The last rows see the most keys, so they go first.
+#pragma omp for schedule(dynamic)
+      for (int tile = (num_parts - 1) / together; tile >= 0; --tile)
+        attend_tile<Product>(job, head, tile * together * Product::kRows,
+                             std::min(together, num_parts - tile * together), keys, values);
+    }
   }
 }
 
 }  // namespace
 
 // Items of bfloat16 that `workspace` must hold, aligned to 64 bytes.
-int64_t attend_workspace(int num_keys, int dim) { return 2 * (int64_t)round_up(num_keys, kPanel) * dim; }
+int64_t attend_workspace(int num_keys, int dim) {
+  return (int64_t)round_up(num_keys, kDepth) * (round_up(dim, kDepth) + dim);
+}
 
 // Merges attention over the keys into attn, largest, total; see Job for the arguments.
 void attend(const bf16 *q, const bf16 *k, const bf16 *v, float *attn, float *largest, float *total, bf16 *workspace,
-            const int64_t *strides, const int *sizes, int num_threads) {
+            const int64_t *strides, const int *sizes, Instructions instructions, int num_threads) {
   const Job job{q,          k,          v,          strides[0], strides[1], strides[2], strides[3], strides[4],
                 strides[5], strides[6], attn,       largest,    total,      workspace,  sizes[0],   sizes[1],
                 sizes[2],   sizes[3],   sizes[4],   sizes[5],   sizes[6],   sizes[7]};
-  const int length = round_up(job.num_keys, kPanel), dim = job.dim;
-  const int num_rows = job.num_queries * job.group;
-  bf16 *keys = job.workspace, *values = keys + (int64_t)length * dim;
-  for (int head = 0; head < job.num_heads; ++head) {
-    const bf16 *k_head = job.k + head * job.k_head, *v_head = job.v + head * job.v_head;
-#pragma omp parallel num_threads(num_threads)
-    {
-#pragma omp for schedule(static)
-      for (int key = 0; key < length; key += kPanel) {
-        for (int lane = 0; lane < kPanel; lane += kLanes)
-          pack_keys(k_head + (key + lane) * job.k_token, job.k_token, job.num_keys - key - lane, dim,
-                    keys + (int64_t)key * dim + 2 * lane, kPanel);
-        for (int row = key; row < key + kPanel; row += 2) {
-          bf16 *out = values + (int64_t)row * dim;
-          const bf16 *even = v_head + row * job.v_token;
-          if (row < job.num_keys)
-            interleave(even, row + 1 < job.num_keys ? even + job.v_token : nullptr, dim, out);
-          else
-            std::memset(out, 0, 2 * dim * sizeof(bf16));
-        }
-      }
-      // The last rows see the most keys, so they go first.
-#pragma omp for schedule(dynamic)
-      for (int tile = (num_rows - 1) / kTileRows; tile >= 0; --tile)
-        attend_tile(job, head, tile * kTileRows, std::min(num_rows, (tile + 1) * kTileRows), keys, values);
-    }
+  if (instructions == Instructions::kBest) instructions = have_tiles() ? Instructions::kTiles : Instructions::kVectors;
+  switch (instructions) {
+#ifdef __AMX_BF16__
+    case Instructions::kTiles: return attend_all<TileAttention<HardwareTiles>>(job, num_threads);
+#endif
+    case Instructions::kModel: return attend_all<TileAttention<ModelTiles>>(job, num_threads);
+    default: return attend_all<VectorAttention>(job, num_threads);
   }
 }
 

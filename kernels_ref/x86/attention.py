@@ -9,7 +9,7 @@ import torch
 
 from bias_builders import Window
 from kernels_ref.partial import Partial
-from kernels_ref.x86.library import is_available, require
+from kernels_ref.x86.library import Instructions, is_available, require
 
 _LANES = 16
 _MAX_DIM = 256
@@ -35,6 +35,7 @@ def attend(
     *,
     is_causal: bool = False,
     window: Window | None = None,
+    instructions: Instructions = "best",
 ) -> None:
     """Merge attention of scaled queries over some keys into ``total``, in place.
 
@@ -61,4 +62,4 @@ def attend(
         raise ValueError("expected a contiguous partial to merge into")
     require()
     sink, recent = window or (0, 0)
-    torch.ops.hpu_duo_x86.attend.default(*total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent)
+    torch.ops.hpu_duo_x86.attend.default(*total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent, instructions)

@@ -37,6 +37,6 @@ void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &pla
 int64_t attend_workspace(int num_keys, int dim);
 
 void attend(const bf16 *q, const bf16 *k, const bf16 *v, float *attn, float *largest, float *total, bf16 *workspace,
-            const int64_t *strides, const int *sizes, int num_threads);
+            const int64_t *strides, const int *sizes, Instructions instructions, int num_threads);
 
 }  // namespace hpu_duo

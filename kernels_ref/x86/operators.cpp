@@ -136,7 +136,7 @@ Triple attend_held(const Tensor &q, const Tensor &k, const Tensor &v, const Tens
 }
 
 void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, const Tensor &query, const Tensor &keys,
-            const Tensor &values, bool is_causal, int64_t sink, int64_t recent) {
+            const Tensor &values, bool is_causal, int64_t sink, int64_t recent, std::string_view instructions) {
   const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values);
   const int num_queries = (int)q.size(0), num_keys = (int)k.size(0), dim = (int)q.size(3);
   const int64_t num_bytes = hpu_duo::attend_workspace(num_keys, dim) * (int64_t)sizeof(bf16) + kAlignment;
@@ -147,7 +147,8 @@ void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, cons
   const int sizes[] = {num_queries, num_keys,     (int)q.size(1), (int)q.size(2), dim, is_causal ? 0 : num_keys,
                        (int)recent, (int)sink};
   hpu_duo::attend(data<bf16>(q), data<bf16>(k), data<bf16>(v), data<float>(attn), data<float>(largest),
-                  data<float>(total), (bf16 *)aligned, strides, sizes, at::get_num_threads());
+                  data<float>(total), (bf16 *)aligned, strides, sizes, instructions_of(instructions),
+                  at::get_num_threads());
 }
 
 }  // namespace
@@ -162,7 +163,7 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
   m.def("attend_held(Tensor q, Tensor k, Tensor v, Tensor position, Tensor begin, Tensor end, int sink)"
         " -> (Tensor, Tensor, Tensor)");
   m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
-        " bool is_causal, int sink, int recent) -> ()");
+        " bool is_causal, int sink, int recent, str instructions='best') -> ()");
 }
 
 TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {

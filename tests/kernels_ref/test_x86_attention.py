@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from bias_builders import Window
 from kernels_ref.partial import Partial, empty
 from kernels_ref.x86 import attention as tiled
-from kernels_ref.x86.library import is_supported
+from kernels_ref.x86.library import Instructions, has_tiles, is_supported, variants
 
 here = pytest.mark.skipif(not is_supported(), reason="needs a CPU with AVX512-BF16")
+each = pytest.mark.parametrize("instructions", variants())
 
 
 def draw_inputs(
@@ -43,20 +44,28 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @here
-@settings(deadline=None, max_examples=60)
+@each
+@settings(deadline=None, max_examples=40)
 @given(
-    length=st.one_of(st.integers(1, 40), st.integers(40, 700)),
+    data=st.data(),
     heads=st.sampled_from([(1, 1), (2, 3), (1, 7), (3, 1)]),
     dim=st.sampled_from([16, 48, 64, 80, 128, 256]),
     window=st.one_of(st.none(), st.builds(Window, st.integers(0, 150), st.integers(1, 200))),
     seed=st.integers(0, 99),
 )
 def test_causal_and_streaming_queries_see_exactly_their_keys(
-    length: int, heads: tuple[int, int], dim: int, window: Window | None, seed: int
+    data: st.DataObject,
+    instructions: Instructions,
+    heads: tuple[int, int],
+    dim: int,
+    window: Window | None,
+    seed: int,
 ) -> None:
+    longest = 90 if instructions == "model" else 700
+    length = data.draw(st.one_of(st.integers(1, 40), st.integers(40, longest)))
     q, k, v = draw_inputs(length, length, *heads, dim, seed)
     total = empty(q)
-    tiled.attend(total, q, k, v, is_causal=True, window=window)
+    tiled.attend(total, q, k, v, is_causal=True, window=window, instructions=instructions)
     query, key = torch.arange(length)[:, None], torch.arange(length)
     seen = key <= query
     if window is not None:
@@ -65,20 +74,36 @@ def test_causal_and_streaming_queries_see_exactly_their_keys(
 
 
 @here
+@each
 @settings(deadline=None, max_examples=30)
 @given(
     num_queries=st.integers(1, 120),
     cuts=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    growth=st.sampled_from([1.0, 1.7, 0.5]),
     seed=st.integers(0, 99),
 )
 def test_keys_that_come_in_parts_merge_into_attention_over_all_of_them(
-    num_queries: int, cuts: list[int], seed: int
+    instructions: Instructions, num_queries: int, cuts: list[int], growth: float, seed: int
 ) -> None:
+    """Scores may grow from part to part, so that what was summed before has to fade."""
+    if instructions == "model":
+        num_queries, cuts = num_queries // 4 + 1, [cut // 4 + 1 for cut in cuts]
     q, k, v = draw_inputs(num_queries, sum(cuts), 2, 2, 32, seed)
+    k = torch.cat([part * growth**number for number, part in enumerate(k.split(cuts))])
     total = empty(q)
     for k_part, v_part in zip(k.split(cuts), v.split(cuts)):
-        tiled.attend(total, q, k_part, v_part)
+        tiled.attend(total, q, k_part, v_part, instructions=instructions)
     assert_close(result(total), exact(q, k, v, torch.ones(num_queries, sum(cuts), dtype=torch.bool)))
+
+
+@pytest.mark.skipif(not has_tiles(), reason="needs a CPU with AMX")
+@pytest.mark.parametrize("dim", [48, 64])
+def test_tiles_give_the_bits_of_their_model(dim: int) -> None:
+    q, k, v = draw_inputs(100, 100, 2, 3, dim, 6)
+    tiles, model = empty(q), empty(q)
+    tiled.attend(tiles, q, k, v, is_causal=True, instructions="tiles")
+    tiled.attend(model, q, k, v, is_causal=True, instructions="model")
+    assert all(map(torch.equal, tiles, model))
 
 
 @here
@@ -94,15 +119,16 @@ def test_strided_inputs_and_slices_of_a_partial_are_read_and_written_in_place() 
 
 
 @here
-def test_several_threads_give_the_bits_of_one() -> None:
-    q, k, v = draw_inputs(300, 300, 2, 2, 64, 2)
+@each
+def test_several_threads_give_the_bits_of_one(instructions: Instructions) -> None:
+    q, k, v = draw_inputs(*[100 if instructions == "model" else 300] * 2, 2, 2, 64, 2)
     before = torch.get_num_threads()
     try:
         outputs = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
             outputs.append(empty(q))
-            tiled.attend(outputs[-1], q, k, v, is_causal=True)
+            tiled.attend(outputs[-1], q, k, v, is_causal=True, instructions=instructions)
     finally:
         torch.set_num_threads(before)
     for one, two in zip(*outputs):
@@ -110,12 +136,13 @@ def test_several_threads_give_the_bits_of_one() -> None:
 
 
 @here
-def test_scores_of_any_size_neither_overflow_nor_vanish() -> None:
+@each
+def test_scores_of_any_size_neither_overflow_nor_vanish(instructions: Instructions) -> None:
     q, k, v = draw_inputs(64, 64, 1, 1, 64, 3)
-    for factor in (1e-30, 300.0):
+    for factor in (1e-30, 300.0, 1e5):
         large = (q * factor).bfloat16()
         total = empty(large)
-        tiled.attend(total, large, k, v, is_causal=True)
+        tiled.attend(total, large, k, v, is_causal=True, instructions=instructions)
         assert_close(result(total), exact(large, k, v, torch.ones(64, 64).tril().bool()))
 
 
