@@ -79,6 +79,7 @@ class Request:
             ``stop_token_ids`` are read here.
         limits: the model's side.
         sampling_seed: seed of this sequence's random numbers.
+        name: what messages call it; None is its id.
 
     Raises:
         ValueError: the prompt is empty, has a token outside the vocabulary, or leaves no room for a token
@@ -93,13 +94,15 @@ class Request:
         limits: TokenLimits,
         *,
         sampling_seed: int = 0,
+        name: str | None = None,
     ) -> None:
-        prompt = _checked_prompt(request_id, prompt_token_ids, limits)
+        self.name = f"request {request_id!r}" if name is None else name
+        prompt = _checked_prompt(self.name, prompt_token_ids, limits)
         room = limits.max_model_len - len(prompt)
         max_new = room if params.max_tokens is None else min(params.max_tokens, room)
         if len(params.forced_token_ids) > max_new:
             raise ValueError(
-                f"request {request_id!r} has {len(prompt)} prompt tokens and {len(params.forced_token_ids)} "
+                f"{self.name} has {len(prompt)} prompt tokens and {len(params.forced_token_ids)} "
                 f"forced ones, expected at most max_model_len={limits.max_model_len} together"
             )
 
@@ -154,6 +157,7 @@ class Request:
             self.params if params is None else params,
             self.limits,
             sampling_seed=sampling_seed,
+            name=self.name,
         )
         child.parent, child.sample_index = self, sample_index
         return child
@@ -232,22 +236,21 @@ class Request:
 
 
 def _checked_prompt(
-    request_id: str, prompt_token_ids: Sequence[int] | NDArray[np.int32], limits: TokenLimits
+    name: str, prompt_token_ids: Sequence[int] | NDArray[np.int32], limits: TokenLimits
 ) -> NDArray[np.int64]:
     prompt = np.asarray(prompt_token_ids)
     if prompt.ndim != 1 or prompt.size == 0:
-        raise ValueError(f"request {request_id!r} needs at least one prompt token, got shape {prompt.shape}")
+        raise ValueError(f"{name} needs at least one prompt token, got shape {prompt.shape}")
     if prompt.dtype.kind not in "iu":
-        raise ValueError(f"request {request_id!r} needs integer prompt tokens, got {prompt.dtype}")
+        raise ValueError(f"{name} needs integer prompt tokens, got {prompt.dtype}")
     if len(prompt) >= limits.max_model_len:
         raise ValueError(
-            f"request {request_id!r} has {len(prompt)} prompt tokens, at most {limits.max_model_len - 1} "
+            f"{name} has {len(prompt)} prompt tokens, at most {limits.max_model_len - 1} "
             f"leave room for an output token in max_model_len={limits.max_model_len}"
         )
     largest = _MAX_TOKEN_ID if limits.vocab_size is None else limits.vocab_size - 1
     if prompt.min() < 0 or prompt.max() > largest:
         raise ValueError(
-            f"request {request_id!r} has prompt tokens from {prompt.min()} to {prompt.max()}, "
-            f"expected 0 to {largest}"
+            f"{name} has prompt tokens from {prompt.min()} to {prompt.max()}, expected 0 to {largest}"
         )
     return prompt

@@ -96,18 +96,21 @@ class Engine(Uncopied):
             ValueError: the prompt is empty, too long for the model or the cache, or has tokens outside
                 the vocabulary; the id is in use; parameters do not fit the model.
         """
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params: expected SamplingParams or None, got {type(params).__name__}")
-        return self._add(prompt_token_ids, [params] * params.n, request_id)
+        return self._add(prompt_token_ids, _samples_of(params), request_id)
 
-    def _add(self, prompt_token_ids: Prompt, each: Sequence[SamplingParams], request_id: str | None) -> str:
-        """Queue the samples of one prompt, with parameters of their own."""
+    def _add(
+        self,
+        prompt_token_ids: Prompt,
+        each: Sequence[SamplingParams],
+        request_id: str | None = None,
+        name: str | None = None,
+    ) -> str:
+        """Queue the samples of one prompt, with parameters of their own; messages call it by its name."""
         with interrupts_deferred(), self._turns:
             public_id = self._samples.free_id(self._num_added) if request_id is None else request_id
             if self._samples.is_live(public_id) or self._deliveries.is_expected(public_id):
                 raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
-            requests = self._intake.requests(public_id, self._num_added, prompt_token_ids, each)
+            requests = self._intake.requests(public_id, self._num_added, prompt_token_ids, each, name)
             # Everything that may fail comes before anything changes.
             states = self._intake.states(public_id, requests)
             for request in requests:
@@ -175,7 +178,10 @@ class Engine(Uncopied):
         )
         if len(each) != len(prompts):
             raise ValueError(f"expected one SamplingParams per prompt, got {len(each)} for {len(prompts)}")
-        waiting = deque(partial(self.add_request, prompt, one) for prompt, one in zip(prompts, each))
+        waiting = deque(
+            partial(self._add, prompt, _samples_of(one), name=f"prompt {number}")
+            for number, (prompt, one) in enumerate(zip(prompts, each))
+        )
         return self._serve(waiting, on_output)
 
     def score(
@@ -210,8 +216,8 @@ class Engine(Uncopied):
             if not each:
                 raise ValueError(f"prompt {number}: expected at least one continuation, got none")
             # Refuses what it would refuse later, when others have run.
-            self._intake.requests(f"prompt {number}", 0, prompts[number], each)
-        waiting = deque(partial(self._add, prompt, each, None) for prompt, each in zip(prompts, asked))
+            self._intake.requests("", 0, prompts[number], each, f"prompt {number}")
+        waiting = deque(partial(self._add, prompt, each) for prompt, each in zip(prompts, asked))
         done = self._serve(waiting, None, [len(each) for each in asked])
         return [[score_of(sample) for sample in samples] for samples in done]
 
@@ -272,3 +278,11 @@ class Engine(Uncopied):
         """Whether so many more samples could run now; one alone is never kept waiting."""
         taken = len(self._samples)
         return wanted is None or not taken or taken + wanted <= self.runner.store.plan.max_num_seqs
+
+
+def _samples_of(params: SamplingParams | None) -> list[SamplingParams]:
+    """The parameters of each sample of a prompt."""
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params: expected SamplingParams or None, got {type(params).__name__}")
+    return [params] * params.n

@@ -35,13 +35,19 @@ class Intake:
         self._special_ids = None if tokenizer is None else special_token_ids(tokenizer)
 
     def requests(
-        self, request_id: str, number: int, prompt: Prompt, each: Sequence[SamplingParams]
+        self,
+        request_id: str,
+        number: int,
+        prompt: Prompt,
+        each: Sequence[SamplingParams],
+        name: str | None = None,
     ) -> list[Request]:
         """The samples of one prompt, as the scheduler sees them.
 
         Args:
             number: of the prompt, in order of arrival; gives requests without a seed one of their own.
             each: parameters of each sample.
+            name: what messages call it; None is its id.
 
         Raises:
             ValueError: the prompt or the parameters do not fit the model, or stop strings have no tokenizer.
@@ -51,7 +57,14 @@ class Intake:
         if any(params.stop for params in each) and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
         seed = derive_seed(self._seed, number) if each[0].seed is None else each[0].seed
-        first = Request(f"{request_id}#0", prompt, each[0], self._limits, sampling_seed=derive_seed(seed, 0))
+        first = Request(
+            f"{request_id}#0",
+            prompt,
+            each[0],
+            self._limits,
+            sampling_seed=derive_seed(seed, 0),
+            name=f"request {request_id!r}" if name is None else name,
+        )
         siblings = [
             first.sibling(
                 f"{request_id}#{index}",

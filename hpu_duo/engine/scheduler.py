@@ -90,7 +90,7 @@ class Scheduler:
         needed = self.leases.num_blocks_for(request.max_cached_tokens)
         if needed > self.limits.num_blocks:
             raise ValueError(
-                f"request {request.request_id!r} may cache up to {request.max_cached_tokens} tokens, which "
+                f"{request.name} may cache up to {request.max_cached_tokens} tokens, which "
                 f"need {needed} blocks of {self.limits.block_size}, got {self.limits.num_blocks} blocks"
             )
         request.arrival = self._num_arrived

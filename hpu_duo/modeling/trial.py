@@ -43,7 +43,8 @@ def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> No
         calls: what each layer asks of its attention, windows included.
 
     Raises:
-        ValueError: the results differ, so the model does something that its attention calls do not show.
+        ValueError: weights are not finite, or the results differ, so the model does something that its
+            attention calls do not show.
     """
     device = next(model.parameters()).device
     vocab_size = model.config.get_text_config().vocab_size
@@ -64,6 +65,7 @@ def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> No
         model.set_attn_implementation("eager")
         apart = model(input_ids=texts, attention_mask=torch.ones_like(texts), use_cache=False).logits
     model.set_attn_implementation(NAME)
+    _check_finite(model, apart)
     _compare(type(model).__name__, flat.float(), apart.flatten(0, 1).float())
 
 
@@ -161,6 +163,19 @@ def _widened(
 
 def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
+
+
+def _check_finite(model: PreTrainedModel, apart: torch.Tensor) -> None:
+    """Tell weights that are no numbers from a model that does something unseen."""
+    if bool(apart.isfinite().all()):
+        return
+    broken = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
+    where = f"NaN or infinite values in {broken[0]}" if broken else "an overflow in short texts"
+    more = f" and {len(broken) - 1} more weights" if broken[1:] else ""
+    raise ValueError(
+        f"{type(model).__name__} cannot be served: transformers' own run gives NaN or infinite values; "
+        f"expected finite weights, got {where}{more}"
+    )
 
 
 def _compare(name: str, flat: torch.Tensor, apart: torch.Tensor) -> None:

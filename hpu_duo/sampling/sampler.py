@@ -3,10 +3,10 @@
 Only static shapes, no boolean indexing, no host reads: the whole of ``sample_tokens`` can be captured once
 per ``SamplingRoute``.
 
-A row's token does not depend on its batch mates. The batch decides which operations run, but for each row
-they compute the same kept set (a threshold on its scaled logits, exact whichever selection found it) and then
-draw from it in the same way. The cumulative distribution is summed in integers of 2**-30, so the order in
-which a device adds up a row cannot change it.
+A row's token depends on its logits and its draw, not on its batch mates. The batch decides which operations
+run, but for each row they compute the same kept set (a threshold on its scaled logits, exact whichever
+selection found it) and then draw from it in the same way. The cumulative distribution is summed in integers
+of 2**-30, so the order in which a device adds up a row cannot change it.
 
 Ties: a token whose logit equals that of the last token kept by top-k or top-p is kept too. Greedy rows take
 the lowest token id among equals.

@@ -368,3 +368,28 @@ def test_compiling_without_a_compiler_is_refused_at_load(
 
 def test_a_binarised_pattern_goes_without_sparsity(tiny: Tiny) -> None:
     assert tiny.load(pattern=PATTERN).generate(prompts_of([5]), max_new_tokens=3).shape == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([], "prompt 2 needs at least one prompt token"),
+        ([5.5], "prompt 2 needs integer prompt tokens"),
+        ([5, VOCAB], f"prompt 2 has prompt tokens from 5 to {VOCAB}"),
+        (TOO_LONG, "prompt 2 has .* prompt tokens, at most"),
+    ],
+)
+def test_a_bad_prompt_is_named_by_its_place_in_the_call(tiny: Tiny, bad: list[Any], message: str) -> None:
+    served = tiny.load()
+    params = SamplingParams(n=2, max_tokens=3)
+    served.engine.generate([[5], [6]], params)  # names of requests count on
+    with pytest.raises(ValueError, match=f"^{message}"):
+        served.engine.generate([[5], [6], bad, [7]], params)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        served.score([[5], [6], bad, [7]], [[[1]]] * 4)
+    if all(isinstance(token, int) for token in bad):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            served.generate([[5], [6], bad, [7]], max_new_tokens=3)
+    with pytest.raises(ValueError, match=f"^{message.replace('prompt 2', 'request .x.')}"):
+        served.engine.add_request(bad, params, request_id="x")
+    assert_holds_nothing(served)

@@ -222,3 +222,17 @@ def test_multimodal_configurations_are_refused(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="llava"):
         HPUDuoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path, value: float) -> None:
+    model = save_random(LlamaConfig(**BASE), tmp_path)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 5] = value
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"finite weights, got NaN .*layers\.0\.mlp\.up_proj.* 1 more"
+    ) as refusal:
+        HPUDuoModel.from_pretrained(tmp_path)
+    assert "masks" not in str(refusal.value)

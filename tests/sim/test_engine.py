@@ -173,6 +173,29 @@ def _check_traffic(
     assert max(step.d2h_reads for step in steps) == 1
 
 
+def _copies(served: HPUDuoModel, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[int]:
+    """Host-to-device copies of each step."""
+    served.warmup()
+    with sim.watch() as seen:
+        served.engine.generate(prompts, params)
+    return [step.h2d_copies for step in seen.report().steps]
+
+
+def test_a_greedy_step_copies_once_and_sampling_adds_two(tiny: Tiny) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    random = SamplingParams(temperature=1.1, seed=3, max_tokens=6, repetition_penalty=1.2)
+    served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
+    assert _copies(served, prompts_of([5]), [greedy]) == [1] * 6
+    assert _copies(served, prompts_of([5, 7]), [random, greedy]) == [3] * 6
+
+
+def test_rows_that_move_add_one_copy(tiny: Tiny) -> None:
+    short, long = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 6))
+    served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
+    # The last row takes the place of the first one, which ends.
+    assert _copies(served, prompts_of([5, 7]), [short, long]) == [1, 1, 1, 2, 1, 1]
+
+
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
 def test_logprobs_come_with_the_one_read_of_a_step(tiny: Tiny, pattern: HeadPattern | None) -> None:
     prompts = prompts_of([5, 12], seed=4)
