@@ -285,9 +285,7 @@ def streaming_row(path: Path, num_kv_heads: int, context: int, new: int, rounds:
 
 def kernels_in_use() -> str:
     """Name the code that multiplies bfloat16 here."""
-    if library.is_available():
-        return "kernels_ref/x86"
-    return "torch's own"
+    return library.description() if library.is_available() else "torch's own"
 
 
 def report(rows: list[Row], threads: int) -> str:

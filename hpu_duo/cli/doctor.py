@@ -110,7 +110,8 @@ def _cpu() -> Iterator[Finding]:
     import torch
 
     from hpu_duo.modeling.packed_linear import can_pack
-    from kernels_ref.x86.library import is_supported
+    from kernels_ref import native
+    from kernels_ref.x86 import library
 
     flags = _cpu_flags()
     found = ", ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of " + ", ".join(_CPU_FLAGS)
@@ -119,7 +120,10 @@ def _cpu() -> Iterator[Finding]:
         "cpu", "instructions", None, f"torch uses {torch.backends.cpu.get_cpu_capability()}; {found}"
     )
     packs = can_pack(torch.bfloat16)
-    kernel = "our AVX512-BF16 kernel" if is_supported() else "oneDNN"
+    kernel = "oneDNN"
+    if library.is_supported():
+        ours = library.description()
+        kernel = ours if native.compiler() else f"oneDNN: {ours} need a C++ compiler, and none is on the path"
     detail = f"bfloat16 weights are laid out once for {kernel}" if packs else "oneDNN has no bfloat16 here"
     yield Finding("cpu", "packed weights", packs, detail)
 

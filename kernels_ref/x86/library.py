@@ -25,8 +25,8 @@ def is_supported() -> bool:
 
 
 def has_tiles() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 in tiles as well."""
-    return is_supported() and torch.cpu._is_amx_tile_supported()
+    """Whether this CPU multiplies pairs of bfloat16 in tiles as well, and the system lets us."""
+    return is_supported() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 def variants() -> tuple[Instructions, ...]:
@@ -35,11 +35,8 @@ def variants() -> tuple[Instructions, ...]:
 
 
 def description() -> str:
-    """The instructions of these kernels for people; of torch's where these do not run."""
-    if not is_available():
-        return "torch's kernels"
-    tiles = " and AMX tiles" if torch.ops.hpu_duo_x86.have_tiles() else ""
-    return f"our kernels with AVX512-BF16 vectors{tiles}"
+    """Our kernels and their instructions, for people, on a CPU that ``is_supported``."""
+    return f"our kernels ({'AVX512-BF16 and AMX' if has_tiles() else 'AVX512-BF16'})"
 
 
 @torch.compiler.assume_constant_result

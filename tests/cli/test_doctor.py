@@ -12,6 +12,7 @@ import torch
 from typer.testing import Result
 
 from hpu_duo import __version__
+from kernels_ref.x86.library import is_supported
 
 Run = Callable[..., Result]
 
@@ -47,6 +48,8 @@ def test_without_a_compiler_only_the_compile_backend_is_lost(
     assert findings["graphs", "eager"]["is_usable"]
     assert not findings["graphs", "compile"]["is_usable"]
     assert "no C++ compiler" in findings["graphs", "compile"]["detail"]
+    if is_supported():
+        assert "need a C++ compiler, and none" in findings["cpu", "packed weights"]["detail"]
 
 
 def test_the_version_is_that_of_the_installed_package(hpu_duo: Run) -> None:
