@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 from typer.testing import CliRunner
 
 from hpu_duo import HPUDuoModel
@@ -39,9 +39,10 @@ def use_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
     def use(address: str, *, offline: bool = False, token: str | None = None) -> None:
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        # Before version 1 another module has a copy of its own.
+        for module in (constants, file_download):
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         if token is not None:
             monkeypatch.setenv("HF_TOKEN", token)
