@@ -164,7 +164,7 @@ class GraphConfig:
     """How steps are captured.
 
     Attributes:
-        backend: "eager", "compile", "cuda", "hpu-compile", "hpu-graph", "auto" (see
+        backend: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto" (see
             ``graphs.backends.best_name``), or a capture backend of your own.
         table: buckets; None = the exponential default, or with "eager" the exact shape of each step.
         on_miss: what happens to a step that no bucket holds.

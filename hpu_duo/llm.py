@@ -117,8 +117,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 that depend on a text's length are those of this length.
             max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, device_memory_utilization: see ``CacheConfig``.
-            graphs: "eager", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture backend of
-                your own. None of them falls back to another one.
+            graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
+                backend of your own. None of them falls back to another one.
             buckets: table of shapes, or a file with one, such as ``hpu-duo plan`` writes; None = the
                 default for ``graphs``. A manifest of ``hpu-duo warmup`` will do too, if it was written for
                 this configuration; ``max_model_len`` and the number of blocks are then those of the

@@ -5,7 +5,7 @@ from graphs.backends.eager import EagerBackend
 
 __all__ = ["BACKEND_NAMES", "CaptureBackend", "EagerBackend", "Inputs", "best_name", "make_backend"]
 
-BACKEND_NAMES = ("eager", "compile", "cuda", "hpu-compile", "hpu-graph")
+BACKEND_NAMES = ("eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph")
 
 
 def best_name(device_type: str, is_lazy: bool) -> str:
@@ -35,6 +35,10 @@ def make_backend(name: str) -> CaptureBackend:
     match name:
         case "eager":
             return EagerBackend()
+        case "replay":
+            from graphs.backends.replay import ReplayBackend
+
+            return ReplayBackend()
         case "compile":
             from graphs.backends.compile import CompileBackend
 

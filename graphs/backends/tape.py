@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Generic, cast
+from typing import Any, Generic, TypeAlias, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphs.backends.base import Inputs, Outputs
+from graphs.backends.fewer_lines import fewer_lines
 from graphs.backends.whole_step import tensors_of
+from graphs.backends.written import Line, Value, as_function
 from graphs.interrupts import interrupts_deferred
 
 _ATEN = torch.ops.aten
@@ -24,6 +25,9 @@ _CONSTANT = (
     *(torch.Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(NoneType, bool, int, float, complex, str),
 )
+Arrange: TypeAlias = Callable[[Sequence[Line], Any], list[Line]]
+"""Of the lines of a step, and of the nest of values that it returns."""
+
 _tape: ContextVar[_Tape | None] = ContextVar("_tape", default=None)
 
 
@@ -53,10 +57,11 @@ class TapedStep(Generic[Outputs]):
     Args:
         fn: the step. Weights and stores that it reads are those of the second run for ever: what they hold
             may change, but none may be replaced.
+        arrange: makes other lines of those that were written, which do the same.
     """
 
-    def __init__(self, fn: Callable[[Inputs], Outputs]) -> None:
-        self._fn = fn
+    def __init__(self, fn: Callable[[Inputs], Outputs], arrange: Arrange | None = None) -> None:
+        self._fn, self._arrange = fn, arrange
         self._num_runs = 0
         self._replay: Callable[[Inputs], Outputs] | None = None
 
@@ -86,21 +91,8 @@ class TapedStep(Generic[Outputs]):
         finally:
             _tape.reset(token)
         self._num_runs += 1
-        self._replay = tape.function(outputs)
+        self._replay = tape.function(outputs, self._arrange)
         return outputs
-
-
-@dataclass(frozen=True)
-class _Line:
-    """One call: what it assigns, the call itself, and the variables that it reads."""
-
-    assigned: tuple[str, ...]
-    call: str
-    read: frozenset[str]
-
-    def __str__(self) -> str:
-        targets = "".join(f"{name}, " for name in self.assigned)
-        return f"{targets}= {self.call}" if targets else self.call
 
 
 class _Tape(TorchDispatchMode):
@@ -108,15 +100,15 @@ class _Tape(TorchDispatchMode):
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__()
-        self._lines: list[_Line] = []
-        self._name_of = WeakTensorKeyDictionary()
+        self._lines: list[Line] = []
+        self._value_of = WeakTensorKeyDictionary()
         for name, tensor in inputs.items():
-            self._name_of[tensor] = f"inputs[{name!r}]"
+            self._value_of[tensor] = Value.of(f"inputs[{name!r}]", tensor)
         self._num_variables = 0
         # Tensors from elsewhere are not held: what was a temporary one is gone in the end.
         self._constants: dict[str, Callable[[], Any]] = {}
         self._made_of_numbers: list[torch.Tensor] = []
-        self._is_complete = len(self._name_of) == len(inputs)
+        self._is_complete = len(self._value_of) == len(inputs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -151,7 +143,7 @@ class _Tape(TorchDispatchMode):
         finally:
             self.__enter__()
 
-    def function(self, outputs: Any) -> Callable[[Inputs], Any] | None:
+    def function(self, outputs: Any, arrange: Arrange | None) -> Callable[[Inputs], Any] | None:
         """What was written, as a function that returns what ``outputs`` holds; None if it lacks something.
 
         Only once the step is over, and its temporary tensors with it.
@@ -160,56 +152,56 @@ class _Tape(TorchDispatchMode):
         is_complete = self._is_complete and all(value is not _GONE for value in constants.values())
         if not is_complete or not _is_of_tensors(outputs):
             return None
-        if not all(tensor in self._name_of for tensor in tensors_of(outputs)):
+        if not all(tensor in self._value_of for tensor in tensors_of(outputs)):
             return None
-        needed: set[str] = set()
-        body = [f"return {self._text(outputs, needed)}"]
-        for line in reversed(self._lines):
-            unneeded = (line.read | {*line.assigned}) - needed
-            if unneeded:
-                body.append(f"del {', '.join(sorted(unneeded))}")
-            body.append(str(line))
-            needed |= line.read
-        source = "\n    ".join(["def replay(inputs):", *reversed(body)])
-        exec(compile(source, "<written step>", "exec"), constants)
-        return cast("Callable[[Inputs], Any]", constants.pop("replay"))
+        returned = self._written(outputs)
+        lines, returned = fewer_lines(self._lines, returned)
+        if arrange is not None:
+            lines = arrange(lines, returned)
+        return as_function(lines, returned, constants)
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        read: set[str] = set()
-        texts = [self._text(value, read) for value in args]
-        texts += [f"{name}={self._text(value, read)}" for name, value in kwargs.items()]
-        call = f"{self._constant(func)}({', '.join(texts)})"
         is_one = isinstance(result, torch.Tensor)
         results = [result] if is_one else [] if result is None else result
         if not isinstance(results, tuple | list) or not all(isinstance(x, torch.Tensor) for x in results):
             self._is_complete = False  # a number, which Python may go by
             return
-        assigned = tuple(map(self._variable, results))
-        self._lines.append(_Line(assigned, f"[{call}]" if is_one else call, frozenset(read)))
+        written = tuple(map(self._written, args))
+        named = {name: self._written(value) for name, value in kwargs.items()}
+        values = tuple(self._variable(x, written[0] if _shows(func, args, x) else None) for x in results)
+        self._lines.append(Line(func, written, named, values, is_one or not results))
 
-    def _variable(self, tensor: torch.Tensor) -> str:
-        name = f"x{self._num_variables}"
+    def _variable(self, tensor: torch.Tensor, base: Value | None) -> Value:
+        value = Value.of(f"x{self._num_variables}", tensor, base, is_variable=True)
         self._num_variables += 1
-        self._name_of[tensor] = name
-        return name
+        self._value_of[tensor] = value
+        return value
 
-    def _text(self, value: Any, read: set[str]) -> str:
-        """``value`` as it is written in a call; adds the variables of it to ``read``."""
-        if type(value) in (tuple, list):
-            items = "".join(f"{self._text(item, read)}, " for item in value)
-            return f"({items})" if type(value) is tuple else f"[{items}]"
-        name = cast("str | None", self._name_of.get(value)) if isinstance(value, torch.Tensor) else None
-        if name is None:
-            self._is_complete &= isinstance(value, _CONSTANT)
-            return self._constant(value)
-        if name.isidentifier():
-            read.add(name)
-        return name
+    def _written(self, item: Any) -> Any:
+        """``item`` with a value in place of each tensor."""
+        if type(item) in (tuple, list):
+            return type(item)(map(self._written, item))
+        if not isinstance(item, torch.Tensor):
+            self._is_complete &= isinstance(item, _CONSTANT)
+            return item
+        value = cast("Value | None", self._value_of.get(item))
+        if value is None:
+            value = Value.of(f"c{len(self._constants)}", item)
+            self._constants[value.name] = _weakly(item)
+            self._value_of[item] = value
+        return value
 
-    def _constant(self, value: Any) -> str:
-        name = f"c{len(self._constants)}"
-        self._constants[name] = _weakly(value) if isinstance(value, torch.Tensor) else lambda: value
-        return name
+
+def _shows(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> bool:
+    """Whether a result shows memory of the first argument."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable or not args or not isinstance(args[0], torch.Tensor):
+        return False
+    both = args[0], result
+    if not all(x.layout is torch.strided for x in both):
+        return False
+    memory, shown = (x.untyped_storage()._cdata for x in both)
+    return bool(memory == shown)
 
 
 def _weakly(tensor: torch.Tensor) -> Callable[[], Any]:

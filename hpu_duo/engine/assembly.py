@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from bias_builders import Window
 from graphs import CaptureBackend, GraphCache, MissPolicy, make_backend
 from graphs.backends import best_name
+from graphs.backends.replay import ReplayBackend
 from hpu_duo import sim
 from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import EngineConfig
@@ -35,9 +36,10 @@ from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
 from hpu_duo.modeling.probe import DecoderLayer, probe
 from hpu_duo.modeling.rope import fix_frequencies, frequencies_note, served_len
+from hpu_duo.modeling.row_fusion import fuse_rows
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
-from kernels_ref import Implementation, LayerSpec
+from kernels_ref import Implementation, LayerSpec, rowwise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -234,7 +236,7 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
             raise ValueError(f"the simulated HPU captures steps in its own way, got graphs={chosen!r}")
         return sim.SimBackend(sim.install())
     if isinstance(chosen, str):
-        chosen = make_backend(best_name(device.type, runtime.is_lazy) if chosen == "auto" else chosen)
+        chosen = _make_backend(best_name(device.type, runtime.is_lazy) if chosen == "auto" else chosen)
     problem = chosen.problem(device)
     if problem is not None:
         raise ValueError(f"graphs={chosen.name!r} cannot be used: {problem}")
@@ -249,6 +251,10 @@ def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> De
         runtime.free_bytes() - num_coming,
         config.cache.device_memory_utilization,
     )
+
+
+def _make_backend(name: str) -> CaptureBackend:
+    return ReplayBackend(fuse_rows) if name == "replay" and rowwise.is_available() else make_backend(name)
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:

@@ -43,6 +43,8 @@ class Kept:
 KEPT = {
     "eager": Kept(0, False, WorkingMemory.NONE),
     # Measured with small Llamas on a CPU, which holds generated code in host memory.
+    # A list of calls and the programs in it; less than 1 MiB for small Llamas.
+    "replay": Kept(1 << 20, False, WorkingMemory.NONE),
     "compile": Kept(12 << 20, True, WorkingMemory.NONE),
     # A graph holds some 64 KiB of kernel arguments per launch with older drivers, far less with newer ones.
     "cuda": Kept(4 << 20, False, WorkingMemory.SHARED),

@@ -44,6 +44,7 @@ _GAUDI = (
 
 PRIORS = {
     "eager": Prior(0.0, 0.5, KEPT["eager"], "nothing is captured; a step of padding runs"),
+    "replay": Prior(0.0, 0.5, KEPT["replay"], "nothing is compiled; a step of padding runs"),
     "compile": Prior(2.0, 20.0, KEPT["compile"], "runs of small Llamas on two CPU cores"),
     "cuda": Prior(0.05, 2.0, KEPT["cuda"], "a few eager steps and a recording; graphs share a pool"),
     "hpu-sim": Prior(0.01, 1.0, KEPT["hpu-sim"], "a step of padding runs on the host"),

@@ -114,6 +114,23 @@ def test_the_portable_attention_traces_into_one_graph_per_bucket_and_kind_of_lay
     assert tokens == eager_tokens
 
 
+def test_replayed_steps_serve_200_requests_as_they_are_written(
+    tiny: Tiny, eager_tokens: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, run, num_written = load(tiny, "replay"), StepModel.logits, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_written
+        num_written += 1
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(StepModel, "logits", counted)
+    compiled = counters["stats"]["unique_graphs"]
+    assert run_workload(served) == eager_tokens
+    assert counters["stats"]["unique_graphs"] == compiled, "nothing is compiled"
+    assert num_written <= 2 * len(served.engine.runner.graphs.table) < served.stats().num_steps
+
+
 @pytest.mark.parametrize("write", [sdpa.write_kv, write_as_operator])
 def test_compiled_layers_write_their_stores_in_place(
     tiny: Tiny, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch

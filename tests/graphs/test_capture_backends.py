@@ -18,6 +18,7 @@ from graphs.backends import BACKEND_NAMES, best_name
 from graphs.backends.compile import CompileBackend
 from graphs.backends.cuda import CudaBackend
 from graphs.backends.hpu import HpuCompileBackend, HpuGraphBackend, no_recompilation
+from graphs.backends.replay import ReplayBackend
 from graphs.backends.whole_step import WholeStepBackend
 from tests.graphs.tape import TapeRecorder
 from tests.vendor import calls, importable
@@ -41,12 +42,16 @@ def choose_mode(monkeypatch: pytest.MonkeyPatch, is_lazy: bool) -> None:
     __import__("habana_frameworks.torch.hpu")
 
 
-@pytest.fixture(params=["eager", "compile", "compile, direct", "tape", cuda, "hpu-compile", "hpu-graph"])
+@pytest.fixture(
+    params=["eager", "replay", "compile", "compile, direct", "tape", cuda, "hpu-compile", "hpu-graph"]
+)
 def backend(request: pytest.FixtureRequest, vendor: pytest.MonkeyPatch) -> CaptureBackend:
     """Vendors' backends by their stand-ins, on CPU tensors; ``cuda`` on a GPU, ``tape`` in its place."""
     match request.param:
         case "eager":
             return EagerBackend()
+        case "replay":
+            return make_backend("replay")
         case "compile":
             return CompileBackend("eager", guards=True)
         case "compile, direct":
@@ -167,7 +172,8 @@ def test_whole_steps_are_replayed_without_their_python_and_regions_without_their
     first = model.num_written_runs
     for _ in range(5):
         step(inputs)
-    assert model.num_written_runs - first == (0 if isinstance(backend, WholeStepBackend) else 5)
+    written = 0 if isinstance(backend, WholeStepBackend) else 1 if isinstance(backend, ReplayBackend) else 5
+    assert model.num_written_runs - first == written
 
 
 @torch.inference_mode()
@@ -204,7 +210,7 @@ def test_a_backend_is_made_by_its_name_without_what_it_needs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "Eager", "inductor"])
 def test_an_unknown_backend_is_refused_with_the_known_names(name: str) -> None:
-    known = "eager, compile, cuda, hpu-compile, hpu-graph"
+    known = "eager, replay, compile, cuda, hpu-compile, hpu-graph"
     with pytest.raises(ValueError, match=f"out of {known}, got '{name}'"):
         make_backend(name)
 
@@ -212,6 +218,7 @@ def test_an_unknown_backend_is_refused_with_the_known_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "device", "problem"),
     [
+        ("replay", "cuda:0", "steps are replayed on device 'cpu', got 'cuda:0'"),
         ("cuda", "cpu", "CUDA graphs record steps on device 'cuda', got 'cpu'"),
         ("hpu-compile", "cpu", "compiled regions are for device 'hpu', got 'cpu'"),
         ("hpu-graph", "cuda:0", "HPU graphs are for device 'hpu', got 'cuda:0'"),

@@ -72,6 +72,11 @@ OPERATIONS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
     lambda a, b, store: a[torch.argsort(b)],
     lambda a, b, store: torch.nn.functional.linear(a, store[None].expand(SIZE, SIZE)),
     lambda a, b, store: call_compiled(lambda tensors: [tensors.pop() - tensors.pop()], (a, b))[0],
+    lambda a, b, store: (a * b) + (a * b),
+    lambda a, b, store: a[:].view(2, 2)[:, 1:].flatten().repeat(2),
+    lambda a, b, store: torch.stack((a, b)).transpose(0, 1)[1:3].reshape(-1),
+    lambda a, b, store: (store.view(2, 2).t()[1].add_(1), store + b)[1],
+    lambda a, b, store: (a.view(2, 2)[0].mul_(2), a * 1)[1],
 )
 
 

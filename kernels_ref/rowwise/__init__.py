@@ -1,0 +1,33 @@
+"""Small operators on a CPU, run together: loaded, computed and stored row by row in the cache.
+
+A program is interpreted, so a new one costs microseconds and needs no compiler; the interpreter itself is
+built once per machine. Where it cannot be built, ``is_available`` says so.
+"""
+
+from kernels_ref.rowwise.library import is_available
+from kernels_ref.rowwise.program import (
+    INDEX_TYPES,
+    MAX_DIMS,
+    MAX_WIDTH,
+    TYPES,
+    Builder,
+    Code,
+    Index,
+    Register,
+    RowProgram,
+    Rows,
+)
+
+__all__ = [
+    "INDEX_TYPES",
+    "MAX_DIMS",
+    "MAX_WIDTH",
+    "TYPES",
+    "Builder",
+    "Code",
+    "Index",
+    "Register",
+    "RowProgram",
+    "Rows",
+    "is_available",
+]

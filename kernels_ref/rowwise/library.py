@@ -1,0 +1,29 @@
+"""The interpreter of row programs as operators ``torch.ops.hpu_duo_rowwise``, built at its first use."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from kernels_ref.native import BuildError, build
+
+_VECTORS = {
+    "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-DCPU_CAPABILITY_AVX512"),
+    "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2"),
+}
+
+
+@cache
+def is_available() -> bool:
+    """Whether the operators are there. False, with one warning, where they cannot be built."""
+    vectors = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
+    source = Path(__file__).parent / "rowwise.cpp"
+    try:
+        torch.ops.load_library(build("rowwise", [source], ("-O3", *vectors)))
+    except (BuildError, OSError) as error:
+        warnings.warn(f"small operators of a step run one by one: {error}", stacklevel=2)
+        return False
+    return True

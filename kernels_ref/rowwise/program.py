@@ -1,0 +1,290 @@
+"""Row programs: instructions on registers that hold some rows at a time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from math import prod
+
+import torch
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.bool: 2}
+"""What can be loaded and stored; a truth value is 0 or 1 in between."""
+
+INDEX_TYPES = {torch.int32: 0, torch.int64: 1}
+"""Of an index."""
+
+MAX_WIDTH = 16_384
+"""Items of a row, at most: rows go through a program in the cache."""
+
+MAX_DIMS = 8
+"""Dimensions that count rows, at most."""
+
+
+class Code(IntEnum):
+    """Instructions; the numbers are those of ``rowwise.cpp``."""
+
+    @staticmethod
+    def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
+        return count
+
+    LOAD = auto()
+    CONSTANT = auto()
+    STORE = auto()
+    PLACE = auto()
+    COPY = auto()
+    NEG = auto()
+    ABS = auto()
+    EXP = auto()
+    LOG = auto()
+    SQRT = auto()
+    RSQRT = auto()
+    RECIPROCAL = auto()
+    SIGMOID = auto()
+    TANH = auto()
+    SILU = auto()
+    RELU = auto()
+    GELU = auto()
+    GELU_TANH = auto()
+    COS = auto()
+    SIN = auto()
+    ADD = auto()
+    SUB = auto()
+    MUL = auto()
+    DIV = auto()
+    MAX = auto()
+    MIN = auto()
+    LESS = auto()
+    LESS_EQUAL = auto()
+    GREATER = auto()
+    GREATER_EQUAL = auto()
+    EQUAL = auto()
+    NOT_EQUAL = auto()
+    WHERE = auto()
+    SUM = auto()
+    MEAN = auto()
+    AMAX = auto()
+
+
+@dataclass(frozen=True)
+class Index:
+    """Numbers that choose rows, in the place of a dimension.
+
+    Attributes:
+        tensor: place among the tensors that a program is called with.
+        dtype: one of ``INDEX_TYPES``.
+        offset, step: of the first number, and the distance of neighbours.
+        dim: the dimension of rows that counts the numbers, -1 for a single number.
+        stride: items from one chosen row to the next.
+    """
+
+    tensor: int
+    dtype: torch.dtype
+    offset: int
+    step: int
+    dim: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor as rows of a program.
+
+    Attributes:
+        dtype: one of ``TYPES``.
+        offset: items before the first row.
+        width, step: items of a row, and the distance of neighbours.
+        strides: distance of rows along each dimension that counts them, 0 where all see the same.
+        index: chooses rows along a dimension whose stride is 0.
+    """
+
+    dtype: torch.dtype
+    offset: int
+    width: int
+    step: int
+    strides: tuple[int, ...]
+    index: Index | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Register:
+    """A value of a program: ``width`` items in each row, 1 where one counts for the whole row."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class _Output:
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    code: Code
+    to: Register | int
+    sources: tuple[Register | int, ...]
+    rounds: bool = False
+
+    @property
+    def registers(self) -> tuple[Register, ...]:
+        return tuple(x for x in (self.to, *self.sources) if isinstance(x, Register))
+
+
+class RowProgram:
+    """A finished program.
+
+    Attributes:
+        run: called with ``number`` and a list of tensors, gives the list of outputs in the order in which
+            they were stored. Only as long as the program is alive.
+    """
+
+    def __init__(self, code: Sequence[int], constants: Sequence[float]) -> None:
+        self.number: int = torch.ops.hpu_duo_rowwise.build.default([*code], [*constants])
+        self.run = torch.ops.hpu_duo_rowwise.run.default
+        weakref.finalize(self, torch.ops.hpu_duo_rowwise.release.default, self.number).atexit = False
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs for some tensors."""
+        results: list[torch.Tensor] = self.run(self.number, [*tensors])
+        return results
+
+
+class Builder:
+    """Collects the instructions of a program.
+
+    Args:
+        sizes: of the dimensions that count rows, outermost first; at most ``MAX_DIMS``.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        self._inputs: list[tuple[int, Rows]] = []
+        self._outputs: list[_Output] = []
+        self._constants: dict[float, Register] = {}
+        self._prologue: list[_Instruction] = []
+        self._body: list[_Instruction] = []
+
+    def load(self, tensor: int, rows: Rows) -> Register:
+        """Rows of a tensor, by its place among those that the program is called with."""
+        register = Register(rows.width)
+        # What all rows see is loaded once.
+        is_same = rows.index is None and not any(
+            stride for stride, size in zip(rows.strides, self.sizes) if size > 1
+        )
+        target = self._prologue if is_same else self._body
+        target.append(_Instruction(Code.LOAD, register, (len(self._inputs),)))
+        self._inputs.append((tensor, rows))
+        return register
+
+    def constant(self, number: float) -> Register:
+        """A number, the same in every row."""
+        if number not in self._constants:
+            register = self._constants[number] = Register(1)
+            self._prologue.append(_Instruction(Code.CONSTANT, register, (0, 0, len(self._constants) - 1)))
+        return self._constants[number]
+
+    def compute(
+        self, code: Code, sources: Sequence[Register], width: int, dtype: torch.dtype = torch.float32
+    ) -> Register:
+        """The result of an instruction, as wide as its widest source unless it sums up rows."""
+        register = Register(width)
+        self._body.append(_Instruction(code, register, tuple(sources), dtype == torch.bfloat16))
+        return register
+
+    def join(self, parts: Sequence[Register]) -> Register:
+        """Rows made of the rows of all parts, one after the other."""
+        register = Register(sum(part.width for part in parts))
+        column = 0
+        for part in parts:
+            self._body.append(_Instruction(Code.PLACE, register, (part, part, column)))
+            column += part.width
+        return register
+
+    def store(self, register: Register, shape: Sequence[int], strides: Sequence[int], rows: Rows) -> None:
+        """Make a register the next output, a new tensor of a shape and strides."""
+        self._body.append(_Instruction(Code.STORE, len(self._outputs), (register,)))
+        self._outputs.append(_Output(tuple(shape), tuple(strides), rows))
+
+    def build(self) -> RowProgram:
+        """The program."""
+        layouts = [rows for _, rows in self._inputs] + [output.rows for output in self._outputs]
+        indexed = {rows.index.dim for rows in layouts if rows.index is not None}
+        kept, strides, places = _merged(self.sizes, [rows.strides for rows in layouts], indexed)
+        slots, widths = self._slots()
+        code = [len(kept), *kept, len(widths), *widths, len(self._inputs)]
+        for (tensor, rows), steps in zip(self._inputs, strides):
+            code += _layout(tensor, rows, steps, places)
+        code.append(len(self._outputs))
+        for output, steps in zip(self._outputs, strides[len(self._inputs) :]):
+            code += [len(output.shape), *output.shape, len(output.strides), *output.strides]
+            code += _layout(0, output.rows, steps, places)
+        for part in (self._prologue, self._body):
+            code.append(len(part))
+            for each in part:
+                numbers = [slots[x] if isinstance(x, Register) else x for x in (each.to, *each.sources)]
+                numbers += [numbers[0] if each.code > Code.STORE else 0] * (4 - len(numbers))
+                code += [int(each.code), *numbers, int(each.rounds)]
+        return RowProgram(code, [*self._constants])
+
+    def _slots(self) -> tuple[dict[Register, int], list[int]]:
+        """Where each register lies, and the widths of all places: one is used again after its last reader."""
+        last = {x: at for at, each in enumerate(self._body) for x in each.registers}
+        slots: dict[Register, int] = {}
+        widths: list[int] = []
+        free: dict[int, list[int]] = {}
+        for each in self._prologue:
+            for register in each.registers:
+                slots.setdefault(register, len(slots))
+        widths += [register.width for register in slots]
+        lasting = set(slots)
+        for at, each in enumerate(self._body):
+            for register in each.registers:
+                if register not in slots:
+                    reusable = free.get(register.width)
+                    slots[register] = reusable.pop() if reusable else len(widths)
+                    if slots[register] == len(widths):
+                        widths.append(register.width)
+            for register in dict.fromkeys(each.registers):
+                if last[register] == at and register not in lasting:
+                    free.setdefault(register.width, []).append(slots[register])
+        return slots, widths
+
+
+def _layout(tensor: int, rows: Rows, strides: Sequence[int], places: Mapping[int, int]) -> list[int]:
+    code = [tensor, TYPES[rows.dtype], rows.offset, rows.width, rows.step, *strides]
+    index = rows.index
+    if index is None:
+        return [*code, -1, 0, 0, 0, 0, 0]
+    place = places.get(index.dim, -1)
+    return [
+        *code,
+        *(index.tensor, INDEX_TYPES[index.dtype], index.offset, index.step, place, index.stride),
+    ]
+
+
+def _merged(
+    sizes: Sequence[int], strides: Sequence[Sequence[int]], apart: Collection[int]
+) -> tuple[list[int], list[list[int]], dict[int, int]]:
+    """Fewer dimensions that count the same rows: neighbours that all tensors walk through as one.
+
+    Args:
+        apart: dimensions that stay what they are.
+    Returns:
+        Sizes, strides, and where the dimensions that stay are.
+    """
+    dims: list[list[int]] = []
+    for d, size in enumerate(sizes):
+        is_next = bool(dims) and not {d, dims[-1][-1]} & {*apart}
+        if size == 1 and d not in apart:
+            continue
+        if is_next and all(each[dims[-1][-1]] == each[d] * size for each in strides):
+            dims[-1].append(d)
+        else:
+            dims.append([d])
+    kept = [prod(sizes[d] for d in each) for each in dims]
+    steps = [[each[dim[-1]] for dim in dims] for each in strides]
+    return kept, steps, {dim[0]: place for place, dim in enumerate(dims) if dim[0] in apart}

@@ -1,0 +1,226 @@
+"""Row programs against torch's own operators."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels_ref.rowwise import Builder, Code, Index, Rows, is_available
+
+needs_compiler = pytest.mark.skipif(not is_available(), reason="the interpreter cannot be built here")
+pytestmark = needs_compiler
+
+FLOATS = (torch.float32, torch.bfloat16)
+UNARY: dict[Code, Callable[[Tensor], Tensor]] = {
+    Code.COPY: torch.clone,
+    Code.NEG: torch.neg,
+    Code.ABS: torch.abs,
+    Code.EXP: torch.exp,
+    Code.LOG: torch.log,
+    Code.SQRT: torch.sqrt,
+    Code.RSQRT: torch.rsqrt,
+    Code.RECIPROCAL: torch.reciprocal,
+    Code.SIGMOID: torch.sigmoid,
+    Code.TANH: torch.tanh,
+    Code.SILU: torch.nn.functional.silu,
+    Code.RELU: torch.relu,
+    Code.GELU: torch.nn.functional.gelu,
+    Code.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    Code.COS: torch.cos,
+    Code.SIN: torch.sin,
+}
+BINARY: dict[Code, Callable[[Tensor, Tensor], Tensor]] = {
+    Code.ADD: torch.add,
+    Code.SUB: torch.sub,
+    Code.MUL: torch.mul,
+    Code.DIV: torch.div,
+    Code.MAX: torch.maximum,
+    Code.MIN: torch.minimum,
+    Code.LESS: torch.lt,
+    Code.LESS_EQUAL: torch.le,
+    Code.GREATER: torch.gt,
+    Code.GREATER_EQUAL: torch.ge,
+    Code.EQUAL: torch.eq,
+    Code.NOT_EQUAL: torch.ne,
+}
+REDUCTIONS: dict[Code, Callable[[Tensor], Tensor]] = {
+    Code.SUM: lambda x: x.sum(-1, keepdim=True),
+    Code.MEAN: lambda x: x.mean(-1, keepdim=True),
+    Code.AMAX: lambda x: x.amax(-1, keepdim=True),
+}
+
+
+def rows_of(x: Tensor) -> Rows:
+    *strides, step = x.stride()
+    return Rows(x.dtype, 0, x.shape[-1], 0 if x.shape[-1] == 1 else step, tuple(strides))
+
+
+def run(sizes: tuple[int, ...], tensors: list[Tensor], code: Code, width: int, dtype: torch.dtype) -> Tensor:
+    """One instruction on rows of tensors, as a new contiguous tensor."""
+    builder = Builder(sizes)
+    sources = [builder.load(place, rows_of(x)) for place, x in enumerate(tensors)]
+    result = builder.compute(code, sources, width, dtype)
+    like = torch.empty(*sizes, width, dtype=dtype, device="meta")
+    builder.store(result, like.shape, like.stride(), rows_of(like))
+    return builder.build()(tensors)[0]
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 2).to(dtype)
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    """To a few roundings of float32, and then rounded once; see ``torch.testing``."""
+    assert got.shape == expected.shape
+    rtol = 1e-5 if expected.dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=3e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("code", UNARY, ids=lambda code: code.name)
+@pytest.mark.parametrize("width", [1, 16, 37, 300])
+def test_every_function_of_one_operand(code: Code, dtype: torch.dtype, width: int) -> None:
+    x = random(3, 40, width, dtype=dtype)
+    assert_same(run((3, 40), [x], code, width, dtype), UNARY[code](x))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("code", BINARY, ids=lambda code: code.name)
+@pytest.mark.parametrize("widths", [(19, 19), (19, 1), (1, 19), (1, 1), (64, 1), (1, 64)])
+def test_every_function_of_two_operands(code: Code, dtype: torch.dtype, widths: tuple[int, int]) -> None:
+    x, y = (random(70, width, dtype=dtype, seed=seed).round() for seed, width in enumerate(widths))
+    expected = BINARY[code](x, y)
+    assert_same(run((70,), [x, y], code, max(widths), expected.dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("code", REDUCTIONS, ids=lambda code: code.name)
+@pytest.mark.parametrize("width", [1, 9, 64, 1000])
+def test_every_sum_over_rows(code: Code, dtype: torch.dtype, width: int) -> None:
+    x = random(5, 7, width, dtype=dtype)
+    expected = REDUCTIONS[code](x.double()).to(dtype)
+    got = run((5, 7), [x], code, 1, dtype)
+    torch.testing.assert_close(got, expected, rtol=8e-3 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("widths", [(33, 33, 33), (1, 33, 1), (33, 1, 33), (1, 1, 1)])
+def test_a_choice_takes_hidden_values_as_they_are(widths: tuple[int, int, int]) -> None:
+    tensors = [random(9, width, dtype=torch.float32, seed=seed) for seed, width in enumerate(widths)]
+    condition, x, y = tensors[0] > 0, tensors[1], tensors[2]
+    y[3] = math.nan
+    got = run((9,), [condition, x, y], Code.WHERE, max(widths), torch.float32)
+    assert_same(got, torch.where(condition, x, y).expand(9, max(widths)))
+
+
+def test_rounding_is_that_of_torch_for_every_bfloat16_and_what_lies_between() -> None:
+    halves = torch.arange(-32768, 32768, dtype=torch.int32) << 16
+    bits = torch.stack([halves + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)], dim=1)
+    x = bits.view(torch.float32)
+    expected = x.to(torch.bfloat16)
+    for got in (
+        run((65536,), [x], Code.COPY, 6, torch.bfloat16),
+        run((65536,), [x, torch.zeros(65536, 6)], Code.MAX, 6, torch.bfloat16)[x[:, 0] > 0],
+    ):
+        wanted = expected if len(got) == 65536 else expected[x[:, 0] > 0]
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(got.nan_to_num(1), wanted.nan_to_num(1))
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    width=st.integers(1, 20),
+    order=st.randoms(use_true_random=False),
+    dtype=st.sampled_from((*FLOATS, torch.bool)),
+    out_dtype=st.sampled_from(FLOATS),
+)
+def test_rows_are_found_and_put_wherever_strides_say(
+    sizes: list[int], width: int, order: object, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    shape = [*sizes, width]
+    dims = list(range(len(shape)))
+    order.shuffle(dims)  # type: ignore[attr-defined]
+    back = [dims.index(d) for d in range(len(shape))]
+    x = random(*(shape[d] for d in dims), dtype=torch.float32).to(dtype).permute(back)
+    y = random(*shape, dtype=torch.float32)[:1].expand(shape)
+    builder = Builder(sizes)
+    total = builder.compute(
+        Code.ADD, [builder.load(0, rows_of(x)), builder.load(1, rows_of(y))], width, out_dtype
+    )
+    builder.store(total, x.shape, x.stride(), replace_type(rows_of(x), out_dtype))
+    (got,) = builder.build()([x, y])
+    assert got.stride() == x.stride()
+    assert torch.equal(got, (x.float() + y).to(out_dtype))
+
+
+def replace_type(rows: Rows, dtype: torch.dtype) -> Rows:
+    return Rows(dtype, rows.offset, rows.width, rows.step, rows.strides)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_rows_are_chosen_by_an_index(dtype: torch.dtype, num_rows: int) -> None:
+    x = random(4, 3, 10, dtype=torch.bfloat16)
+    numbers = torch.arange(4 * num_rows, dtype=dtype).remainder(4).flip(0)
+    index = numbers[2 : 2 + 2 * num_rows : 2]
+    builder = Builder((num_rows, 3))
+    chosen = Index(1, dtype, 2, 2, 0 if num_rows > 1 else -1, x.stride(0))
+    loaded = builder.load(0, Rows(x.dtype, 0, 10, 1, (0, 10), chosen))
+    like = torch.empty(num_rows, 3, 10, dtype=x.dtype, device="meta")
+    builder.store(loaded, like.shape, like.stride(), rows_of(like))
+    (got,) = builder.build()([x, numbers])
+    assert torch.equal(got, x.index_select(0, index))
+
+
+def test_parts_are_joined_and_registers_used_again() -> None:
+    x = random(200, 32, dtype=torch.float32)
+    builder = Builder((200,))
+    whole = builder.load(0, rows_of(x))
+    right = builder.load(0, Rows(x.dtype, 16, 16, 1, (32,)))
+    left = builder.load(0, Rows(x.dtype, 0, 16, 1, (32,)))
+    turned = builder.join([builder.compute(Code.NEG, [right], 16), left])
+    total = whole
+    for _ in range(20):
+        total = builder.compute(
+            Code.ADD, [total, builder.compute(Code.MUL, [turned, builder.constant(0.5)], 32)], 32
+        )
+    builder.store(total, x.shape, x.stride(), rows_of(x))
+    (got,) = builder.build()([x])
+    torch.testing.assert_close(got, x + 10 * torch.cat([-x[:, 16:], x[:, :16]], dim=1))
+
+
+def test_several_threads_share_the_rows() -> None:
+    x = random(3000, 128, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        got = run((3000,), [x], Code.SILU, 128, x.dtype)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(got, run((3000,), [x], Code.SILU, 128, x.dtype))
+
+
+def test_no_rows_are_no_work() -> None:
+    x = torch.empty(0, 5)
+    assert run((0,), [x], Code.EXP, 5, x.dtype).shape == (0, 5)
+
+
+def test_a_program_is_gone_with_its_owner() -> None:
+    x = torch.ones(1, 4)
+    builder = Builder((1,))
+    builder.store(builder.load(0, rows_of(x)), x.shape, x.stride(), rows_of(x))
+    program = builder.build()
+    number = program.number
+    assert torch.equal(program([x])[0], x)
+    del program
+    gc.collect()
+    with pytest.raises(RuntimeError, match=f"expected the number of a program, got {number}"):
+        torch.ops.hpu_duo_rowwise.run(number, [x])
