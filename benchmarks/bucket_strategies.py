@@ -37,11 +37,46 @@ COST = StepCost(hidden_size=4096, num_layers=32, vocab_size=128_256, kv_ratio=0.
 LLAMA_BLOCKS = int((94.62 - 14.97 - 0.5) * 0.9 * 0.9 * 64)
 
 CONFIGURATIONS = (
-    BucketLimits(128, 8192, 4352, 128, 4107),
-    BucketLimits(64, 8192, 131_072, 128, 4000),
-    BucketLimits(16, 2048, 8192, 128, 1000),
-    BucketLimits(256, 8192, 40_960, 128, 7593),
-    BucketLimits(256, 8192, 262_144, 128, LLAMA_BLOCKS),
+    BucketLimits(
+        max_num_seqs=128,
+        max_num_batched_tokens=8192,
+        max_model_len=4352,
+        block_size=128,
+        num_blocks=4107,
+        max_chunk_rows=1,
+    ),
+    BucketLimits(
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        max_model_len=131_072,
+        block_size=128,
+        num_blocks=4000,
+        max_chunk_rows=1,
+    ),
+    BucketLimits(
+        max_num_seqs=16,
+        max_num_batched_tokens=2048,
+        max_model_len=8192,
+        block_size=128,
+        num_blocks=1000,
+        max_chunk_rows=1,
+    ),
+    BucketLimits(
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        max_model_len=40_960,
+        block_size=128,
+        num_blocks=7593,
+        max_chunk_rows=1,
+    ),
+    BucketLimits(
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        max_model_len=262_144,
+        block_size=128,
+        num_blocks=LLAMA_BLOCKS,
+        max_chunk_rows=1,
+    ),
 )
 
 HELD_OUT_SEEDS = (2, 3, 4)

@@ -12,7 +12,6 @@ from graphs import BucketLimits, BucketTable
 from graphs.recording import ShapeRecorder
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
@@ -74,17 +73,7 @@ def record(
         table: trim prompts to its buckets.
     """
     trimming = None if table is None else ChunkTrimming(table, limits.block_size)
-    scheduler = Scheduler(
-        SchedulerLimits(
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_num_seqs=limits.max_num_seqs,
-            block_size=limits.block_size,
-            num_blocks=limits.num_blocks,
-            max_chunk_rows=limits.max_chunk_rows,
-            uses_blocks=limits.uses_blocks,
-        ),
-        None if trimming is None else trimming.num_postponed,
-    )
+    scheduler = Scheduler(limits, None if trimming is None else trimming.num_postponed)
     num_tokens = 0
     workload = Workload(limits, random.Random(seed))
     for step in range(num_steps):

@@ -116,10 +116,16 @@ def measure(
     engine = assemble_around(
         make_model(shape, max_len, setup),
         EngineConfig(
-            model=ModelConfig("random weights", setup.device, setup.dtype, setup.attention),
-            cache=CacheConfig(setup.block_size),
-            scheduler=SchedulerConfig(work.num_decodes, max(2048, work.num_decodes), max_len),
-            graph=GraphConfig(graphs, table),
+            model=ModelConfig(
+                path="random weights", device=setup.device, dtype=setup.dtype, attention=setup.attention
+            ),
+            cache=CacheConfig(block_size=setup.block_size),
+            scheduler=SchedulerConfig(
+                max_num_seqs=work.num_decodes,
+                max_num_batched_tokens=max(2048, work.num_decodes),
+                max_model_len=max_len,
+            ),
+            graph=GraphConfig(backend=graphs, table=table),
         ),
         frozenset(),
     )

@@ -92,10 +92,10 @@ KINDS = (
 def small_runner(path: Path, attention: str, pattern: HeadPattern | None, max_len: int) -> Runner:
     """What runs the steps of the small model, with stores for two requests of ``max_len`` tokens."""
     config = EngineConfig(
-        ModelConfig(path, device="cpu", dtype="bfloat16", attention=attention, pack_weights=False),
-        HeadConfig(pattern=pattern),
-        CacheConfig(BLOCK, num_blocks=2 * -(-max_len // BLOCK)),
-        SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=CHUNK + 1, max_model_len=max_len),
+        model=ModelConfig(path=path, device="cpu", dtype="bfloat16", attention=attention, pack_weights=False),
+        heads=HeadConfig(pattern=pattern),
+        cache=CacheConfig(block_size=BLOCK, num_blocks=2 * -(-max_len // BLOCK)),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=CHUNK + 1, max_model_len=max_len),
     )
     return assemble(config, frozenset()).runner
 
@@ -195,10 +195,10 @@ def _computed() -> Iterator[str]:
         LlamaConfig(**LLAMA_3_1_8B).save_pretrained(folder)
         for heads, pattern in (("all retrieve", None), ("half stream", half_streaming(32, 8))):
             config = EngineConfig(
-                ModelConfig(folder),
-                HeadConfig(pattern=pattern),
-                CacheConfig(BLOCK, num_blocks=CONTEXTS[-1] // BLOCK),
-                SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048),
+                model=ModelConfig(path=folder),
+                heads=HeadConfig(pattern=pattern),
+                cache=CacheConfig(block_size=BLOCK, num_blocks=CONTEXTS[-1] // BLOCK),
+                scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048),
             )
             structure = build_structure(config, GAUDI3)
             for name, shape in shapes:

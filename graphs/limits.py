@@ -1,25 +1,30 @@
-"""What a scheduler can ask for: the bounds of every reachable batch shape."""
+"""What steps may hold: the resolved limits of an engine, and the bounds of every reachable batch shape."""
 
 from dataclasses import dataclass
 
 from graphs.shape import BatchShape, Phase
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BucketLimits:
-    """The scheduler's and the block store's limits, and the shapes that follow from them.
+    """The limits of the scheduler and of the stores, and the shapes that follow from them.
+
+    The one value that scheduler, bucket tables, planner, warm-up, audit and capacity go by. What a user asks
+    for, where some of it is still open, is ``hpu_duo.limit_config``.
 
     Args:
         max_num_seqs: running requests, hence rows of a step and ring rows.
-        max_num_batched_tokens: query tokens of a step.
+        max_num_batched_tokens: query tokens of a step; at least ``max_num_seqs``, so that every running
+            request can decode in every step.
         max_model_len: tokens of one request, prompt and output.
         block_size: tokens of one block.
         num_blocks: blocks that the store holds; no slice of it can be longer.
+        max_chunk_rows: rows with several tokens and older context that a step may contain.
         uses_blocks: False for a model whose heads are all streaming: both block counts are then 0.
-        max_chunk_rows: rows with more than one token that a step may contain.
 
     Raises:
-        ValueError: a limit below 1 (``num_blocks`` may be 0 when ``uses_blocks`` is False).
+        ValueError: a limit below 1 (``num_blocks`` may be 0 when ``uses_blocks`` is False), or fewer tokens
+            than requests.
     """
 
     max_num_seqs: int
@@ -27,8 +32,8 @@ class BucketLimits:
     max_model_len: int
     block_size: int
     num_blocks: int
+    max_chunk_rows: int
     uses_blocks: bool = True
-    max_chunk_rows: int = 1
 
     def __post_init__(self) -> None:
         for name in (
@@ -40,6 +45,11 @@ class BucketLimits:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"expected max_num_batched_tokens of at least max_num_seqs={self.max_num_seqs}, "
+                f"got {self.max_num_batched_tokens}"
+            )
         lowest = 1 if self.uses_blocks else 0
         if self.num_blocks < lowest:
             raise ValueError(

@@ -13,13 +13,15 @@ import torch
 
 from graphs import BucketTable, CaptureBackend, MissPolicy
 from graphs.backends import BACKEND_NAMES
-from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, check_utilization
+from hpu_duo.limit_config import CacheConfig, SchedulerConfig, check_at_least, check_bool
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
 
+__all__ = ["CacheConfig", "EngineConfig", "GraphConfig", "HeadConfig", "ModelConfig", "SchedulerConfig"]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which checkpoint, and how it is held.
 
@@ -47,7 +49,7 @@ class ModelConfig:
             raise ValueError(f"expected pack_weights to be True, False or None, got {self.pack_weights!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadConfig:
     """Which heads stream.
 
@@ -100,66 +102,7 @@ class HeadConfig:
             raise ValueError(f"expected sparsity in [0, 1], got {self.sparsity}")
 
 
-@dataclass(frozen=True)
-class CacheConfig:
-    """How much is cached.
-
-    Attributes:
-        block_size: tokens of a block.
-        num_blocks: blocks to hold; or
-        kv_cache_bytes: bytes that all stores may take. With neither, as much as ``max_num_seqs``
-            requests of ``max_model_len`` tokens need, but at most what the next one leaves.
-        device_memory_utilization: share of the device's memory that weights, graphs and stores may take
-            together, vLLM's ``gpu_memory_utilization``; see ``hpu_duo.budget``.
-    """
-
-    block_size: int = 128
-    num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
-
-    def __post_init__(self) -> None:
-        _at_least("block_size", self.block_size, 1)
-        if self.num_blocks is not None and self.kv_cache_bytes is not None:
-            raise ValueError(
-                f"expected num_blocks or kv_cache_bytes, got both: num_blocks={self.num_blocks} "
-                f"kv_cache_bytes={self.kv_cache_bytes}"
-            )
-        for name in ("num_blocks", "kv_cache_bytes"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
-        check_utilization(self.device_memory_utilization)
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """How much runs in one step.
-
-    Attributes:
-        max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: query tokens of a step; longer prompts are cut into chunks.
-        max_model_len: tokens of prompt and output together; None = what the model and the cache hold.
-        max_chunk_rows: prompts that may continue with several tokens in the same step.
-        trim_chunks: leave the end of a prompt to the next step where that pads less; needs a table of
-            buckets. See ``hpu_duo.engine.trimming``.
-    """
-
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    max_chunk_rows: int = 1
-    trim_chunks: bool = False
-
-    def __post_init__(self) -> None:
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
-        _at_least("max_chunk_rows", self.max_chunk_rows, 1)
-        if self.max_model_len is not None:
-            _at_least("max_model_len", self.max_model_len, 2)
-        _is_bool("trim_chunks", self.trim_chunks)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GraphConfig:
     """How steps are captured.
 
@@ -194,14 +137,14 @@ class GraphConfig:
         if self.table is not None and not isinstance(self.table, BucketTable):
             raise ValueError(f"expected buckets to be a BucketTable, got {type(self.table).__name__}")
         if self.max_captured_tokens is not None:
-            _at_least("max_captured_tokens", self.max_captured_tokens, 1)
+            check_at_least("max_captured_tokens", self.max_captured_tokens, 1)
         if self.memory_bytes is not None:
-            _at_least("graph_memory_bytes", self.memory_bytes, 0)
-        _is_bool("fail_on_recompile", self.fail_on_recompile)
-        _is_bool("own_cost", self.own_cost)
+            check_at_least("graph_memory_bytes", self.memory_bytes, 0)
+        check_bool("fail_on_recompile", self.fail_on_recompile)
+        check_bool("own_cost", self.own_cost)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything a user may set."""
 
@@ -210,16 +153,6 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
-
-
-def _at_least(name: str, value: int, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
-
-
-def _is_bool(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"expected {name} to be True or False, got {value!r}")
 
 
 def _finite(name: str, value: float | None) -> None:

@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 from graphs import BucketTable, CaptureBackend, MissPolicy
 from graphs.manifest import read_manifest
 from graphs.recording import ShapeRecorder
-from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.engine.assembly import assemble
 from hpu_duo.engine.engine import Engine
@@ -80,14 +79,14 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         attention: str = "auto",
         pack_weights: bool | None = None,
         max_model_len: int | None = None,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 2048,
-        max_chunk_rows: int = 1,
+        max_num_seqs: int = SchedulerConfig.max_num_seqs,
+        max_num_batched_tokens: int = SchedulerConfig.max_num_batched_tokens,
+        max_chunk_rows: int = SchedulerConfig.max_chunk_rows,
         trim_chunks: bool = False,
-        block_size: int = 128,
+        block_size: int = CacheConfig.block_size,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
-        device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION,
+        device_memory_utilization: float = CacheConfig.device_memory_utilization,
         graphs: str | CaptureBackend = "eager",
         buckets: BucketTable | str | Path | None = None,
         on_miss: str = "error",
@@ -140,19 +139,42 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             raise ValueError(f"expected seed to be an integer, got {seed!r}")
         refuse_remote_code(trust_remote_code)
         config = EngineConfig(
-            model=ModelConfig(path, device, choose_dtype(dtype, torch_dtype), attention, pack_weights),
-            heads=HeadConfig(pattern, sparsity, threshold, sink, recent, tie_break, balance),
-            cache=CacheConfig(block_size, num_blocks, kv_cache_bytes, device_memory_utilization),
+            model=ModelConfig(
+                path=path,
+                device=device,
+                dtype=choose_dtype(dtype, torch_dtype),
+                attention=attention,
+                pack_weights=pack_weights,
+            ),
+            heads=HeadConfig(
+                pattern=pattern,
+                sparsity=sparsity,
+                threshold=threshold,
+                sink=sink,
+                recent=recent,
+                tie_break=tie_break,
+                balance=balance,
+            ),
+            cache=CacheConfig(
+                block_size=block_size,
+                num_blocks=num_blocks,
+                kv_cache_bytes=kv_cache_bytes,
+                device_memory_utilization=device_memory_utilization,
+            ),
             scheduler=SchedulerConfig(
-                max_num_seqs, max_num_batched_tokens, max_model_len, max_chunk_rows, trim_chunks
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
+                max_chunk_rows=max_chunk_rows,
+                trim_chunks=trim_chunks,
             ),
             graph=GraphConfig(
-                graphs,
-                given.table,
-                _miss_policy(on_miss),
-                max_captured_tokens,
-                graph_memory_bytes,
-                fail_on_recompile,
+                backend=graphs,
+                table=given.table,
+                on_miss=_miss_policy(on_miss),
+                max_captured_tokens=max_captured_tokens,
+                memory_bytes=graph_memory_bytes,
+                fail_on_recompile=fail_on_recompile,
             ),
         )
         path = find_checkpoint(path, revision)

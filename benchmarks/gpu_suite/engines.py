@@ -67,18 +67,25 @@ def engine_of(
         chunk: prompt tokens of a step.
         is_captured: decode steps go through the capture backend, padded to the one shape that holds all.
     """
-    graph = GraphConfig("eager", memory_bytes=0)
+    graph = GraphConfig(backend="eager", memory_bytes=0)
     if is_captured and setup.graphs != "eager":
         decode = BatchShape(Phase(False, False, True), 1, 0, -(-num_tokens // setup.block_size), 1)
-        graph = GraphConfig(setup.graphs, BucketTable((decode,)))
+        graph = GraphConfig(backend=setup.graphs, table=BucketTable((decode,)))
     try:
         engine = assemble_around(
             model,
             EngineConfig(
-                model=ModelConfig("random weights", str(setup.device), setup.dtype, setup.attention),
-                heads=HeadConfig(make_pattern(shape)) if system == DUO else HeadConfig(),
-                cache=CacheConfig(setup.block_size, num_blocks=-(-num_tokens // setup.block_size)),
-                scheduler=SchedulerConfig(1, chunk, num_tokens + 1),
+                model=ModelConfig(
+                    path="random weights",
+                    device=str(setup.device),
+                    dtype=setup.dtype,
+                    attention=setup.attention,
+                ),
+                heads=HeadConfig(pattern=make_pattern(shape)) if system == DUO else HeadConfig(),
+                cache=CacheConfig(block_size=setup.block_size, num_blocks=-(-num_tokens // setup.block_size)),
+                scheduler=SchedulerConfig(
+                    max_num_seqs=1, max_num_batched_tokens=chunk, max_model_len=num_tokens + 1
+                ),
                 graph=graph,
             ),
             frozenset(),

@@ -23,7 +23,7 @@ from hpu_duo.engine.assembly import layer_spec
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.head_choice import assign_heads, check_pattern, resolve_pattern
 from hpu_duo.engine.memory_choice import plan_memory
-from hpu_duo.engine.step_tables import check_table, default_table
+from hpu_duo.engine.step_tables import check_table, default_table, resolve_limits
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.live_rows import LiveRows
@@ -114,15 +114,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         dtype,
         budget=budget,
     )
-    limits = BucketLimits(
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=max_len,
-        block_size=memory.block_size,
-        num_blocks=memory.num_blocks,
-        uses_blocks=memory.uses_blocks,
-        max_chunk_rows=scheduler.max_chunk_rows,
-    )
+    limits = resolve_limits(scheduler, memory, max_len)
     mode, live = FakeTensorMode(), LiveRows()
     with mode:
         _move(model)
@@ -138,14 +130,12 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         name=path.resolve().name,
         mode=mode,
         model=step_model,
-        geometry=StepGeometry(
-            memory.block_size, memory.num_blocks, scheduler.max_num_seqs, scheduler.max_chunk_rows
-        ),
+        geometry=StepGeometry.of(limits),
         limits=limits,
         memory=memory,
         table=table,
         vocab_size=text_config.vocab_size,
-        max_len=max_len,
+        max_len=limits.max_model_len,
     )
 
 

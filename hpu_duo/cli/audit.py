@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.model_names import model_option
 from hpu_duo.cli.option_groups import grouped
@@ -22,6 +21,7 @@ from hpu_duo.cli.options import (
     LimitOptions,
 )
 from hpu_duo.cli.sizes import parse_bytes
+from hpu_duo.limit_config import CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from hpu_duo.audit import AuditReport, Structure
@@ -53,7 +53,7 @@ def audit(
             rich_help_panel=LIMITS,
         ),
     ] = None,
-    device_memory_utilization: DeviceMemoryUtilization = DEVICE_MEMORY_UTILIZATION,
+    device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization,
     buckets: Buckets = None,
     bucket: Annotated[
         list[str] | None,
@@ -80,29 +80,27 @@ def audit(
         from graphs import BucketTable
         from graphs.bucket_file import read_table
         from hpu_duo.audit import build_structure
-        from hpu_duo.config import (
-            CacheConfig,
-            EngineConfig,
-            GraphConfig,
-            HeadConfig,
-            ModelConfig,
-            SchedulerConfig,
-        )
+        from hpu_duo.config import EngineConfig, GraphConfig, HeadConfig, ModelConfig
         from hpu_duo.cost import find_hardware
 
         table = None if buckets is None else read_table(buckets)
         structure = build_structure(
             EngineConfig(
-                ModelConfig(model, dtype=dtype),
-                HeadConfig(**vars(heads)),
-                CacheConfig(limits.block_size, num_blocks, cache_bytes, device_memory_utilization),
-                SchedulerConfig(
-                    limits.max_num_seqs,
-                    limits.max_num_batched_tokens,
-                    limits.max_model_len,
-                    limits.max_chunk_rows,
+                model=ModelConfig(path=model, dtype=dtype),
+                heads=HeadConfig(**vars(heads)),
+                cache=CacheConfig(
+                    block_size=limits.block_size,
+                    num_blocks=num_blocks,
+                    kv_cache_bytes=cache_bytes,
+                    device_memory_utilization=device_memory_utilization,
                 ),
-                GraphConfig(table=BucketTable.from_strings(bucket) if bucket else table),
+                scheduler=SchedulerConfig(
+                    max_num_seqs=limits.max_num_seqs,
+                    max_num_batched_tokens=limits.max_num_batched_tokens,
+                    max_model_len=limits.max_model_len,
+                    max_chunk_rows=limits.max_chunk_rows,
+                ),
+                graph=GraphConfig(table=BucketTable.from_strings(bucket) if bucket else table),
             ),
             find_hardware(hardware),
         )

@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
-from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, GRAPH_MEMORY_SHARE
+from hpu_duo.budget import GRAPH_MEMORY_SHARE
 from hpu_duo.cli.capacity_choices import report_fields
 from hpu_duo.cli.drawing import check_drawing
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.model_names import model_option
 from hpu_duo.cli.options import LIMITS, DeviceMemoryUtilization, Json
 from hpu_duo.cli.plan_hardware import HardwareOptions
+from hpu_duo.limit_config import CARD_LIMITS, CacheConfig
 
 _HEADS = "Heads"
 
@@ -52,15 +53,17 @@ def capacity(
     recent: Annotated[
         int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=_HEADS)
     ] = 256,
-    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=LIMITS)] = 128,
+    block_size: Annotated[
+        int, typer.Option(help="Tokens of one KV block.", rich_help_panel=LIMITS)
+    ] = CacheConfig.block_size,
     max_num_seqs: Annotated[
         int, typer.Option(help="Requests that run at once even if more fit.", rich_help_panel=LIMITS)
-    ] = 256,
+    ] = CARD_LIMITS.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int,
         typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=LIMITS),
-    ] = 8192,
-    device_memory_utilization: DeviceMemoryUtilization = DEVICE_MEMORY_UTILIZATION,
+    ] = CARD_LIMITS.max_num_batched_tokens,
+    device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization,
     graph_memory: Annotated[
         float,
         typer.Option(help="Share of what weights leave of that for graphs.", rich_help_panel=LIMITS),

@@ -16,8 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hpu_duo.cli.errors import user_errors
-from hpu_duo.cli.options import Json
+from hpu_duo.cli.loading import load_model
+from hpu_duo.cli.model_names import model_option
+from hpu_duo.cli.option_groups import grouped
+from hpu_duo.cli.options import EngineOptions, HeadOptions, Json
+from hpu_duo.cli.sizes import show_bytes
 from hpu_duo.cli.streams import mark
+from hpu_duo.limit_config import SchedulerConfig
 
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _OPTIONAL = ("optimum-habana", "habana-torch-plugin", "triton")
@@ -29,7 +34,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        topic: versions, devices, cpu, graphs or collectives.
+        topic: versions, devices, cpu, graphs, collectives or model.
         is_usable: None for a fact that is neither good nor bad.
     """
 
@@ -39,7 +44,18 @@ class Finding:
     detail: str
 
 
+@grouped
 def doctor(
+    *,
+    model: Annotated[
+        Path | None,
+        model_option(
+            "Directory of a checkpoint: load it, and say what it is served with.",
+            show_default="none is loaded",
+        ),
+    ] = None,
+    heads: HeadOptions,
+    engine: EngineOptions,
     collectives: Annotated[
         int | None,
         typer.Option(
@@ -49,19 +65,20 @@ def doctor(
             show_default="not checked",
         ),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="Device of --collectives: auto, cpu, cuda, hpu or hpu-sim.")
-    ] = "auto",
     as_json: Json = False,
 ) -> None:
     """Print versions, devices and capture backends, and why something is not usable.
 
+    With --model also what its engine makes of the options: device, dtype, kernels, limits, memory, buckets.
     The exit code is 0 if models can run on the CPU of this machine and --collectives found no fault, else 1.
     """
     findings = [*_versions(), *_with_torch()]
     if collectives is not None:
         with user_errors():
-            findings.append(_collectives(device, collectives))
+            findings.append(_collectives(engine.device, collectives))
+    if model is not None:
+        with user_errors():
+            findings += _resolved(model, heads, engine)
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -167,6 +184,16 @@ def _collectives(device: str, num_processes: int) -> Finding:
         f"{found.bus_bandwidth / 1e9:.1f} GB/s on the bus"
     )
     return Finding("collectives", found.backend, True, detail)
+
+
+def _resolved(model: Path, heads: HeadOptions, engine: EngineOptions) -> Iterator[Finding]:
+    loaded = load_model(model, heads, engine, SchedulerConfig.max_num_seqs)
+    stats = loaded.stats()
+    for name, value in stats.resolved.items().items():
+        shown = show_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else str(value)
+        yield Finding("model", name, None, shown)
+    for note in stats.notes:
+        yield Finding("model", "note", None, note)
 
 
 def _show(findings: list[Finding]) -> None:

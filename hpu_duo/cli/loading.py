@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.cli.options import DEFAULT_MAX_NUM_SEQS, EngineOptions, HeadOptions
+from hpu_duo.cli.options import EngineOptions, HeadOptions
 from hpu_duo.cli.sizes import parse_bytes
+from hpu_duo.limit_config import SchedulerConfig
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -96,4 +97,4 @@ def _max_num_seqs(options: EngineOptions, num_requests: int) -> int:
         limit = read_manifest(options.buckets).configuration.get("limits.max_num_seqs")
         if isinstance(limit, int):
             return limit
-    return min(num_requests, DEFAULT_MAX_NUM_SEQS)
+    return min(num_requests, SchedulerConfig.max_num_seqs)

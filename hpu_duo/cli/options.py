@@ -11,10 +11,8 @@ from typing import Annotated
 
 import typer
 
-from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION
 from hpu_duo.cli.model_names import model_option
-
-DEFAULT_MAX_NUM_SEQS = 32
+from hpu_duo.limit_config import CacheConfig, SchedulerConfig
 
 HEADS = "Heads"
 """Name of a panel of the help, as the next ones."""
@@ -91,7 +89,40 @@ class HeadOptions:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class SizeOptions:
+    """How much may run in a step, but for the number of requests."""
+
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and output together.",
+            show_default="what the model serves",
+            rich_help_panel=LIMITS,
+        ),
+    ] = SchedulerConfig.max_model_len
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=LIMITS),
+    ] = SchedulerConfig.max_num_batched_tokens
+    max_chunk_rows: Annotated[
+        int, typer.Option(help="Prompts that may continue in the same step.", rich_help_panel=LIMITS)
+    ] = SchedulerConfig.max_chunk_rows
+    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=LIMITS)] = (
+        CacheConfig.block_size
+    )
+
+
+@dataclass(frozen=True)
+class LimitOptions(SizeOptions):
+    """How much may run in a step, for what is computed without weights."""
+
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Requests that run at the same time.", rich_help_panel=LIMITS)
+    ] = SchedulerConfig.max_num_seqs
+
+
+@dataclass(frozen=True)
+class EngineOptions(SizeOptions):
     """How steps are computed and how much is held; see ``HPUDuoModel.from_pretrained``."""
 
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, hpu or hpu-sim.", rich_help_panel=ENGINE)] = (
@@ -108,34 +139,18 @@ class EngineOptions:
     attention: Annotated[
         str, typer.Option(help="Attention kernels: auto, reference, sdpa or triton.", rich_help_panel=ENGINE)
     ] = "auto"
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of prompt and output together.",
-            show_default="what model and cache hold",
-            rich_help_panel=ENGINE,
-        ),
-    ] = None
     max_num_seqs: Annotated[
         int | None,
         typer.Option(
             help="Requests that run at the same time.",
-            show_default=f"as many as there are, at most {DEFAULT_MAX_NUM_SEQS}",
-            rich_help_panel=ENGINE,
+            show_default=f"as many as there are, at most {SchedulerConfig.max_num_seqs}",
+            rich_help_panel=LIMITS,
         ),
     ] = None
-    max_num_batched_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=ENGINE),
-    ] = 2048
-    max_chunk_rows: Annotated[
-        int, typer.Option(help="Prompts that may continue in the same step.", rich_help_panel=ENGINE)
-    ] = 1
-    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=ENGINE)] = 128
     num_blocks: Annotated[
         int | None,
         typer.Option(
-            help="KV blocks to hold.", show_default="what the requests need", rich_help_panel=ENGINE
+            help="KV blocks to hold.", show_default="what the requests need", rich_help_panel=LIMITS
         ),
     ] = None
     kv_cache_bytes: Annotated[
@@ -145,10 +160,10 @@ class EngineOptions:
             "--kv-cache-memory-bytes",
             metavar="SIZE",
             help="Memory of the KV cache instead of a number of blocks, such as 4GiB.",
-            rich_help_panel=ENGINE,
+            rich_help_panel=LIMITS,
         ),
     ] = None
-    device_memory_utilization: DeviceMemoryUtilization = DEVICE_MEMORY_UTILIZATION
+    device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
     buckets: Buckets = None
     max_captured_tokens: Annotated[
         int | None,
@@ -192,27 +207,3 @@ class EngineOptions:
             rich_help_panel=ENGINE,
         ),
     ] = None
-
-
-@dataclass(frozen=True)
-class LimitOptions:
-    """How much may run in a step, for what is computed without weights."""
-
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of prompt and output together.",
-            show_default="what the model serves",
-            rich_help_panel=LIMITS,
-        ),
-    ] = None
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Requests that run at the same time.", rich_help_panel=LIMITS)
-    ] = 32
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens of one step.", rich_help_panel=LIMITS)
-    ] = 2048
-    max_chunk_rows: Annotated[
-        int, typer.Option(help="Prompts that may continue in the same step.", rich_help_panel=LIMITS)
-    ] = 1
-    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=LIMITS)] = 128

@@ -144,7 +144,7 @@ def plan(
 
                 draw(size, serving, found, png)
             deployment = served.deployment(size, serving, asked.max_model_len or size.max_positions)
-            limits = replace(bucket_limits(deployment), max_chunk_rows=asked.max_chunk_rows)
+            limits = bucket_limits(deployment, asked.max_chunk_rows)
             if num_blocks is not None:
                 limits = replace(limits, num_blocks=num_blocks)
             cost, kv_layers = step_cost(deployment), deployment.kv_layers
@@ -153,11 +153,11 @@ def plan(
             from hpu_duo.cli.bucket_plans import step_cost as any_cost
 
             limits = BucketLimits(
-                asked.max_num_seqs,
-                asked.max_num_batched_tokens,
-                asked.max_model_len or size.max_positions,
-                asked.block_size,
-                num_blocks,
+                max_num_seqs=asked.max_num_seqs,
+                max_num_batched_tokens=asked.max_num_batched_tokens,
+                max_model_len=asked.max_model_len or size.max_positions,
+                block_size=asked.block_size,
+                num_blocks=num_blocks,
                 max_chunk_rows=asked.max_chunk_rows,
             )
             cost = any_cost(size, asked.block_size)

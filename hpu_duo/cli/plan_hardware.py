@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, GRAPH_MEMORY_SHARE
+from hpu_duo.budget import GRAPH_MEMORY_SHARE
 from hpu_duo.cli.capacity_choices import DEFAULT_KV_FORMATS, DEFAULT_SPARSITIES, default_contexts
 from hpu_duo.cli.options import DeviceMemoryUtilization
+from hpu_duo.limit_config import CacheConfig
 
 if TYPE_CHECKING:
     from graphs import BatchShape
@@ -64,7 +65,7 @@ class HardwareOptions:
     recent: Annotated[
         int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=HARDWARE)
     ] = 256
-    device_memory_utilization: DeviceMemoryUtilization = DEVICE_MEMORY_UTILIZATION
+    device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
     graph_memory: Annotated[
         float,
         typer.Option(help="Share of what weights leave of that for graphs.", rich_help_panel=HARDWARE),

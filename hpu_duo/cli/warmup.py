@@ -14,6 +14,7 @@ from hpu_duo.cli import options as opt
 from hpu_duo.cli.errors import user_errors
 from hpu_duo.cli.loading import load_model
 from hpu_duo.cli.option_groups import Only, grouped
+from hpu_duo.limit_config import SchedulerConfig
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def warmup(
         if manifest is not None:
             check_file("--manifest", manifest)
         engine = replace(engine, buckets=buckets or replay)
-        loaded = load_model(model, heads, engine, opt.DEFAULT_MAX_NUM_SEQS)
+        loaded = load_model(model, heads, engine, SchedulerConfig.max_num_seqs)
         from hpu_duo.cli.warmup_views import ProgressView, print_estimate, print_report, report_fields
 
         table = (

@@ -10,6 +10,7 @@ from graphs.planner import GraphBudget
 from hpu_duo.cost.deployment import Deployment, Serving
 from hpu_duo.cost.hardware import Format
 from hpu_duo.cost.model import ModelSize
+from hpu_duo.limit_config import SchedulerConfig
 
 SECONDS_PER_GRAPH = (0.7, 14.0)
 """What warming up one graph takes: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2, documentation of
@@ -124,8 +125,13 @@ def _point(deployment: Deployment, context: int) -> CapacityPoint:
     )
 
 
-def bucket_limits(deployment: Deployment) -> BucketLimits:
-    """What a scheduler could ask for, with as many rows and blocks as fit.
+def bucket_limits(
+    deployment: Deployment, max_chunk_rows: int = SchedulerConfig.max_chunk_rows
+) -> BucketLimits:
+    """What steps may hold, with as many rows and blocks as fit.
+
+    Args:
+        max_chunk_rows: prompts that may continue with several tokens in the same step.
 
     Raises:
         ValueError: not one request of the longest length fits.
@@ -148,6 +154,7 @@ def bucket_limits(deployment: Deployment) -> BucketLimits:
         block_size=serving.block_size,
         num_blocks=num_blocks,
         uses_blocks=num_blocks > 0,
+        max_chunk_rows=max_chunk_rows,
     )
 
 

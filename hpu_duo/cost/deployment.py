@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpu_duo.budget import (
-    DEVICE_MEMORY_UTILIZATION,
-    GRAPH_MEMORY_SHARE,
-    DeviceBudget,
-    check_utilization,
-)
+from hpu_duo.budget import GRAPH_MEMORY_SHARE, DeviceBudget, check_utilization
 from hpu_duo.cost.fitted import FITTED
 from hpu_duo.cost.hardware import Format, Hardware
 from hpu_duo.cost.model import ModelSize
 from hpu_duo.cost.roofline import Seconds, predict_seconds
 from hpu_duo.cost.work import Formats, Step, step_work
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.limit_config import CARD_LIMITS, CacheConfig
 
 _GIB = 1 << 30
 
@@ -41,10 +37,10 @@ class Serving:
     hardware: Hardware
     num_devices: int = 1
     weights: Format = Format.BF16
-    block_size: int = 128
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
+    block_size: int = CacheConfig.block_size
+    max_num_seqs: int = CARD_LIMITS.max_num_seqs
+    max_num_batched_tokens: int = CARD_LIMITS.max_num_batched_tokens
+    device_memory_utilization: float = CacheConfig.device_memory_utilization
     graph_memory: float = GRAPH_MEMORY_SHARE
     sink: int = 128
     recent: int = 256

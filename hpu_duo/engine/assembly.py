@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,9 @@ from hpu_duo.engine.graph_memory import plan_with_graphs
 from hpu_duo.engine.head_choice import assign_heads, check_pattern, resolve_pattern
 from hpu_duo.engine.kernel_choice import choose_kernels
 from hpu_duo.engine.memory_choice import plan_memory
+from hpu_duo.engine.resolved import Resolved
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.step_tables import StepTables
 from hpu_duo.engine.trimming import ChunkTrimming
@@ -43,6 +44,8 @@ from kernels_ref import Implementation, LayerSpec, rowwise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 
 def assemble(
@@ -127,20 +130,12 @@ def assemble_around(
     store = KVStore(memory, dtype, device)
     step_model = StepModel(model, layers, specs, store.layers, live)
     runner = _make_runner(config, step_model, store, tables, runtime)
-    scheduler = Scheduler(
-        SchedulerLimits(
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            block_size=config.cache.block_size,
-            num_blocks=memory.num_blocks,
-            max_chunk_rows=config.scheduler.max_chunk_rows,
-            uses_blocks=memory.uses_blocks,
-        ),
-        _trimming(config, runner),
-    )
-    limits = TokenLimits(tables.limits(memory).max_model_len, eos_token_ids, text_config.vocab_size)
-    engine = Engine(runner, scheduler, limits, tokenizer, seed)
+    limits = tables.limits(memory)
+    scheduler = Scheduler(limits, _trimming(config, runner))
+    token_limits = TokenLimits(limits.max_model_len, eos_token_ids, text_config.vocab_size)
+    engine = Engine(runner, scheduler, token_limits, tokenizer, seed)
     engine.notes = frequencies_note(text_config, max_len)
+    _log.info("engine of %s: %s", type(model).__name__, Resolved.of(runner, scheduler))
     return engine
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bias_builders import NOWHERE, SharedPart, StepRows, UniquePart, ranges, split_context, tails_per_row
+from graphs.limits import BucketLimits
 from graphs.shape import BatchShape, Phase
 from hpu_duo.engine.step_plan import StepPlan
 
@@ -46,6 +47,11 @@ class StepGeometry:
     trash_row: int
     max_chunk_rows: int
     decode_len: int = 1
+
+    @classmethod
+    def of(cls, limits: BucketLimits) -> StepGeometry:
+        """The stores that hold what the limits allow."""
+        return cls(limits.block_size, limits.num_blocks, limits.max_num_seqs, limits.max_chunk_rows)
 
     def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
         """Shape of every array of a step in ``bucket``, by name; see ``kernels_ref.StepTensors``."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from graphs import BucketLimits
 from hpu_duo.engine.arrivals import ArrivalOrder
-from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
 from hpu_duo.request import FinishReason, Request, RequestStatus
@@ -33,13 +33,12 @@ class Scheduler:
     cannot fork at that moment, or whose parent lost its place before, becomes an ordinary request.
 
     Args:
+        limits: what a step may hold; a request has limits of its own for its length.
         num_postponed: how many tokens of its last row a plan should leave to the next step, such as
             ``ChunkTrimming.num_postponed``; None = none ever. Not asked while a request waits.
     """
 
-    def __init__(
-        self, limits: SchedulerLimits, num_postponed: Callable[[StepPlan], int] | None = None
-    ) -> None:
+    def __init__(self, limits: BucketLimits, num_postponed: Callable[[StepPlan], int] | None = None) -> None:
         self.limits = limits
         self._num_postponed = num_postponed
         self.leases = KVLeases(
@@ -51,6 +50,11 @@ class Scheduler:
         self._followers: dict[Request, list[Request]] = {}
         self._num_arrived = 0
         self._plan_in_flight: StepPlan | None = None
+
+    @property
+    def trims_chunks(self) -> bool:
+        """Whether the end of a prompt may be left to the next step."""
+        return self._num_postponed is not None
 
     @property
     def has_unfinished(self) -> bool:

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpu_duo.engine.resolved import Resolved
+
 if TYPE_CHECKING:
     from hpu_duo.engine.runner import Runner, StepResult
     from hpu_duo.engine.scheduler import Scheduler
@@ -38,6 +40,7 @@ class EngineStats:
         host_s, device_s: seconds spent planning and building steps, and running them.
         bytes_copied: bytes of staged step inputs.
         notes: what a user should know of how the model was loaded.
+        resolved: what the engine runs with; see there.
     """
 
     steps: dict[str, int]
@@ -65,6 +68,7 @@ class EngineStats:
     host_s: float
     device_s: float
     bytes_copied: int
+    resolved: Resolved
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -99,6 +103,7 @@ class EngineStats:
             host_s=counters.host_s,
             device_s=counters.device_s,
             bytes_copied=runner.inputs.bytes_copied,
+            resolved=Resolved.of(runner, scheduler),
             notes=notes,
         )
 

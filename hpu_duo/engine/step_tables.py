@@ -48,16 +48,7 @@ class StepTables:
 
     def limits(self, memory: MemoryPlan) -> BucketLimits:
         """What the scheduler can ask for."""
-        scheduler = self.config.scheduler
-        return BucketLimits(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=_held_len(scheduler, memory, self._max_len),
-            block_size=memory.block_size,
-            num_blocks=memory.num_blocks,
-            uses_blocks=memory.uses_blocks,
-            max_chunk_rows=scheduler.max_chunk_rows,
-        )
+        return resolve_limits(self.config.scheduler, memory, self._max_len)
 
     def table(self, memory: MemoryPlan) -> BucketTable:
         """The given buckets, or the default; none where steps run at their exact shapes.
@@ -82,10 +73,7 @@ class StepTables:
 
     def geometry(self, memory: MemoryPlan) -> StepGeometry:
         """The sizes of the stores that steps point into."""
-        scheduler = self.config.scheduler
-        return StepGeometry(
-            memory.block_size, memory.num_blocks, scheduler.max_num_seqs, scheduler.max_chunk_rows
-        )
+        return StepGeometry.of(self.limits(memory))
 
     def largest(self, memory: MemoryPlan) -> BatchShape:
         """The shape that the staged inputs must hold: whatever is reachable, and every bucket."""
@@ -103,6 +91,26 @@ class StepTables:
         )
         staged = staged_bytes(self.geometry(memory), self.largest(memory))
         return staged + (graphs.total_bytes(self.table(memory)) if self.backend.name != "eager" else 0)
+
+
+def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> BucketLimits:
+    """What steps may hold: the wishes, once it is known what the stores hold.
+
+    Args:
+        max_len: tokens of a request, as far as the model goes.
+
+    Raises:
+        ValueError: the blocks do not hold the ``max_model_len`` that was asked for.
+    """
+    return BucketLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=_held_len(scheduler, memory, max_len),
+        block_size=memory.block_size,
+        num_blocks=memory.num_blocks,
+        uses_blocks=memory.uses_blocks,
+        max_chunk_rows=scheduler.max_chunk_rows,
+    )
 
 
 def check_table(table: BucketTable, limits: BucketLimits) -> None:

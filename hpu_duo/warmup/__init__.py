@@ -1,7 +1,7 @@
 """Warm-up: estimated, bounded, measured, written down, and repeated."""
 
 from hpu_duo.engine.step_sizes import StepSizes
-from hpu_duo.warmup.configuration import configuration_of, known_before_loading, limits_of, versions_of
+from hpu_duo.warmup.configuration import configuration_of, known_before_loading, versions_of
 from hpu_duo.warmup.estimate import (
     PRIORS,
     Estimate,
@@ -33,7 +33,6 @@ __all__ = [
     "configuration_of",
     "estimate_of",
     "known_before_loading",
-    "limits_of",
     "parse_phases",
     "plan_within",
     "select",

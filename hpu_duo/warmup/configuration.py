@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import transformers
 
-from graphs import BucketLimits
 from graphs.manifest import Configuration
 from hpu_duo import __version__, sim
 from hpu_duo.config import EngineConfig
@@ -28,25 +27,11 @@ _SHAPE_NO_GRAPH = frozenset(
 _HABANA = "habana-torch-plugin"
 
 
-def limits_of(engine: Engine) -> BucketLimits:
-    """What the scheduler of an engine can ask for."""
-    limits, memory = engine.scheduler.limits, engine.runner.store.plan
-    return BucketLimits(
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=engine.limits.max_model_len,
-        block_size=limits.block_size,
-        num_blocks=memory.num_blocks,
-        uses_blocks=memory.uses_blocks,
-        max_chunk_rows=limits.max_chunk_rows,
-    )
-
-
 def configuration_of(engine: Engine) -> Configuration:
     """What an engine runs, as far as it shapes a graph: flat, and of what JSON holds."""
     runner = engine.runner
     model = runner.model.model
-    limits = limits_of(engine)
+    limits = engine.scheduler.limits
     found = {
         **_model_entries(model.config),
         "dtype": _dtype_name(model.dtype),

@@ -10,7 +10,6 @@ from graphs.planner import GraphBudget, plan_table
 from graphs.recording import read_shapes
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.step_tables import default_table
-from hpu_duo.warmup.configuration import limits_of
 from hpu_duo.warmup.estimate import GraphCosts, WarmUpBudget
 
 _GIB = 1 << 30
@@ -35,7 +34,7 @@ def plan_within(
             that the engine cannot produce.
     """
     budget = budget or WarmUpBudget()
-    runner, limits, costs = engine.runner, limits_of(engine), GraphCosts.of(engine)
+    runner, limits, costs = engine.runner, engine.scheduler.limits, GraphCosts.of(engine)
     text_config = runner.model.model.config.get_text_config()
     within = GraphBudget(
         num_graphs if budget.max_graphs is None else min(num_graphs, budget.max_graphs),

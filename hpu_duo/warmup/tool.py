@@ -15,7 +15,7 @@ from graphs import BatchShape, BucketTable, MissPolicy, Phase
 from graphs.manifest import GraphRecord, Manifest, write_manifest
 from hpu_duo.engine.engine import Engine
 from hpu_duo.sampling import static_routes
-from hpu_duo.warmup.configuration import configuration_of, limits_of, versions_of
+from hpu_duo.warmup.configuration import configuration_of, versions_of
 from hpu_duo.warmup.estimate import Estimate, GraphCosts, WarmUpBudget, estimate_of
 from hpu_duo.warmup.selection import check_holds_everything, select
 from hpu_duo.warmup.tables import check_unchanged, digest_tables
@@ -172,7 +172,7 @@ class WarmUp:
 
     def _check_table(self) -> None:
         try:
-            check_holds_everything(self._table, limits_of(self._engine))
+            check_holds_everything(self._table, self._engine.scheduler.limits)
         except ValueError as error:
             if self._on_miss is MissPolicy.ERROR:
                 raise

@@ -54,11 +54,11 @@ def engine_config(
     """Sixteen-token blocks, four requests, steps of 32 tokens."""
     shapes = (table,) if table else BUCKETS
     return EngineConfig(
-        ModelConfig(path),
-        HeadConfig(pattern=pattern),
-        CacheConfig(16, num_blocks=64),
-        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=512),
-        GraphConfig(table=BucketTable(tuple(map(BatchShape.parse, shapes)))),
+        model=ModelConfig(path=path),
+        heads=HeadConfig(pattern=pattern),
+        cache=CacheConfig(block_size=16, num_blocks=64),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=512),
+        graph=GraphConfig(table=BucketTable(tuple(map(BatchShape.parse, shapes)))),
     )
 
 

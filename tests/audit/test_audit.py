@@ -137,6 +137,17 @@ def test_blocks_follow_from_the_hardware_when_they_are_not_given(config_dir: Pat
     assert structure.limits.num_blocks == structure.memory.num_blocks
 
 
+def test_requests_are_as_long_as_the_blocks_hold_them_and_longer_ones_are_refused(config_dir: Path) -> None:
+    config = engine_config(config_dir)
+    few = replace(config, cache=replace(config.cache, num_blocks=4))
+    no_table = replace(few, graph=replace(few.graph, table=None))
+    with pytest.raises(ValueError, match="max_model_len=512 needs 511 cached tokens, but 4 blocks of 16"):
+        build_structure(no_table, GAUDI2)
+    left_open = replace(no_table, scheduler=replace(config.scheduler, max_model_len=None))
+    # The last token of a request is never cached.
+    assert build_structure(left_open, GAUDI2).limits.max_model_len == 4 * 16 + 1
+
+
 def test_streaming_heads_need_less_than_retrieval_heads(config_dir: Path, structure: Structure) -> None:
     full = build_structure(engine_config(config_dir), GAUDI2)
     assert structure.memory.block_bytes < full.memory.block_bytes

@@ -83,7 +83,7 @@ def test_decodes_of_llama_8b_need_no_more_after_256k_tokens_than_after_8k(
 ) -> None:
     LlamaConfig(**{**LLAMA_3_1_8B, "num_hidden_layers": 1}).save_pretrained(tmp_path)
     config = engine_config(tmp_path)
-    structure = build_structure(replace(config, cache=CacheConfig(BLOCK, num_blocks=2048)), GAUDI2)
+    structure = build_structure(replace(config, cache=CacheConfig(block_size=BLOCK, num_blocks=2048)), GAUDI2)
     shape = "--u/q{rows}/s0/u{blocks}/l{rows}"
     peaks = {
         audit_bucket(
@@ -119,7 +119,7 @@ def test_what_experts_make_is_bounded_and_in_the_estimate(
     model_config.save_pretrained(tmp_path)
     config = engine_config(tmp_path)
     limits = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=2048)
-    config = replace(config, cache=CacheConfig(BLOCK, num_blocks=64), scheduler=limits)
+    config = replace(config, cache=CacheConfig(block_size=BLOCK, num_blocks=64), scheduler=limits)
     structure = build_structure(config, GAUDI2)
     sizes = StepSizes.of(structure.model.specs, model_config, BLOCK, 2)
     for shape in ("--u/q1/s0/u16/l1", "--u/q32/s0/u64/l32", "c--/q256/s0/u0/l1", "c--/q2048/s0/u0/l1"):

@@ -38,6 +38,25 @@ def test_the_report_for_people_holds_the_same_lines(hpu_duo: Run) -> None:
         assert text in result.stdout
 
 
+def test_a_model_is_told_with_what_its_engine_made_of_the_options(hpu_duo: Run, model_dir: Path) -> None:
+    options = ("--model", model_dir, "--max-num-seqs", 3, "--num-blocks", 8, "--block-size", 16)
+    result = hpu_duo("doctor", *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = {one["name"]: one["detail"] for one in json.loads(result.stdout) if one["topic"] == "model"}
+    assert (found["device"], found["dtype"], found["attention"]) == ("cpu", "float32", "sdpa")
+    assert (found["max_num_seqs"], found["num_blocks"], found["max_model_len"]) == ("3", "8", "129")
+    shown = hpu_duo("doctor", *options)
+    assert "max_num_batched_tokens" in shown.stdout
+
+
+def test_a_model_that_cannot_be_served_is_refused_by_doctor_with_a_sentence(
+    hpu_duo: Run, model_dir: Path
+) -> None:
+    result = hpu_duo("doctor", "--model", model_dir, "--num-blocks", 8, "--max-model-len", 4096)
+    assert result.exit_code == 2
+    assert "max_model_len=4096 needs 4095 cached tokens" in result.stderr
+
+
 def test_without_a_compiler_only_the_compile_backend_is_lost(
     hpu_duo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -37,7 +37,16 @@ def test_a_config_alone_gives_a_table_that_holds_everything(hpu_duo: Run, config
     assert "planned" in result.stdout
     table = read_table(out)
     assert 1 <= len(table) <= 8
-    assert table.envelope.holds(BucketLimits(4, 64, 512, 16, 64).largest)
+    assert table.envelope.holds(
+        BucketLimits(
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            max_model_len=512,
+            block_size=16,
+            num_blocks=64,
+            max_chunk_rows=1,
+        ).largest
+    )
     assert read_gaudi_buckets(gaudi_out)
 
 

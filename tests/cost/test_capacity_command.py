@@ -127,7 +127,7 @@ def test_without_matplotlib_a_picture_is_refused_and_tables_are_not(
         (("--device-memory-utilization", "1.5"), "expected device_memory_utilization in (0, 1], got 1.5"),
         (("--model", "/no/such/place"), "expected config.json or a directory with it"),
         (("--png", "picture.jpg"), "ends in .png"),
-        (("--png", "/no/such/place/a.png"), "expected an existing directory"),
+        (("--png", "/no/such/place/a.png"), "/no/such/place does not exist"),
     ],
 )
 def test_bad_input_is_one_sentence(hpu_duo: Run, arguments: tuple[str, ...], complaint: str) -> None:

@@ -56,9 +56,9 @@ def test_engine_audit_and_capacity_hold_the_same_blocks(
     assert ROWS < counted < ROWS * MAX_LEN // BLOCK, "memory is what limits the blocks"
 
     config = EngineConfig(
-        ModelConfig(model_dir, dtype="bfloat16"),
-        cache=CacheConfig(BLOCK, device_memory_utilization=share),
-        scheduler=SchedulerConfig(ROWS, 64),
+        model=ModelConfig(path=model_dir, dtype="bfloat16"),
+        cache=CacheConfig(block_size=BLOCK, device_memory_utilization=share),
+        scheduler=SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64),
     )
     audited = build_structure(config, hardware)
     assert audited.memory.num_blocks == counted

@@ -5,14 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from graphs import BucketLimits
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.copies import BlockCopy, RowCopy
 from hpu_duo.request import FinishReason, Request, RequestStatus
 from tests.engine_host.simulated_device import EOS, make_request
 
-LIMITS = SchedulerLimits(max_num_batched_tokens=8, max_num_seqs=4, block_size=4, num_blocks=16)
+LIMITS = BucketLimits(
+    max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, block_size=4, num_blocks=16, max_chunk_rows=4
+)
 
 
 def _plan(scheduler: Scheduler) -> StepPlan:
@@ -378,10 +380,10 @@ def test_steps_are_planned_and_committed_in_turn() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_num_batched_tokens": 3}, "at least max_num_seqs=4, got 3"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be 1 or more, got 0"),
-        ({"max_chunk_rows": 0}, "max_chunk_rows must be 1 or more, got 0"),
-        ({"num_blocks": 0}, "at least one block, got 0"),
+        ({"max_num_batched_tokens": 3}, "max_num_batched_tokens of at least max_num_seqs=4, got 3"),
+        ({"max_num_seqs": 0}, "expected max_num_seqs >= 1, got 0"),
+        ({"max_chunk_rows": 0}, "expected max_chunk_rows >= 1, got 0"),
+        ({"num_blocks": 0}, "expected num_blocks >= 1 with uses_blocks=True, got 0"),
     ],
 )
 def test_limits_under_which_nothing_could_run_are_refused(change: dict[str, int], message: str) -> None:

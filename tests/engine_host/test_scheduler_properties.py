@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graphs import BatchShape, BucketTable, Phase
+from graphs import BatchShape, BucketLimits, BucketTable, Phase
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import NO_ROW, FinishReason, Request, RequestStatus
@@ -19,11 +18,12 @@ from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, make
 
 
 @st.composite
-def _limits(draw: st.DrawFn) -> SchedulerLimits:
+def _limits(draw: st.DrawFn) -> BucketLimits:
     max_num_seqs = draw(st.integers(1, 5))
-    return SchedulerLimits(
-        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 8)),
+    return BucketLimits(
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 8)),
+        max_model_len=64,
         block_size=draw(st.integers(1, 4)),
         num_blocks=draw(st.integers(2, 14)),
         max_chunk_rows=draw(st.integers(1, 3)),
@@ -42,7 +42,7 @@ def _table(borders: set[int]) -> BucketTable:
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(limits=_limits(), borders=st.none() | st.sets(st.integers(2, 12), min_size=1))
-    def create(self, limits: SchedulerLimits, borders: set[int] | None) -> None:
+    def create(self, limits: BucketLimits, borders: set[int] | None) -> None:
         self.limits = limits
         self.is_trimming = borders is not None
         trimming = None if borders is None else ChunkTrimming(_table(borders), limits.block_size)

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from graphs import BatchShape, BucketTable, Phase
+from graphs import BatchShape, BucketLimits, BucketTable, Phase
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.engine.step_plan import ScheduledRow, StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
 from tests.engine_host.simulated_device import SimulatedDevice, make_request, outputs_alone
@@ -23,7 +22,17 @@ def scheduler(*query_lens: int, step: float = 0.0, longest: int = 64) -> Schedul
         tuple(BatchShape(WHOLE, query_len, 64, 64, 4) for query_len in query_lens),
         lambda bucket: step + bucket.query_len,
     )
-    return Scheduler(SchedulerLimits(longest, 4, 4, 64, 1), ChunkTrimming(table, 4).num_postponed)
+    return Scheduler(
+        BucketLimits(
+            max_num_batched_tokens=longest,
+            max_num_seqs=4,
+            max_model_len=64,
+            block_size=4,
+            num_blocks=64,
+            max_chunk_rows=1,
+        ),
+        ChunkTrimming(table, 4).num_postponed,
+    )
 
 
 def steps_of(served: Scheduler) -> list[int]:
@@ -107,7 +116,17 @@ def test_an_interruption_while_a_prompt_is_trimmed_loses_no_token() -> None:
             raise KeyboardInterrupt
         return 0
 
-    served = Scheduler(SchedulerLimits(64, 4, 4, 64, 1), interrupted)
+    served = Scheduler(
+        BucketLimits(
+            max_num_batched_tokens=64,
+            max_num_seqs=4,
+            max_model_len=64,
+            block_size=4,
+            num_blocks=64,
+            max_chunk_rows=1,
+        ),
+        interrupted,
+    )
     requests = [
         make_request(f"r{number}", [number + 1] * 7, max_tokens=1 if number == 0 else 6, ignore_eos=True)
         for number in range(3)

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from graphs import BatchShape, BucketLimits, BucketTable, ExponentialRule, Miss, Phase, StepCost
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
-LIMITS = BucketLimits(32, 2048, 32768, 128, 2048)
+LIMITS = BucketLimits(
+    max_num_seqs=32,
+    max_num_batched_tokens=2048,
+    max_model_len=32768,
+    block_size=128,
+    num_blocks=2048,
+    max_chunk_rows=1,
+)
 
 
 small_shapes = st.builds(
@@ -101,7 +108,14 @@ def test_no_bucket_exceeds_a_limit_and_the_largest_of_each_phase_is_one(
 
 
 def test_every_reachable_shape_of_small_limits_has_a_bucket() -> None:
-    limits = BucketLimits(3, 5, 4, 2, 6, max_chunk_rows=2)
+    limits = BucketLimits(
+        max_num_seqs=3,
+        max_num_batched_tokens=5,
+        max_model_len=4,
+        block_size=2,
+        num_blocks=6,
+        max_chunk_rows=2,
+    )
     table = BucketTable.exponential(limits, ExponentialRule(slack=1.2, min_query=2, min_blocks=2))
     num_reached = 0
     for phase, q, s, u, n in product(Phase.all(), range(1, 8), range(8), range(8), range(6)):
@@ -131,9 +145,30 @@ def test_each_size_left_out_has_a_bucket_of_its_phase_within_the_slack(
     "limits",
     [
         LIMITS,
-        BucketLimits(64, 8192, 131_072, 128, 4000, max_chunk_rows=4),
-        BucketLimits(256, 8192, 40_960, 128, 7593),
-        BucketLimits(4, 8192, 1 << 20, 128, 16_384),
+        BucketLimits(
+            max_num_seqs=64,
+            max_num_batched_tokens=8192,
+            max_model_len=131_072,
+            block_size=128,
+            num_blocks=4000,
+            max_chunk_rows=4,
+        ),
+        BucketLimits(
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            max_model_len=40_960,
+            block_size=128,
+            num_blocks=7593,
+            max_chunk_rows=1,
+        ),
+        BucketLimits(
+            max_num_seqs=4,
+            max_num_batched_tokens=8192,
+            max_model_len=1 << 20,
+            block_size=128,
+            num_blocks=16_384,
+            max_chunk_rows=1,
+        ),
     ],
 )
 def test_default_tables_stay_below_a_hundred_buckets(limits: BucketLimits) -> None:
@@ -141,12 +176,29 @@ def test_default_tables_stay_below_a_hundred_buckets(limits: BucketLimits) -> No
 
 
 def test_one_request_of_one_token_steps_needs_one_phase_only() -> None:
-    table = BucketTable.exponential(BucketLimits(1, 1, 64, 16, 4))
+    table = BucketTable.exponential(
+        BucketLimits(
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+            max_model_len=64,
+            block_size=16,
+            num_blocks=4,
+            max_chunk_rows=1,
+        )
+    )
     assert [str(bucket) for bucket in table] == ["--u/q1/s0/u4/l1"]
 
 
 def test_a_model_of_streaming_heads_only_has_buckets_without_blocks() -> None:
-    limits = BucketLimits(8, 256, 10_000, 16, num_blocks=0, uses_blocks=False)
+    limits = BucketLimits(
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        max_model_len=10_000,
+        block_size=16,
+        num_blocks=0,
+        uses_blocks=False,
+        max_chunk_rows=1,
+    )
     table = BucketTable.exponential(limits)
     assert {str(bucket.phase) for bucket in table} == {"c--", "cs-", "c-u", "csu", "--u"}
     assert table.envelope.num_shared_blocks == table.envelope.num_unique_blocks == 0
@@ -222,9 +274,23 @@ def test_a_bad_line_is_refused() -> None:
 
 def test_bad_limits_and_rules_are_refused() -> None:
     with pytest.raises(ValueError, match="expected max_num_seqs >= 1, got 0"):
-        BucketLimits(0, 1, 1, 1, 1)
+        BucketLimits(
+            max_num_seqs=0,
+            max_num_batched_tokens=1,
+            max_model_len=1,
+            block_size=1,
+            num_blocks=1,
+            max_chunk_rows=1,
+        )
     with pytest.raises(ValueError, match="expected num_blocks >= 1"):
-        BucketLimits(1, 1, 1, 1, 0)
+        BucketLimits(
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+            max_model_len=1,
+            block_size=1,
+            num_blocks=0,
+            max_chunk_rows=1,
+        )
     with pytest.raises(ValueError, match="expected growth > 1"):
         ExponentialRule(growth=1.0)
     with pytest.raises(ValueError, match="slack >= 1"):

@@ -68,7 +68,14 @@ def test_a_table_is_refused_exactly_if_it_lacks_a_reachable_shape(
 
 
 def test_the_message_names_the_shape_that_no_bucket_holds() -> None:
-    limits = BucketLimits(4, 64, 64, 16, 16)
+    limits = BucketLimits(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        block_size=16,
+        num_blocks=16,
+        max_chunk_rows=1,
+    )
     with pytest.raises(
         ValueError, match=r"lacks reachable shapes: .* --u/q4/s0/u16/l4, -su/q4/s8/u16/l4, c-u/"
     ):

@@ -1,13 +1,22 @@
 """Random limits, and random steps within them."""
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketLimits, Phase
 
+
+def _limits(max_num_seqs: int, num_spare_tokens: int, **others: Any) -> BucketLimits:
+    return BucketLimits(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + num_spare_tokens, **others
+    )
+
+
 limits_strategy = st.builds(
-    BucketLimits,
+    _limits,
     max_num_seqs=st.integers(1, 40),
-    max_num_batched_tokens=st.integers(1, 600),
+    num_spare_tokens=st.integers(0, 600),
     max_model_len=st.integers(1, 5000),
     block_size=st.sampled_from([1, 16, 128]),
     num_blocks=st.integers(1, 700),

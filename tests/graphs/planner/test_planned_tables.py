@@ -11,7 +11,14 @@ from graphs.planner.cells import Cells
 from graphs.planner.levels import holds, price, to_levels
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
-LIMITS = BucketLimits(8, 256, 4096, 64, 200)
+LIMITS = BucketLimits(
+    max_num_seqs=8,
+    max_num_batched_tokens=256,
+    max_model_len=4096,
+    block_size=64,
+    num_blocks=200,
+    max_chunk_rows=1,
+)
 QUICK = Resolution(num_cells=200, num_points=60, num_rows=400, rounds=2)
 TRAFFIC = {
     BatchShape.parse("--u/q4/s0/u40/l4"): 70.0,
@@ -39,7 +46,15 @@ def test_a_planned_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(d
 
 @pytest.mark.parametrize(("uses_blocks", "num_graphs"), [(True, 64), (True, 4), (False, 64)])
 def test_every_bucket_is_the_cheapest_of_some_step(uses_blocks: bool, num_graphs: int) -> None:
-    tiny = BucketLimits(1, 4, 64, 16, 4, uses_blocks)
+    tiny = BucketLimits(
+        max_num_seqs=1,
+        max_num_batched_tokens=4,
+        max_model_len=64,
+        block_size=16,
+        num_blocks=4,
+        uses_blocks=uses_blocks,
+        max_chunk_rows=1,
+    )
     table = plan_table(tiny, num_graphs, resolution=QUICK)
     sizes = product(tiny.reachable_phases, range(1, 5), range(5), range(5), (1,))
     possible = [

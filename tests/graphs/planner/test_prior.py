@@ -11,7 +11,6 @@ from graphs.planner.plan import or_default
 from graphs.planner.server import Sequence, Server
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.engine.scheduler_limits import SchedulerLimits
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from tests.graphs.planner.drawn import limits_strategy
@@ -26,7 +25,14 @@ def test_every_step_of_the_prior_is_reachable(limits: BucketLimits) -> None:
 
 
 def test_the_prior_is_the_same_every_time_and_other_users_are_others() -> None:
-    limits = BucketLimits(8, 256, 4096, 64, 200)
+    limits = BucketLimits(
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        max_model_len=4096,
+        block_size=64,
+        num_blocks=200,
+        max_chunk_rows=1,
+    )
     first = prior(limits)
     kept = dict(first)
     first.clear()
@@ -47,16 +53,7 @@ def test_the_model_of_the_scheduler_plans_the_steps_that_the_scheduler_plans(dat
         uses_blocks=data.draw(st.sampled_from([True, True, False])),
         max_chunk_rows=data.draw(st.integers(1, 3)),
     )
-    scheduler = Scheduler(
-        SchedulerLimits(
-            limits.max_num_batched_tokens,
-            limits.max_num_seqs,
-            limits.block_size,
-            limits.num_blocks,
-            limits.max_chunk_rows,
-            limits.uses_blocks,
-        )
-    )
+    scheduler = Scheduler(limits)
     server = Server(limits)
     held = min(40, limits.num_blocks * limits.block_size)
     arrivals = data.draw(
@@ -90,7 +87,17 @@ def test_the_model_of_the_scheduler_plans_the_steps_that_the_scheduler_plans(dat
 
 
 def test_a_table_planned_for_the_prior_pads_other_users_less_than_the_default_table_does() -> None:
-    limits, cost = BucketLimits(8, 256, 4096, 64, 200), StepCost(block_size=64)
+    limits, cost = (
+        BucketLimits(
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            max_model_len=4096,
+            block_size=64,
+            num_blocks=200,
+            max_chunk_rows=1,
+        ),
+        StepCost(block_size=64),
+    )
     planned = plan_table(limits, 24, cost, resolution=QUICK).buckets
     default = BucketTable.exponential(limits, cost=cost).buckets
     others = prior(limits, seed=2)
@@ -98,7 +105,17 @@ def test_a_table_planned_for_the_prior_pads_other_users_less_than_the_default_ta
 
 
 def test_the_default_table_is_taken_where_it_costs_less_and_fits_the_budget() -> None:
-    limits, cost = BucketLimits(8, 256, 4096, 64, 200), StepCost(block_size=64)
+    limits, cost = (
+        BucketLimits(
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            max_model_len=4096,
+            block_size=64,
+            num_blocks=200,
+            max_chunk_rows=1,
+        ),
+        StepCost(block_size=64),
+    )
     default = BucketTable.exponential(limits, cost=cost)
     one_bucket = BucketTable((limits.largest,), cost)
     assert or_default(one_bucket, GraphBudget(len(default)), limits) == default

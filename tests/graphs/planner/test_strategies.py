@@ -13,10 +13,54 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 @pytest.mark.parametrize(
     ("limits", "num_graphs", "num_causal"),
     [
-        (BucketLimits(128, 8192, 4352, 128, 4107), 125, 108),
-        (BucketLimits(64, 8192, 131_072, 128, 4000), 293, 252),
-        (BucketLimits(16, 2048, 8192, 128, 1000), 319, 280),
-        (BucketLimits(256, 8192, 40_960, 128, 7593), 107, 90),
+        (
+            BucketLimits(
+                max_num_seqs=128,
+                max_num_batched_tokens=8192,
+                max_model_len=4352,
+                block_size=128,
+                num_blocks=4107,
+                max_chunk_rows=1,
+            ),
+            125,
+            108,
+        ),
+        (
+            BucketLimits(
+                max_num_seqs=64,
+                max_num_batched_tokens=8192,
+                max_model_len=131_072,
+                block_size=128,
+                num_blocks=4000,
+                max_chunk_rows=1,
+            ),
+            293,
+            252,
+        ),
+        (
+            BucketLimits(
+                max_num_seqs=16,
+                max_num_batched_tokens=2048,
+                max_model_len=8192,
+                block_size=128,
+                num_blocks=1000,
+                max_chunk_rows=1,
+            ),
+            319,
+            280,
+        ),
+        (
+            BucketLimits(
+                max_num_seqs=256,
+                max_num_batched_tokens=8192,
+                max_model_len=40_960,
+                block_size=128,
+                num_blocks=7593,
+                max_chunk_rows=1,
+            ),
+            107,
+            90,
+        ),
     ],
 )
 def test_the_unified_strategy_makes_as_many_graphs_as_upstream(
@@ -28,7 +72,16 @@ def test_the_unified_strategy_makes_as_many_graphs_as_upstream(
 
 
 def test_the_unified_strategy_serves_a_single_sequence() -> None:
-    assert upstream_unified(BucketLimits(1, 64, 256, 16, 32))
+    assert upstream_unified(
+        BucketLimits(
+            max_num_seqs=1,
+            max_num_batched_tokens=64,
+            max_model_len=256,
+            block_size=16,
+            num_blocks=32,
+            max_chunk_rows=1,
+        )
+    )
 
 
 @given(st.data())
@@ -46,14 +99,30 @@ def test_a_grid_pads_as_its_table_of_buckets_does(data: st.DataObject) -> None:
 
 
 def test_linear_sizes_are_doubled_up_to_the_step_and_then_added() -> None:
-    grid = linear(BucketLimits(96, 500, 1000, 128, 400))
+    grid = linear(
+        BucketLimits(
+            max_num_seqs=96,
+            max_num_batched_tokens=500,
+            max_model_len=1000,
+            block_size=128,
+            num_blocks=400,
+            max_chunk_rows=1,
+        )
+    )
     sizes = next(sizes for phase, sizes in grid.sizes.items() if str(phase) == "--u")
     assert sizes[0].tolist() == [1, 2, 4, 8, 16, 32, 64, 96]
     assert sizes[2].tolist() == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 400]
 
 
 def test_padding_aware_sizes_are_at_most_a_quarter_apart() -> None:
-    limits = BucketLimits(96, 8192, 1000, 128, 4000)
+    limits = BucketLimits(
+        max_num_seqs=96,
+        max_num_batched_tokens=8192,
+        max_model_len=1000,
+        block_size=128,
+        num_blocks=4000,
+        max_chunk_rows=1,
+    )
     points = next(sizes for phase, sizes in padding_aware(limits).sizes.items() if str(phase) == "c--")[0]
     assert points[0] == 128
     assert points[-1] == 8192
@@ -63,7 +132,14 @@ def test_padding_aware_sizes_are_at_most_a_quarter_apart() -> None:
 
 
 def test_the_worst_reachable_padding_is_that_of_every_shape_tried_one_by_one() -> None:
-    limits = BucketLimits(3, 6, 12, 4, 4)
+    limits = BucketLimits(
+        max_num_seqs=3,
+        max_num_batched_tokens=6,
+        max_model_len=12,
+        block_size=4,
+        num_blocks=4,
+        max_chunk_rows=1,
+    )
     cost = StepCost(block_size=4, hidden_size=8, num_layers=1, vocab_size=64)
     table = BucketTable.from_strings(["--u/q3/s0/u2/l3", "csu/q6/s4/u4/l3", "c-u/q4/s0/u1/l2"], cost)
     reachable = [
@@ -88,7 +164,14 @@ def test_the_worst_reachable_padding_is_that_of_every_shape_tried_one_by_one() -
 
 
 def test_steps_without_a_bucket_are_counted_and_left_out_of_the_mean() -> None:
-    limits = BucketLimits(4, 16, 64, 16, 8)
+    limits = BucketLimits(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=64,
+        block_size=16,
+        num_blocks=8,
+        max_chunk_rows=1,
+    )
     held, missed = BatchShape.parse("--u/q1/s0/u1/l1"), BatchShape.parse("c--/q16/s0/u0/l1")
     report = evaluate((held,), limits, StepCost(), {held: 3, missed: 1})
     assert (report.missed, report.mean, report.holds_all) == (0.25, 0.0, False)

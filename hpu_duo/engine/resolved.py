@@ -1,0 +1,72 @@
+"""What an engine runs with, now that nothing is open any more."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+from graphs import BucketLimits
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.runner import Runner
+    from hpu_duo.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The choices of an engine, each "auto" and each None replaced by what it came to.
+
+    Attributes:
+        device, dtype: of weights and stores.
+        attention: implementation of the kernels.
+        graphs: capture backend.
+        num_buckets: shapes of the table now; 0 where steps run at their exact shapes.
+        on_miss: what happens to a step that no bucket holds.
+        max_captured_tokens: buckets with more query tokens run uncaptured; None = all are captured.
+        trims_chunks: whether prompts end at the borders of buckets.
+        limits: what steps may hold.
+        num_retrieval_heads, num_streaming_heads: KV heads of all layers.
+        kv_bytes, graph_bytes: memory of the stores, and memory set aside for graphs.
+    """
+
+    device: str
+    dtype: str
+    attention: str
+    graphs: str
+    num_buckets: int
+    on_miss: str
+    max_captured_tokens: int | None
+    trims_chunks: bool
+    limits: BucketLimits
+    num_retrieval_heads: int
+    num_streaming_heads: int
+    kv_bytes: int
+    graph_bytes: int
+
+    @classmethod
+    def of(cls, runner: Runner, scheduler: Scheduler) -> Resolved:
+        """The choices of the engine that these two make up."""
+        graphs, specs = runner.graphs, runner.model.specs
+        return cls(
+            device=str(runner.device),
+            dtype=str(runner.model.model.dtype).removeprefix("torch."),
+            attention=specs[0].impl.value,
+            graphs=graphs.backend.name,
+            num_buckets=len(graphs.table) if runner.uses_table else 0,
+            on_miss=graphs.policy.value,
+            max_captured_tokens=graphs.max_captured_tokens,
+            trims_chunks=scheduler.trims_chunks,
+            limits=scheduler.limits,
+            num_retrieval_heads=sum(spec.num_retrieval for spec in specs),
+            num_streaming_heads=sum(spec.num_streaming for spec in specs),
+            kv_bytes=runner.store.num_bytes,
+            graph_bytes=runner.store.plan.graph_bytes,
+        )
+
+    def items(self) -> dict[str, str | int | bool | None]:
+        """All of it by name, limits among the others, as JSON and tables take it."""
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "limits"}
+        return {**plain, **asdict(self.limits)}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.items().items())

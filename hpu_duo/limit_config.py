@@ -1,0 +1,86 @@
+"""How much may run and be cached, as a user asks for it; every default of such a number stands here.
+
+Without torch, so that the command line knows the defaults before it is needed. What an engine makes of the
+wishes is one ``graphs.BucketLimits``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, check_utilization
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How much is cached.
+
+    Attributes:
+        block_size: tokens of a block.
+        num_blocks: blocks to hold; or
+        kv_cache_bytes: bytes that all stores may take. With neither, as much as ``max_num_seqs``
+            requests of ``max_model_len`` tokens need, but at most what the next one leaves.
+        device_memory_utilization: share of the device's memory that weights, graphs and stores may take
+            together, vLLM's ``gpu_memory_utilization``; see ``hpu_duo.budget``.
+    """
+
+    block_size: int = 128
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
+
+    def __post_init__(self) -> None:
+        check_at_least("block_size", self.block_size, 1)
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise ValueError(
+                f"expected num_blocks or kv_cache_bytes, got both: num_blocks={self.num_blocks} "
+                f"kv_cache_bytes={self.kv_cache_bytes}"
+            )
+        for name in ("num_blocks", "kv_cache_bytes"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1)
+        check_utilization(self.device_memory_utilization)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How much runs in one step.
+
+    Attributes:
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: query tokens of a step; longer prompts are cut into chunks.
+        max_model_len: tokens of prompt and output together; None = what the model and the cache hold.
+        max_chunk_rows: prompts that may continue with several tokens in the same step.
+        trim_chunks: leave the end of a prompt to the next step where that pads less; needs a table of
+            buckets. See ``hpu_duo.engine.trimming``.
+    """
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    max_chunk_rows: int = 1
+    trim_chunks: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least("max_num_seqs", self.max_num_seqs, 1)
+        check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
+        check_at_least("max_chunk_rows", self.max_chunk_rows, 1)
+        if self.max_model_len is not None:
+            check_at_least("max_model_len", self.max_model_len, 2)
+        check_bool("trim_chunks", self.trim_chunks)
+
+
+def check_at_least(name: str, value: int, minimum: int) -> None:
+    """Raise ValueError unless ``value`` is an integer, and no bool, of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
+
+
+def check_bool(name: str, value: bool) -> None:
+    """Raise ValueError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"expected {name} to be True or False, got {value!r}")
+
+
+CARD_LIMITS = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192)
+"""What the cost model assumes of a server that has a Gaudi for itself."""
