@@ -130,7 +130,7 @@ def _cpu() -> Iterator[Finding]:
     from kernels_ref import native
     from kernels_ref.x86 import library
 
-    flags = _cpu_flags()
+    flags = library.cpu_flags()
     found = ", ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of " + ", ".join(_CPU_FLAGS)
     yield Finding("cpu", "threads", None, f"{torch.get_num_threads()} used by torch")
     yield Finding(
@@ -143,16 +143,6 @@ def _cpu() -> Iterator[Finding]:
         kernel = ours if native.compiler() else f"oneDNN: {ours} need a C++ compiler, and none is on the path"
     detail = f"bfloat16 weights are laid out once for {kernel}" if packs else "oneDNN has no bfloat16 here"
     yield Finding("cpu", "packed weights", packs, detail)
-
-
-def _cpu_flags() -> frozenset[str]:
-    """The instruction sets of the first CPU as Linux names them; empty elsewhere."""
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith(("flags", "Features")):
-                return frozenset(line.partition(":")[2].split())
-    return frozenset()
 
 
 def _graphs() -> Iterator[Finding]:

@@ -188,14 +188,10 @@ void soften(const Job &job, Part<ROWS> &part, Block<ROWS> &block, int r, int fir
   const Exponential exponential(exponent);
   // What is summed are the rounded weights, so that their errors cancel where few keys matter.
   const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3F803F80);
+#pragma GCC unroll 4
   for (int j = 0; j < width; j += 2) {
-    __m512 w[2];
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      w[i] = exponential(_mm512_load_ps(scores + (j + i) * ROWS));
-      if (is_masked) w[i] = _mm512_maskz_mov_ps(sees(j + i), w[i]);
-    }
-    const __m512i pairs = pairs_of(w[0], w[1]);
+    const __m512 even = _mm512_load_ps(scores + j * ROWS), odd = _mm512_load_ps(scores + (j + 1) * ROWS);
+    const __m512i pairs = is_masked ? exponential(even, odd, sees(j), sees(j + 1)) : exponential(even, odd);
     total = _mm512_dpbf16_ps(total, (__m512bh)pairs, ones);
     _mm512_store_si512(block.weights + (j * ROWS / 2 + r) * 2, pairs);
   }

@@ -24,6 +24,17 @@ def is_supported() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
+@cache
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets of the first CPU as Linux names them; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(("flags", "Features")):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
 def has_tiles() -> bool:
     """Whether this CPU multiplies pairs of bfloat16 in tiles as well, and the system lets us."""
     return is_supported() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
@@ -62,8 +73,9 @@ def require() -> None:
 def _load() -> bool:
     if not is_supported():
         return False
-    instructions = (*_VECTORS, *_TILES) if has_tiles() else _VECTORS
-    options = ("-O3", "-fopenmp", *(f"-m{name}" for name in instructions))
+    tiles = _TILES if has_tiles() else ()
+    bytes_in_tables = ("avx512vbmi",) if "avx512_vbmi" in cpu_flags() else ()
+    options = ("-O3", "-fopenmp", *(f"-m{name}" for name in (*_VECTORS, *bytes_in_tables, *tiles)))
     try:
         torch.ops.load_library(build("x86", sorted(Path(__file__).parent.glob("*.cpp")), options))
     except (BuildError, OSError) as error:
