@@ -43,6 +43,7 @@ CONFIGURATIONS = (
         max_model_len=4352,
         block_size=128,
         num_blocks=4107,
+        decode_len=1,
         max_chunk_rows=1,
     ),
     BucketLimits(
@@ -51,6 +52,7 @@ CONFIGURATIONS = (
         max_model_len=131_072,
         block_size=128,
         num_blocks=4000,
+        decode_len=1,
         max_chunk_rows=1,
     ),
     BucketLimits(
@@ -59,6 +61,7 @@ CONFIGURATIONS = (
         max_model_len=8192,
         block_size=128,
         num_blocks=1000,
+        decode_len=1,
         max_chunk_rows=1,
     ),
     BucketLimits(
@@ -67,6 +70,7 @@ CONFIGURATIONS = (
         max_model_len=40_960,
         block_size=128,
         num_blocks=7593,
+        decode_len=1,
         max_chunk_rows=1,
     ),
     BucketLimits(
@@ -75,6 +79,7 @@ CONFIGURATIONS = (
         max_model_len=262_144,
         block_size=128,
         num_blocks=LLAMA_BLOCKS,
+        decode_len=1,
         max_chunk_rows=1,
     ),
 )

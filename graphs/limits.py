@@ -19,12 +19,13 @@ class BucketLimits:
         max_model_len: tokens of one request, prompt and output.
         block_size: tokens of one block.
         num_blocks: blocks that the store holds; no slice of it can be longer.
-        max_chunk_rows: rows with several tokens and older context that a step may contain.
+        max_chunk_rows: rows with more than ``decode_len`` tokens and older context that a step may contain.
+        decode_len: most tokens of a row that decodes.
         uses_blocks: False for a model whose heads are all streaming: both block counts are then 0.
 
     Raises:
         ValueError: a limit below 1 (``num_blocks`` may be 0 when ``uses_blocks`` is False), or fewer tokens
-            than requests.
+            than requests decode.
     """
 
     max_num_seqs: int
@@ -33,6 +34,7 @@ class BucketLimits:
     block_size: int
     num_blocks: int
     max_chunk_rows: int
+    decode_len: int
     uses_blocks: bool = True
 
     def __post_init__(self) -> None:
@@ -42,13 +44,15 @@ class BucketLimits:
             "max_model_len",
             "block_size",
             "max_chunk_rows",
+            "decode_len",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens < self.max_num_seqs * self.decode_len:
             raise ValueError(
-                f"expected max_num_batched_tokens of at least max_num_seqs={self.max_num_seqs}, "
-                f"got {self.max_num_batched_tokens}"
+                f"expected max_num_batched_tokens of at least max_num_seqs={self.max_num_seqs}"
+                + (f" times decode_len={self.decode_len}" if self.decode_len > 1 else "")
+                + f", got {self.max_num_batched_tokens}"
             )
         lowest = 1 if self.uses_blocks else 0
         if self.num_blocks < lowest:
@@ -62,9 +66,20 @@ class BucketLimits:
         return -(-self.max_model_len // self.block_size)
 
     @property
-    def max_one_token_rows(self) -> int:
+    def max_decode_rows(self) -> int:
         """Rows of a decode-only step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Query tokens of a decode-only step."""
+        return min(self.max_num_seqs * self.decode_len, self.max_num_batched_tokens)
+
+    def fewest_tokens(self, phase: Phase) -> int:
+        """Query tokens of the smallest step of a phase, a row that does not decode having most."""
+        if not phase.causal:
+            return 1
+        return self.decode_len + (2 if phase.unique else 1)
 
     @property
     def max_unique_blocks(self) -> int:
@@ -74,38 +89,38 @@ class BucketLimits:
     def max_shared_blocks(self, phase: Phase) -> int:
         """Most blocks that the shared part of a phase can gather; 0 when it has none.
 
-        All context blocks of a row with several tokens are shared. A block of one-token rows is shared
+        All context blocks of a row that does not decode are shared. A block of decode rows is shared
         only if at least two of them hold it, so ``r`` such rows share at most half of their blocks.
         """
         if not (phase.shared and self.uses_blocks):
             return 0
-        rows = self.max_one_token_rows
+        rows = self.max_decode_rows
         chunk_rows = min(self.max_chunk_rows, rows) if phase.causal else 0
-        one_token_rows = rows - chunk_rows if phase.unique else 0
-        half_blocks = 2 * chunk_rows + one_token_rows
+        decode_rows = rows - chunk_rows if phase.unique else 0
+        half_blocks = 2 * chunk_rows + decode_rows
         return min(self.blocks_per_request * half_blocks // 2, self.num_blocks)
 
     @property
     def reachable_phases(self) -> tuple[Phase, ...]:
         """Phases that a step can have.
 
-        Rows with one token always need the unique part, for their own key at least; rows with several
+        Decode rows always need the unique part, for their own keys at least; rows with more tokens
         always need the causal part. So ``-s-`` and ``---`` cannot occur, and ``-su`` needs two rows and
         blocks.
         """
         wanted = []
-        if self.max_num_batched_tokens > 1:
+        if self.max_num_batched_tokens > self.decode_len:
             wanted += ["c--", "cs-"]
-        if self.max_num_batched_tokens > 2 and self.max_num_seqs > 1:
+        if self.max_num_batched_tokens > self.decode_len + 1 and self.max_num_seqs > 1:
             wanted += ["c-u", "csu"]
         wanted += ["--u"]
-        if self.max_one_token_rows > 1 and self.uses_blocks:
+        if self.max_decode_rows > 1 and self.uses_blocks:
             wanted += ["-su"]
         return tuple(sorted(map(Phase.parse, wanted)))
 
     def largest_of(self, phase: Phase) -> BatchShape:
         """The shape of a phase with every size at its limit: it holds all reachable shapes of that phase."""
-        query_len = self.max_num_batched_tokens if phase.causal else self.max_one_token_rows
+        query_len = self.max_num_batched_tokens if phase.causal else self.max_decode_tokens
         return BatchShape(
             phase,
             query_len,
@@ -132,7 +147,6 @@ class BucketLimits:
         if shape.phase not in self.reachable_phases or not self.largest_of(shape.phase).holds(shape):
             return False
         if not shape.phase.causal:
-            return shape.num_logits >= shape.query_len
-        # One row has at least two tokens, and another has one token when the unique part runs as well.
-        fewest_tokens = 3 if shape.phase.unique else 2
+            return shape.num_logits * self.decode_len >= shape.query_len
+        fewest_tokens = self.fewest_tokens(shape.phase)
         return shape.query_len >= fewest_tokens and 1 <= shape.num_logits <= shape.query_len

@@ -154,6 +154,13 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
 
+    def __post_init__(self) -> None:
+        if self.scheduler.decode_len > self.cache.block_size:
+            raise ValueError(
+                f"expected decode_len of at most block_size={self.cache.block_size}, "
+                f"got {self.scheduler.decode_len}"
+            )
+
 
 def _finite(name: str, value: float | None) -> None:
     is_number = isinstance(value, Real) and not isinstance(value, bool)

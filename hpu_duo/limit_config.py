@@ -51,6 +51,9 @@ class SchedulerConfig:
         max_num_batched_tokens: query tokens of a step; longer prompts are cut into chunks.
         max_model_len: tokens of prompt and output together; None = what the model and the cache hold.
         max_chunk_rows: prompts that may continue with several tokens in the same step.
+        decode_len: most tokens that a request decodes in a step. More than 1 where they are known
+            beforehand, as those of a score are: they are verified together. Rings have ``decode_len - 1``
+            slots more then.
         trim_chunks: leave the end of a prompt to the next step where that pads less; needs a table of
             buckets. See ``hpu_duo.engine.trimming``.
     """
@@ -60,10 +63,13 @@ class SchedulerConfig:
     max_model_len: int | None = None
     max_chunk_rows: int = 1
     trim_chunks: bool = False
+    decode_len: int = 1
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
-        check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
+        check_at_least("decode_len", self.decode_len, 1)
+        decoded = self.max_num_seqs * self.decode_len
+        check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, decoded)
         check_at_least("max_chunk_rows", self.max_chunk_rows, 1)
         if self.max_model_len is not None:
             check_at_least("max_model_len", self.max_model_len, 2)

@@ -83,6 +83,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         max_num_batched_tokens: int = SchedulerConfig.max_num_batched_tokens,
         max_chunk_rows: int = SchedulerConfig.max_chunk_rows,
         trim_chunks: bool = False,
+        decode_len: int = SchedulerConfig.decode_len,
         block_size: int = CacheConfig.block_size,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
@@ -114,7 +115,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             pack_weights: see ``ModelConfig``.
             max_model_len: tokens of prompt and output; None = what model and cache hold. Rotary frequencies
                 that depend on a text's length are those of this length.
-            max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks: see ``SchedulerConfig``.
+            max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len: see
+                ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, device_memory_utilization: see ``CacheConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
                 backend of your own. None of them falls back to another one.
@@ -167,6 +169,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 max_model_len=max_model_len,
                 max_chunk_rows=max_chunk_rows,
                 trim_chunks=trim_chunks,
+                decode_len=decode_len,
             ),
             graph=GraphConfig(
                 backend=graphs,

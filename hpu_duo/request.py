@@ -64,7 +64,8 @@ class Request:
     ``num_computed_tokens``, ``append``), ``KVLeases`` writes ``row``, ``block_table`` and ``num_blocks``.
 
     Attributes:
-        tokens: int32 ``[capacity]``; prompt, then outputs; valid up to ``num_tokens``.
+        tokens: int32 ``[capacity]``; prompt, then outputs, valid up to ``num_tokens``; then drafts of what
+            comes next, ``num_drafts`` of them.
         num_prompt_tokens, num_tokens: tokens of the prompt; of prompt and outputs.
         num_computed_tokens: leading tokens whose keys and values are in the cache.
         arrival: rank in order of arrival; -1 until the scheduler has it.
@@ -128,6 +129,8 @@ class Request:
         self.num_blocks = 0
 
         stop_tokens = frozenset(params.stop_token_ids)
+        num_forced = len(params.forced_token_ids)
+        self.tokens[len(prompt) : len(prompt) + num_forced] = params.forced_token_ids
         self._num_prefilled = max(0, len(prompt) - params.decoded_prompt_tokens)
         self._stop_tokens = stop_tokens if params.ignore_eos else stop_tokens | limits.eos_token_ids
 
@@ -193,11 +196,28 @@ class Request:
         return self.tokens[self.num_prompt_tokens : self.num_tokens]
 
     @property
-    def num_next_tokens(self) -> int:
-        """Most tokens that the next step may compute: what is left to prefill, then one, if asked."""
+    def num_drafts(self) -> int:
+        """Tokens behind the known ones that are expected to be sampled next: those that are forced.
+
+        The last of them is not counted, since nothing that follows it is known.
+        """
+        if self.params.host_sampler is not None:
+            return 0
+        return max(0, len(self.params.forced_token_ids) - self.num_output_tokens - 1)
+
+    def num_next_tokens(self, decode_len: int = 1) -> int:
+        """Most tokens that the next step may compute: what is left to prefill, or to decode.
+
+        Args:
+            decode_len: most tokens that are decoded in a step, drafts included.
+        """
+        num_left = self._num_prefilled - self.num_computed_tokens
         if not self.params.decoded_prompt_tokens:
-            return self.num_uncomputed_tokens
-        return max(1, self._num_prefilled - self.num_computed_tokens)
+            num_left = self.num_uncomputed_tokens
+            # A prompt of one token, or what is left of one, is decoded.
+            if num_left == 1:
+                num_left = 0
+        return num_left if num_left > 0 else min(decode_len, self.num_uncomputed_tokens + self.num_drafts)
 
     @property
     def is_finished(self) -> bool:

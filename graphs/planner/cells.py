@@ -55,9 +55,8 @@ class Cells:
 
 
 def lowest_of(limits: BucketLimits, phase: Phase) -> tuple[int, int, int, int]:
-    """Smallest sizes ``(Q, NS, NU, N)`` of a phase: a row with several tokens has two at least."""
-    fewest = (3 if phase.unique else 2) if phase.causal else 1
-    return fewest, 0, 0, 1
+    """Smallest sizes ``(Q, NS, NU, N)`` of a phase."""
+    return limits.fewest_tokens(phase), 0, 0, 1
 
 
 def reachable_corners(lowest: Levels, highest: Levels) -> tuple[Levels, Levels, Bools]:

@@ -61,7 +61,7 @@ class Server:
     """The scheduler's rules, for sequences that are numbers of tokens."""
 
     def __init__(self, limits: BucketLimits) -> None:
-        self.num_rows = limits.max_one_token_rows
+        self.num_rows = limits.max_decode_rows
         self._limits = limits
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []

@@ -64,8 +64,9 @@ def _near(limits: BucketLimits, shape: BatchShape, factors: list[float]) -> Batc
     query_len, num_shared, num_unique, num_logits = (
         min(max(size, low), high) for size, low, high in zip(sizes, lowest, highest)
     )
-    # Logit rows of decodes stay above their tokens as far as they were.
-    num_logits = min(num_logits, query_len) if shape.phase.causal else max(num_logits, query_len)
+    # Rows of decodes stay as many as their tokens need.
+    fewest = -(-query_len // limits.decode_len)
+    num_logits = min(num_logits, query_len) if shape.phase.causal else max(num_logits, fewest)
     return BatchShape(shape.phase, query_len, num_shared, num_unique, num_logits)
 
 

@@ -14,6 +14,7 @@ from graphs import BatchShape
 from hpu_duo.audit.report import AuditReport, LayerRecipe, StepAudit
 from hpu_duo.audit.structure import HPU, Structure
 from hpu_duo.audit.tracer import Part, StepTracer, TraceEnded, without_memory
+from hpu_duo.engine.batch import RowCounts
 from hpu_duo.engine.runner import bucket_step
 from hpu_duo.modeling.step_model import run_layer
 from hpu_duo.sampling import SamplingRoute, sample_tokens, static_routes
@@ -114,7 +115,8 @@ def _follow(tracer: StepTracer, step: Callable[[], object]) -> None:
 
 def _routes(structure: Structure, buckets: tuple[BatchShape, ...]) -> Iterator[tuple[str, SamplingRoute]]:
     """Greedy rows, everything at once with the longest lists, and the same with log-probabilities."""
-    for num_rows in sorted({bucket.num_logits for bucket in buckets}):
+    decode_len = structure.geometry.decode_len
+    for num_rows in sorted({RowCounts.of(bucket, decode_len).logits for bucket in buckets}):
         routes = tuple(static_routes(num_rows, structure.vocab_size, structure.max_len))
         longest = max(route.num_seen for route in routes)
         for route in routes:

@@ -41,7 +41,7 @@ def passkey(
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
     heads: opt.HeadOptions,
-    engine: eopt.Engine,
+    engine: eopt.Scoring,
 ) -> None:
     """Share of passkeys that are found word for word."""
     with user_errors():
@@ -84,7 +84,7 @@ def niah(
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
     heads: opt.HeadOptions,
-    engine: eopt.Engine,
+    engine: eopt.Scoring,
 ) -> None:
     """Find one needle at every depth of every length; draws a heat map and can be resumed."""
     with user_errors():

@@ -59,7 +59,7 @@ def curve(
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
     heads: Annotated[opt.HeadOptions, Only("sink", "recent")],
-    engine: eopt.Engine,
+    engine: eopt.Scoring,
 ) -> None:
     """Passkey accuracy against KV budget; full attention and all streaming are always measured."""
     with user_errors():

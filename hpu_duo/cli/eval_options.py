@@ -90,10 +90,31 @@ class EvaluationEngine(opt.EngineOptions):
     ] = MAX_NUM_SEQS
 
 
+_SCORED_LEN = 8
+_Scored = Annotated[
+    int, typer.Option(help="Tokens of an answer that are scored together.", rich_help_panel=opt.ENGINE)
+]
+
+
+@dataclass(frozen=True)
+class ScoringEngine(EvaluationEngine):
+    """How evaluations run that score given texts."""
+
+    decode_len: _Scored = _SCORED_LEN
+
+
+@dataclass(frozen=True)
+class OneScoringEngine(opt.EngineOptions):
+    """The same for one text."""
+
+    decode_len: _Scored = _SCORED_LEN
+
+
 _STEP = ("device", "dtype", "graphs", "attention")
 _SIZES = ("max_num_batched_tokens", "block_size", "device_memory_utilization")
 Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
-OneRequestEngine = Annotated[opt.EngineOptions, Only(*_STEP, *_SIZES)]
+Scoring = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_SIZES, "decode_len")]
+OneRequestEngine = Annotated[OneScoringEngine, Only(*_STEP, *_SIZES, "decode_len")]
 
 
 @dataclass(frozen=True)

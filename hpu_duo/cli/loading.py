@@ -63,6 +63,7 @@ def load_model(
         max_num_seqs=_max_num_seqs(options, num_requests),
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_chunk_rows=options.max_chunk_rows,
+        decode_len=options.decode_len,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         kv_cache_bytes=kv_cache_bytes,

@@ -147,6 +147,13 @@ class EngineOptions(SizeOptions):
             rich_help_panel=LIMITS,
         ),
     ] = None
+    decode_len: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a request that are decoded together where they are known beforehand.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = SchedulerConfig.decode_len
     num_blocks: Annotated[
         int | None,
         typer.Option(

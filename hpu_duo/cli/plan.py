@@ -158,6 +158,7 @@ def plan(
                 max_model_len=asked.max_model_len or size.max_positions,
                 block_size=asked.block_size,
                 num_blocks=num_blocks,
+                decode_len=1,
                 max_chunk_rows=asked.max_chunk_rows,
             )
             cost = any_cost(size, asked.block_size)

@@ -154,6 +154,7 @@ def bucket_limits(
         block_size=serving.block_size,
         num_blocks=num_blocks,
         uses_blocks=num_blocks > 0,
+        decode_len=1,
         max_chunk_rows=max_chunk_rows,
     )
 

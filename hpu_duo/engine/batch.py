@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,15 +21,37 @@ class StepBatch:
     Attributes:
         rows: who runs.
         token_ids: new tokens of all rows, int32 ``[sum(num_new)]``.
+        num_samples: logits that each row wants, those of its last new tokens, int32 ``[n]``.
         shared, unique: who reads which context block.
         shape: the exact shape; a bucket must hold it.
     """
 
     rows: StepRows
     token_ids: np.ndarray
+    num_samples: np.ndarray
     shared: SharedPart
     unique: UniquePart
     shape: BatchShape
+
+
+class RowCounts(NamedTuple):
+    """How many rows of each kind a step has in a bucket.
+
+    Attributes:
+        rows: requests, hence entries of the plan's arrays by row (N).
+        logits: rows of logits: for each row as many as a decode row has tokens.
+        ring_rows: leading rows of the ring stores that the unique part reads.
+    """
+
+    rows: int
+    logits: int
+    ring_rows: int
+
+    @classmethod
+    def of(cls, bucket: BatchShape, decode_len: int) -> RowCounts:
+        """What follows from the bucket's number of rows with logits."""
+        rows = bucket.num_logits
+        return cls(rows, rows * decode_len, rows)
 
 
 @dataclass(frozen=True)
@@ -51,12 +74,18 @@ class StepGeometry:
     @classmethod
     def of(cls, limits: BucketLimits) -> StepGeometry:
         """The stores that hold what the limits allow."""
-        return cls(limits.block_size, limits.num_blocks, limits.max_num_seqs, limits.max_chunk_rows)
+        return cls(
+            limits.block_size,
+            limits.num_blocks,
+            limits.max_num_seqs,
+            limits.max_chunk_rows,
+            limits.decode_len,
+        )
 
     def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
         """Shape of every array of a step in ``bucket``, by name; see ``kernels_ref.StepTensors``."""
-        q, n = (bucket.query_len,), (bucket.num_logits,)
-        tails = (bucket.num_logits, tails_per_row(self.decode_len))
+        counts = RowCounts.of(bucket, self.decode_len)
+        q, n, tails = (bucket.query_len,), (counts.rows,), (counts.rows, tails_per_row(self.decode_len))
         return {
             "token_ids": q,
             "positions": q,
@@ -67,19 +96,25 @@ class StepGeometry:
             "row_start": n,
             "row_num_new": n,
             "row_query_start": n,
-            "logit_index": n,
+            "logit_index": (counts.logits,),
             "tail_block": tails,
             "tail_start": tails,
             "chunk_row": (self.max_chunk_rows,),
             "shared_block": (bucket.num_shared_blocks,),
             "shared_start": (bucket.num_shared_blocks,),
-            "shared_reads": (bucket.num_logits + 1, bucket.num_shared_blocks),
+            "shared_reads": (counts.rows + 1, bucket.num_shared_blocks),
             "owner": (bucket.num_unique_blocks,),
         }
 
 
-def flatten(rows: StepRows, token_ids: np.ndarray, block_size: int) -> StepBatch:
-    """Split the context of the rows and measure the exact shape of the step."""
+def flatten(
+    rows: StepRows, token_ids: np.ndarray, block_size: int, num_samples: np.ndarray | None = None
+) -> StepBatch:
+    """Split the context of the rows and measure the exact shape of the step.
+
+    Args:
+        num_samples: logits that each row wants; None = one.
+    """
     shared, unique = split_context(rows, block_size)
     is_prompt = ~rows.is_decode
     phase = Phase(
@@ -94,7 +129,16 @@ def flatten(rows: StepRows, token_ids: np.ndarray, block_size: int) -> StepBatch
         num_unique_blocks=len(unique.owner),
         num_logits=int(rows.row_id.max()) + 1,
     )
-    return StepBatch(rows, token_ids, shared, unique, shape)
+    if num_samples is None:
+        num_samples = np.ones(rows.num_rows, np.int32)
+    return StepBatch(rows, token_ids, num_samples, shared, unique, shape)
+
+
+def batch_of(plan: StepPlan, block_size: int) -> StepBatch:
+    """A planned step, flattened and split."""
+    token_ids = np.concatenate([row.request.tokens[row.start : row.end] for row in plan.rows])
+    num_samples = np.array([row.num_samples for row in plan.rows], np.int32)
+    return flatten(rows_of(plan), token_ids, block_size, num_samples)
 
 
 def rows_of(plan: StepPlan) -> StepRows:
@@ -107,6 +151,7 @@ def rows_of(plan: StepPlan) -> StepRows:
         num_new=np.array([row.num_new_tokens for row in rows], np.int32),
         block_ids=np.concatenate(tables),
         num_blocks=np.array([len(table) for table in tables], np.int32),
+        decode_len=plan.decode_len,
     )
 
 
@@ -121,7 +166,7 @@ def empty_batch() -> StepBatch:
     rows = StepRows(nothing, nothing, nothing, nothing, nothing)
     unique = UniquePart(nothing, none, none)
     shape = BatchShape(Phase(), 1, 0, 0, 0)
-    return StepBatch(rows, nothing, SharedPart(nothing, nothing, none), unique, shape)
+    return StepBatch(rows, nothing, nothing, SharedPart(nothing, nothing, none), unique, shape)
 
 
 def fill(
@@ -172,7 +217,10 @@ def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepG
     host["row_start"][rows.row_id] = rows.start
     host["row_num_new"][rows.row_id] = rows.num_new
     host["row_query_start"][rows.row_id] = query_start
-    host["logit_index"][rows.row_id] = query_start + rows.num_new - 1
+    number = ranges(batch.num_samples)
+    first = (query_start + rows.num_new - batch.num_samples).repeat(batch.num_samples)
+    place = (rows.row_id * geometry.decode_len).repeat(batch.num_samples)
+    host["logit_index"][place + number] = first + number
     reads_ring = rows.row_id[~rows.is_decode & (rows.start > 0)]
     if len(reads_ring) > geometry.max_chunk_rows:
         raise ValueError(

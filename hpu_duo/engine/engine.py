@@ -191,9 +191,9 @@ class Engine(Uncopied):
     ) -> list[list[ContinuationScore]]:
         """How likely given continuations are, found by decoding them.
 
-        Each prompt is prefilled but for its last token. That one and the continuation are then decoded one
-        token per step, whatever the model says, so every probability comes from a decode that reads the
-        cache as generation would; what a head pattern leaves out of the cache is missing here too.
+        Each prompt is prefilled but for its last token. That one and the continuation are then decoded,
+        ``decode_len`` tokens per step, whatever the model says, so every probability comes from a decode that
+        reads the cache as generation would; what a head pattern leaves out of the cache is missing here too.
         Continuations of one prompt share its prefill when there are at least as many rows as continuations.
 
         Args:

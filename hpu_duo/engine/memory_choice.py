@@ -38,7 +38,13 @@ def plan_memory(
     """
     free_bytes = budget.free_bytes - graph_bytes
     kv = tuple(
-        LayerKV(layout.num_retrieval, layout.num_streaming, layer.call.head_dim, window.size if window else 0)
+        LayerKV(
+            layout.num_retrieval,
+            layout.num_streaming,
+            layer.call.head_dim,
+            window.size if window else 0,
+            ring_slack=ring_slack(scheduler) if window else 0,
+        )
         for layer, layout, window in zip(layers, layouts, windows)
     )
     sizes: dict[str, Any] = {
@@ -65,6 +71,14 @@ def plan_memory(
             f"{budget.total_bytes} bytes leaves beside {budget.held_bytes} in use by this process, with "
             f"{budget.free_bytes} bytes free"
         ) from None
+
+
+def ring_slack(scheduler: SchedulerConfig) -> int:
+    """Slots of a ring beside those of its window.
+
+    The first token that a row decodes in a step still sees what the last one of it replaces.
+    """
+    return scheduler.decode_len - 1
 
 
 def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:

@@ -37,15 +37,15 @@ class SampleState:
             context = request.prompt_token_ids[-32:].tolist()
             self._text = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context, special_ids)
 
-    def sampling_row(self) -> SamplingRow:
-        """How to sample the next token."""
+    def sampling_row(self, number: int = 0) -> SamplingRow:
+        """How to sample the next token, or the one so many behind it if those before it are as expected."""
         request, choose = self.request, None
         if self._host is not None and self._host.chooses:
             choose = partial(self._host.choose, request.output_token_ids)
         return SamplingRow(
             request.params,
             request.sampling_seed,
-            request.num_output_tokens,
+            request.num_output_tokens + number,
             self.penalties,
             self._eos,
             choose,
@@ -53,16 +53,18 @@ class SampleState:
 
     def take(self, committed: CommittedToken, logprob: TokenLogprob | None) -> RequestOutput:
         """Account for a sampled token; the output says if it ended the sample, by token or by text."""
-        request, token, reason = committed
+        request, token, reason, number, _ = committed
+        # Further tokens of the same step have been appended to the request already.
+        outputs = request.output_token_ids[: number + 1]
         if self.penalties is not None:
             self.penalties.append(token)
         stop_reason: str | int | None = None
         if reason is FinishReason.STOP and token in request.params.stop_token_ids:
             stop_reason = token
         shows = reason is not FinishReason.STOP or request.params.include_stop_str_in_output
-        if reason is None and self._host is not None and self._host.ends(request.output_token_ids):
+        if reason is None and self._host is not None and self._host.ends(outputs):
             reason = FinishReason.STOP
-        text, match = self._push(token, reason, shows)
+        text, match = self._push(token, len(outputs), reason, shows)
         if match is not None:
             reason, stop_reason = FinishReason.STOP, match
         return RequestOutput(
@@ -84,7 +86,9 @@ class SampleState:
         index = self.request.sample_index
         return RequestOutput(self.public_id, index, (), finish_reason=FinishReason.ERROR, error=error)
 
-    def _push(self, token: int, reason: FinishReason | None, shows: bool) -> tuple[str, str | None]:
+    def _push(
+        self, token: int, num_tokens: int, reason: FinishReason | None, shows: bool
+    ) -> tuple[str, str | None]:
         """Text to show now, and the stop string that is complete."""
         if self._text is None:
             return "", None
@@ -93,7 +97,6 @@ class SampleState:
             text += self._text.flush()
         if self._stop is None:
             return text, None
-        num_tokens = self.request.num_output_tokens
         released = self._stop.push(text, num_tokens)
         skipped = self._text.skipped_text(token) if shows and released.match is None else ""
         if skipped:

@@ -31,12 +31,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a step added to one request.
+    """A token that a step added to one request, or its end; a step may add several.
 
     Attributes:
         request_id: as given to ``add_request``; samples of one prompt share it.
         sample_index: which of the ``n`` samples.
-        token_ids: new tokens; at most one a step.
+        token_ids: new tokens; at most one.
         text: text that they settle, empty without a tokenizer.
         logprobs: one entry per token when asked for.
         finish_reason: set in the last output of a sample.
@@ -158,16 +158,17 @@ class Completions:
         return iter(self._samples)
 
 
-def logprobs_by_request(plan: StepPlan, result: StepResult) -> dict[str, TokenLogprob]:
-    """Log-probabilities of a step's tokens, for the samples that asked for them."""
+def logprobs_of(plan: StepPlan, result: StepResult) -> dict[int, TokenLogprob]:
+    """Log-probabilities of a step's tokens, by sample of the plan, where requests asked for them."""
     if result.logprobs is None:
         return {}
     sampled, rank, top_ids, top = (x.tolist() for x in result.logprobs)
+    requests = [row.request for row in plan.sampled_rows for _ in range(row.num_samples)]
     found = {}
-    for index, row in enumerate(plan.sampled_rows):
-        width = row.request.params.logprobs
+    for sample, request in enumerate(requests):
+        width = request.params.logprobs
         if width is not None:
-            best = dict(zip(top_ids[index][:width], top[index][:width]))
-            token = int(result.token_ids[index])
-            found[row.request.request_id] = TokenLogprob(token, sampled[index], rank[index], best)
+            best = dict(zip(top_ids[sample][:width], top[sample][:width]))
+            token = int(result.token_ids[sample])
+            found[sample] = TokenLogprob(token, sampled[sample], rank[sample], best)
     return found

@@ -16,7 +16,7 @@ import torch
 from graphs import BatchShape, BucketTable, GraphCache, MissPolicy, StagedInputs
 from graphs.buffers import FieldSpec
 from hpu_duo.device import DeviceRuntime
-from hpu_duo.engine.batch import StepGeometry, empty_batch, fill, flatten, rows_of
+from hpu_duo.engine.batch import RowCounts, StepGeometry, batch_of, empty_batch, fill
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
@@ -43,7 +43,7 @@ class StepResult:
 
     Attributes:
         shape, bucket: the exact shape and the one it was padded to.
-        token_ids: int32 ``[len(plan.sampled_rows)]``, in that order.
+        token_ids: int32 ``[plan.num_samples]``, row after row.
         logprobs: CPU tensors with one entry per ``token_ids``, when some request asked.
         build_s: seconds spent on the host to build the step's arrays.
         errors: by ring row, of those that could not be sampled; their tokens mean nothing.
@@ -110,23 +110,32 @@ class Runner(Uncopied):
         self._step_of = lru_cache(maxsize=len(self.graphs.table) + 1 if is_padding else 1)(make_step)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, sampling: Mapping[int, SamplingRow], vocab_size: int) -> StepResult:
+    def run(
+        self, plan: StepPlan, sampling: Mapping[int, Sequence[SamplingRow]], vocab_size: int
+    ) -> StepResult:
         """Carry out one plan.
 
         Args:
-            sampling: how to sample for the ring rows of ``plan.sampled_rows``; tokens of those that are left
-                out mean nothing.
+            sampling: how to sample each token of the ring rows of ``plan.sampled_rows``; tokens of those that
+                are left out mean nothing.
 
         Raises:
             RecompileError: the step has compiled something, and may not.
         """
         with self._watching(), self.runtime.step():
             shape, bucket, logits, build_s = self._forward(plan)
-            wanted = [row.ring_row for row in plan.sampled_rows]
+            decode_len = self.geometry.decode_len
+            wanted = [
+                row.ring_row * decode_len + number
+                for row in plan.sampled_rows
+                for number in range(row.num_samples)
+            ]
             if not wanted:
                 return StepResult(shape, bucket, np.zeros(0, np.int32), None, build_s)
             began = time.perf_counter()
-            rows = [sampling.get(row) for row in range(bucket.num_logits)]
+            rows: list[SamplingRow | None] = [None] * RowCounts.of(bucket, decode_len).logits
+            for row, each in sampling.items():
+                rows[row * decode_len : row * decode_len + len(each)] = each
             hosted = hosted_rows(rows)
             batch, errors = _build(
                 without(rows, hosted), vocab_size, is_static=self.runtime.compiles_operators
@@ -136,11 +145,12 @@ class Runner(Uncopied):
             if hosted:
                 errors |= choose_on_host(rows, hosted, logits, tokens.token_ids)
         logprobs = None if tokens.logprobs is None else TokenLogprobs(*(x[wanted] for x in tokens.logprobs))
+        errors = {place // decode_len: error for place, error in errors.items()}
         return StepResult(shape, bucket, tokens.token_ids.numpy()[wanted], logprobs, build_s, errors)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
-        """The logits of one plan by ring row, float ``[N, V]``; nothing is sampled."""
+        """The logits of one plan, float ``[N * M, V]``, ring row after ring row; nothing is sampled."""
         return self._forward(plan)[2]
 
     def set_table(self, table: BucketTable, policy: MissPolicy) -> None:
@@ -186,16 +196,17 @@ class Runner(Uncopied):
         self.store.warm_up()
         for bucket in buckets:
             logits = self.graphs.rehearse(bucket, self._step_of(bucket), self._padding_only(bucket))
-            for route in static_routes(bucket.num_logits, vocab_size, self.max_model_len):
+            num_rows = RowCounts.of(bucket, self.geometry.decode_len).logits
+            for route in static_routes(num_rows, vocab_size, self.max_model_len):
                 _read(sample(logits, SamplingBatch.padding(route)))
 
     def _forward(self, plan: StepPlan) -> tuple[BatchShape, BatchShape, torch.Tensor, float]:
         self.store.carry_out(plan.moves)
         began = time.perf_counter()
-        batch = flatten(rows_of(plan), _token_ids(plan), self.geometry.block_size)
+        batch = batch_of(plan, self.geometry.block_size)
         bucket = self.graphs.resolve(batch.shape) if self.uses_table else batch.shape
         fill(self.inputs.stage(bucket), batch, bucket, self.geometry)
-        self.model.live.set(batch.shape, bucket)
+        self.model.live.set(batch.shape, bucket, self.geometry.decode_len)
         build_s = time.perf_counter() - began
         logits = self.graphs.run(bucket, self._step_of(bucket), self.inputs.copy_in(bucket))
         return batch.shape, bucket, logits, build_s
@@ -221,7 +232,7 @@ def bucket_step(
     bucket: BatchShape,
     runners: Mapping[Hashable, Callable[..., Any]],
 ) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
-    """What is captured for a bucket: staged inputs on the device to logits ``[N, V]``.
+    """What is captured for a bucket: staged inputs on the device to logits ``[N * M, V]``.
 
     Args:
         runners: what runs the layers of each kind of ``model.kinds``.
@@ -266,7 +277,3 @@ def _read(tokens: SampledTokens) -> SampledTokens:
         part.to(torch.int32) for part in (table[:, 0], table[:, 1], table[:, 3 : 3 + top_ids.shape[1]])
     )
     return SampledTokens(ids, TokenLogprobs(table[:, 2], rank, top_ids, table[:, 3 + top_ids.shape[1] :]))
-
-
-def _token_ids(plan: StepPlan) -> np.ndarray:
-    return np.concatenate([row.request.tokens[row.start : row.end] for row in plan.rows])

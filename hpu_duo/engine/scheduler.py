@@ -120,7 +120,9 @@ class Scheduler:
         """
         if self._plan_in_flight is not None:
             raise ValueError("the previous plan must be committed before the next one is made")
-        step = StepDraft(self.limits.max_num_batched_tokens, self.limits.max_chunk_rows)
+        step = StepDraft(
+            self.limits.max_num_batched_tokens, self.limits.max_chunk_rows, self.limits.decode_len
+        )
         if alone is not None:
             self._isolate(alone)
         self._schedule_running(step, are_decodes=True)
@@ -139,7 +141,12 @@ class Scheduler:
             raise
         return self._plan_in_flight
 
-    def commit(self, plan: StepPlan, token_ids: Sequence[int] | NDArray[np.integer]) -> list[CommittedToken]:
+    def commit(
+        self,
+        plan: StepPlan,
+        token_ids: Sequence[int] | NDArray[np.integer],
+        num_accepted: Sequence[int] | None = None,
+    ) -> list[CommittedToken]:
         """Take in the results of a step: its tokens are cached, and the sampled ones are appended.
 
         Requests that finish give back what they hold; tokens of requests that were aborted or finished
@@ -147,18 +154,24 @@ class Scheduler:
 
         Args:
             plan: the plan that ``plan`` returned last.
-            token_ids: one per row of ``plan.sampled_rows``, in that order.
+            token_ids: ``num_samples`` for each row of ``plan.sampled_rows``, row after row.
+            num_accepted: how many of its tokens each of these rows takes, 1 or more; None = all. What a row
+                has computed behind the last one is taken back.
 
         Raises:
-            ValueError: another plan, or another number of tokens; nothing has changed then.
+            ValueError: another plan, or other numbers of tokens; nothing has changed then.
         """
         if plan is not self._plan_in_flight:
             raise ValueError("only the plan that was made last can be committed, and only once")
-        if len(token_ids) != len(plan.sampled_rows):
-            raise ValueError(f"expected {len(plan.sampled_rows)} sampled tokens, got {len(token_ids)}")
+        if len(token_ids) != plan.num_samples:
+            raise ValueError(f"expected {plan.num_samples} sampled tokens, got {len(token_ids)}")
+        most = [row.num_samples for row in plan.sampled_rows]
+        accepted = most if num_accepted is None else list(num_accepted)
+        if len(accepted) != len(most) or not all(1 <= n <= of for n, of in zip(accepted, most)):
+            raise ValueError(f"expected 1 or more and at most {most} accepted tokens, got {accepted}")
         self._plan_in_flight = None
 
-        committed = self._append(plan, token_ids)
+        committed = self._append(plan, token_ids, accepted)
         ended = [(done.request, done.finish_reason) for done in committed if done.finish_reason is not None]
         forking = self._prefilled_parents(plan) if self._followers else []
         # Room first, then forks, then the parents that ended: until then they hold what is forked.
@@ -271,16 +284,25 @@ class Scheduler:
 
     # Moving requests along
 
-    def _append(self, plan: StepPlan, token_ids: Sequence[int] | NDArray[np.integer]) -> list[CommittedToken]:
-        sampled = iter(token_ids)
+    def _append(
+        self, plan: StepPlan, token_ids: Sequence[int] | NDArray[np.integer], num_accepted: Sequence[int]
+    ) -> list[CommittedToken]:
+        accepted = iter(num_accepted)
         committed = []
+        sample = 0
         for row in plan.rows:
-            token = int(next(sampled)) if row.wants_token else None
-            if row.request.status is not RequestStatus.RUNNING:
+            request, first = row.request, sample
+            sample += row.num_samples
+            num_taken = next(accepted) if row.wants_token else 0
+            if request.status is not RequestStatus.RUNNING:
                 continue
-            row.request.num_computed_tokens = row.end
-            if token is not None:
-                committed.append(CommittedToken(row.request, token, row.request.append(token)))
+            request.num_computed_tokens = row.end - (row.num_samples - num_taken)
+            for place in range(first, first + num_taken):
+                token, number = int(token_ids[place]), request.num_output_tokens
+                reason = request.append(token)
+                committed.append(CommittedToken(request, token, reason, number, place))
+                if reason is not None:
+                    break
         return committed
 
     def _enqueue(self, request: Request) -> None:
@@ -329,7 +351,9 @@ class Scheduler:
 
     def _fork_followers(self, parent: Request) -> None:
         num_tokens = parent.num_prompt_tokens - 1
-        is_at_end_of_prompt = parent.num_computed_tokens == parent.num_prompt_tokens
+        # The ring still holds what a child sees, which begins as many tokens before as are decoded at once.
+        num_behind = parent.num_computed_tokens - parent.num_prompt_tokens
+        is_at_end_of_prompt = 0 <= num_behind < self.limits.decode_len
         for child in self._followers.pop(parent):
             if is_at_end_of_prompt and self.leases.fork(parent, child, num_tokens):
                 child.num_computed_tokens = num_tokens

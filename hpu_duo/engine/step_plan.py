@@ -18,15 +18,20 @@ class ScheduledRow(NamedTuple):
         ring_row: its ring row during this step.
         start: tokens that are in the cache before the step.
         num_new_tokens: tokens to compute, 1 or more.
-        wants_token: all its known tokens are computed after the step, so logits are needed for the last
-            one and a token is sampled.
+        num_samples: tokens to sample, one behind each of the last ``num_samples`` new tokens; 0 while known
+            tokens remain to be computed.
     """
 
     request: Request
     ring_row: int
     start: int
     num_new_tokens: int
-    wants_token: bool
+    num_samples: int
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether all known tokens are computed after the step, so that logits are needed."""
+        return self.num_samples > 0
 
     @property
     def end(self) -> int:
@@ -39,8 +44,9 @@ class StepPlan:
     """One step: copies to carry out first, then rows to compute.
 
     Attributes:
-        rows: rows with one new token, then rows with several and older context, then rows with several
-            and no context; in order of arrival within each kind.
+        rows: decode rows, then prompt rows with older context, then prompt rows without; in order of arrival
+            within each kind.
+        decode_len: most new tokens of a decode row.
         moves: device copies, to carry out one after the other before the step writes anything.
         preempted: requests that lost their place while this step was planned, the latest arrival first.
     """
@@ -48,6 +54,7 @@ class StepPlan:
     rows: tuple[ScheduledRow, ...]
     moves: tuple[Copy, ...] = ()
     preempted: tuple[Request, ...] = ()
+    decode_len: int = 1
 
     @cached_property
     def num_tokens(self) -> int:
@@ -55,27 +62,39 @@ class StepPlan:
         return sum(row.num_new_tokens for row in self.rows)
 
     @cached_property
-    def num_single_rows(self) -> int:
-        """Leading rows with one new token."""
-        return sum(row.num_new_tokens == 1 for row in self.rows)
+    def num_decode_rows(self) -> int:
+        """Leading rows with up to ``decode_len`` new tokens."""
+        return sum(row.num_new_tokens <= self.decode_len for row in self.rows)
 
     @cached_property
     def num_chunk_rows(self) -> int:
-        """Rows with several new tokens and older context; they follow the single rows."""
-        return sum(row.num_new_tokens > 1 and row.start > 0 for row in self.rows)
+        """Prompt rows with older context; they follow the decode rows."""
+        return sum(row.num_new_tokens > self.decode_len and row.start > 0 for row in self.rows)
 
     @cached_property
     def sampled_rows(self) -> tuple[ScheduledRow, ...]:
-        """The rows that want a token, in row order: one logit row each."""
+        """The rows that want tokens, in row order."""
         return tuple(row for row in self.rows if row.wants_token)
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Tokens that the step samples, of all rows."""
+        return sum(row.num_samples for row in self.rows)
 
 
 class CommittedToken(NamedTuple):
-    """A token that a step added to a request, and whether that ended it."""
+    """A token that a step added to a request, and whether that ended it.
+
+    Attributes:
+        number: which of the request's output tokens it is, from 0 on.
+        sample: which of the plan's samples it is, row after row.
+    """
 
     request: Request
     token: int
     finish_reason: FinishReason | None
+    number: int = 0
+    sample: int = 0
 
 
 class StepDraft:
@@ -83,11 +102,13 @@ class StepDraft:
 
     Args:
         max_num_tokens: query tokens of the step.
-        max_chunk_rows: rows with several new tokens and older context.
+        max_chunk_rows: prompt rows with older context.
+        decode_len: most new tokens of a decode row.
     """
 
-    def __init__(self, max_num_tokens: int, max_chunk_rows: int) -> None:
+    def __init__(self, max_num_tokens: int, max_chunk_rows: int, decode_len: int = 1) -> None:
         self.num_free_tokens = max_num_tokens
+        self._decode_len = decode_len
         self.preempted: list[Request] = []
         self._num_free_chunk_rows = max_chunk_rows
         self._shares: dict[Request, int] = {}
@@ -99,14 +120,14 @@ class StepDraft:
 
     def share_of(self, request: Request) -> int:
         """Tokens the request may compute in this step; 0 means that it waits for the next one."""
-        num_new = min(request.num_next_tokens, self.num_free_tokens)
-        return 0 if _is_chunk(request, num_new) and not self._num_free_chunk_rows else num_new
+        num_new = min(request.num_next_tokens(self._decode_len), self.num_free_tokens)
+        return 0 if self._is_chunk(request, num_new) and not self._num_free_chunk_rows else num_new
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Schedule the next ``num_new_tokens`` tokens of the request."""
         self._shares[request] = num_new_tokens
         self.num_free_tokens -= num_new_tokens
-        self._num_free_chunk_rows -= _is_chunk(request, num_new_tokens)
+        self._num_free_chunk_rows -= self._is_chunk(request, num_new_tokens)
 
     def preempt(self, request: Request) -> None:
         """Note that the request loses its place, and take back the share it may have had.
@@ -115,7 +136,7 @@ class StepDraft:
         """
         num_new_tokens = self._shares.pop(request, 0)
         self.num_free_tokens += num_new_tokens
-        self._num_free_chunk_rows += _is_chunk(request, num_new_tokens)
+        self._num_free_chunk_rows += self._is_chunk(request, num_new_tokens)
         self.preempted.append(request)
 
     def shorten(self, request: Request, num_tokens: int) -> None:
@@ -126,19 +147,17 @@ class StepDraft:
 
     def finish(self, moves: tuple[Copy, ...]) -> StepPlan:
         """The plan, once ``moves`` have given every request the row it has during the step."""
-        requests = sorted(self._shares, key=lambda r: (_kind(r, self._shares[r]), r.arrival))
+        requests = sorted(self._shares, key=lambda r: (self._kind(r), r.arrival))
         rows = tuple(_row(request, self._shares[request]) for request in requests)
-        return StepPlan(rows, moves, tuple(self.preempted))
+        return StepPlan(rows, moves, tuple(self.preempted), self._decode_len)
 
+    def _is_chunk(self, request: Request, num_new_tokens: int) -> bool:
+        return num_new_tokens > self._decode_len and request.num_computed_tokens > 0
 
-def _is_chunk(request: Request, num_new_tokens: int) -> bool:
-    return num_new_tokens > 1 and request.num_computed_tokens > 0
-
-
-def _kind(request: Request, num_new_tokens: int) -> int:
-    if num_new_tokens == 1:
-        return 0
-    return 1 if request.num_computed_tokens else 2
+    def _kind(self, request: Request) -> int:
+        if self._shares[request] <= self._decode_len:
+            return 0
+        return 1 if request.num_computed_tokens else 2
 
 
 def _row(request: Request, num_new_tokens: int) -> ScheduledRow:
@@ -148,5 +167,5 @@ def _row(request: Request, num_new_tokens: int) -> ScheduledRow:
         ring_row=request.row,
         start=start,
         num_new_tokens=num_new_tokens,
-        wants_token=start + num_new_tokens == request.num_tokens,
+        num_samples=max(0, start + num_new_tokens - request.num_tokens + 1),
     )

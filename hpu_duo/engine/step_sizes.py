@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bias_builders import tails_per_row
 from graphs import BatchShape
+from hpu_duo.engine.batch import RowCounts
 from hpu_duo.modeling.experts import copies_weights, experts_at_a_time
 from kernels_ref import LayerSpec
 from kernels_ref.reference import QUERY_SLICE, shared_chunk, unique_chunk
@@ -33,8 +35,9 @@ class StepSizes:
         num_block_heads, num_block_kv_heads: of those the heads that keep blocks, in the layer with most.
         num_ring_heads: query heads that keep a ring, in the layer with most.
         block_size: slots of a block.
-        ring_width: sink and recent tokens of the widest ring.
+        ring_width: slots of the widest ring.
         dtype_bytes: of an activation.
+        decode_len: most tokens of a decode row.
         num_experts, experts_per_token, expert_size: of a mixture of experts and of one of them, 0 without.
     """
 
@@ -50,17 +53,27 @@ class StepSizes:
     block_size: int
     ring_width: int
     dtype_bytes: int
+    decode_len: int = 1
     num_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
 
     @classmethod
-    def of(cls, specs: Sequence[LayerSpec], config: Any, block_size: int, dtype_bytes: int) -> StepSizes:
+    def of(
+        cls,
+        specs: Sequence[LayerSpec],
+        config: Any,
+        block_size: int,
+        dtype_bytes: int,
+        *,
+        decode_len: int = 1,
+    ) -> StepSizes:
         """The sizes of a model whose heads are laid out.
 
         Args:
             specs: of its layers.
             config: transformers' configuration of its text part.
+            decode_len: most tokens of a decode row; rings have as many slots more, but one.
         """
         return cls(
             hidden_size=config.hidden_size,
@@ -73,8 +86,9 @@ class StepSizes:
             num_block_kv_heads=max(spec.num_retrieval for spec in specs),
             num_ring_heads=max(spec.num_streaming * spec.group_size for spec in specs),
             block_size=block_size,
-            ring_width=max((spec.window.size for spec in specs if spec.window), default=0),
+            ring_width=max((spec.window.size + decode_len - 1 for spec in specs if spec.window), default=0),
             dtype_bytes=dtype_bytes,
+            decode_len=decode_len,
             **_experts(config),
         )
 
@@ -85,15 +99,15 @@ class StepSizes:
         attention; attention holds queries, keys, values and partial sums, and one bounded block of scores
         with the keys and values gathered for it. After the last layer the logits are there instead.
         """
-        query_len, rows = shape.query_len, shape.num_logits
+        query_len, num_logits = shape.query_len, RowCounts.of(shape, self.decode_len).logits
         stream = query_len * self.hidden_size * (3 * self.dtype_bytes + _FLOAT32)
         mlp = max(3 * query_len * self.intermediate_size * self.dtype_bytes, self._expert_bytes(query_len))
-        logits = rows * self.vocab_size * (self.dtype_bytes + _FLOAT32)
+        logits = num_logits * self.vocab_size * (self.dtype_bytes + _FLOAT32)
         return stream + max(mlp, self._attention_bytes(shape), logits)
 
     def output_bytes(self, shape: BatchShape) -> int:
         """The logits, which a captured step keeps at their address."""
-        return shape.num_logits * self.vocab_size * self.dtype_bytes
+        return RowCounts.of(shape, self.decode_len).logits * self.vocab_size * self.dtype_bytes
 
     def _expert_bytes(self, query_len: int) -> int:
         if not self.num_experts:
@@ -138,19 +152,23 @@ class StepSizes:
     def _unique_bytes(self, shape: BatchShape) -> int:
         if not shape.phase.unique:
             return 0
-        # Whole blocks are read where they lie; tails, one block of each row, are gathered.
-        rows, per_slot = shape.num_logits, self.num_block_heads * _FLOAT32
+        # Whole blocks are read where they lie; tails, a block or two of each row, are gathered.
+        rows, _, ring_rows = RowCounts.of(shape, self.decode_len)
+        per_slot = self.decode_len * self.num_block_heads * _FLOAT32
         chunk = min(shape.num_unique_blocks, self._unique_chunk(rows))
         blocks = chunk * per_slot * (_SCORE_COPIES * self.block_size + rows + 3 * self.head_dim)
-        tails = _SCORE_COPIES * rows * per_slot * self.block_size + self._gathered_bytes(rows)
-        rings = _SCORE_COPIES * rows * self.num_ring_heads * self.ring_width * _FLOAT32
+        num_tails = rows * tails_per_row(self.decode_len)
+        tails = _SCORE_COPIES * num_tails * per_slot * self.block_size + self._gathered_bytes(num_tails)
+        ring_heads = self.decode_len * self.num_ring_heads
+        rings = _SCORE_COPIES * ring_rows * ring_heads * self.ring_width * _FLOAT32
         return max(blocks, tails, rings)
 
     def _unique_chunk(self, rows: int) -> int:
         if not self.num_block_heads:
             return 0
         keys = self.num_block_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
-        return unique_chunk(rows, self.num_block_heads, self.block_size, self.head_dim, keys)
+        heads = self.decode_len * self.num_block_heads
+        return unique_chunk(rows, heads, self.block_size, self.head_dim, keys)
 
     def _gathered_bytes(self, num_blocks: int) -> int:
         """Keys and values of some blocks, once as they were stored and once with unused slots cleared."""

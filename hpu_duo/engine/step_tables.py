@@ -86,7 +86,13 @@ class StepTables:
         graphs = GraphMemory(
             kept,
             len(set(self._specs)) if kept.is_per_kind else 1,
-            StepSizes.of(self._specs, self._text_config, memory.block_size, dtype_bytes),
+            StepSizes.of(
+                self._specs,
+                self._text_config,
+                memory.block_size,
+                dtype_bytes,
+                decode_len=self.config.scheduler.decode_len,
+            ),
             self.config.graph.max_captured_tokens,
         )
         staged = staged_bytes(self.geometry(memory), self.largest(memory))
@@ -110,6 +116,7 @@ def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int)
         num_blocks=memory.num_blocks,
         uses_blocks=memory.uses_blocks,
         max_chunk_rows=scheduler.max_chunk_rows,
+        decode_len=scheduler.decode_len,
     )
 
 

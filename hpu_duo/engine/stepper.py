@@ -10,7 +10,7 @@ from graphs import RecompileError
 from graphs.interrupts import Deferral
 from hpu_duo.engine.deliveries import Deliveries
 from hpu_duo.engine.live_samples import LiveSamples
-from hpu_duo.engine.outputs import TokenLogprob, logprobs_by_request
+from hpu_duo.engine.outputs import TokenLogprob, logprobs_of
 from hpu_duo.engine.runner import Runner, StepResult
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
@@ -117,12 +117,15 @@ class Stepper:
         self.telemetry.counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
         self.telemetry.counters.device_s += ran - planned - result.build_s
 
-    def _sampling_rows(self, plan: StepPlan) -> tuple[dict[int, SamplingRow], dict[int, Exception]]:
-        """How to sample, and why that cannot be said, by ring row."""
-        rows, errors = dict[int, SamplingRow](), dict[int, Exception]()
+    def _sampling_rows(
+        self, plan: StepPlan
+    ) -> tuple[dict[int, tuple[SamplingRow, ...]], dict[int, Exception]]:
+        """How to sample each token, and why that cannot be said, by ring row."""
+        rows, errors = dict[int, tuple[SamplingRow, ...]](), dict[int, Exception]()
         for row in plan.sampled_rows:
             try:
-                rows[row.ring_row] = self.samples[row.request.request_id].sampling_row()
+                state = self.samples[row.request.request_id]
+                rows[row.ring_row] = tuple(map(state.sampling_row, range(row.num_samples)))
             except Exception as error:
                 errors[row.ring_row] = error
         return rows, errors
@@ -133,13 +136,13 @@ class Stepper:
         Args:
             errors: of ring rows; their requests end.
         """
-        logprobs = logprobs_by_request(plan, result)
+        logprobs = logprobs_of(plan, result)
         self.telemetry.note(plan, result, self._scheduler.leases, self._runner.store.plan)
         for row in plan.sampled_rows:
             if row.ring_row in errors:
                 self._fail(row.request, errors[row.ring_row])
         for committed in self._scheduler.commit(plan, result.token_ids):
-            self._uncollected.append((committed, logprobs.get(committed.request.request_id)))
+            self._uncollected.append((committed, logprobs.get(committed.sample)))
 
     def _collect(self) -> None:
         """Turn sampled tokens into outputs, one by one, so that an interruption loses none of the others."""

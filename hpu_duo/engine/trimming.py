@@ -34,8 +34,8 @@ class ChunkTrimming:
     def num_postponed(self, plan: StepPlan) -> int:
         """Tokens that the last row of a plan should leave to the next step; 0 where that saves nothing."""
         last = plan.rows[-1]
-        # Half of two would be a decode, in a step of another phase.
-        if last.num_new_tokens < 3 or not last.wants_token:
+        # Half of it must not be a decode, which is in a step of another phase.
+        if last.num_new_tokens < 2 * plan.decode_len + 1 or not last.wants_token:
             return 0
         shape = exact_shape(plan, self.block_size)
         best, least = 0, self._cost(shape) + self._following_cost(plan, shape, 0)
@@ -68,7 +68,7 @@ class ChunkTrimming:
         query_len = others + postponed
         if not query_len:
             return 0.0
-        is_chunk = postponed > 1
+        is_chunk = postponed > plan.decode_len
         shared = 0
         if last.request.num_blocks:
             shared = max(0, shape.num_shared_blocks - self._num_blocks(last.start))

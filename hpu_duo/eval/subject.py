@@ -173,8 +173,11 @@ class Subject:
         return [samples[0].text for samples in done], kv
 
     def kv_bytes(self, num_tokens: int) -> KVBytes:
-        """What is kept of a text with so many tokens in the cache; other requests add nothing to it."""
-        plan = self.model.engine.runner.store.plan
+        """What is kept of a text with so many tokens in the cache; other requests add nothing to it.
+
+        Nor do the slots that a ring has besides when several tokens are scored together.
+        """
+        plan = self.model.engine.runner.store.plan.without_slack
         return KVBytes(num_tokens, plan.bytes_per_request(num_tokens), plan.full_attention_bytes(num_tokens))
 
 

@@ -86,7 +86,7 @@ class KVLeases:
         Blocks that are full at ``num_tokens`` are shared. The next token of the child goes to a block
         of its own, which is leased here and starts as a copy of the parent's where it begins with shared
         tokens. The ring row is copied whole, so the parent must not have cached more than one token
-        beyond ``num_tokens``: that token lies where the child writes next.
+        beyond ``num_tokens`` and the slack of its ring: that token lies where the child writes next.
 
         Returns:
             False, and nothing has changed, if there is no free row or no free block.

@@ -14,10 +14,11 @@ class LayerKV:
 
     Attributes:
         num_retrieval_heads: KV heads that keep every token, in blocks.
-        num_streaming_heads: KV heads that keep ``ring_size`` tokens, in a ring row per request.
+        num_streaming_heads: KV heads that keep ``ring_slots`` tokens, in a ring row per request.
         head_dim: elements of a key.
         ring_size: sink + recent of this layer, in tokens; a sliding-window layer has its window here.
         value_head_dim: elements of a value; None means ``head_dim``.
+        ring_slack: tokens that a ring holds besides, because they can be taken back.
     """
 
     num_retrieval_heads: int
@@ -25,9 +26,10 @@ class LayerKV:
     head_dim: int
     ring_size: int
     value_head_dim: int | None = None
+    ring_slack: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_retrieval_heads", "num_streaming_heads", "ring_size"):
+        for name in ("num_retrieval_heads", "num_streaming_heads", "ring_size", "ring_slack"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.num_retrieval_heads + self.num_streaming_heads < 1:
@@ -41,6 +43,11 @@ class LayerKV:
             )
 
     @property
+    def ring_slots(self) -> int:
+        """Tokens that a ring holds."""
+        return self.ring_size + self.ring_slack
+
+    @property
     def elements_per_head(self) -> int:
         """Elements of one token's key and value in one head."""
         return self.head_dim + (self.head_dim if self.value_head_dim is None else self.value_head_dim)
@@ -51,7 +58,7 @@ class MemoryPlan:
     """The size of every KV tensor, and what it holds.
 
     Per layer the block store is ``[num_blocks + 1, Kr, block_size, D]`` and the ring store is
-    ``[max_num_seqs + 1, Ks, ring_size, D]``, each once for keys and once for values; the one block and
+    ``[max_num_seqs + 1, Ks, ring_slots, D]``, each once for keys and once for values; the one block and
     the one row extra are the trash that padding points at. All figures are whole bytes, without rounding.
 
     Attributes:
@@ -134,8 +141,13 @@ class MemoryPlan:
     def row_bytes(self) -> int:
         """Bytes of one ring row in all layers."""
         return self.dtype_bytes * sum(
-            layer.num_streaming_heads * layer.ring_size * layer.elements_per_head for layer in self.layers
+            layer.num_streaming_heads * layer.ring_slots * layer.elements_per_head for layer in self.layers
         )
+
+    @property
+    def without_slack(self) -> MemoryPlan:
+        """The same for rings that hold what their windows show, and no more."""
+        return replace(self, layers=tuple(replace(layer, ring_slack=0) for layer in self.layers))
 
     @property
     def total_bytes(self) -> int:

@@ -36,7 +36,7 @@ class KVStore(Uncopied):
         num_blocks = plan.num_blocks + 1 if layer.num_retrieval_heads else 0
         num_rows = plan.max_num_seqs + 1 if layer.num_streaming_heads else 0
         blocks = UnitLayout.dense(num_blocks, layer.num_retrieval_heads, plan.block_size)
-        rings = UnitLayout.dense(num_rows, layer.num_streaming_heads, layer.ring_size)
+        rings = UnitLayout.dense(num_rows, layer.num_streaming_heads, layer.ring_slots)
 
         def units(layout: UnitLayout) -> KVUnits:
             shape = (layout.num_units * layout.unit_stride, layer.head_dim)

@@ -21,9 +21,14 @@ class LiveRows:
         self.tokens, self.logits = (torch.zeros(2, dtype=torch.int32) for _ in range(2))
         self._tokens, self._logits = self.tokens.numpy(), self.logits.numpy()
 
-    def set(self, shape: BatchShape, bucket: BatchShape) -> None:
-        """The next step has ``shape`` and runs as ``bucket``; rows that count come first in both."""
+    def set(self, shape: BatchShape, bucket: BatchShape, decode_len: int = 1) -> None:
+        """The next step has ``shape`` and runs as ``bucket``; rows that count come first in both.
+
+        Args:
+            decode_len: logits of each row.
+        """
+        num_logits = shape.num_logits * decode_len
         # Rows of a head that is not known as one may be as many as the tokens.
-        live = max(shape.query_len, shape.num_logits)
+        live = max(shape.query_len, num_logits)
         self._tokens[:] = bucket.query_len, live
-        self._logits[:] = bucket.num_logits, shape.num_logits
+        self._logits[:] = bucket.num_logits * decode_len, num_logits

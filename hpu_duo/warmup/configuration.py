@@ -41,6 +41,7 @@ def configuration_of(engine: Engine) -> Configuration:
         "limits.max_num_batched_tokens": limits.max_num_batched_tokens,
         "limits.max_model_len": limits.max_model_len,
         "limits.max_chunk_rows": limits.max_chunk_rows,
+        "limits.decode_len": limits.decode_len,
         "limits.block_size": limits.block_size,
         "limits.num_blocks": limits.num_blocks,
         "limits.max_captured_tokens": runner.graphs.max_captured_tokens,
@@ -65,6 +66,7 @@ def known_before_loading(config: EngineConfig) -> Configuration:
         "limits.max_num_seqs": scheduler.max_num_seqs,
         "limits.max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "limits.max_chunk_rows": scheduler.max_chunk_rows,
+        "limits.decode_len": scheduler.decode_len,
         "limits.block_size": cache.block_size,
     }
     backend = config.graph.backend

@@ -185,7 +185,9 @@ class GraphCosts:
         num_units = len(kinds) if prior.kept.is_per_kind else 1
         model, geometry = engine.runner.model, engine.runner.geometry
         config, dtype = model.model.config.get_text_config(), model.model.dtype
-        sizes = StepSizes.of(model.specs, config, geometry.block_size, dtype.itemsize)
+        sizes = StepSizes.of(
+            model.specs, config, geometry.block_size, dtype.itemsize, decode_len=geometry.decode_len
+        )
         return cls(prior, num_units, sizes, graphs.max_captured_tokens)
 
     @property

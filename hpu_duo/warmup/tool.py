@@ -13,6 +13,7 @@ import torch
 
 from graphs import BatchShape, BucketTable, MissPolicy, Phase
 from graphs.manifest import GraphRecord, Manifest, write_manifest
+from hpu_duo.engine.batch import RowCounts
 from hpu_duo.engine.engine import Engine
 from hpu_duo.sampling import static_routes
 from hpu_duo.warmup.configuration import configuration_of, versions_of
@@ -185,7 +186,8 @@ class WarmUp:
         if not self._runner.runtime.compiles_operators:
             return 0
         vocab_size = self._runner.model.model.config.get_text_config().vocab_size
-        rows = {bucket.num_logits for bucket in self.buckets}
+        decode_len = self._runner.geometry.decode_len
+        rows = {RowCounts.of(bucket, decode_len).logits for bucket in self.buckets}
         return sum(len(list(static_routes(n, vocab_size, self._runner.max_model_len))) for n in rows)
 
     def _fill_tables(self) -> None:

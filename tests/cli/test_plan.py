@@ -44,6 +44,7 @@ def test_a_config_alone_gives_a_table_that_holds_everything(hpu_duo: Run, config
             max_model_len=512,
             block_size=16,
             num_blocks=64,
+            decode_len=1,
             max_chunk_rows=1,
         ).largest
     )

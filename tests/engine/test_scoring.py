@@ -13,6 +13,7 @@ from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve
 from tests.modeling.families import VOCAB, greedy, prompts_of
 
 TOLERANCE = 1e-4
+ROOM = {"max_num_batched_tokens": 64}
 
 
 def reference(
@@ -31,9 +32,12 @@ def texts(seed: int, num: int, shortest: int, longest: int) -> list[list[int]]:
     return [rng.integers(3, VOCAB, rng.integers(shortest, longest + 1)).tolist() for _ in range(num)]
 
 
+@pytest.mark.parametrize("decode_len", [1, 3, 8])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 8])
-def test_scores_are_those_of_transformers_however_many_run_at_once(tiny: Tiny, max_num_seqs: int) -> None:
-    served = tiny.load(max_num_seqs=max_num_seqs)
+def test_scores_are_those_of_transformers_however_many_run_at_once(
+    tiny: Tiny, max_num_seqs: int, decode_len: int
+) -> None:
+    served = tiny.load(max_num_seqs=max_num_seqs, decode_len=decode_len, **ROOM)
     prompts = [[7], *texts(0, 4, 1, 40)]
     continuations = [texts(10 + number, 1 + number % 4, 1, 9) for number in range(5)]
     for number, prompt in enumerate(prompts):
@@ -51,25 +55,54 @@ def test_scores_are_those_of_transformers_however_many_run_at_once(tiny: Tiny, m
         assert got[-1].is_greedy
 
 
-def test_every_scored_token_comes_from_a_step_that_decodes(tiny: Tiny) -> None:
-    served = tiny.load(max_num_batched_tokens=64)
+@pytest.mark.parametrize(("decode_len", "num_steps"), [(1, 4), (2, 3), (4, 2)])
+def test_every_scored_token_comes_from_a_step_that_decodes(
+    tiny: Tiny, decode_len: int, num_steps: int
+) -> None:
+    served = tiny.load(max_num_batched_tokens=64, decode_len=decode_len)
     served.score([list(range(3, 33))], [[[5], [6, 7, 8]]])
-    # One step for 29 tokens of the prompt; the last one and the continuation follow alone.
+    # One step for 29 tokens of the prompt; the last one and the continuation follow alone: first those of
+    # the sample that is forked, and a step later those of the other.
     assert served.stats().num_prompt_tokens == 30 + 1
     assert sum(count for phase, count in served.stats().steps.items() if "c" in phase) == 1
-    assert served.stats().num_steps == 1 + 4
+    assert served.stats().num_steps == 1 + num_steps
 
 
-def test_the_continuations_of_a_prompt_share_its_prefill(tiny: Tiny) -> None:
-    served = tiny.load(max_num_seqs=4)
+@pytest.mark.parametrize("decode_len", [1, 8])
+def test_the_continuations_of_a_prompt_share_its_prefill(tiny: Tiny, decode_len: int) -> None:
+    served = tiny.load(max_num_seqs=4, decode_len=decode_len, **ROOM)
     served.score(prompts_of([41, 33, 50]), [texts(2, 3, 4, 4)] * 3)
     assert served.stats().num_prompt_tokens == 41 + 33 + 50 + 3 * 2
 
 
-def test_a_preempted_continuation_is_scored_the_same(tiny: Tiny) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "attention"), [(None, "sdpa"), (PATTERN, "sdpa"), (PATTERN, "reference")]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_verified_together_score_as_one_after_the_other(
+    tiny: Tiny, pattern: HeadPattern | None, attention: str, dtype: str
+) -> None:
+    """Prompts and continuations end anywhere in blocks and rings, which turn several times."""
+    prompts = [*texts(3, 5, 1, 70), [7]]
+    continuations = [texts(30 + number, 1 + number % 3, 1, 22) for number in range(6)]
+    found = []
+    for decode_len in (1, 2, 8):
+        served = tiny.load(pattern=pattern, attention=attention, dtype=dtype, decode_len=decode_len, **ROOM)
+        found.append(served.score(prompts, continuations))
+    tolerance = TOLERANCE if dtype == "float32" else 0.1
+    for one, *others in zip(*found, strict=True):
+        for other in others:
+            for mine, theirs in zip(one, other, strict=True):
+                assert theirs.logprobs == pytest.approx(mine.logprobs, abs=tolerance)
+                if dtype == "float32":
+                    assert theirs.is_likeliest == mine.is_likeliest
+
+
+@pytest.mark.parametrize("decode_len", [1, 8])
+def test_a_preempted_continuation_is_scored_the_same(tiny: Tiny, decode_len: int) -> None:
     prompts, continuations = prompts_of([20, 22, 18]), [texts(number, 1, 12, 12) for number in range(3)]
     roomy = tiny.load().score(prompts, continuations)
-    cramped = tiny.load(num_blocks=6, max_model_len=48)
+    cramped = tiny.load(num_blocks=6, max_model_len=48, decode_len=decode_len, **ROOM)
     scores = cramped.score(prompts, continuations)
     assert cramped.stats().num_preemptions > 0
     for (one,), (other,) in zip(roomy, scores):
@@ -90,15 +123,18 @@ def test_decoding_the_end_of_the_prompt_changes_nothing_but_the_steps(
     assert [done[0].token_ids for done in again] == [done[0].token_ids for done in usual]
 
 
-def test_forced_tokens_come_first_and_the_model_goes_on_from_them(tiny: Tiny) -> None:
+@pytest.mark.parametrize("decode_len", [1, 2, 8])
+def test_forced_tokens_come_first_and_the_model_goes_on_from_them(tiny: Tiny, decode_len: int) -> None:
     (prompt,) = prompts_of([12])
     forced = (5, 9, 6)
     params = SamplingParams(
         temperature=0, max_tokens=9, forced_token_ids=forced, logit_bias={5: -100.0}, repetition_penalty=1.3
     )
     plain = SamplingParams(temperature=0, max_tokens=9, forced_token_ids=forced)
-    done = serve(tiny.load(), [prompt, prompt], [params, plain])
+    done = serve(tiny.load(decode_len=decode_len, **ROOM), [prompt, prompt], [params, plain])
+    alone = serve(tiny.load(), [prompt], [params])
     assert tuple(done[0][0].token_ids[:3]) == forced
+    assert done[0][0].token_ids == alone[0][0].token_ids
     assert done[1][0].token_ids == [*forced, *greedy(tiny.model, [*prompt, *forced], 6)]
 
 

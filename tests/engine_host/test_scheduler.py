@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -7,13 +8,21 @@ import pytest
 
 from graphs import BucketLimits
 from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scoring import forced
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.copies import BlockCopy, RowCopy
-from hpu_duo.request import FinishReason, Request, RequestStatus
+from hpu_duo.request import FinishReason, Request, RequestStatus, TokenLimits
+from hpu_duo.sampling import SamplingParams
 from tests.engine_host.simulated_device import EOS, make_request
 
 LIMITS = BucketLimits(
-    max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, block_size=4, num_blocks=16, max_chunk_rows=4
+    max_num_seqs=4,
+    max_num_batched_tokens=8,
+    max_model_len=64,
+    block_size=4,
+    num_blocks=16,
+    decode_len=1,
+    max_chunk_rows=4,
 )
 
 
@@ -81,7 +90,7 @@ def test_rows_are_ordered_by_kind_and_then_by_arrival() -> None:
         _add(scheduler, name, length)
     plan = _plan(scheduler)
     assert _shares(plan) == [("one", 0, 1), ("long", 10, 4), ("two", 0, 2), ("rest", 0, 3)]
-    assert (plan.num_tokens, plan.num_single_rows, plan.num_chunk_rows) == (10, 1, 1)
+    assert (plan.num_tokens, plan.num_decode_rows, plan.num_chunk_rows) == (10, 1, 1)
 
 
 def test_the_head_of_the_queue_is_not_overtaken_by_a_request_that_would_fit() -> None:
@@ -193,7 +202,8 @@ def test_commit_returns_tokens_in_row_order_and_why_requests_ended() -> None:
     scheduler = Scheduler(LIMITS)
     a, b, c = _add(scheduler, "a", 2), _add(scheduler, "b", 2, max_tokens=1), _add(scheduler, "c", 2)
     committed = scheduler.commit(_plan(scheduler), np.array([5, 6, EOS], dtype=np.int32))
-    assert committed == [(a, 5, None), (b, 6, FinishReason.LENGTH), (c, EOS, FinishReason.STOP)]
+    found = [(done.request, done.token, done.finish_reason) for done in committed]
+    assert found == [(a, 5, None), (b, 6, FinishReason.LENGTH), (c, EOS, FinishReason.STOP)]
     assert all(type(done.token) is int for done in committed)
     assert (scheduler.num_running, scheduler.get("b"), scheduler.get("a")) == (1, None, a)
 
@@ -203,7 +213,7 @@ def test_the_token_of_a_request_aborted_in_flight_is_dropped() -> None:
     a, b = _add(scheduler, "a", 2), _add(scheduler, "b", 2)
     plan = _plan(scheduler)
     assert scheduler.abort("a") is a
-    assert scheduler.commit(plan, [5, 6]) == [(b, 6, None)]
+    assert [done[:3] for done in scheduler.commit(plan, [5, 6])] == [(b, 6, None)]
     assert (a.finish_reason, a.num_output_tokens) == (FinishReason.ABORT, 0)
 
 
@@ -389,3 +399,62 @@ def test_steps_are_planned_and_committed_in_turn() -> None:
 def test_limits_under_which_nothing_could_run_are_refused(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(LIMITS, **change)  # type: ignore[arg-type]
+
+
+DRAFTS = replace(LIMITS, max_num_batched_tokens=16, decode_len=4)
+
+
+def _add_forced(scheduler: Scheduler, num_prompt_tokens: int, tokens: Sequence[int]) -> Request:
+    request = Request("f", [1] * num_prompt_tokens, forced(tokens), TokenLimits(64))
+    scheduler.add(request)
+    return request
+
+
+def test_tokens_that_are_known_beforehand_are_verified_together() -> None:
+    scheduler = Scheduler(DRAFTS)
+    request = _add_forced(scheduler, 6, range(10, 17))
+    shares = []
+    while scheduler.has_unfinished:
+        plan = _plan(scheduler)
+        shares += [(*share[1:], plan.num_samples) for share in _shares(plan)]
+        done = request.num_output_tokens
+        committed = scheduler.commit(plan, range(10 + done, 10 + done + plan.num_samples))
+        assert [one.number for one in committed] == list(range(done, done + plan.num_samples))
+        assert [one.sample for one in committed] == list(range(plan.num_samples))
+    # The last token of the prompt and three drafts; what is behind the last draft is not known.
+    assert shares == [(0, 5, 0), (5, 4, 4), (9, 3, 3)]
+    assert request.output_token_ids.tolist() == list(range(10, 17))
+
+
+def test_what_is_computed_behind_the_last_accepted_token_is_taken_back() -> None:
+    scheduler = Scheduler(DRAFTS)
+    request = _add_forced(scheduler, 6, range(10, 17))
+    scheduler.commit(_plan(scheduler), [])
+    plan = _plan(scheduler)
+    committed = scheduler.commit(plan, [10, 11, 12, 13], [2])
+    assert [done.token for done in committed] == [10, 11]
+    assert (request.num_computed_tokens, request.num_tokens) == (7, 8)
+    assert _shares(_plan(scheduler)) == [("f", 7, 4)]
+
+
+@pytest.mark.parametrize("accepted", [[0], [5], [], [1, 1]])
+def test_a_row_takes_at_least_one_token_and_no_more_than_were_sampled(accepted: list[int]) -> None:
+    scheduler = Scheduler(DRAFTS)
+    request = _add_forced(scheduler, 6, range(10, 17))
+    scheduler.commit(_plan(scheduler), [])
+    plan = _plan(scheduler)
+    with pytest.raises(ValueError, match=r"at most \[4\] accepted tokens, got"):
+        scheduler.commit(plan, [10, 11, 12, 13], accepted)
+    scheduler.commit(plan, [10, 11, 12, 13])
+    assert request.num_output_tokens == 4
+
+
+def test_tokens_behind_the_one_that_ends_a_request_are_dropped() -> None:
+    scheduler = Scheduler(DRAFTS)
+    params = SamplingParams(forced_token_ids=(10, EOS, 12, 13), max_tokens=9)
+    request = Request("f", [1, 1], params, TokenLimits(64, frozenset([EOS])))
+    scheduler.add(request)
+    scheduler.commit(_plan(scheduler), [10])
+    committed = scheduler.commit(_plan(scheduler), [EOS, 12, 13])
+    assert [(done.token, done.finish_reason) for done in committed] == [(EOS, FinishReason.STOP)]
+    assert not scheduler.has_unfinished

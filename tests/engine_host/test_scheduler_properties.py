@@ -26,6 +26,7 @@ def _limits(draw: st.DrawFn) -> BucketLimits:
         max_model_len=64,
         block_size=draw(st.integers(1, 4)),
         num_blocks=draw(st.integers(2, 14)),
+        decode_len=1,
         max_chunk_rows=draw(st.integers(1, 3)),
         uses_blocks=draw(st.sampled_from([True, True, True, False])),
     )
@@ -174,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert order == sorted(order)
         assert len({row.request for row in plan.rows}) == len(plan.rows)
         assert plan.num_tokens <= limits.max_num_batched_tokens
-        assert kinds.count(0) == plan.num_single_rows
+        assert kinds.count(0) == plan.num_decode_rows
         assert kinds.count(1) == plan.num_chunk_rows <= limits.max_chunk_rows
         running = [r for r in self.unfinished.values() if r.status is RequestStatus.RUNNING]
         assert sorted(r.row for r in running) == list(range(len(running)))
@@ -261,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         committed = self.scheduler.commit(plan, tokens)
         assert [(c.request, c.token) for c in committed] == expected
-        for request, _, reason in committed:
+        for request, _, reason, *_ in committed:
             if reason is None:
                 continue
             del self.unfinished[request.request_id]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketLimits, BucketTable, ExponentialRule, Miss, Phase, StepCost
-from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
+from tests.graphs.planner.drawn import limits_of, limits_strategy, scheduled_shapes
 
 LIMITS = BucketLimits(
     max_num_seqs=32,
@@ -13,6 +13,7 @@ LIMITS = BucketLimits(
     max_model_len=32768,
     block_size=128,
     num_blocks=2048,
+    decode_len=1,
     max_chunk_rows=1,
 )
 
@@ -71,7 +72,7 @@ def test_fit_obeys_an_injected_cost() -> None:
 def test_an_exponential_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(
     data: st.DataObject,
 ) -> None:
-    limits = data.draw(limits_strategy)
+    limits = data.draw(limits_of(st.sampled_from([1, 2, 8])))
     table = BucketTable.exponential(limits)
     for _ in range(10):
         shape = data.draw(scheduled_shapes(limits))
@@ -114,6 +115,7 @@ def test_every_reachable_shape_of_small_limits_has_a_bucket() -> None:
         max_model_len=4,
         block_size=2,
         num_blocks=6,
+        decode_len=1,
         max_chunk_rows=2,
     )
     table = BucketTable.exponential(limits, ExponentialRule(slack=1.2, min_query=2, min_blocks=2))
@@ -151,6 +153,7 @@ def test_each_size_left_out_has_a_bucket_of_its_phase_within_the_slack(
             max_model_len=131_072,
             block_size=128,
             num_blocks=4000,
+            decode_len=1,
             max_chunk_rows=4,
         ),
         BucketLimits(
@@ -159,6 +162,7 @@ def test_each_size_left_out_has_a_bucket_of_its_phase_within_the_slack(
             max_model_len=40_960,
             block_size=128,
             num_blocks=7593,
+            decode_len=1,
             max_chunk_rows=1,
         ),
         BucketLimits(
@@ -167,6 +171,7 @@ def test_each_size_left_out_has_a_bucket_of_its_phase_within_the_slack(
             max_model_len=1 << 20,
             block_size=128,
             num_blocks=16_384,
+            decode_len=1,
             max_chunk_rows=1,
         ),
     ],
@@ -183,6 +188,7 @@ def test_one_request_of_one_token_steps_needs_one_phase_only() -> None:
             max_model_len=64,
             block_size=16,
             num_blocks=4,
+            decode_len=1,
             max_chunk_rows=1,
         )
     )
@@ -197,6 +203,7 @@ def test_a_model_of_streaming_heads_only_has_buckets_without_blocks() -> None:
         block_size=16,
         num_blocks=0,
         uses_blocks=False,
+        decode_len=1,
         max_chunk_rows=1,
     )
     table = BucketTable.exponential(limits)
@@ -280,6 +287,7 @@ def test_bad_limits_and_rules_are_refused() -> None:
             max_model_len=1,
             block_size=1,
             num_blocks=1,
+            decode_len=1,
             max_chunk_rows=1,
         )
     with pytest.raises(ValueError, match="expected num_blocks >= 1"):
@@ -289,6 +297,7 @@ def test_bad_limits_and_rules_are_refused() -> None:
             max_model_len=1,
             block_size=1,
             num_blocks=0,
+            decode_len=1,
             max_chunk_rows=1,
         )
     with pytest.raises(ValueError, match="expected growth > 1"):

@@ -11,11 +11,12 @@ from hpu_duo.kv.plan import LayerKV, MemoryPlan
 def _layers() -> st.SearchStrategy[tuple[LayerKV, ...]]:
     heads = st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(any)
     layer = st.builds(
-        lambda heads, head_dim, ring, value_dim: LayerKV(heads[0], heads[1], head_dim, ring, value_dim),
+        lambda heads, *sizes: LayerKV(*heads, *sizes),
         heads,
         st.integers(1, 16),
         st.integers(1, 32),
         st.none() | st.integers(1, 16),
+        st.integers(0, 9),
     )
     return st.lists(layer, min_size=1, max_size=4).map(tuple)
 
@@ -27,7 +28,12 @@ def _allocate(plan: MemoryPlan) -> int:
         value_dim = layer.value_head_dim or layer.head_dim
         for dim in (layer.head_dim, value_dim):
             blocks = (plan.num_blocks + 1, layer.num_retrieval_heads, plan.block_size, dim)
-            rings = (plan.max_num_seqs + 1, layer.num_streaming_heads, layer.ring_size, dim)
+            rings = (
+                plan.max_num_seqs + 1,
+                layer.num_streaming_heads,
+                layer.ring_size + layer.ring_slack,
+                dim,
+            )
             total += np.empty(blocks, dtype=np.uint8).nbytes + np.empty(rings, dtype=np.uint8).nbytes
     return total * plan.dtype_bytes
 

@@ -74,6 +74,7 @@ def test_the_message_names_the_shape_that_no_bucket_holds() -> None:
         max_model_len=64,
         block_size=16,
         num_blocks=16,
+        decode_len=1,
         max_chunk_rows=1,
     )
     with pytest.raises(

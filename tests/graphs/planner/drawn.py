@@ -7,35 +7,44 @@ from hypothesis import strategies as st
 from graphs import BatchShape, BucketLimits, Phase
 
 
-def _limits(max_num_seqs: int, num_spare_tokens: int, **others: Any) -> BucketLimits:
+def _limits(max_num_seqs: int, decode_len: int, num_spare_tokens: int, **others: Any) -> BucketLimits:
+    num_tokens = max_num_seqs * decode_len + num_spare_tokens
     return BucketLimits(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + num_spare_tokens, **others
+        max_num_seqs=max_num_seqs, decode_len=decode_len, max_num_batched_tokens=num_tokens, **others
     )
 
 
-limits_strategy = st.builds(
-    _limits,
-    max_num_seqs=st.integers(1, 40),
-    num_spare_tokens=st.integers(0, 600),
-    max_model_len=st.integers(1, 5000),
-    block_size=st.sampled_from([1, 16, 128]),
-    num_blocks=st.integers(1, 700),
-    uses_blocks=st.booleans(),
-    max_chunk_rows=st.integers(1, 8),
-)
+def limits_of(decode_len: st.SearchStrategy[int]) -> st.SearchStrategy[BucketLimits]:
+    """Limits whose rows decode so many tokens at most."""
+    return st.builds(
+        _limits,
+        max_num_seqs=st.integers(1, 40),
+        decode_len=decode_len,
+        num_spare_tokens=st.integers(0, 600),
+        max_model_len=st.integers(1, 5000),
+        block_size=st.sampled_from([1, 16, 128]),
+        num_blocks=st.integers(1, 700),
+        uses_blocks=st.booleans(),
+        max_chunk_rows=st.integers(1, 8),
+    )
+
+
+limits_strategy = limits_of(st.just(1))
 
 
 @st.composite
 def scheduled_shapes(draw: st.DrawFn, limits: BucketLimits) -> BatchShape:
     """Draw rows first and derive the shape from them, so that ``BucketLimits`` is checked, not repeated."""
     max_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    max_chunks = min(limits.max_chunk_rows, limits.max_num_seqs, limits.max_num_batched_tokens // 2)
+    shortest = limits.decode_len + 1
+    max_chunks = min(limits.max_chunk_rows, limits.max_num_seqs, limits.max_num_batched_tokens // shortest)
     num_chunks = draw(st.integers(0, max_chunks))
-    room = min(limits.max_num_seqs - num_chunks, limits.max_num_batched_tokens - 2 * num_chunks)
-    num_decodes = draw(st.integers(0 if num_chunks else 1, room))
+    num_left = limits.max_num_batched_tokens - shortest * num_chunks
+    num_decodes = draw(st.integers(0 if num_chunks else 1, min(limits.max_num_seqs - num_chunks, num_left)))
+    num_decoded = draw(st.integers(num_decodes, min(num_decodes * limits.decode_len, num_left)))
     chunk_tokens = 0
     if num_chunks:
-        chunk_tokens = draw(st.integers(2 * num_chunks, limits.max_num_batched_tokens - num_decodes))
+        chunk_tokens = draw(st.integers(shortest * num_chunks, limits.max_num_batched_tokens - num_decoded))
     has_context = num_chunks > 0 and draw(st.booleans())
     num_shared = num_unique = 0
     if limits.uses_blocks:
@@ -46,5 +55,5 @@ def scheduled_shapes(draw: st.DrawFn, limits: BucketLimits) -> BatchShape:
         num_unique = draw(st.integers(1, limits.num_blocks)) if num_decodes else 0
     phase = Phase(num_chunks > 0, has_context or num_shared > 0, num_decodes > 0)
     num_rows = num_chunks + num_decodes
-    num_logits = draw(st.integers(num_rows, max(num_rows, min(max_rows, chunk_tokens + num_decodes))))
-    return BatchShape(phase, chunk_tokens + num_decodes, num_shared, num_unique, num_logits)
+    num_logits = draw(st.integers(num_rows, max(num_rows, min(max_rows, chunk_tokens + num_decoded))))
+    return BatchShape(phase, chunk_tokens + num_decoded, num_shared, num_unique, num_logits)

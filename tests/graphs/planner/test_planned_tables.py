@@ -17,6 +17,7 @@ LIMITS = BucketLimits(
     max_model_len=4096,
     block_size=64,
     num_blocks=200,
+    decode_len=1,
     max_chunk_rows=1,
 )
 QUICK = Resolution(num_cells=200, num_points=60, num_rows=400, rounds=2)
@@ -53,6 +54,7 @@ def test_every_bucket_is_the_cheapest_of_some_step(uses_blocks: bool, num_graphs
         block_size=16,
         num_blocks=4,
         uses_blocks=uses_blocks,
+        decode_len=1,
         max_chunk_rows=1,
     )
     table = plan_table(tiny, num_graphs, resolution=QUICK)

@@ -31,6 +31,7 @@ def test_the_prior_is_the_same_every_time_and_other_users_are_others() -> None:
         max_model_len=4096,
         block_size=64,
         num_blocks=200,
+        decode_len=1,
         max_chunk_rows=1,
     )
     first = prior(limits)
@@ -51,6 +52,7 @@ def test_the_model_of_the_scheduler_plans_the_steps_that_the_scheduler_plans(dat
         block_size=data.draw(st.sampled_from([1, 4])),
         num_blocks=data.draw(st.integers(12, 40)),
         uses_blocks=data.draw(st.sampled_from([True, True, False])),
+        decode_len=1,
         max_chunk_rows=data.draw(st.integers(1, 3)),
     )
     scheduler = Scheduler(limits)
@@ -94,6 +96,7 @@ def test_a_table_planned_for_the_prior_pads_other_users_less_than_the_default_ta
             max_model_len=4096,
             block_size=64,
             num_blocks=200,
+            decode_len=1,
             max_chunk_rows=1,
         ),
         StepCost(block_size=64),
@@ -112,6 +115,7 @@ def test_the_default_table_is_taken_where_it_costs_less_and_fits_the_budget() ->
             max_model_len=4096,
             block_size=64,
             num_blocks=200,
+            decode_len=1,
             max_chunk_rows=1,
         ),
         StepCost(block_size=64),

@@ -20,6 +20,7 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
                 max_model_len=4352,
                 block_size=128,
                 num_blocks=4107,
+                decode_len=1,
                 max_chunk_rows=1,
             ),
             125,
@@ -32,6 +33,7 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
                 max_model_len=131_072,
                 block_size=128,
                 num_blocks=4000,
+                decode_len=1,
                 max_chunk_rows=1,
             ),
             293,
@@ -44,6 +46,7 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
                 max_model_len=8192,
                 block_size=128,
                 num_blocks=1000,
+                decode_len=1,
                 max_chunk_rows=1,
             ),
             319,
@@ -56,6 +59,7 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
                 max_model_len=40_960,
                 block_size=128,
                 num_blocks=7593,
+                decode_len=1,
                 max_chunk_rows=1,
             ),
             107,
@@ -79,6 +83,7 @@ def test_the_unified_strategy_serves_a_single_sequence() -> None:
             max_model_len=256,
             block_size=16,
             num_blocks=32,
+            decode_len=1,
             max_chunk_rows=1,
         )
     )
@@ -106,6 +111,7 @@ def test_linear_sizes_are_doubled_up_to_the_step_and_then_added() -> None:
             max_model_len=1000,
             block_size=128,
             num_blocks=400,
+            decode_len=1,
             max_chunk_rows=1,
         )
     )
@@ -121,6 +127,7 @@ def test_padding_aware_sizes_are_at_most_a_quarter_apart() -> None:
         max_model_len=1000,
         block_size=128,
         num_blocks=4000,
+        decode_len=1,
         max_chunk_rows=1,
     )
     points = next(sizes for phase, sizes in padding_aware(limits).sizes.items() if str(phase) == "c--")[0]
@@ -138,6 +145,7 @@ def test_the_worst_reachable_padding_is_that_of_every_shape_tried_one_by_one() -
         max_model_len=12,
         block_size=4,
         num_blocks=4,
+        decode_len=1,
         max_chunk_rows=1,
     )
     cost = StepCost(block_size=4, hidden_size=8, num_layers=1, vocab_size=64)
@@ -170,6 +178,7 @@ def test_steps_without_a_bucket_are_counted_and_left_out_of_the_mean() -> None:
         max_model_len=64,
         block_size=16,
         num_blocks=8,
+        decode_len=1,
         max_chunk_rows=1,
     )
     held, missed = BatchShape.parse("--u/q1/s0/u1/l1"), BatchShape.parse("c--/q16/s0/u0/l1")
