@@ -11,7 +11,15 @@ import torch
 from kernels_ref.native import BuildError, build
 
 _VECTORS = {
-    "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-DCPU_CAPABILITY_AVX512"),
+    "AVX512": (
+        "-mavx512f",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512bw",
+        "-mfma",
+        "-mprefer-vector-width=512",
+        "-DCPU_CAPABILITY_AVX512",
+    ),
     "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2"),
 }
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from math import prod
 
@@ -68,6 +69,13 @@ class Code(IntEnum):
     AMAX = auto()
 
 
+_ROUNDED = 3
+"""The type of an output of bfloat16 whose items are rounded before they are stored."""
+
+_EXACT = frozenset({Code.COPY, Code.NEG, Code.ABS, Code.RELU, Code.MAX, Code.MIN, Code.WHERE, Code.AMAX})
+"""What gives rounded items of rounded items."""
+
+
 @dataclass(frozen=True)
 class Index:
     """Numbers that choose rows, in the place of a dimension.
@@ -110,9 +118,15 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Register:
-    """A value of a program: ``width`` items in each row, 1 where one counts for the whole row."""
+    """A value of a program.
+
+    Attributes:
+        width: items in each row, 1 where one counts for the whole row.
+        is_rounded: every item is a bfloat16.
+    """
 
     width: int
+    is_rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +134,7 @@ class _Output:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     rows: Rows
+    is_rounded: bool
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,7 @@ class Builder:
 
     def load(self, tensor: int, rows: Rows) -> Register:
         """Rows of a tensor, by its place among those that the program is called with."""
-        register = Register(rows.width)
+        register = Register(rows.width, rows.dtype != torch.float32)
         # What all rows see is loaded once.
         is_same = rows.index is None and not any(
             stride for stride, size in zip(rows.strides, self.sizes) if size > 1
@@ -191,13 +206,15 @@ class Builder:
         self, code: Code, sources: Sequence[Register], width: int, dtype: torch.dtype = torch.float32
     ) -> Register:
         """The result of an instruction, as wide as its widest source unless it sums up rows."""
-        register = Register(width)
-        self._body.append(_Instruction(code, register, tuple(sources), dtype == torch.bfloat16))
+        is_exact = code in _EXACT and all(source.is_rounded for source in sources)
+        rounds = dtype == torch.bfloat16
+        register = Register(width, is_exact or rounds)
+        self._body.append(_Instruction(code, register, tuple(sources), rounds and not is_exact))
         return register
 
     def join(self, parts: Sequence[Register]) -> Register:
         """Rows made of the rows of all parts, one after the other."""
-        register = Register(sum(part.width for part in parts))
+        register = Register(sum(part.width for part in parts), all(part.is_rounded for part in parts))
         column = 0
         for part in parts:
             self._body.append(_Instruction(Code.PLACE, register, (part, part, column)))
@@ -207,10 +224,11 @@ class Builder:
     def store(self, register: Register, shape: Sequence[int], strides: Sequence[int], rows: Rows) -> None:
         """Make a register the next output, a new tensor of a shape and strides."""
         self._body.append(_Instruction(Code.STORE, len(self._outputs), (register,)))
-        self._outputs.append(_Output(tuple(shape), tuple(strides), rows))
+        self._outputs.append(_Output(tuple(shape), tuple(strides), rows, register.is_rounded))
 
     def build(self) -> RowProgram:
         """The program."""
+        self._round_at_once()
         layouts = [rows for _, rows in self._inputs] + [output.rows for output in self._outputs]
         indexed = {rows.index.dim for rows in layouts if rows.index is not None}
         kept, strides, places = _merged(self.sizes, [rows.strides for rows in layouts], indexed)
@@ -221,7 +239,10 @@ class Builder:
         code.append(len(self._outputs))
         for output, steps in zip(self._outputs, strides[len(self._inputs) :]):
             code += [len(output.shape), *output.shape, len(output.strides), *output.strides]
-            code += _layout(0, output.rows, steps, places)
+            layout = _layout(0, output.rows, steps, places)
+            if output.is_rounded and output.rows.dtype == torch.bfloat16:
+                layout[1] = _ROUNDED
+            code += layout
         for part in (self._prologue, self._body):
             code.append(len(part))
             for each in part:
@@ -229,6 +250,21 @@ class Builder:
                 numbers += [numbers[0] if each.code > Code.STORE else 0] * (4 - len(numbers))
                 code += [int(each.code), *numbers, int(each.rounds)]
         return RowProgram(code, [*self._constants])
+
+    def _round_at_once(self) -> None:
+        """What is made only to be rounded is rounded as it is made."""
+        num_readers = Counter(x for each in self._body for x in each.sources if isinstance(x, Register))
+        maker = {each.to: at for at, each in enumerate(self._body) if each.code > Code.PLACE}
+        merged = []
+        for at, each in enumerate(self._body):
+            source = each.sources[0]
+            if each.code is Code.COPY and each.rounds and num_readers[source] == 1 and source in maker:
+                made = self._body[maker[source]]
+                # Others may have been merged before it; it is still the only one who writes there.
+                self._body[maker[source]] = replace(made, to=each.to, rounds=True)
+                maker[each.to] = maker.pop(source)
+                merged.append(at)
+        self._body = [each for at, each in enumerate(self._body) if at not in {*merged}]
 
     def _slots(self) -> tuple[dict[Register, int], list[int]]:
         """Where each register lies, and the widths of all places: one is used again after its last reader."""

@@ -26,7 +26,7 @@ constexpr int64_t kTileItems = 4096;  // of all slots together, so that they sta
 constexpr int64_t kMaxTileRows = 64;
 constexpr int64_t kParallelItems = 16384;
 
-enum Type { kFloat = 0, kBfloat16 = 1, kBool = 2 };
+enum Type { kFloat = 0, kBfloat16 = 1, kBool = 2, kRounded = 3 };  // the last one: bfloat16, stored as it is
 
 // The numbers are those of kernels_ref/rowwise/program.py.
 enum Code {
@@ -67,14 +67,18 @@ struct Program {
   }
 };
 
+// Rounded as a bfloat16 would be, to even.
+inline float rounded(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000;
+  bits = (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : even;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
 inline void round_items(float *x, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, 4);
-    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000;
-    bits = (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : rounded;
-    std::memcpy(x + i, &bits, 4);
-  }
+  for (int64_t i = 0; i < count; ++i) x[i] = rounded(x[i]);
 }
 
 // Walks over rows and knows where each one begins.
@@ -128,6 +132,14 @@ template <> inline uint16_t narrow<uint16_t>(float x) {
   const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
   return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (uint16_t)rounded;
 }
+struct Rounded {
+  uint16_t bits;
+};
+template <> inline Rounded narrow<Rounded>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return {(uint16_t)(bits >> 16)};
+}
 template <> inline bool narrow<bool>(float x) { return x != 0; }
 
 template <class T> void load_rows(const Program &program, const Layout &in, const T *base, const void *index,
@@ -172,35 +184,53 @@ template <class F> void unary(F f, const float *a, float *to, int64_t count) {
   if (i < count) f(Vec::loadu(a + i, count - i)).store(to + i, count - i);
 }
 
-template <class F> void binary_items(F f, const float *a, const float *b, float *to, int64_t count) {
-  int64_t i = 0;
-  for (; i + Vec::size() <= count; i += Vec::size()) f(Vec::loadu(a + i), Vec::loadu(b + i)).store(to + i);
-  if (i < count) f(Vec::loadu(a + i, count - i), Vec::loadu(b + i, count - i)).store(to + i, count - i);
-}
-
 // A factor of width 1 counts for its whole row.
-template <class F> void binary(F f, const float *a, int64_t wa, const float *b, int64_t wb, float *to, int64_t width,
-                               int64_t rows) {
-  if (wa == wb) return binary_items(f, a, b, to, rows * width);
+template <bool kRounds, class F> void binary(F f, const float *__restrict a, int64_t wa, const float *__restrict b,
+                                             int64_t wb, float *__restrict to, int64_t width, int64_t rows) {
+  auto finish = [](float x) { return kRounds ? rounded(x) : x; };
+  if (wa == wb) {
+    for (int64_t i = 0; i < rows * width; ++i) to[i] = finish(f(a[i], b[i]));
+    return;
+  }
   for (int64_t r = 0; r < rows; ++r, to += width) {
-    int64_t i = 0;
     if (wb == 1) {
-      const Vec right(b[r]);
-      for (; i + Vec::size() <= width; i += Vec::size()) f(Vec::loadu(a + r * wa + i), right).store(to + i);
-      if (i < width) f(Vec::loadu(a + r * wa + i, width - i), right).store(to + i, width - i);
+      const float *left = a + r * wa, right = b[r];
+      for (int64_t i = 0; i < width; ++i) to[i] = finish(f(left[i], right));
     } else {
-      const Vec left(a[r]);
-      for (; i + Vec::size() <= width; i += Vec::size()) f(left, Vec::loadu(b + r * wb + i)).store(to + i);
-      if (i < width) f(left, Vec::loadu(b + r * wb + i, width - i)).store(to + i, width - i);
+      const float left = a[r], *right = b + r * wb;
+      for (int64_t i = 0; i < width; ++i) to[i] = finish(f(left, right[i]));
     }
   }
 }
 
+template <class F> void binary(bool rounds, F f, const float *a, int64_t wa, const float *b, int64_t wb, float *to,
+                               int64_t width, int64_t rows) {
+  if (rounds)
+    binary<true>(f, a, wa, b, wb, to, width, rows);
+  else
+    binary<false>(f, a, wa, b, wb, to, width, rows);
+}
+
+void copy_row(const float *from, int64_t width_of_source, float *to, int64_t width) {
+  if (width_of_source == 1)
+    std::fill(to, to + width, *from);
+  else
+    std::memcpy(to, from, width * sizeof(float));
+}
+
 void where(const float *c, int64_t wc, const float *a, int64_t wa, const float *b, int64_t wb, float *to,
            int64_t width, int64_t rows) {
-  for (int64_t r = 0; r < rows; ++r, to += width)
-    for (int64_t i = 0; i < width; ++i)
-      to[i] = c[wc == 1 ? r : r * wc + i] != 0 ? a[wa == 1 ? r : r * wa + i] : b[wb == 1 ? r : r * wb + i];
+  for (int64_t r = 0; r < rows; ++r, to += width, a += wa, b += wb) {
+    if (wc == 1) {
+      if (c[r] != 0)
+        copy_row(a, wa, to, width);
+      else
+        copy_row(b, wb, to, width);
+      continue;
+    }
+    const float *seen = c + r * wc;
+    for (int64_t i = 0; i < width; ++i) to[i] = seen[i] != 0 ? a[wa == 1 ? 0 : i] : b[wb == 1 ? 0 : i];
+  }
 }
 
 float sum_row(const float *a, int64_t width) {
@@ -234,6 +264,8 @@ void compute(const Program &p, const Instruction &x, float *const *at, int64_t r
   float *to = at[x.to];
   const float *a = at[x.a], *b = at[x.b];
   const int64_t width = p.widths[x.to], wa = p.widths[x.a], wb = p.widths[x.b], count = rows * width;
+  auto pair = [&](auto f) { binary(x.rounds, f, a, wa, b, wb, to, width, rows); };
+  const bool is_pair = x.code >= kAdd && x.code <= kNotEqual;
   switch (x.code) {
     case kConstant: std::fill(to, to + count, x.number); break;
     case kPlace:
@@ -249,24 +281,30 @@ void compute(const Program &p, const Instruction &x, float *const *at, int64_t r
     case kReciprocal: unary([](Vec v) { return Vec(1) / v; }, a, to, count); break;
     case kSigmoid: unary(sigmoid, a, to, count); break;
     case kTanh: unary([](Vec v) { return v.tanh(); }, a, to, count); break;
-    case kSilu: unary([](Vec v) { return v / (Vec(1) + v.neg().exp()); }, a, to, count); break;
+    case kSilu:
+      // What is rounded to 8 bits needs no more than 20.
+      if (x.rounds)
+        unary([](Vec v) { return v / (Vec(1) + v.neg().exp_u20()); }, a, to, count);
+      else
+        unary([](Vec v) { return v / (Vec(1) + v.neg().exp()); }, a, to, count);
+      break;
     case kRelu: unary([](Vec v) { return at::vec::maximum(v, Vec(0)); }, a, to, count); break;
     case kGelu: unary(gelu, a, to, count); break;
     case kGeluTanh: unary(gelu_tanh, a, to, count); break;
     case kCos: unary([](Vec v) { return v.cos(); }, a, to, count); break;
     case kSin: unary([](Vec v) { return v.sin(); }, a, to, count); break;
-    case kAdd: binary([](Vec u, Vec v) { return u + v; }, a, wa, b, wb, to, width, rows); break;
-    case kSub: binary([](Vec u, Vec v) { return u - v; }, a, wa, b, wb, to, width, rows); break;
-    case kMul: binary([](Vec u, Vec v) { return u * v; }, a, wa, b, wb, to, width, rows); break;
-    case kDiv: binary([](Vec u, Vec v) { return u / v; }, a, wa, b, wb, to, width, rows); break;
-    case kMax: binary([](Vec u, Vec v) { return at::vec::maximum(u, v); }, a, wa, b, wb, to, width, rows); break;
-    case kMin: binary([](Vec u, Vec v) { return at::vec::minimum(u, v); }, a, wa, b, wb, to, width, rows); break;
-    case kLess: binary([](Vec u, Vec v) { return u.lt(v); }, a, wa, b, wb, to, width, rows); break;
-    case kLessEqual: binary([](Vec u, Vec v) { return u.le(v); }, a, wa, b, wb, to, width, rows); break;
-    case kGreater: binary([](Vec u, Vec v) { return u.gt(v); }, a, wa, b, wb, to, width, rows); break;
-    case kGreaterEqual: binary([](Vec u, Vec v) { return u.ge(v); }, a, wa, b, wb, to, width, rows); break;
-    case kEqual: binary([](Vec u, Vec v) { return u.eq(v); }, a, wa, b, wb, to, width, rows); break;
-    case kNotEqual: binary([](Vec u, Vec v) { return u.ne(v); }, a, wa, b, wb, to, width, rows); break;
+    case kAdd: pair([](float u, float v) { return u + v; }); break;
+    case kSub: pair([](float u, float v) { return u - v; }); break;
+    case kMul: pair([](float u, float v) { return u * v; }); break;
+    case kDiv: pair([](float u, float v) { return u / v; }); break;
+    case kMax: pair([](float u, float v) { return u > v || u != u ? u : v; }); break;
+    case kMin: pair([](float u, float v) { return u < v || u != u ? u : v; }); break;
+    case kLess: pair([](float u, float v) { return u < v ? 1.f : 0.f; }); break;
+    case kLessEqual: pair([](float u, float v) { return u <= v ? 1.f : 0.f; }); break;
+    case kGreater: pair([](float u, float v) { return u > v ? 1.f : 0.f; }); break;
+    case kGreaterEqual: pair([](float u, float v) { return u >= v ? 1.f : 0.f; }); break;
+    case kEqual: pair([](float u, float v) { return u == v ? 1.f : 0.f; }); break;
+    case kNotEqual: pair([](float u, float v) { return u != v ? 1.f : 0.f; }); break;
     case kWhere: where(a, wa, b, wb, at[x.c], p.widths[x.c], to, width, rows); break;
     case kSum:
       for (int64_t r = 0; r < rows; ++r) to[r] = sum_row(a + r * wa, wa);
@@ -279,7 +317,7 @@ void compute(const Program &p, const Instruction &x, float *const *at, int64_t r
       break;
     default: TORCH_CHECK(false, "expected an instruction, got ", x.code);
   }
-  if (x.rounds) round_items(to, count);
+  if (x.rounds && !is_pair) round_items(to, count);
 }
 
 struct Source {
@@ -298,6 +336,7 @@ void store(const Program &p, const Layout &out, void *data, const float *from, i
   switch (out.type) {
     case kFloat: store_rows(p, out, (float *)data, from, row, rows); break;
     case kBfloat16: store_rows(p, out, (uint16_t *)data, from, row, rows); break;
+    case kRounded: store_rows(p, out, (Rounded *)data, from, row, rows); break;
     default: store_rows(p, out, (bool *)data, from, row, rows);
   }
 }
@@ -412,7 +451,7 @@ std::vector<at::Tensor> run(int64_t number, at::TensorList tensors) {
     TORCH_CHECK(found != programs.end(), "expected the number of a program, got ", number);
     program = found->second;
   }
-  constexpr at::ScalarType types[] = {at::kFloat, at::kBFloat16, at::kBool};
+  constexpr at::ScalarType types[] = {at::kFloat, at::kBFloat16, at::kBool, at::kBFloat16};
   c10::SmallVector<Source, 16> inputs;
   c10::SmallVector<void *, 16> outputs;
   for (const Layout &in : program->inputs)
