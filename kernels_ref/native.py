@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,7 +27,7 @@ def compiler() -> str | None:
 
 
 def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Path:
-    """The shared library of some sources, in torch's folder for extensions.
+    """The shared library of some sources, in torch's folder for extensions; they are compiled side by side.
 
     It is built again when a source, a header beside one, an option, the compiler's path or torch changes.
 
@@ -44,7 +46,7 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
     if program is None:
         raise BuildError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    command = [program, "-shared", "-fPIC", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *options]
+    command = [program, "-fPIC", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *options]
     headers = {path for source in sources for path in source.parent.glob("*.h")}
     key = hashlib.sha256(repr((torch.__version__, command)).encode())
     for path in (*sources, *sorted(headers)):
@@ -53,18 +55,30 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
     library = folder / f"{name}-{key.hexdigest()[:16]}.so"
     if library.is_file():
         return library
-    paths = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    headers_of_torch = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    libraries = ["-lc10", "-ltorch_cpu"]
     for directory in cpp_extension.library_paths():
-        paths += [f"-L{directory}", f"-Wl,-rpath,{directory}"]
+        libraries += [f"-L{directory}", f"-Wl,-rpath,{directory}"]
+
+    def run(arguments: Sequence[str]) -> None:
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"{program} refuses {name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Others may build at the same time: each does it in a folder of its own and moves the result.
         with TemporaryDirectory(prefix=f".{name}-", dir=folder) as own:
+            objects = {source: str(Path(own) / f"{number}.o") for number, source in enumerate(sources)}
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                compiling = [
+                    threads.submit(run, ["-c", str(source), "-o", output, *headers_of_torch])
+                    for source, output in objects.items()
+                ]
+                for each in compiling:
+                    each.result()
             built = Path(own) / library.name
-            command += [*map(str, sources), "-o", str(built), *paths, "-lc10", "-ltorch_cpu"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise BuildError(f"{program} refuses {name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
+            run(["-shared", *objects.values(), "-o", str(built), *libraries])
             built.replace(library)
     except OSError as error:
         raise BuildError(f"{name} cannot be built in {folder}: {error}") from error
