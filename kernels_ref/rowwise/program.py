@@ -258,7 +258,8 @@ class Builder:
         merged = []
         for at, each in enumerate(self._body):
             source = each.sources[0]
-            if each.code is Code.COPY and each.rounds and num_readers[source] == 1 and source in maker:
+            is_rounding = each.code is Code.COPY and each.rounds and isinstance(source, Register)
+            if is_rounding and source in maker and num_readers[source] == 1:  # type: ignore[index]
                 made = self._body[maker[source]]
                 # Others may have been merged before it; it is still the only one who writes there.
                 self._body[maker[source]] = replace(made, to=each.to, rounds=True)
