@@ -25,10 +25,10 @@ from graphs.planner import (
     exponential,
     linear,
     padding_aware,
-    plan_table,
     upstream_unified,
 )
 from graphs.recording import ShapeRecorder, read_shapes
+from hpu_duo.simulate import plan_buckets
 
 COST = StepCost(hidden_size=4096, num_layers=32, vocab_size=128_256, kv_ratio=0.25)
 
@@ -93,7 +93,7 @@ STRATEGIES: dict[str, Callable[[BucketLimits], tuple[BatchShape, ...] | Grid]] =
     "linear": linear,
     "padding-aware 25 %": padding_aware,
     "exponential, thinned (default)": lambda limits: BucketTable.exponential(limits, cost=COST).buckets,
-    "planned for the prior": lambda limits: plan_table(limits, 64, COST).buckets,
+    "planned for the prior": lambda limits: plan_buckets(limits, 64, COST).buckets,
 }
 
 
@@ -147,7 +147,7 @@ def _report(num_steps: int, budgets: list[int]) -> Iterator[str]:
         for name, build in STRATEGIES.items():
             yield _row(name, evaluate(build(limits), limits, COST, held_out))
         for budget in budgets:
-            table = plan_table(limits, budget, COST, seen)
+            table = plan_buckets(limits, budget, COST, seen)
             yield _row(f"**planned from traffic, {budget}**", evaluate(table.buckets, limits, COST, held_out))
             trimmed = [_traffic(limits, num_steps // 2, seed, table) for seed in HELD_OUT_SEEDS]
             yield _row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -43,12 +44,12 @@ class StepRows:
         """Flat index of each row's first new token, int32 ``[n]``."""
         return self.num_new.cumsum(dtype=np.int32) - self.num_new
 
-    @property
+    @cached_property
     def is_decode(self) -> np.ndarray:
         """Rows with up to ``decode_len`` new tokens: they are written first and read back from the cache."""
         return self.num_new <= self.decode_len
 
-    @property
+    @cached_property
     def context_len(self) -> Int32Array:
         """Tokens that each row reads from the cache parts, int32 ``[n]``.
 

@@ -66,23 +66,26 @@ def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePa
     used_blocks = np.minimum(-(-context // block_size), rows.num_blocks)
     entry = np.arange(rows.num_rows, dtype=np.int32).repeat(used_blocks)
     ordinal = ranges(used_blocks)
-    table_start = rows.num_blocks.cumsum() - rows.num_blocks
-    block = rows.block_ids[table_start[entry] + ordinal]
+    block = rows.block_ids
+    if len(entry) != len(block):
+        table_start = rows.num_blocks.cumsum() - rows.num_blocks
+        block = block[table_start[entry] + ordinal]
 
-    weight = np.where(rows.is_decode, 1, 2)
-    num_readers = np.bincount(block, weights=weight[entry]) if len(block) else np.zeros(0)
+    num_readers = np.bincount(block)
+    if not rows.is_decode.all():
+        num_readers += np.bincount(block[~rows.is_decode[entry]], minlength=len(num_readers))
+    if not len(num_readers) or num_readers.max() == 1:
+        # Most steps are decodes of unrelated requests.
+        nothing = np.zeros(0, np.int32)
+        shared = SharedPart(nothing, nothing, np.zeros((rows.num_rows, 0), np.int32))
+        return shared, _unique_part(entry, ordinal, block, rows, block_size)
     is_shared = num_readers[block] != 1
-
     shared = _shared_part(entry[is_shared], ordinal[is_shared] * block_size, block[is_shared], rows.num_rows)
-    if len(shared.blocks):
-        entry, ordinal, block = entry[~is_shared], ordinal[~is_shared], block[~is_shared]
-    return shared, _unique_part(entry, ordinal, block, rows, block_size)
+    alone = ~is_shared
+    return shared, _unique_part(entry[alone], ordinal[alone], block[alone], rows, block_size)
 
 
 def _shared_part(entry: np.ndarray, start: np.ndarray, block: np.ndarray, num_rows: int) -> SharedPart:
-    if not len(block):
-        # Most steps are decodes of unrelated requests.
-        return SharedPart(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((num_rows, 0), np.int32))
     blocks, first, column = np.unique(block, return_index=True, return_inverse=True)
     reads = np.zeros((num_rows, len(blocks)), dtype=np.int32)
     reads[entry, column] = 1

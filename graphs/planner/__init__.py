@@ -1,13 +1,15 @@
-"""Which buckets a table should have: chosen for a budget, and compared with what others choose."""
+"""The choice of buckets for a budget and for traffic, and a comparison with what others choose."""
 
 from graphs.planner.evaluation import PaddingReport, evaluate
-from graphs.planner.plan import GraphBudget, plan_table
-from graphs.planner.prior import prior
+from graphs.planner.plan import ASSUMED, FINE, RECORDED, GraphBudget, or_default, plan_table
 from graphs.planner.search import Resolution
 from graphs.planner.strategies import Grid, exponential, linear, padding_aware, upstream_unified
 from graphs.planner.traffic import Blur, Traffic, smoothed
 
 __all__ = [
+    "ASSUMED",
+    "FINE",
+    "RECORDED",
     "Blur",
     "GraphBudget",
     "Grid",
@@ -17,9 +19,9 @@ __all__ = [
     "evaluate",
     "exponential",
     "linear",
+    "or_default",
     "padding_aware",
     "plan_table",
-    "prior",
     "smoothed",
     "upstream_unified",
 ]

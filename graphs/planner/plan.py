@@ -10,7 +10,6 @@ import numpy as np
 from graphs.cost import CostFunction, StepCost
 from graphs.limits import BucketLimits
 from graphs.planner.levels import cheapest, price, to_levels, to_shapes
-from graphs.planner.prior import prior
 from graphs.planner.search import Resolution, TableSearch
 from graphs.planner.traffic import Blur, Traffic, check_within, smoothed
 from graphs.shape import BatchShape
@@ -22,7 +21,7 @@ RECORDED = Blur(share=0.2, spread=1.5, neighbours=1)
 """What recorded traffic is blurred by: tomorrow's steps resemble today's, and seldom repeat them."""
 
 ASSUMED = Blur(share=0.5, spread=3.0, neighbours=4)
-"""What the prior is blurred by: it knows nothing of the users."""
+"""What traffic is blurred by that nobody recorded: it knows nothing of the users."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,21 @@ class GraphBudget:
             )
         return min(self.num_graphs, int(self.seconds / self.seconds_per_graph))
 
+    @classmethod
+    def of(cls, budget: GraphBudget | int) -> GraphBudget:
+        """A budget as it is, or one of so many graphs."""
+        return cls(budget) if isinstance(budget, int) else budget
+
+    def check_holds(self, largest: BatchShape) -> None:
+        """Raise ValueError unless the smallest table fits, whose only bucket is the largest shape."""
+        _ = self.most_graphs
+        short = self.bytes_short((largest,))
+        if short:
+            raise ValueError(
+                f"a budget of {self.memory_bytes:.0f} bytes does not hold the smallest table: the graph of "
+                f"{largest} alone takes {short:.0f} bytes more"
+            )
+
     def bytes_short(self, buckets: tuple[BatchShape, ...]) -> float:
         """By how many bytes the graphs of these buckets exceed the memory; 0 when they fit."""
         if self.memory_bytes is None or self.bytes_of is None:
@@ -82,9 +96,10 @@ class GraphBudget:
 def plan_table(
     limits: BucketLimits,
     budget: GraphBudget | int,
+    traffic: Traffic,
     cost: CostFunction | None = None,
-    traffic: Traffic | None = None,
     *,
+    blur: Blur = RECORDED,
     worst_case: float = 0.5,
     cover_share: float = 0.2,
     resolution: Resolution = FINE,
@@ -96,10 +111,9 @@ def plan_table(
 
     Args:
         budget: an int is a number of graphs.
+        traffic: shapes, recorded or assumed, and how often each occurs.
         cost: default ``StepCost(block_size=limits.block_size)``.
-        traffic: recorded shapes and how often each occurs, blurred as ``RECORDED``. None plans for
-            ``prior(limits)``, blurred as ``ASSUMED``, and gives the default table
-            (``BucketTable.exponential``) where that costs less on other users of the same kind.
+        blur: how far tomorrow's traffic may be from it.
         worst_case: padding of a step, relative to its cost, that is aimed at.
         cover_share: share of the budget that may go into the bound for shapes that are not in the traffic.
         resolution: finer takes longer and pads less.
@@ -111,29 +125,19 @@ def plan_table(
     """
     if limits.decode_len > 1:
         raise ValueError(f"tables are planned for decode_len=1, got {limits.decode_len}")
-    if isinstance(budget, int):
-        budget = GraphBudget(budget)
+    budget = GraphBudget.of(budget)
     if worst_case <= 0 or not 0 < cover_share <= 1:
         raise ValueError(
             f"expected worst_case > 0 and 0 < cover_share <= 1, got {worst_case} and {cover_share}"
         )
     cost = cost or StepCost(block_size=limits.block_size)
-    if traffic is not None:
-        check_within(limits, traffic)
-    most = budget.most_graphs
-    short = budget.bytes_short((limits.largest,))
-    if short:
-        raise ValueError(
-            f"a budget of {budget.memory_bytes:.0f} bytes does not hold the smallest table: the graph of "
-            f"{limits.largest} alone takes {short:.0f} bytes more"
-        )
-    if most == 1:
+    check_within(limits, traffic)
+    budget.check_holds(limits.largest)
+    if budget.most_graphs == 1:
         return BucketTable((limits.largest,), cost)
-    known = prior(limits) if traffic is None else traffic
-    blurred = smoothed(limits, known, ASSUMED if traffic is None else RECORDED)
-    search = TableSearch(limits, cost, blurred, known, worst_case, resolution)
-    planned = BucketTable(_within(budget, limits, search, cover_share), cost)
-    return planned if traffic is not None else or_default(planned, budget, limits)
+    blurred = smoothed(limits, traffic, blur)
+    search = TableSearch(limits, cost, blurred, traffic, worst_case, resolution)
+    return BucketTable(_within(budget, limits, search, cover_share), cost)
 
 
 def _within(
@@ -157,15 +161,17 @@ def _within(
     return fitting if budget.bytes_short(buckets) else buckets
 
 
-def or_default(planned: BucketTable, budget: GraphBudget, limits: BucketLimits) -> BucketTable:
-    """A table planned for the prior, or the default one where that fits the budget and costs less.
+def or_default(
+    planned: BucketTable, budget: GraphBudget, limits: BucketLimits, others: Traffic
+) -> BucketTable:
+    """A planned table, or the default one where that fits the budget and costs less.
 
-    Both are tried on other users of the same kind as those that were planned for.
+    Args:
+        others: what both are tried on; not the traffic that was planned for, which says nothing of others.
     """
     default = BucketTable.exponential(limits, cost=planned.cost)
     if len(default) > budget.most_graphs or budget.bytes_short(default.buckets):
         return planned
-    others = prior(limits, seed=1)
     levels, weight = to_levels(others), np.array(list(others.values()))
 
     def spent(table: BucketTable) -> float:

@@ -18,9 +18,9 @@ from graphs.planner import (
     exponential,
     linear,
     padding_aware,
-    plan_table,
     upstream_unified,
 )
+from hpu_duo.simulate import plan_buckets
 
 if TYPE_CHECKING:
     from hpu_duo.cost import ModelSize
@@ -46,7 +46,7 @@ def choose(
     """What a strategy makes of the limits; the budget and the traffic are for the planned one."""
     match name:
         case "planned":
-            return plan_table(limits, budget, cost, traffic).buckets
+            return plan_buckets(limits, budget, cost, traffic).buckets
         case "thinned":
             return BucketTable.exponential(limits, cost=cost).buckets
         case "upstream-unified":

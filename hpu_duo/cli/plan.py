@@ -116,7 +116,7 @@ def plan(
         _check_hardware(hardware, num_blocks, served, png)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs import BucketLimits
-        from graphs.planner import GraphBudget, evaluate, prior
+        from graphs.planner import GraphBudget, evaluate
         from graphs.recording import read_shapes
         from hpu_duo.cli.bucket_plans import bucket_table, choose, listed, padding_table, write
 
@@ -127,6 +127,7 @@ def plan(
         )
         traffic: Traffic | None = read_shapes(*from_shapes) if from_shapes else None
         from hpu_duo.cost.read_model import read_model
+        from hpu_duo.simulate import prior
 
         size = read_model(model)
         serving, found, kv_layers = (

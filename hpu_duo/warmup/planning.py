@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphs import BucketTable
-from graphs.planner import GraphBudget, plan_table
+from graphs.planner import GraphBudget
 from graphs.recording import read_shapes
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.step_tables import default_table
+from hpu_duo.simulate import plan_buckets
 from hpu_duo.warmup.estimate import GraphCosts, WarmUpBudget
 
 _GIB = 1 << 30
@@ -27,7 +28,7 @@ def plan_within(
     Args:
         num_graphs: at most so many.
         budget: what their warm-up may take, by the estimates of ``GraphCosts``.
-        recordings: what ``record_shapes`` wrote, to plan for; without any, for ``graphs.planner.prior``.
+        recordings: what ``record_shapes`` wrote, to plan for; without any, for ``hpu_duo.simulate.prior``.
 
     Raises:
         ValueError: the budget does not hold the smallest table, a recording cannot be read, or it has shapes
@@ -44,7 +45,7 @@ def plan_within(
         bytes_of=None if budget.max_gib is None else costs.kept_bytes,
     )
     traffic = read_shapes(*recordings) if recordings else None
-    return plan_table(limits, within, default_table(limits, runner.model.specs, text_config).cost, traffic)
+    return plan_buckets(limits, within, default_table(limits, runner.model.specs, text_config).cost, traffic)
 
 
 def _for_graphs(budget: WarmUpBudget, transient_bytes: int) -> float | None:

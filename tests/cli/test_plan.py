@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,10 @@ from typer.testing import Result
 
 from graphs import BucketLimits
 from graphs.bucket_file import read_gaudi_buckets, read_table
-from graphs.planner import Traffic, prior
+from graphs.planner import Traffic
 from graphs.recording import read_shapes
 from hpu_duo.llm import HPUDuoModel
+from hpu_duo.simulate import prior
 
 Run = Callable[..., Result]
 LIMITS = ("--max-num-seqs", 4, "--max-num-batched-tokens", 64, "--block-size", 16, "--num-blocks", 64)
@@ -93,8 +93,8 @@ def test_assumed_traffic_is_measured_on_users_that_no_table_was_chosen_for(
 
     chosen_on: set[int] = set()
     measured_on: set[int] = set()
-    monkeypatch.setattr(import_module("graphs.planner.plan"), "prior", noting(chosen_on))
-    monkeypatch.setattr("graphs.planner.prior", noting(measured_on))
+    monkeypatch.setattr("hpu_duo.simulate.planning.prior", noting(chosen_on))
+    monkeypatch.setattr("hpu_duo.simulate.prior", noting(measured_on))
     result = hpu_duo(
         *("plan", "--model", config_dir, *LIMITS, "--max-model-len", 64, "--graphs-budget", 64, "--json")
     )

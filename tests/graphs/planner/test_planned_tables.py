@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketLimits, BucketTable, Miss, StepCost
-from graphs.planner import GraphBudget, Resolution, evaluate, plan_table, prior
+from graphs.planner import GraphBudget, Resolution, evaluate
 from graphs.planner.cells import Cells
 from graphs.planner.levels import holds, price, to_levels
+from hpu_duo.simulate import plan_buckets, prior
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
 LIMITS = BucketLimits(
@@ -30,13 +31,13 @@ TRAFFIC = {
 
 
 @given(st.data())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_a_planned_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(data: st.DataObject) -> None:
     limits = data.draw(limits_strategy)
     num_graphs = data.draw(st.sampled_from([1, 2, 5, 20]))
     seen = {data.draw(scheduled_shapes(limits)): 1.0 for _ in range(3)}
     for traffic in (None, seen):
-        table = plan_table(limits, num_graphs, traffic=traffic, resolution=QUICK)
+        table = plan_buckets(limits, num_graphs, traffic=traffic, resolution=QUICK)
         assert 1 <= len(table) <= num_graphs
         assert all(limits.largest.holds(bucket) for bucket in table)
         # A single bucket holds every phase, even where no step has all parts of them.
@@ -57,7 +58,7 @@ def test_every_bucket_is_the_cheapest_of_some_step(uses_blocks: bool, num_graphs
         decode_len=1,
         max_chunk_rows=1,
     )
-    table = plan_table(tiny, num_graphs, resolution=QUICK)
+    table = plan_buckets(tiny, num_graphs, resolution=QUICK)
     sizes = product(tiny.reachable_phases, range(1, 5), range(5), range(5), (1,))
     possible = [
         BatchShape(phase, query_len, shared, unique, rows)
@@ -83,13 +84,13 @@ def test_every_reachable_shape_lies_in_a_cell(data: st.DataObject) -> None:
 def test_the_same_input_gives_the_same_table() -> None:
     for traffic in (TRAFFIC, None):
         turned = None if traffic is None else dict(reversed(traffic.items()))
-        plans = [plan_table(LIMITS, 12, traffic=given, resolution=QUICK) for given in (traffic, turned)]
+        plans = [plan_buckets(LIMITS, 12, traffic=given, resolution=QUICK) for given in (traffic, turned)]
         assert plans[0] == plans[1]
 
 
 def test_a_plan_from_traffic_pads_that_traffic_less_than_the_default_table_does() -> None:
     cost = StepCost(block_size=64)
-    planned = evaluate(plan_table(LIMITS, 12, cost, TRAFFIC).buckets, LIMITS, cost, TRAFFIC)
+    planned = evaluate(plan_buckets(LIMITS, 12, cost, TRAFFIC).buckets, LIMITS, cost, TRAFFIC)
     default = evaluate(BucketTable.exponential(LIMITS).buckets, LIMITS, cost, TRAFFIC)
     assert planned.holds_all
     assert planned.mean < min(0.1, default.mean)
@@ -98,7 +99,7 @@ def test_a_plan_from_traffic_pads_that_traffic_less_than_the_default_table_does(
 def test_more_graphs_pad_the_prior_less() -> None:
     cost = StepCost(block_size=64)
     means = [
-        evaluate(plan_table(LIMITS, n, cost, resolution=QUICK).buckets, LIMITS, cost, prior(LIMITS)).mean
+        evaluate(plan_buckets(LIMITS, n, cost, resolution=QUICK).buckets, LIMITS, cost, prior(LIMITS)).mean
         for n in (1, 4, 16, 64)
     ]
     assert means == sorted(means, reverse=True)
@@ -106,14 +107,14 @@ def test_more_graphs_pad_the_prior_less() -> None:
 
 
 def test_one_graph_holds_everything() -> None:
-    assert plan_table(LIMITS, 1).buckets == (LIMITS.largest,)
+    assert plan_buckets(LIMITS, 1).buckets == (LIMITS.largest,)
 
 
 def test_time_and_memory_bound_the_table() -> None:
-    in_time = plan_table(LIMITS, GraphBudget(64, seconds=50, seconds_per_graph=10), resolution=QUICK)
+    in_time = plan_buckets(LIMITS, GraphBudget(64, seconds=50, seconds_per_graph=10), resolution=QUICK)
     assert len(in_time) <= 5
     budget = GraphBudget(64, memory_bytes=2000, bytes_of=lambda shape: float(shape.query_len))
-    in_memory = plan_table(LIMITS, budget, resolution=QUICK)
+    in_memory = plan_buckets(LIMITS, budget, resolution=QUICK)
     assert sum(bucket.query_len for bucket in in_memory) <= 2000
     assert len(in_memory) > 1
     assert evaluate(in_memory.buckets, LIMITS, StepCost(block_size=64), prior(LIMITS)).holds_all
@@ -121,11 +122,11 @@ def test_time_and_memory_bound_the_table() -> None:
 
 def test_budgets_that_hold_no_table_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 graph, got 0"):
-        plan_table(LIMITS, 0)
+        plan_buckets(LIMITS, 0)
     with pytest.raises(ValueError, match="5 s does not hold the smallest table: one graph takes 10 s"):
-        plan_table(LIMITS, GraphBudget(9, seconds=5, seconds_per_graph=10))
+        plan_buckets(LIMITS, GraphBudget(9, seconds=5, seconds_per_graph=10))
     with pytest.raises(ValueError, match=r"255 bytes does not hold the smallest table.* takes 1 bytes more"):
-        plan_table(LIMITS, GraphBudget(9, memory_bytes=255, bytes_of=lambda shape: shape.query_len))
+        plan_buckets(LIMITS, GraphBudget(9, memory_bytes=255, bytes_of=lambda shape: shape.query_len))
     with pytest.raises(ValueError, match="expected seconds and seconds_per_graph together"):
         GraphBudget(9, seconds=5)
 
@@ -133,16 +134,18 @@ def test_budgets_that_hold_no_table_are_refused() -> None:
 def test_traffic_of_another_deployment_is_refused() -> None:
     shape = BatchShape.parse("--u/q9/s0/u1/l9")
     with pytest.raises(ValueError, match="shape --u/q9/s0/u1/l9 was recorded under other limits"):
-        plan_table(LIMITS, 8, traffic={shape: 1})
+        plan_buckets(LIMITS, 8, traffic={shape: 1})
     with pytest.raises(ValueError, match="at least one shape"):
-        plan_table(LIMITS, 8, traffic={})
+        plan_buckets(LIMITS, 8, traffic={})
     with pytest.raises(ValueError, match="positive weight"):
-        plan_table(LIMITS, 8, traffic={BatchShape.parse("--u/q1/s0/u1/l1"): 0})
+        plan_buckets(LIMITS, 8, traffic={BatchShape.parse("--u/q1/s0/u1/l1"): 0})
 
 
 def test_a_cost_that_prices_one_shape_at_a_time_will_do() -> None:
     cost = StepCost(block_size=64)
-    plans = [plan_table(LIMITS, 8, priced, resolution=QUICK) for priced in (cost, lambda shape: cost(shape))]
+    plans = [
+        plan_buckets(LIMITS, 8, priced, resolution=QUICK) for priced in (cost, lambda shape: cost(shape))
+    ]
     assert plans[0].buckets == plans[1].buckets
 
 

@@ -1,0 +1,36 @@
+"""Bucket tables for recorded traffic, or without a recording for the stated workload."""
+
+from __future__ import annotations
+
+from graphs import BucketLimits, BucketTable, CostFunction
+from graphs.planner import ASSUMED, FINE, GraphBudget, Resolution, Traffic, or_default, plan_table
+from hpu_duo.simulate.users import prior
+
+
+def plan_buckets(
+    limits: BucketLimits,
+    budget: GraphBudget | int,
+    cost: CostFunction | None = None,
+    traffic: Traffic | None = None,
+    *,
+    resolution: Resolution = FINE,
+) -> BucketTable:
+    """Choose the buckets that pad least, within a budget, and hold every reachable shape.
+
+    Args:
+        budget: an int is a number of graphs.
+        cost: default ``StepCost(block_size=limits.block_size)``.
+        traffic: recorded shapes and how often each occurs. None plans for ``prior(limits)``, blurred as
+            ``ASSUMED``, and gives the default table (``BucketTable.exponential``) where that costs less on
+            other users of the same kind.
+        resolution: finer takes longer and pads less.
+
+    Raises:
+        ValueError: see ``graphs.planner.plan_table``.
+    """
+    budget = GraphBudget.of(budget)
+    if traffic is not None:
+        return plan_table(limits, budget, traffic, cost, resolution=resolution)
+    budget.check_holds(limits.largest)  # refused before anybody is served
+    planned = plan_table(limits, budget, prior(limits), cost, blur=ASSUMED, resolution=resolution)
+    return or_default(planned, budget, limits, prior(limits, seed=1))
