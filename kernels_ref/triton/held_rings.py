@@ -62,8 +62,8 @@ def held_rings_kernel(
     last = tl.minimum(first + slots_per_split, tl.where(tl.max(end) > 0, SLOTS, 0))
     for start in tl.range(first, last, T):
         slot = start + tl.arange(0, T)
-        place = position_ptr + row * stride_pn + head * stride_pk + slot
-        held = tl.load(place, mask=slot < last, other=-1)[None, :]
+        held_ptr = position_ptr + row * stride_pn + head * stride_pk + slot
+        held = tl.load(held_ptr, mask=slot < last, other=-1)[None, :]
         visible = (held >= 0) & (held < end[:, None]) & ((held >= begin[:, None]) | (held < SINK))
         seen = tl.max(visible.to(tl.int32), 0) > 0
         vector = row.to(tl.int64) * UNIT + head * HEAD + slot

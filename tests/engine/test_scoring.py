@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve
@@ -96,6 +97,30 @@ def test_tokens_verified_together_score_as_one_after_the_other(
                 assert theirs.logprobs == pytest.approx(mine.logprobs, abs=tolerance)
                 if dtype == "float32":
                     assert theirs.is_likeliest == mine.is_likeliest
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"graphs": CompileBackend("eager"), "attention": "sdpa"},
+        {"graphs": CompileBackend("eager"), "attention": "reference"},
+        {"device": "hpu-sim"},
+    ],
+    ids=["compile-sdpa", "compile-reference", "hpu-sim"],
+)
+def test_captured_steps_verify_several_tokens_as_well(tiny: Tiny, options: dict[str, Any]) -> None:
+    """The default table has a bucket for each step; padding of rows, tokens and logits adds nothing."""
+    prompts = texts(5, 3, 2, 40)
+    continuations = [texts(40 + number, 2, 1, 9) for number in range(3)]
+    sizes = {"pattern": PATTERN, "max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 30}
+    wanted = tiny.load(**sizes).score(prompts, continuations)
+    served = tiny.load(**sizes, decode_len=4, **options)
+    scores = served.score(prompts, continuations)
+    assert_holds_nothing(served)
+    assert served.stats().num_graph_misses == 0
+    for one, other in zip(wanted, scores, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert theirs.logprobs == pytest.approx(mine.logprobs, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("decode_len", [1, 8])
