@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.bucket_traffic import record
-from graphs import BatchShape, BucketLimits, BucketTable, Miss, StepCost
+from graphs import BatchShape, BucketTable, Miss, StepCost, StepLimits
 from graphs.planner import (
     Grid,
     PaddingReport,
@@ -37,7 +37,7 @@ COST = StepCost(hidden_size=4096, num_layers=32, vocab_size=128_256, kv_ratio=0.
 LLAMA_BLOCKS = int((94.62 - 14.97 - 0.5) * 0.9 * 0.9 * 64)
 
 CONFIGURATIONS = (
-    BucketLimits(
+    StepLimits(
         max_num_seqs=128,
         max_num_batched_tokens=8192,
         max_model_len=4352,
@@ -46,7 +46,7 @@ CONFIGURATIONS = (
         decode_len=1,
         max_chunk_rows=1,
     ),
-    BucketLimits(
+    StepLimits(
         max_num_seqs=64,
         max_num_batched_tokens=8192,
         max_model_len=131_072,
@@ -55,7 +55,7 @@ CONFIGURATIONS = (
         decode_len=1,
         max_chunk_rows=1,
     ),
-    BucketLimits(
+    StepLimits(
         max_num_seqs=16,
         max_num_batched_tokens=2048,
         max_model_len=8192,
@@ -64,7 +64,7 @@ CONFIGURATIONS = (
         decode_len=1,
         max_chunk_rows=1,
     ),
-    BucketLimits(
+    StepLimits(
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         max_model_len=40_960,
@@ -73,7 +73,7 @@ CONFIGURATIONS = (
         decode_len=1,
         max_chunk_rows=1,
     ),
-    BucketLimits(
+    StepLimits(
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         max_model_len=262_144,
@@ -87,7 +87,7 @@ CONFIGURATIONS = (
 HELD_OUT_SEEDS = (2, 3, 4)
 """The first is what all tables are measured on."""
 
-STRATEGIES: dict[str, Callable[[BucketLimits], tuple[BatchShape, ...] | Grid]] = {
+STRATEGIES: dict[str, Callable[[StepLimits], tuple[BatchShape, ...] | Grid]] = {
     "upstream unified": upstream_unified,
     "exponential": exponential,
     "linear": linear,
@@ -167,7 +167,7 @@ class Recorded:
     num_tokens: int
 
 
-def _traffic(limits: BucketLimits, num_steps: int, seed: int, table: BucketTable | None = None) -> Recorded:
+def _traffic(limits: StepLimits, num_steps: int, seed: int, table: BucketTable | None = None) -> Recorded:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shapes.jsonl"
         with ShapeRecorder(path) as recorder:

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from graphs import BucketLimits, BucketTable
+from graphs import BucketTable, StepLimits
 from graphs.recording import ShapeRecorder
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.trimming import ChunkTrimming
@@ -35,7 +35,7 @@ class Workload:
         rng: draws kinds and lengths.
     """
 
-    def __init__(self, limits: BucketLimits, rng: random.Random) -> None:
+    def __init__(self, limits: StepLimits, rng: random.Random) -> None:
         self._limits, self._rng = limits, rng
         self._num_made = self._num_unfinished = 0
 
@@ -79,7 +79,7 @@ class Workload:
 
 
 def record(
-    limits: BucketLimits,
+    limits: StepLimits,
     num_steps: int,
     seed: int,
     recorder: ShapeRecorder,

@@ -5,14 +5,13 @@ from graphs.buffers import FieldSlot, FieldSpec, Layout, StagedInputs
 from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy
 from graphs.cost import CostFunction, SkippingCost, StepCost
 from graphs.exponential import ExponentialRule
-from graphs.limits import BucketLimits
+from graphs.limits import StepLimits
 from graphs.recompile import RecompileError
 from graphs.shape import BatchShape, Phase
 from graphs.table import BucketTable, Miss
 
 __all__ = [
     "BatchShape",
-    "BucketLimits",
     "BucketTable",
     "CaptureBackend",
     "CostFunction",
@@ -31,5 +30,6 @@ __all__ = [
     "SkippingCost",
     "StagedInputs",
     "StepCost",
+    "StepLimits",
     "make_backend",
 ]

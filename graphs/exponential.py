@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from graphs.cost import CostFunction
-from graphs.limits import BucketLimits
+from graphs.limits import StepLimits
 from graphs.shape import BatchShape, Phase
 
 
@@ -51,7 +51,7 @@ class ExponentialRule:
                 f"expected growth > 1, slack >= 1, min_query >= 1 and min_blocks >= 1, got {self}"
             )
 
-    def grid(self, limits: BucketLimits, phase: Phase) -> Iterator[BatchShape]:
+    def grid(self, limits: StepLimits, phase: Phase) -> Iterator[BatchShape]:
         """Yield every combination of sizes for one phase, up to the limits.
 
         Logit rows follow the query size until they reach ``max_num_seqs``: a row has at least one token.
@@ -65,7 +65,7 @@ class ExponentialRule:
         for query_len, num_shared, num_unique in product(queries, shared, unique):
             yield BatchShape(phase, query_len, num_shared, num_unique, min(largest.num_logits, query_len))
 
-    def build(self, limits: BucketLimits, cost: CostFunction) -> tuple[BatchShape, ...]:
+    def build(self, limits: StepLimits, cost: CostFunction) -> tuple[BatchShape, ...]:
         """Return the thinned grid of every reachable phase."""
         families: dict[Phase, list[BatchShape]] = {}
         for phase in limits.reachable_phases:

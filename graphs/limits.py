@@ -6,7 +6,7 @@ from graphs.shape import BatchShape, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketLimits:
+class StepLimits:
     """The limits of the scheduler and of the stores, and the shapes that follow from them.
 
     The one value that scheduler, bucket tables, planner, warm-up, audit and capacity go by. What a user asks
@@ -66,14 +66,9 @@ class BucketLimits:
         return -(-self.max_model_len // self.block_size)
 
     @property
-    def max_decode_rows(self) -> int:
-        """Rows of a decode-only step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
-
-    @property
     def max_decode_tokens(self) -> int:
         """Query tokens of a decode-only step."""
-        return min(self.max_num_seqs * self.decode_len, self.max_num_batched_tokens)
+        return self.max_num_seqs * self.decode_len
 
     def fewest_tokens(self, phase: Phase) -> int:
         """Query tokens of the smallest step of a phase, a row that does not decode having most."""
@@ -94,7 +89,7 @@ class BucketLimits:
         """
         if not (phase.shared and self.uses_blocks):
             return 0
-        rows = self.max_decode_rows
+        rows = self.max_num_seqs
         chunk_rows = min(self.max_chunk_rows, rows) if phase.causal else 0
         decode_rows = rows - chunk_rows if phase.unique else 0
         half_blocks = 2 * chunk_rows + decode_rows
@@ -114,7 +109,7 @@ class BucketLimits:
         if self.max_num_batched_tokens > self.decode_len + 1 and self.max_num_seqs > 1:
             wanted += ["c-u", "csu"]
         wanted += ["--u"]
-        if self.max_decode_rows > 1 and self.uses_blocks:
+        if self.max_num_seqs > 1 and self.uses_blocks:
             wanted += ["-su"]
         return tuple(sorted(map(Phase.parse, wanted)))
 

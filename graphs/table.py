@@ -9,7 +9,7 @@ import numpy as np
 
 from graphs.cost import CostFunction, StepCost
 from graphs.exponential import ExponentialRule
-from graphs.limits import BucketLimits
+from graphs.limits import StepLimits
 from graphs.shape import BatchShape
 
 _NUM_NEAREST = 3
@@ -56,7 +56,7 @@ class BucketTable:
     @classmethod
     def exponential(
         cls,
-        limits: BucketLimits,
+        limits: StepLimits,
         rule: ExponentialRule | None = None,
         cost: CostFunction | None = None,
     ) -> "BucketTable":

@@ -1,7 +1,7 @@
 """How much may run and be cached, as a user asks for it; every default of such a number stands here.
 
 Without torch, so that the command line knows the defaults before it is needed. What an engine makes of the
-wishes is one ``graphs.BucketLimits``.
+wishes is one ``graphs.StepLimits``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from inspect import signature
 
 import pytest
 
-from graphs import BucketLimits
+from graphs import StepLimits
 from hpu_duo import HPUDuoModel
 from hpu_duo.cli.options import EngineOptions, LimitOptions
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
@@ -47,7 +47,7 @@ def test_no_number_is_a_wish_of_two_configs_and_the_cost_model_takes_the_same_bl
         (SchedulerConfig, 4),
         (GraphConfig, "eager"),
         (EngineConfig, ModelConfig(path="path")),
-        (BucketLimits, 4),
+        (StepLimits, 4),
     ],
 )
 def test_values_are_given_by_name(kind: Callable[[object], object], value: object) -> None:
@@ -56,5 +56,5 @@ def test_values_are_given_by_name(kind: Callable[[object], object], value: objec
 
 
 def test_what_was_resolved_has_no_default_for_what_may_be_asked_for() -> None:
-    defaults = {one.name for one in fields(BucketLimits) if one.default is not one.default_factory}
+    defaults = {one.name for one in fields(StepLimits) if one.default is not one.default_factory}
     assert not defaults & WISHES.keys()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.cost import CostFunction
-from graphs.limits import BucketLimits
+from graphs.limits import StepLimits
 from graphs.planner.levels import LOGITS, QUERY, SHARED, UNIQUE, Bools, Floats, Levels, price
 from graphs.shape import Phase
 
@@ -35,7 +35,7 @@ class Cells:
         return len(self.floor)
 
     @classmethod
-    def within(cls, limits: BucketLimits, cost: CostFunction, most: int = 4000) -> Cells:
+    def within(cls, limits: StepLimits, cost: CostFunction, most: int = 4000) -> Cells:
         """The finest boxes of at most about ``most`` in number.
 
         Each phase starts as one box and is halved, along the size that changes its cost most, until no
@@ -54,7 +54,7 @@ class Cells:
         return _joined([_whole(limits, phase, cost) for phase in limits.reachable_phases])
 
 
-def lowest_of(limits: BucketLimits, phase: Phase) -> tuple[int, int, int, int]:
+def lowest_of(limits: StepLimits, phase: Phase) -> tuple[int, int, int, int]:
     """Smallest sizes ``(Q, NS, NU, N)`` of a phase."""
     return limits.fewest_tokens(phase), 0, 0, 1
 
@@ -85,7 +85,7 @@ def _ladder(high: int) -> Levels:
     return np.concatenate([[0], points[points < high]])
 
 
-def _whole(limits: BucketLimits, phase: Phase, cost: CostFunction) -> Cells:
+def _whole(limits: StepLimits, phase: Phase, cost: CostFunction) -> Cells:
     highest = np.array([limits.largest_of(phase).levels], dtype=np.int64)
     lowest = highest.copy()
     lowest[0, QUERY:] = lowest_of(limits, phase)
@@ -102,7 +102,7 @@ def _joined(pieces: list[Cells]) -> Cells:
     )
 
 
-def _cut(limits: BucketLimits, phase: Phase, cost: CostFunction, ratio: float, most: int) -> Cells | None:
+def _cut(limits: StepLimits, phase: Phase, cost: CostFunction, ratio: float, most: int) -> Cells | None:
     """Halve the box of one phase until each piece keeps to ``ratio``; None when that takes too many."""
     root = _whole(limits, phase, cost)
     ladders = {column: _ladder(int(root.highest[0, column])) for column in _SIZES}
@@ -155,9 +155,7 @@ def _halve(cells: Cells, column: Levels, after: Levels, cost: CostFunction) -> C
     return Cells(lowest, highest, price(cost, lowest), price(cost, highest))
 
 
-def grid_cells(
-    axes: dict[int, Levels], limits: BucketLimits, phase: Phase
-) -> Iterator[tuple[Levels, Levels]]:
+def grid_cells(axes: dict[int, Levels], limits: StepLimits, phase: Phase) -> Iterator[tuple[Levels, Levels]]:
     """Boxes between neighbouring sizes on given axes, some at a time.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.cost import BroadcastCost, CostFunction
-from graphs.limits import BucketLimits
+from graphs.limits import StepLimits
 from graphs.planner.cells import grid_cells, lowest_of
 from graphs.planner.levels import (
     LOGITS,
@@ -47,7 +47,7 @@ class PaddingReport:
 
 
 def evaluate(
-    buckets: tuple[BatchShape, ...] | Grid, limits: BucketLimits, cost: CostFunction, traffic: Traffic
+    buckets: tuple[BatchShape, ...] | Grid, limits: StepLimits, cost: CostFunction, traffic: Traffic
 ) -> PaddingReport:
     """Measure a table, exactly: steps go to the cheapest bucket that holds them.
 
@@ -79,7 +79,7 @@ def evaluate(
     )
 
 
-def _worst_of_grid(grid: Grid, limits: BucketLimits, cost: CostFunction) -> float:
+def _worst_of_grid(grid: Grid, limits: StepLimits, cost: CostFunction) -> float:
     """The largest cost of a padded shape over its own."""
     worst = 1.0
     for phase, sizes in grid.sizes.items():
@@ -90,7 +90,7 @@ def _worst_of_grid(grid: Grid, limits: BucketLimits, cost: CostFunction) -> floa
 
 
 def _worst_of_table(
-    buckets: Levels, prices: Floats, limits: BucketLimits, cost: CostFunction, phase: Phase
+    buckets: Levels, prices: Floats, limits: StepLimits, cost: CostFunction, phase: Phase
 ) -> tuple[float, bool]:
     """The same of a list of buckets, and whether it holds every reachable shape of a phase.
 
@@ -130,7 +130,7 @@ def _worst_of_table(
     return worst, holds_all
 
 
-def _edges(axis: Levels, column: int, limits: BucketLimits, phase: Phase) -> tuple[Levels, Levels]:
+def _edges(axis: Levels, column: int, limits: StepLimits, phase: Phase) -> tuple[Levels, Levels]:
     """Lowest and highest size of the boxes between the sizes of buckets, up to the limits."""
     low, largest = lowest_of(limits, phase)[column - QUERY], limits.largest_of(phase).levels[column]
     high = np.append(axis[(axis >= low) & (axis < largest)], largest)
@@ -154,7 +154,7 @@ def _prices_of(
     return price(cost, levels).reshape(len(shared), len(unique), len(logits))
 
 
-def _with_rows(grid: Grid, limits: BucketLimits, sizes: tuple[Levels, Levels, Levels]) -> dict[int, Levels]:
+def _with_rows(grid: Grid, limits: StepLimits, sizes: tuple[Levels, Levels, Levels]) -> dict[int, Levels]:
     query, shared, unique = sizes
     rows = np.minimum(query, limits.max_num_seqs)
     return {QUERY: query, SHARED: shared, UNIQUE: unique, LOGITS: np.unique(rows)}

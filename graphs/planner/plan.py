@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.cost import CostFunction, StepCost
-from graphs.limits import BucketLimits
+from graphs.limits import StepLimits
 from graphs.planner.levels import cheapest, price, to_levels, to_shapes
 from graphs.planner.search import Resolution, TableSearch
 from graphs.planner.traffic import Blur, Traffic, check_within, smoothed
@@ -94,7 +94,7 @@ class GraphBudget:
 
 
 def plan_table(
-    limits: BucketLimits,
+    limits: StepLimits,
     budget: GraphBudget | int,
     traffic: Traffic,
     cost: CostFunction | None = None,
@@ -141,7 +141,7 @@ def plan_table(
 
 
 def _within(
-    budget: GraphBudget, limits: BucketLimits, search: TableSearch, cover_share: float
+    budget: GraphBudget, limits: StepLimits, search: TableSearch, cover_share: float
 ) -> tuple[BatchShape, ...]:
     """The largest table that fits the count and the memory."""
     most = budget.most_graphs
@@ -161,9 +161,7 @@ def _within(
     return fitting if budget.bytes_short(buckets) else buckets
 
 
-def or_default(
-    planned: BucketTable, budget: GraphBudget, limits: BucketLimits, others: Traffic
-) -> BucketTable:
+def or_default(planned: BucketTable, budget: GraphBudget, limits: StepLimits, others: Traffic) -> BucketTable:
     """A planned table, or the default one where that fits the budget and costs less.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.cost import CostFunction
-from graphs.limits import BucketLimits
+from graphs.limits import StepLimits
 from graphs.planner.cells import Cells
 from graphs.planner.descent import Demand, Descent, Duties
 from graphs.planner.levels import QUERY, Bools, Floats, Levels, holds, price, to_levels
@@ -61,7 +61,7 @@ class TableSearch:
 
     def __init__(
         self,
-        limits: BucketLimits,
+        limits: StepLimits,
         cost: CostFunction,
         traffic: Traffic,
         recorded: Traffic,

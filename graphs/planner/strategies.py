@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from graphs.limits import BucketLimits
+from graphs.limits import StepLimits
 from graphs.planner.levels import LOGITS, QUERY, SHARED, UNIQUE, Levels
 from graphs.shape import BatchShape, Phase
 
@@ -60,18 +60,18 @@ class Grid:
         return padded
 
 
-def exponential(limits: BucketLimits) -> Grid:
+def exponential(limits: StepLimits) -> Grid:
     """Powers of two, up to each limit."""
     return _grid(limits, lambda low, step, high: _powers(low, high))
 
 
-def linear(limits: BucketLimits) -> Grid:
+def linear(limits: StepLimits) -> Grid:
     """Powers of two up to a step, then multiples of it: ``block_size`` for tokens and unique blocks, 2 for
     gathered blocks, 32 for rows."""
     return _grid(limits, lambda low, step, high: _with_padding_limits(low, step, high, 0, high))
 
 
-def padding_aware(limits: BucketLimits, percent: int = 25) -> Grid:
+def padding_aware(limits: StepLimits, percent: int = 25) -> Grid:
     """The linear sizes, without those whose absence pads by at most ``percent`` of the next size and by at
     most a quarter of the largest."""
     return _grid(
@@ -79,7 +79,7 @@ def padding_aware(limits: BucketLimits, percent: int = 25) -> Grid:
     )
 
 
-def upstream_unified(limits: BucketLimits) -> tuple[BatchShape, ...]:
+def upstream_unified(limits: StepLimits) -> tuple[BatchShape, ...]:
     """The table of vllm-gaudi's unified attention before its removal (#1226).
 
     Ten exponential points from 1 to the limit for query tokens, gathered blocks (those of one request at
@@ -115,7 +115,7 @@ def _unified_points(low: int, high: int, multiple: int) -> list[int]:
     return sorted(points | {0} if low == 0 else points)
 
 
-def _grid(limits: BucketLimits, points: Callable[[int, int, int], Levels]) -> Grid:
+def _grid(limits: StepLimits, points: Callable[[int, int, int], Levels]) -> Grid:
     sizes = {}
     for phase in limits.reachable_phases:
         largest = limits.largest_of(phase)

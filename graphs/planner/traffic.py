@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.cost import CostFunction
-from graphs.limits import BucketLimits
+from graphs.limits import StepLimits
 from graphs.planner.cells import lowest_of
 from graphs.planner.levels import QUERY, SHARED, UNIQUE, Floats, Levels, price, to_levels
 from graphs.shape import BatchShape
@@ -43,7 +43,7 @@ class Blur:
     neighbours: int
 
 
-def smoothed(limits: BucketLimits, traffic: Traffic, blur: Blur) -> Traffic:
+def smoothed(limits: StepLimits, traffic: Traffic, blur: Blur) -> Traffic:
     """Traffic of which a share goes to reachable shapes nearby, so that a table does not fit it too closely.
 
     A recording shows some of the shapes that the same users will cause tomorrow, and a guess fewer.
@@ -58,7 +58,7 @@ def smoothed(limits: BucketLimits, traffic: Traffic, blur: Blur) -> Traffic:
     return found
 
 
-def _near(limits: BucketLimits, shape: BatchShape, factors: list[float]) -> BatchShape:
+def _near(limits: StepLimits, shape: BatchShape, factors: list[float]) -> BatchShape:
     lowest, highest = lowest_of(limits, shape.phase), limits.largest_of(shape.phase).levels[QUERY:]
     sizes = [round(size * factor) for size, factor in zip(shape.levels[QUERY:], factors)]
     query_len, num_shared, num_unique, num_logits = (
@@ -70,7 +70,7 @@ def _near(limits: BucketLimits, shape: BatchShape, factors: list[float]) -> Batc
     return BatchShape(shape.phase, query_len, num_shared, num_unique, num_logits)
 
 
-def check_within(limits: BucketLimits, traffic: Traffic) -> None:
+def check_within(limits: StepLimits, traffic: Traffic) -> None:
     """Refuse traffic that a scheduler within ``limits`` cannot produce.
 
     Raises:

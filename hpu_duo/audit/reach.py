@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from graphs import BatchShape, BucketLimits, BucketTable
+from graphs import BatchShape, BucketTable, StepLimits
 
 
-def check_reach(table: BucketTable, limits: BucketLimits) -> None:
+def check_reach(table: BucketTable, limits: StepLimits) -> None:
     """Refuse buckets that no step fills: what they take would say nothing of what can happen.
 
     More query tokens than a step has are padding, as in any table, and pass.
@@ -17,7 +17,7 @@ def check_reach(table: BucketTable, limits: BucketLimits) -> None:
         _check_bucket(bucket, limits)
 
 
-def _check_bucket(bucket: BatchShape, limits: BucketLimits) -> None:
+def _check_bucket(bucket: BatchShape, limits: StepLimits) -> None:
     if bucket.phase not in limits.reachable_phases:
         phases = ", ".join(map(str, limits.reachable_phases))
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from graphs import BatchShape, BucketLimits, BucketTable
+from graphs import BatchShape, BucketTable, StepLimits
 from hpu_duo import sim
 from hpu_duo.audit.reach import check_reach
 from hpu_duo.budget import DeviceBudget
@@ -53,7 +53,7 @@ class Structure:
     mode: FakeTensorMode
     model: StepModel
     geometry: StepGeometry
-    limits: BucketLimits
+    limits: StepLimits
     memory: MemoryPlan
     table: BucketTable
     vocab_size: int

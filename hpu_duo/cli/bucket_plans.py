@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from graphs import BatchShape, BucketLimits, BucketTable, StepCost
+from graphs import BatchShape, BucketTable, StepCost, StepLimits
 from graphs.bucket_file import from_shape, write_gaudi_buckets, write_table
 from graphs.planner import (
     GraphBudget,
@@ -41,7 +41,7 @@ def step_cost(size: ModelSize, block_size: int) -> StepCost:
 
 
 def choose(
-    name: str, limits: BucketLimits, cost: StepCost, budget: GraphBudget, traffic: Traffic | None
+    name: str, limits: StepLimits, cost: StepCost, budget: GraphBudget, traffic: Traffic | None
 ) -> tuple[BatchShape, ...] | Grid:
     """What a strategy makes of the limits; the budget and the traffic are for the planned one."""
     match name:

@@ -115,7 +115,7 @@ def plan(
         _check_writable({"--out": out, "--gaudi-out": gaudi_out})
         _check_hardware(hardware, num_blocks, served, png)
         # torch is slow to import: everything that can be refused without it comes first.
-        from graphs import BucketLimits
+        from graphs import StepLimits
         from graphs.planner import GraphBudget, evaluate
         from graphs.recording import read_shapes
         from hpu_duo.cli.bucket_plans import bucket_table, choose, listed, padding_table, write
@@ -136,7 +136,7 @@ def plan(
             size.kv_layers(0.0, served.sink, served.recent, size.max_positions),
         )
         if hardware is not None:
-            from hpu_duo.cost import bucket_limits, step_cost
+            from hpu_duo.cost import step_cost, step_limits
 
             serving = served.on(hardware, asked.max_num_seqs, asked.max_num_batched_tokens, asked.block_size)
             found = served.compare(size, serving, in_time.most_graphs)
@@ -145,7 +145,7 @@ def plan(
 
                 draw(size, serving, found, png)
             deployment = served.deployment(size, serving, asked.max_model_len or size.max_positions)
-            limits = bucket_limits(deployment, asked.max_chunk_rows)
+            limits = step_limits(deployment, asked.max_chunk_rows)
             if num_blocks is not None:
                 limits = replace(limits, num_blocks=num_blocks)
             cost, kv_layers = step_cost(deployment), deployment.kv_layers
@@ -153,7 +153,7 @@ def plan(
             assert num_blocks is not None, "checked above"
             from hpu_duo.cli.bucket_plans import step_cost as any_cost
 
-            limits = BucketLimits(
+            limits = StepLimits(
                 max_num_seqs=asked.max_num_seqs,
                 max_num_batched_tokens=asked.max_num_batched_tokens,
                 max_model_len=asked.max_model_len or size.max_positions,

@@ -8,9 +8,9 @@ from hpu_duo.cost.capacity import (
     Capacity,
     CapacityPoint,
     WarmUp,
-    bucket_limits,
     capacity,
     step_cost,
+    step_limits,
 )
 from hpu_duo.cost.deployment import Deployment, Serving
 from hpu_duo.cost.fit import fit, leave_one_model_out, median_error, relative_error
@@ -43,7 +43,6 @@ __all__ = [
     "Step",
     "WarmUp",
     "Work",
-    "bucket_limits",
     "capacity",
     "find_hardware",
     "fit",
@@ -56,5 +55,6 @@ __all__ = [
     "roof_seconds",
     "split_rows",
     "step_cost",
+    "step_limits",
     "step_work",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphs import BucketLimits, StepCost
+from graphs import StepCost, StepLimits
 from graphs.planner import GraphBudget
 from hpu_duo.cost.deployment import Deployment, Serving
 from hpu_duo.cost.hardware import Format
@@ -125,9 +125,7 @@ def _point(deployment: Deployment, context: int) -> CapacityPoint:
     )
 
 
-def bucket_limits(
-    deployment: Deployment, max_chunk_rows: int = SchedulerConfig.max_chunk_rows
-) -> BucketLimits:
+def step_limits(deployment: Deployment, max_chunk_rows: int = SchedulerConfig.max_chunk_rows) -> StepLimits:
     """What steps may hold, with as many rows and blocks as fit.
 
     Args:
@@ -147,7 +145,7 @@ def bucket_limits(
     num_blocks = min(
         deployment.count_blocks(num_rows), num_rows * -(-deployment.max_len // serving.block_size)
     )
-    return BucketLimits(
+    return StepLimits(
         max_num_seqs=num_rows,
         max_num_batched_tokens=serving.max_num_batched_tokens,
         max_model_len=deployment.max_len,

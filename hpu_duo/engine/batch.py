@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bias_builders import NOWHERE, SharedPart, StepRows, UniquePart, ranges, split_context, tails_per_row
-from graphs.limits import BucketLimits
+from graphs.limits import StepLimits
 from graphs.shape import BatchShape, Phase
 from hpu_duo.engine.step_plan import StepPlan
 
@@ -72,7 +72,7 @@ class StepGeometry:
     decode_len: int = 1
 
     @classmethod
-    def of(cls, limits: BucketLimits) -> StepGeometry:
+    def of(cls, limits: StepLimits) -> StepGeometry:
         """The stores that hold what the limits allow."""
         return cls(
             limits.block_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
-from graphs import BucketLimits
+from graphs import StepLimits
 
 if TYPE_CHECKING:
     from hpu_duo.engine.runner import Runner
@@ -37,7 +37,7 @@ class Resolved:
     on_miss: str
     max_captured_tokens: int | None
     trims_chunks: bool
-    limits: BucketLimits
+    limits: StepLimits
     num_retrieval_heads: int
     num_streaming_heads: int
     kv_bytes: int

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs import BucketLimits
+from graphs import StepLimits
 from hpu_duo.engine.arrivals import ArrivalOrder
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
@@ -38,7 +38,7 @@ class Scheduler:
             ``ChunkTrimming.num_postponed``; None = none ever. Not asked while a request waits.
     """
 
-    def __init__(self, limits: BucketLimits, num_postponed: Callable[[StepPlan], int] | None = None) -> None:
+    def __init__(self, limits: StepLimits, num_postponed: Callable[[StepPlan], int] | None = None) -> None:
         self.limits = limits
         self._num_postponed = num_postponed
         self.leases = KVLeases(

@@ -7,13 +7,13 @@ from typing import Any
 
 from graphs import (
     BatchShape,
-    BucketLimits,
     BucketTable,
     CaptureBackend,
     CostFunction,
     ExponentialRule,
     SkippingCost,
     StepCost,
+    StepLimits,
 )
 from hpu_duo.config import EngineConfig, SchedulerConfig
 from hpu_duo.engine.batch import StepGeometry
@@ -44,9 +44,9 @@ class StepTables:
         self.config, self.backend = config, backend
         self.uses_table = backend.name != "eager" or is_padding or config.graph.table is not None
         self._specs, self._text_config, self._max_len = specs, text_config, max_len
-        self._made: dict[BucketLimits, BucketTable] = {}
+        self._made: dict[StepLimits, BucketTable] = {}
 
-    def limits(self, memory: MemoryPlan) -> BucketLimits:
+    def limits(self, memory: MemoryPlan) -> StepLimits:
         """What the scheduler can ask for."""
         return resolve_limits(self.config.scheduler, memory, self._max_len)
 
@@ -61,7 +61,7 @@ class StepTables:
             self._made[limits] = self._make(limits)
         return self._made[limits]
 
-    def _make(self, limits: BucketLimits) -> BucketTable:
+    def _make(self, limits: StepLimits) -> BucketTable:
         given = self.config.graph.table
         if given is None:
             uses_table = self.uses_table
@@ -99,7 +99,7 @@ class StepTables:
         return staged + (graphs.total_bytes(self.table(memory)) if self.backend.name != "eager" else 0)
 
 
-def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> BucketLimits:
+def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> StepLimits:
     """What steps may hold: the wishes, once it is known what the stores hold.
 
     Args:
@@ -108,7 +108,7 @@ def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int)
     Raises:
         ValueError: the blocks do not hold the ``max_model_len`` that was asked for.
     """
-    return BucketLimits(
+    return StepLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_model_len=_held_len(scheduler, memory, max_len),
@@ -120,7 +120,7 @@ def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int)
     )
 
 
-def check_table(table: BucketTable, limits: BucketLimits) -> None:
+def check_table(table: BucketTable, limits: StepLimits) -> None:
     """A bucket may not point beyond the stores; one with more query tokens than a step has is allowed.
 
     Raises:
@@ -134,14 +134,14 @@ def check_table(table: BucketTable, limits: BucketLimits) -> None:
             )
 
 
-def default_table(limits: BucketLimits, specs: Sequence[LayerSpec], text_config: Any) -> BucketTable:
+def default_table(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any) -> BucketTable:
     """The buckets that are captured when none are given."""
     skips = specs[0].impl is Implementation.SDPA
     rule = ExponentialRule(slack=1.25, merge_unique=True) if skips else None
     return BucketTable.exponential(limits, rule, model_cost(limits, specs, text_config))
 
 
-def model_cost(limits: BucketLimits, specs: Sequence[LayerSpec], text_config: Any) -> CostFunction:
+def model_cost(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any) -> CostFunction:
     """What a step of this model costs with its kernels, by which buckets are ranked."""
     first = specs[0]
     if first.impl is Implementation.SDPA:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from graphs import BucketLimits, BucketTable, CostFunction
+from graphs import BucketTable, CostFunction, StepLimits
 from graphs.planner import ASSUMED, FINE, GraphBudget, Resolution, Traffic, or_default, plan_table
 from hpu_duo.simulate.users import prior
 
 
 def plan_buckets(
-    limits: BucketLimits,
+    limits: StepLimits,
     budget: GraphBudget | int,
     cost: CostFunction | None = None,
     traffic: Traffic | None = None,

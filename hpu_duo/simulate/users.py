@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from graphs import BatchShape, BucketLimits
+from graphs import BatchShape, StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
@@ -27,7 +27,7 @@ _SAMPLED_SHARE = 0.03
 _MOST_SAMPLES = 8
 
 
-def prior(limits: BucketLimits, seed: int = 0) -> dict[BatchShape, float]:
+def prior(limits: StepLimits, seed: int = 0) -> dict[BatchShape, float]:
     """The steps of a stated workload, as the scheduler plans them; no tensors, no model.
 
     Every step takes one unit of time. Users send a request, wait for its end (of samples, the first one's),
@@ -51,7 +51,7 @@ def prior(limits: BucketLimits, seed: int = 0) -> dict[BatchShape, float]:
 
 
 @lru_cache(maxsize=16)
-def _prior(limits: BucketLimits, seed: int) -> dict[BatchShape, float]:
+def _prior(limits: StepLimits, seed: int) -> dict[BatchShape, float]:
     found: Counter[BatchShape] = Counter()
     for number, load in enumerate(_LOADS):
         rng = random.Random(seed * len(_LOADS) + number)
@@ -73,7 +73,7 @@ class Users:
         num_users: at least 1.
     """
 
-    def __init__(self, limits: BucketLimits, rng: random.Random, num_users: int) -> None:
+    def __init__(self, limits: StepLimits, rng: random.Random, num_users: int) -> None:
         held = limits.num_blocks * limits.block_size if limits.uses_blocks else limits.max_model_len
         self._limits = TokenLimits(max(2, min(limits.max_model_len, held)))
         self._rng = rng

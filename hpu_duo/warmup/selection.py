@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from graphs import BatchShape, BucketLimits, BucketTable, Miss, Phase
+from graphs import BatchShape, BucketTable, Miss, Phase, StepLimits
 
 
 def parse_phases(text: str) -> tuple[Phase, ...]:
@@ -42,7 +42,7 @@ def select(table: BucketTable, phases: Collection[Phase] | None) -> tuple[BatchS
     return tuple(bucket for bucket in largest_first if bucket.phase in phases)
 
 
-def check_holds_everything(table: BucketTable, limits: BucketLimits) -> None:
+def check_holds_everything(table: BucketTable, limits: StepLimits) -> None:
     """Refuse a table that lacks a bucket for a shape that the scheduler can produce.
 
     The largest shape of a phase holds every other shape of that phase, so a table has a bucket for every

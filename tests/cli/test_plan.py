@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from graphs import BucketLimits
+from graphs import StepLimits
 from graphs.bucket_file import read_gaudi_buckets, read_table
 from graphs.planner import Traffic
 from graphs.recording import read_shapes
@@ -38,7 +38,7 @@ def test_a_config_alone_gives_a_table_that_holds_everything(hpu_duo: Run, config
     table = read_table(out)
     assert 1 <= len(table) <= 8
     assert table.envelope.holds(
-        BucketLimits(
+        StepLimits(
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_model_len=512,
@@ -85,7 +85,7 @@ def test_assumed_traffic_is_measured_on_users_that_no_table_was_chosen_for(
     hpu_duo: Run, config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def noting(seeds: set[int]) -> Callable[..., Traffic]:
-        def noted(limits: BucketLimits, *, seed: int = 0) -> Traffic:
+        def noted(limits: StepLimits, *, seed: int = 0) -> Traffic:
             seeds.add(seed)
             return prior(limits, seed=seed)
 

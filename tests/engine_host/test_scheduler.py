@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graphs import BucketLimits
+from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.scoring import forced
 from hpu_duo.engine.step_plan import StepPlan
@@ -15,7 +15,7 @@ from hpu_duo.request import FinishReason, Request, RequestStatus, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from tests.engine_host.simulated_device import EOS, make_request
 
-LIMITS = BucketLimits(
+LIMITS = StepLimits(
     max_num_seqs=4,
     max_num_batched_tokens=8,
     max_model_len=64,

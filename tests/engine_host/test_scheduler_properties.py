@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graphs import BatchShape, BucketLimits, BucketTable, Phase
+from graphs import BatchShape, BucketTable, Phase, StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
@@ -18,9 +18,9 @@ from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, make
 
 
 @st.composite
-def _limits(draw: st.DrawFn) -> BucketLimits:
+def _limits(draw: st.DrawFn) -> StepLimits:
     max_num_seqs = draw(st.integers(1, 5))
-    return BucketLimits(
+    return StepLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 8)),
         max_model_len=64,
@@ -43,7 +43,7 @@ def _table(borders: set[int]) -> BucketTable:
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(limits=_limits(), borders=st.none() | st.sets(st.integers(2, 12), min_size=1))
-    def create(self, limits: BucketLimits, borders: set[int] | None) -> None:
+    def create(self, limits: StepLimits, borders: set[int] | None) -> None:
         self.limits = limits
         self.is_trimming = borders is not None
         trimming = None if borders is None else ChunkTrimming(_table(borders), limits.block_size)

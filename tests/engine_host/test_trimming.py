@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphs import BatchShape, BucketLimits, BucketTable, Phase
+from graphs import BatchShape, BucketTable, Phase, StepLimits
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import ScheduledRow, StepPlan
@@ -23,7 +23,7 @@ def scheduler(*query_lens: int, step: float = 0.0, longest: int = 64) -> Schedul
         lambda bucket: step + bucket.query_len,
     )
     return Scheduler(
-        BucketLimits(
+        StepLimits(
             max_num_batched_tokens=longest,
             max_num_seqs=4,
             max_model_len=64,
@@ -118,7 +118,7 @@ def test_an_interruption_while_a_prompt_is_trimmed_loses_no_token() -> None:
         return 0
 
     served = Scheduler(
-        BucketLimits(
+        StepLimits(
             max_num_batched_tokens=64,
             max_num_seqs=4,
             max_model_len=64,

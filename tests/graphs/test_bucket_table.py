@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import BatchShape, BucketLimits, BucketTable, ExponentialRule, Miss, Phase, StepCost
+from graphs import BatchShape, BucketTable, ExponentialRule, Miss, Phase, StepCost, StepLimits
 from tests.graphs.planner.drawn import limits_of, limits_strategy, scheduled_shapes
 
-LIMITS = BucketLimits(
+LIMITS = StepLimits(
     max_num_seqs=32,
     max_num_batched_tokens=2048,
     max_model_len=32768,
@@ -95,7 +95,7 @@ def test_an_exponential_table_has_a_bucket_for_every_step_that_a_scheduler_can_p
 )
 @settings(max_examples=40, deadline=None)
 def test_no_bucket_exceeds_a_limit_and_the_largest_of_each_phase_is_one(
-    limits: BucketLimits, rule: ExponentialRule
+    limits: StepLimits, rule: ExponentialRule
 ) -> None:
     table = BucketTable.exponential(limits, rule)
     for bucket in table:
@@ -109,7 +109,7 @@ def test_no_bucket_exceeds_a_limit_and_the_largest_of_each_phase_is_one(
 
 
 def test_every_reachable_shape_of_small_limits_has_a_bucket() -> None:
-    limits = BucketLimits(
+    limits = StepLimits(
         max_num_seqs=3,
         max_num_batched_tokens=5,
         max_model_len=4,
@@ -133,7 +133,7 @@ def test_every_reachable_shape_of_small_limits_has_a_bucket() -> None:
 @given(limits_strategy, st.sampled_from([1.2, 2.0]))
 @settings(max_examples=30, deadline=None)
 def test_each_size_left_out_has_a_bucket_of_its_phase_within_the_slack(
-    limits: BucketLimits, slack: float
+    limits: StepLimits, slack: float
 ) -> None:
     rule = ExponentialRule(slack=slack)
     table = BucketTable.exponential(limits, rule)
@@ -147,7 +147,7 @@ def test_each_size_left_out_has_a_bucket_of_its_phase_within_the_slack(
     "limits",
     [
         LIMITS,
-        BucketLimits(
+        StepLimits(
             max_num_seqs=64,
             max_num_batched_tokens=8192,
             max_model_len=131_072,
@@ -156,7 +156,7 @@ def test_each_size_left_out_has_a_bucket_of_its_phase_within_the_slack(
             decode_len=1,
             max_chunk_rows=4,
         ),
-        BucketLimits(
+        StepLimits(
             max_num_seqs=256,
             max_num_batched_tokens=8192,
             max_model_len=40_960,
@@ -165,7 +165,7 @@ def test_each_size_left_out_has_a_bucket_of_its_phase_within_the_slack(
             decode_len=1,
             max_chunk_rows=1,
         ),
-        BucketLimits(
+        StepLimits(
             max_num_seqs=4,
             max_num_batched_tokens=8192,
             max_model_len=1 << 20,
@@ -176,13 +176,13 @@ def test_each_size_left_out_has_a_bucket_of_its_phase_within_the_slack(
         ),
     ],
 )
-def test_default_tables_stay_below_a_hundred_buckets(limits: BucketLimits) -> None:
+def test_default_tables_stay_below_a_hundred_buckets(limits: StepLimits) -> None:
     assert len(BucketTable.exponential(limits)) < 100
 
 
 def test_one_request_of_one_token_steps_needs_one_phase_only() -> None:
     table = BucketTable.exponential(
-        BucketLimits(
+        StepLimits(
             max_num_seqs=1,
             max_num_batched_tokens=1,
             max_model_len=64,
@@ -196,7 +196,7 @@ def test_one_request_of_one_token_steps_needs_one_phase_only() -> None:
 
 
 def test_a_model_of_streaming_heads_only_has_buckets_without_blocks() -> None:
-    limits = BucketLimits(
+    limits = StepLimits(
         max_num_seqs=8,
         max_num_batched_tokens=256,
         max_model_len=10_000,
@@ -281,7 +281,7 @@ def test_a_bad_line_is_refused() -> None:
 
 def test_bad_limits_and_rules_are_refused() -> None:
     with pytest.raises(ValueError, match="expected max_num_seqs >= 1, got 0"):
-        BucketLimits(
+        StepLimits(
             max_num_seqs=0,
             max_num_batched_tokens=1,
             max_model_len=1,
@@ -291,7 +291,7 @@ def test_bad_limits_and_rules_are_refused() -> None:
             max_chunk_rows=1,
         )
     with pytest.raises(ValueError, match="expected num_blocks >= 1"):
-        BucketLimits(
+        StepLimits(
             max_num_seqs=1,
             max_num_batched_tokens=1,
             max_model_len=1,

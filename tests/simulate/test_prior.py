@@ -2,13 +2,13 @@
 
 from hypothesis import given, settings
 
-from graphs import BucketLimits, BucketTable, StepCost
+from graphs import BucketTable, StepCost, StepLimits
 from graphs.planner import GraphBudget, Resolution, evaluate, or_default
 from hpu_duo.simulate import plan_buckets, prior
 from tests.graphs.planner.drawn import limits_strategy
 
 QUICK = Resolution(num_cells=200, num_points=60, num_rows=400, rounds=2)
-LIMITS = BucketLimits(
+LIMITS = StepLimits(
     max_num_seqs=8,
     max_num_batched_tokens=256,
     max_model_len=4096,
@@ -22,7 +22,7 @@ COST = StepCost(block_size=64)
 
 @given(limits_strategy)
 @settings(max_examples=5, deadline=None)
-def test_every_step_of_the_prior_is_reachable(limits: BucketLimits) -> None:
+def test_every_step_of_the_prior_is_reachable(limits: StepLimits) -> None:
     assert all(limits.reaches(shape) for shape in prior(limits))
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphs import BatchShape, BucketLimits, BucketTable, GraphMissError
+from graphs import BatchShape, BucketTable, GraphMissError, StepLimits
 from graphs.backends.compile import CompileBackend
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.scheduler import Scheduler
@@ -22,7 +22,7 @@ from tests.engine.tiny import PATTERN, Tiny, make_tiny
 Drawn = list[tuple[float, int, int, int]]
 """Of each prompt: time, prompt tokens, output tokens, samples."""
 
-LIMITS = BucketLimits(
+LIMITS = StepLimits(
     max_num_seqs=4,
     max_num_batched_tokens=16,
     max_model_len=64,
@@ -45,7 +45,7 @@ def params_of(num_outputs: int, is_forced: bool, **others: int) -> SamplingParam
     return SamplingParams(max_tokens=num_outputs, ignore_eos=True, forced_token_ids=forced, **others)
 
 
-def trace(asked: Drawn, limits: BucketLimits, is_forced: bool = False) -> list[tuple[float, Request]]:
+def trace(asked: Drawn, limits: StepLimits, is_forced: bool = False) -> list[tuple[float, Request]]:
     coming: list[tuple[float, Request]] = []
     for number, (time, num_prompt, num_outputs, num_samples) in enumerate(asked):
         params = params_of(num_outputs, is_forced)
@@ -62,7 +62,7 @@ def one_unit(bucket: BatchShape) -> float:
 
 
 def simulated(
-    limits: BucketLimits,
+    limits: StepLimits,
     coming: list[tuple[float, Request]],
     duration_of: Callable[[BatchShape], float] = one_unit,
     table: BucketTable | None = None,
@@ -122,9 +122,9 @@ def test_a_simulation_runs_the_steps_that_the_engine_runs(
 
 
 @st.composite
-def some_limits(draw: st.DrawFn) -> BucketLimits:
+def some_limits(draw: st.DrawFn) -> StepLimits:
     max_num_seqs, decode_len = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    return BucketLimits(
+    return StepLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs * decode_len + draw(st.integers(0, 12)),
         max_model_len=40,
@@ -139,7 +139,7 @@ def some_limits(draw: st.DrawFn) -> BucketLimits:
 @given(limits=some_limits(), asked=drawn(40), pace=st.sampled_from([0.1, 1.0, 7.0]), is_forced=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_every_request_gets_its_tokens_once_and_no_step_exceeds_the_limits(
-    limits: BucketLimits, asked: Drawn, pace: float, is_forced: bool
+    limits: StepLimits, asked: Drawn, pace: float, is_forced: bool
 ) -> None:
     coming = trace(asked, limits, is_forced)
     scheduler = Scheduler(limits)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import BatchShape, BucketLimits, BucketTable, Miss, Phase
+from graphs import BatchShape, BucketTable, Miss, Phase, StepLimits
 from hpu_duo.warmup import check_holds_everything, parse_phases, select
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
@@ -51,7 +51,7 @@ def test_a_phase_without_buckets_is_refused_and_those_with_some_are_named() -> N
 @settings(deadline=None)
 @given(st.data(), limits_strategy)
 def test_a_table_is_refused_exactly_if_it_lacks_a_reachable_shape(
-    data: st.DataObject, limits: BucketLimits
+    data: st.DataObject, limits: StepLimits
 ) -> None:
     buckets = data.draw(st.lists(st.sampled_from(list(BucketTable.exponential(limits))), min_size=1))
     table = BucketTable(tuple(buckets))
@@ -68,7 +68,7 @@ def test_a_table_is_refused_exactly_if_it_lacks_a_reachable_shape(
 
 
 def test_the_message_names_the_shape_that_no_bucket_holds() -> None:
-    limits = BucketLimits(
+    limits = StepLimits(
         max_num_seqs=4,
         max_num_batched_tokens=64,
         max_model_len=64,

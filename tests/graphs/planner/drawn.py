@@ -4,17 +4,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from graphs import BatchShape, BucketLimits, Phase
+from graphs import BatchShape, Phase, StepLimits
 
 
-def _limits(max_num_seqs: int, decode_len: int, num_spare_tokens: int, **others: Any) -> BucketLimits:
+def _limits(max_num_seqs: int, decode_len: int, num_spare_tokens: int, **others: Any) -> StepLimits:
     num_tokens = max_num_seqs * decode_len + num_spare_tokens
-    return BucketLimits(
+    return StepLimits(
         max_num_seqs=max_num_seqs, decode_len=decode_len, max_num_batched_tokens=num_tokens, **others
     )
 
 
-def limits_of(decode_len: st.SearchStrategy[int]) -> st.SearchStrategy[BucketLimits]:
+def limits_of(decode_len: st.SearchStrategy[int]) -> st.SearchStrategy[StepLimits]:
     """Limits whose rows decode so many tokens at most."""
     return st.builds(
         _limits,
@@ -33,9 +33,9 @@ limits_strategy = limits_of(st.just(1))
 
 
 @st.composite
-def scheduled_shapes(draw: st.DrawFn, limits: BucketLimits) -> BatchShape:
-    """Draw rows first and derive the shape from them, so that ``BucketLimits`` is checked, not repeated."""
-    max_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+def scheduled_shapes(draw: st.DrawFn, limits: StepLimits) -> BatchShape:
+    """Draw rows first and derive the shape from them, so that ``StepLimits`` is checked, not repeated."""
+    max_rows = limits.max_num_seqs
     shortest = limits.decode_len + 1
     max_chunks = min(limits.max_chunk_rows, limits.max_num_seqs, limits.max_num_batched_tokens // shortest)
     num_chunks = draw(st.integers(0, max_chunks))

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import BatchShape, BucketLimits, BucketTable, Miss, StepCost
+from graphs import BatchShape, BucketTable, Miss, StepCost, StepLimits
 from graphs.planner import GraphBudget, Resolution, evaluate
 from graphs.planner.cells import Cells
 from graphs.planner.levels import holds, price, to_levels
 from hpu_duo.simulate import plan_buckets, prior
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
-LIMITS = BucketLimits(
+LIMITS = StepLimits(
     max_num_seqs=8,
     max_num_batched_tokens=256,
     max_model_len=4096,
@@ -48,7 +48,7 @@ def test_a_planned_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(d
 
 @pytest.mark.parametrize(("uses_blocks", "num_graphs"), [(True, 64), (True, 4), (False, 64)])
 def test_every_bucket_is_the_cheapest_of_some_step(uses_blocks: bool, num_graphs: int) -> None:
-    tiny = BucketLimits(
+    tiny = StepLimits(
         max_num_seqs=1,
         max_num_batched_tokens=4,
         max_model_len=64,

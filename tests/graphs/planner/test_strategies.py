@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import BatchShape, BucketLimits, BucketTable, Miss, StepCost
+from graphs import BatchShape, BucketTable, Miss, StepCost, StepLimits
 from graphs.planner import evaluate, exponential, linear, padding_aware, upstream_unified
 from graphs.planner.levels import to_levels, to_shapes
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
@@ -14,7 +14,7 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
     ("limits", "num_graphs", "num_causal"),
     [
         (
-            BucketLimits(
+            StepLimits(
                 max_num_seqs=128,
                 max_num_batched_tokens=8192,
                 max_model_len=4352,
@@ -27,7 +27,7 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
             108,
         ),
         (
-            BucketLimits(
+            StepLimits(
                 max_num_seqs=64,
                 max_num_batched_tokens=8192,
                 max_model_len=131_072,
@@ -40,7 +40,7 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
             252,
         ),
         (
-            BucketLimits(
+            StepLimits(
                 max_num_seqs=16,
                 max_num_batched_tokens=2048,
                 max_model_len=8192,
@@ -53,7 +53,7 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
             280,
         ),
         (
-            BucketLimits(
+            StepLimits(
                 max_num_seqs=256,
                 max_num_batched_tokens=8192,
                 max_model_len=40_960,
@@ -68,7 +68,7 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
     ],
 )
 def test_the_unified_strategy_makes_as_many_graphs_as_upstream(
-    limits: BucketLimits, num_graphs: int, num_causal: int
+    limits: StepLimits, num_graphs: int, num_causal: int
 ) -> None:
     buckets = upstream_unified(limits)
     assert len(buckets) == len(set(buckets)) == num_graphs
@@ -77,7 +77,7 @@ def test_the_unified_strategy_makes_as_many_graphs_as_upstream(
 
 def test_the_unified_strategy_serves_a_single_sequence() -> None:
     assert upstream_unified(
-        BucketLimits(
+        StepLimits(
             max_num_seqs=1,
             max_num_batched_tokens=64,
             max_model_len=256,
@@ -105,7 +105,7 @@ def test_a_grid_pads_as_its_table_of_buckets_does(data: st.DataObject) -> None:
 
 def test_linear_sizes_are_doubled_up_to_the_step_and_then_added() -> None:
     grid = linear(
-        BucketLimits(
+        StepLimits(
             max_num_seqs=96,
             max_num_batched_tokens=500,
             max_model_len=1000,
@@ -121,7 +121,7 @@ def test_linear_sizes_are_doubled_up_to_the_step_and_then_added() -> None:
 
 
 def test_padding_aware_sizes_are_at_most_a_quarter_apart() -> None:
-    limits = BucketLimits(
+    limits = StepLimits(
         max_num_seqs=96,
         max_num_batched_tokens=8192,
         max_model_len=1000,
@@ -139,7 +139,7 @@ def test_padding_aware_sizes_are_at_most_a_quarter_apart() -> None:
 
 
 def test_the_worst_reachable_padding_is_that_of_every_shape_tried_one_by_one() -> None:
-    limits = BucketLimits(
+    limits = StepLimits(
         max_num_seqs=3,
         max_num_batched_tokens=6,
         max_model_len=12,
@@ -172,7 +172,7 @@ def test_the_worst_reachable_padding_is_that_of_every_shape_tried_one_by_one() -
 
 
 def test_steps_without_a_bucket_are_counted_and_left_out_of_the_mean() -> None:
-    limits = BucketLimits(
+    limits = StepLimits(
         max_num_seqs=4,
         max_num_batched_tokens=16,
         max_model_len=64,
