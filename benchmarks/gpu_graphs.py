@@ -130,7 +130,7 @@ def measure(
         frozenset(),
     )
     captures = tuple(_captures(engine))
-    engine.runner.finish_warm_up(engine.runner.graphs.table)
+    engine.runner.warmup.finish(engine.runner.graphs.table)
     tokens: dict[str, list[int]] = {}
     generator = torch.Generator().manual_seed(1)
     params = SamplingParams(temperature=0.0, max_tokens=work.num_new, ignore_eos=True)
@@ -160,7 +160,7 @@ def _captures(engine: Engine) -> list[Capture]:
     runner, done = engine.runner, []
     for bucket in reversed(runner.graphs.table.by_cost):
         held, began = runner.runtime.used_bytes(), time.perf_counter()
-        runner.capture(bucket)
+        runner.warmup.capture(bucket)
         runner.runtime.synchronize()
         done.append(Capture(bucket, time.perf_counter() - began, runner.runtime.used_bytes() - held))
     return done

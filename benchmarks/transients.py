@@ -26,7 +26,7 @@ from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, ModelConfig, S
 from hpu_duo.cost import GAUDI3
 from hpu_duo.engine.assembly import assemble
 from hpu_duo.engine.batch import fill, flatten
-from hpu_duo.engine.runner import Runner, bucket_step
+from hpu_duo.engine.executor import Executor, bucket_step
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.step_model import run_layer
 
@@ -89,7 +89,7 @@ KINDS = (
 )
 
 
-def small_runner(path: Path, attention: str, pattern: HeadPattern | None, max_len: int) -> Runner:
+def small_executor(path: Path, attention: str, pattern: HeadPattern | None, max_len: int) -> Executor:
     """What runs the steps of the small model, with stores for two requests of ``max_len`` tokens."""
     config = EngineConfig(
         model=ModelConfig(path=path, device="cpu", dtype="bfloat16", attention=attention, pack_weights=False),
@@ -97,22 +97,23 @@ def small_runner(path: Path, attention: str, pattern: HeadPattern | None, max_le
         cache=CacheConfig(block_size=BLOCK, num_blocks=2 * -(-max_len // BLOCK)),
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=CHUNK + 1, max_model_len=max_len),
     )
-    return assemble(config, frozenset()).runner
+    return assemble(config, frozenset()).runner.executor
 
 
-def measure(runner: Runner, rows: StepRows, bucket: BatchShape | None = None) -> int:
+def measure(executor: Executor, rows: StepRows, bucket: BatchShape | None = None) -> int:
     """Peak of the allocations of one step, padded to ``bucket``.
 
     Args:
         bucket: default: the exact shape.
     """
-    geometry = runner.geometry
+    geometry = executor.geometry
     batch = flatten(rows, np.zeros(int(rows.num_new.sum()), np.int32), geometry.block_size)
     bucket = bucket or batch.shape
-    fill(runner.inputs.stage(bucket), batch, bucket, geometry)
-    inputs = runner.inputs.copy_in(bucket)
-    runners: dict[Hashable, Callable[..., Any]] = dict.fromkeys(runner.model.kinds, run_layer)
-    step = bucket_step(runner.model, geometry, bucket, runners)
+    host = {name: np.zeros(shape, np.int32) for name, shape in geometry.field_shapes(bucket).items()}
+    fill(host, batch, bucket, geometry)
+    inputs = {name: torch.from_numpy(array) for name, array in host.items()}
+    runners: dict[Hashable, Callable[..., Any]] = dict.fromkeys(executor.model.kinds, run_layer)
+    step = bucket_step(executor.model, geometry, bucket, runners)
     with torch.inference_mode():
         return peak_allocated_bytes(lambda: step(inputs))
 
@@ -161,13 +162,13 @@ def _measured() -> Iterator[str]:
         LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(path)
         for attention in ("reference", "sdpa"):
             for heads, pattern in (("all retrieve", None), ("half stream", half_streaming(1, 8))):
-                runner = small_runner(path, attention, pattern, CONTEXTS[-1])
+                executor = small_executor(path, attention, pattern, CONTEXTS[-1])
                 for kind in KINDS:
                     longest = kind.rows(CONTEXTS[-1])
                     num_tokens = int(longest.num_new.sum())
                     bucket = flatten(longest, np.zeros(num_tokens, np.int32), BLOCK).shape
-                    exact = [measure(runner, kind.rows(context)) for context in CONTEXTS]
-                    padded = [measure(runner, kind.rows(context), bucket) for context in CONTEXTS]
+                    exact = [measure(executor, kind.rows(context)) for context in CONTEXTS]
+                    padded = [measure(executor, kind.rows(context), bucket) for context in CONTEXTS]
                     yield f"| {attention} | {heads} | {kind.name} | {_mebibytes((*exact, *padded))} |"
 
 

@@ -1,7 +1,7 @@
 """Static shapes and capture: which shapes a step may take, where its inputs lie, and how it is captured."""
 
 from graphs.backends import CaptureBackend, EagerBackend, make_backend
-from graphs.buffers import FieldSlot, FieldSpec, Layout, StagedInputs
+from graphs.buffers import DeviceInputs, FieldSlot, HostInputs, Layout
 from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy
 from graphs.cost import CostFunction, SkippingCost, StepCost
 from graphs.exponential import ExponentialRule
@@ -15,20 +15,20 @@ __all__ = [
     "BucketTable",
     "CaptureBackend",
     "CostFunction",
+    "DeviceInputs",
     "EagerBackend",
     "ExponentialRule",
     "FieldSlot",
-    "FieldSpec",
     "GraphCache",
     "GraphCounters",
     "GraphMissError",
+    "HostInputs",
     "Layout",
     "Miss",
     "MissPolicy",
     "Phase",
     "RecompileError",
     "SkippingCost",
-    "StagedInputs",
     "StepCost",
     "StepLimits",
     "make_backend",

@@ -18,6 +18,7 @@ from graphs.shape import Phase
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.engine.assembly import assemble_around
 from hpu_duo.engine.engine import Engine
+from hpu_duo.kv.copies import CopyLists
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, NAME
 from hpu_duo.modeling.loading import dtype_option
 from hpu_duo.sampling import SamplingParams
@@ -132,7 +133,8 @@ def place_context(engine: Engine, length: int, new: int) -> str:
     while not num_sampled:
         plan = scheduler.plan()
         assert plan is not None, "a queued prompt is always scheduled"
-        store.carry_out(plan.moves)
+        copies = CopyLists.of(plan.moves)
+        store.carry_out(*(torch.tensor(each).to(store.device) for each in (copies.blocks, copies.rows)))
         num_sampled = len(plan.sampled_rows)
         scheduler.commit(plan, [0] * num_sampled)
     for layer in store.layers:

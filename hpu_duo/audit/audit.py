@@ -15,7 +15,7 @@ from hpu_duo.audit.report import AuditReport, LayerRecipe, StepAudit
 from hpu_duo.audit.structure import HPU, Structure
 from hpu_duo.audit.tracer import Part, StepTracer, TraceEnded, without_memory
 from hpu_duo.engine.batch import RowCounts
-from hpu_duo.engine.runner import bucket_step
+from hpu_duo.engine.executor import bucket_step
 from hpu_duo.modeling.step_model import run_layer
 from hpu_duo.sampling import SamplingRoute, sample_tokens, static_routes
 
@@ -92,16 +92,14 @@ def _run_layer(
 
 
 def _audit_sampling(structure: Structure, name: str, route: SamplingRoute) -> StepAudit:
-    size = route.num_edits + route.num_seen
     with structure.mode, torch.no_grad():
         logits = torch.empty(
             route.num_rows, route.vocab_size, dtype=next(structure.model.model.parameters()).dtype, device=HPU
         )
-        floats = torch.empty(route.num_row_floats + size, dtype=torch.float32, device=HPU)
-        ints = torch.empty(size, dtype=torch.int32, device=HPU)
-        tracer = StepTracer((logits, floats, ints))
-        _follow(tracer, lambda: sample_tokens(logits, floats, ints, route))
-        return StepAudit.of(name, tracer.tally, tracer.peak_bytes, floats.nbytes + ints.nbytes)
+        floats = torch.empty(route.num_floats, dtype=torch.float32, device=HPU)
+        tracer = StepTracer((logits, floats))
+        _follow(tracer, lambda: sample_tokens(logits, floats, route))
+        return StepAudit.of(name, tracer.tally, tracer.peak_bytes, floats.nbytes)
 
 
 def _follow(tracer: StepTracer, step: Callable[[], object]) -> None:

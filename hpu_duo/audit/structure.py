@@ -23,6 +23,7 @@ from hpu_duo.engine.assembly import layer_spec
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.head_choice import assign_heads, check_pattern, resolve_pattern
 from hpu_duo.engine.memory_choice import plan_memory
+from hpu_duo.engine.message import message_fields
 from hpu_duo.engine.step_tables import check_table, default_table, resolve_limits
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
@@ -71,7 +72,7 @@ class Structure:
 
     def inputs(self, bucket: BatchShape) -> dict[str, torch.Tensor]:
         """The staged inputs of a bucket, int32, without data; to be called inside ``mode``."""
-        shapes = self.geometry.field_shapes(bucket)
+        shapes = message_fields(self.geometry, bucket)
         return {name: torch.empty(shape, dtype=torch.int32, device=HPU) for name, shape in shapes.items()}
 
 

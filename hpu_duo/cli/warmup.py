@@ -145,7 +145,7 @@ def warmup(
             if graphs_budget is None
             else _planned(loaded, graphs_budget, budget, [Path(path) for path in from_shapes or []])
         )
-        if table is None and not loaded.engine.runner.uses_table:
+        if table is None and not loaded.engine.runner.executor.uses_table:
             raise ValueError(
                 f"with --graphs {engine.graphs} on {loaded.engine.runner.device.type} steps run at their "
                 "own shapes and nothing is captured: expected --buckets, --replay, --graphs-budget or "

@@ -18,6 +18,7 @@ from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import EngineConfig
 from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
 from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.executor import Executor
 from hpu_duo.engine.graph_memory import plan_with_graphs
 from hpu_duo.engine.head_choice import assign_heads, check_pattern, resolve_pattern
 from hpu_duo.engine.kernel_choice import choose_kernels
@@ -129,10 +130,11 @@ def assemble_around(
     runtime.place(model)
     store = KVStore(memory, dtype, device)
     step_model = StepModel(model, layers, specs, store.layers, live)
-    runner = _make_runner(config, step_model, store, tables, runtime)
-    limits = tables.limits(memory)
+    executor = _make_executor(config, step_model, store, tables, runtime)
+    limits, vocab_size = tables.limits(memory), text_config.vocab_size
+    runner = Runner(executor, vocab_size, limits.max_model_len)
     scheduler = Scheduler(limits, _trimming(config, runner))
-    token_limits = TokenLimits(limits.max_model_len, eos_token_ids, text_config.vocab_size)
+    token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed)
     engine.notes = frequencies_note(text_config, max_len)
     _log.info("engine of %s: %s", type(model).__name__, Resolved.of(runner, scheduler))
@@ -192,13 +194,13 @@ def layer_spec(
     )
 
 
-def _make_runner(
+def _make_executor(
     config: EngineConfig, model: StepModel, store: KVStore, tables: StepTables, runtime: DeviceRuntime
-) -> Runner:
+) -> Executor:
     memory = store.plan
     policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
     graphs = GraphCache(tables.backend, tables.table(memory), policy, config.graph.max_captured_tokens)
-    return Runner(
+    return Executor(
         model,
         store,
         tables.geometry(memory),
@@ -207,7 +209,6 @@ def _make_runner(
         largest=tables.largest(memory),
         device=store.device,
         runtime=runtime,
-        max_model_len=tables.limits(memory).max_model_len,
         fail_on_recompile=config.graph.fail_on_recompile,
     )
 

@@ -33,6 +33,22 @@ class StepBatch:
     unique: UniquePart
     shape: BatchShape
 
+    @classmethod
+    def of(cls, plan: StepPlan, block_size: int) -> StepBatch:
+        """A planned step."""
+        token_ids = np.concatenate([row.request.tokens[row.start : row.end] for row in plan.rows])
+        num_samples = np.array([row.num_samples for row in plan.rows], np.int32)
+        return flatten(rows_of(plan), token_ids, block_size, num_samples)
+
+    @classmethod
+    def empty(cls) -> StepBatch:
+        """A step without rows, for warming a bucket up: filled in, it is padding throughout."""
+        nothing, none = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
+        rows = StepRows(nothing, nothing, nothing, nothing, nothing)
+        unique = UniquePart(nothing, none, none)
+        shape = BatchShape(Phase(), 1, 0, 0, 0)
+        return cls(rows, nothing, nothing, SharedPart(nothing, nothing, none), unique, shape)
+
 
 class RowCounts(NamedTuple):
     """How many rows of each kind a step has in a bucket.
@@ -134,13 +150,6 @@ def flatten(
     return StepBatch(rows, token_ids, num_samples, shared, unique, shape)
 
 
-def batch_of(plan: StepPlan, block_size: int) -> StepBatch:
-    """A planned step, flattened and split."""
-    token_ids = np.concatenate([row.request.tokens[row.start : row.end] for row in plan.rows])
-    num_samples = np.array([row.num_samples for row in plan.rows], np.int32)
-    return flatten(rows_of(plan), token_ids, block_size, num_samples)
-
-
 def rows_of(plan: StepPlan) -> StepRows:
     """Who runs in a planned step, with the blocks that are leased to them."""
     rows = plan.rows
@@ -158,15 +167,6 @@ def rows_of(plan: StepPlan) -> StepRows:
 def exact_shape(plan: StepPlan, block_size: int) -> BatchShape:
     """The shape of a planned step, unpadded."""
     return flatten(rows_of(plan), np.zeros(plan.num_tokens, np.int32), block_size).shape
-
-
-def empty_batch() -> StepBatch:
-    """A step without rows, for warming a bucket up: filled in, it is padding throughout."""
-    nothing, none = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
-    rows = StepRows(nothing, nothing, nothing, nothing, nothing)
-    unique = UniquePart(nothing, none, none)
-    shape = BatchShape(Phase(), 1, 0, 0, 0)
-    return StepBatch(rows, nothing, nothing, SharedPart(nothing, nothing, none), unique, shape)
 
 
 def fill(

@@ -64,7 +64,7 @@ class Engine(Uncopied):
     ) -> None:
         self.runner, self.scheduler, self.limits, self.tokenizer = runner, scheduler, limits, tokenizer
         self._intake = Intake(limits, tokenizer, seed)
-        self._stepper = Stepper(runner, scheduler, self._intake.vocab_size)
+        self._stepper = Stepper(runner, scheduler)
         self._samples, self._deliveries = self._stepper.samples, self._stepper.deliveries
         self._turns = Turns()
         self._num_added = 0

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from graphs import BatchShape
-from graphs.buffers import FieldSpec, pack
+from graphs.buffers import pack
 from hpu_duo.engine.batch import StepGeometry
+from hpu_duo.engine.message import message_fields
 from hpu_duo.engine.step_sizes import StepSizes
 from hpu_duo.kv.plan import MemoryPlan
 
@@ -95,10 +96,8 @@ class GraphMemory:
 
 
 def staged_bytes(geometry: StepGeometry, largest: BatchShape) -> int:
-    """The device buffer that the inputs of every step are copied to, see ``graphs.StagedInputs``."""
-    shapes = geometry.field_shapes(largest)
-    fields = [FieldSpec(name, lambda _, shape=shape: shape) for name, shape in shapes.items()]  # type: ignore[misc]
-    return pack(fields, largest).num_bytes
+    """The device buffer that the inputs of every step are copied to, see ``graphs.DeviceInputs``."""
+    return pack(message_fields(geometry, largest)).num_bytes
 
 
 def plan_with_graphs(

@@ -52,7 +52,7 @@ class Resolved:
             dtype=str(runner.model.model.dtype).removeprefix("torch."),
             attention=specs[0].impl.value,
             graphs=graphs.backend.name,
-            num_buckets=len(graphs.table) if runner.uses_table else 0,
+            num_buckets=len(graphs.table) if runner.executor.uses_table else 0,
             on_miss=graphs.policy.value,
             max_captured_tokens=graphs.max_captured_tokens,
             trims_chunks=scheduler.trims_chunks,

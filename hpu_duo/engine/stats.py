@@ -38,7 +38,7 @@ class EngineStats:
         full_attention_bytes: bytes that the cached tokens would take with every head in blocks.
         peak_held_bytes, peak_full_attention_bytes: both at the step with the most cached tokens.
         host_s, device_s: seconds spent planning and building steps, and running them.
-        bytes_copied: bytes of staged step inputs.
+        bytes_copied: bytes of step messages, copied to the device.
         notes: what a user should know of how the model was loaded.
         resolved: what the engine runs with; see there.
     """
@@ -102,7 +102,7 @@ class EngineStats:
             peak_full_attention_bytes=counters.peak_full_attention_bytes,
             host_s=counters.host_s,
             device_s=counters.device_s,
-            bytes_copied=runner.inputs.bytes_copied,
+            bytes_copied=runner.executor.bytes_copied,
             resolved=Resolved.of(runner, scheduler),
             notes=notes,
         )

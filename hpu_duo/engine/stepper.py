@@ -33,12 +33,11 @@ class Stepper:
     Args:
         runner: the device side.
         scheduler: who runs when.
-        vocab_size: width of the logits.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, vocab_size: int) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.samples, self.deliveries, self.telemetry = LiveSamples(), Deliveries(), Telemetry()
-        self._runner, self._scheduler, self._vocab_size = runner, scheduler, vocab_size
+        self._runner, self._scheduler = runner, scheduler
         self._suspects = Suspects()
         self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
         self._is_stepping = False
@@ -101,7 +100,7 @@ class Stepper:
         planned = time.perf_counter()
         try:
             with deferral.lifted():
-                result = self._runner.run(plan, sampling, self._vocab_size)
+                result = self._runner.run(plan, sampling)
         except RecompileError:
             raise  # the fault of no request
         except Exception as error:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+_SIZE_FACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -23,3 +30,53 @@ class RowCopy:
 
 
 Copy: TypeAlias = BlockCopy | RowCopy
+
+
+@dataclass(frozen=True)
+class CopyLists:
+    """What copies that are carried out one after the other come to, with every source read first.
+
+    Attributes:
+        blocks, rows: int32 ``[2, n]``: sources, and the destinations below them, which are distinct.
+    """
+
+    blocks: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, copies: Sequence[Copy]) -> CopyLists:
+        """Follow each unit back to where its content is before the first copy."""
+        if not copies:
+            return _NONE
+        return cls(
+            *(_pairs([copy for copy in copies if type(copy) is kind]) for kind in (BlockCopy, RowCopy))
+        )
+
+
+def _pairs(copies: Sequence[Copy]) -> npt.NDArray[np.int32]:
+    source_of: dict[int, int] = {}
+    for copy in copies:
+        source_of[copy.dst] = source_of.get(copy.src, copy.src)
+    pairs = [(src, dst) for dst, src in source_of.items() if src != dst]
+    return np.array(pairs, np.int32).reshape(-1, 2).T
+
+
+_NONE = CopyLists(_pairs(()), _pairs(()))
+
+
+def copy_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of copies that lists are padded to, up to ``most``: few, because a device compiles each one."""
+    return (*takewhile(lambda size: size < most, (_SIZE_FACTOR**power for power in count())), most)
+
+
+def padded_size(num_copies: int, most: int) -> int:
+    """The smallest of ``copy_sizes(most)`` that holds so many copies; 0 for none.
+
+    Raises:
+        ValueError: there are more than ``most``.
+    """
+    if not num_copies:
+        return 0
+    if num_copies > most:
+        raise ValueError(f"expected at most {most} copies of one kind in a step, got {num_copies}")
+    return next(size for size in copy_sizes(most) if size >= num_copies)

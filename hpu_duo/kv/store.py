@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from hpu_duo.kv.copies import BlockCopy, Copy, RowCopy
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.reserved import reserved_zeros
 from hpu_duo.uncopied import Uncopied
 from kernels_ref import KVUnits, LayerCache, UnitLayout, as_units
 from kernels_ref.index import gather, index_dtype
-
-_COPY_SIZES = (8, 4, 2, 1)
-"""Blocks or rows that move at a time: few sizes, because a device compiles each one."""
 
 
 class KVStore(Uncopied):
@@ -55,48 +51,26 @@ class KVStore(Uncopied):
         """Bytes that the tensors take."""
         return sum(flat.nbytes for layer in self.layers for units in layer for flat in _flat(units))
 
-    def carry_out(self, copies: Iterable[Copy]) -> None:
-        """Copy blocks and rows within the stores, as if one after the other."""
-        for part in split_copies(tuple(copies)):
-            self._carry_out_at_once(part)
+    def carry_out(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy blocks and rows within the stores; every source is read before anything is written.
 
-    def warm_up(self) -> None:
-        """Run every size of copy once, from trash to trash."""
-        for size in _COPY_SIZES:
-            self._carry_out_at_once([BlockCopy(self.plan.num_blocks, self.plan.num_blocks)] * size)
-            self._carry_out_at_once([RowCopy(self.plan.max_num_seqs, self.plan.max_num_seqs)] * size)
+        Args:
+            blocks, rows: int32 ``[2, n]``, on the device: sources, and the destinations below them. Only
+                trash may be a destination twice.
+        """
+        if blocks.shape[1]:
+            self._copy([layer.blocks for layer in self.layers], blocks)
+        if rows.shape[1]:
+            self._copy([layer.rings for layer in self.layers], rows)
 
-    def _carry_out_at_once(self, copies: Sequence[Copy]) -> None:
-        index = torch.tensor(
-            [[copy.src for copy in copies], [copy.dst for copy in copies]], dtype=torch.int32
-        )
-        source, target = index.to(self.device).unbind()
-        for layer in self.layers:
-            units = layer.blocks if isinstance(copies[0], BlockCopy) else layer.rings
-            for store in (units.k, units.v):
+    def _copy(self, units: Sequence[KVUnits], copies: torch.Tensor) -> None:
+        source, target = copies.unbind()
+        target = target.to(index_dtype(target.device))
+        for each in units:
+            for store in (each.k, each.v):
                 if store.shape[0]:
-                    store.index_copy_(0, target.to(index_dtype(target.device)), gather(store, source))
+                    store.index_copy_(0, target, gather(store, source))
 
 
 def _flat(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
     return units.k_flat, units.v_flat
-
-
-def split_copies(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
-    """Cut copies into runs of one kind and of few sizes, each of which may be carried out at once.
-
-    Within a run, no copy reads or overwrites what an earlier one wrote.
-    """
-    begin = 0
-    while begin < len(copies):
-        first, end = copies[begin], begin + 1
-        written = {first.dst}
-        while end < len(copies) and type(copies[end]) is type(first):
-            copy = copies[end]
-            if copy.src in written or copy.dst in written:
-                break
-            written.add(copy.dst)
-            end += 1
-        size = next(size for size in _COPY_SIZES if size <= end - begin)
-        yield copies[begin : begin + size]
-        begin += size

@@ -1,4 +1,4 @@
-"""The host's half of sampling: per-row parameters become two small arrays and a static route."""
+"""The host's half of sampling: per-row parameters become one small array and a static route."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ FORBIDDEN = -1e30
 #: Added to the logit of a forced token. Finite for the same reason, also after division by the smallest
 #: temperature, and above any other logit after any penalty.
 REQUIRED = 1e30
+
+#: Rows and tokens travel as float32, which holds all integers up to this one.
+MOST_EXACT = 2**24
 
 #: Above this k a full sort is used for top-k as well.
 MAX_TOPK_WIDTH = 1024
@@ -62,7 +65,7 @@ class SamplingRoute:
         num_rows: N, rows with a request or not.
         vocab_size: V.
         has_random: some row draws; otherwise every token is an argmax.
-        num_edits: padded number of (token, addend) pairs: logit bias, tokens forbidden by min_tokens, forced
+        num_edits: padded number of addends to logits: logit bias, tokens forbidden by min_tokens, forced
             tokens.
         num_seen: padded number of (token, code) pairs of all penalty histories.
         topk_width: k of the one top-k selection; 0 when no row needs it or ``has_sort``.
@@ -90,6 +93,11 @@ class SamplingRoute:
     def num_row_floats(self) -> int:
         """How many floats at the start of ``SamplingBatch.floats`` are per-row values."""
         return len(RowTensors._fields) * self.num_rows if self.has_row_values else 0
+
+    @property
+    def num_floats(self) -> int:
+        """Length of ``SamplingBatch.floats``."""
+        return self.num_row_floats + 3 * (self.num_edits + self.num_seen)
 
 
 class RowValues(NamedTuple):
@@ -121,19 +129,17 @@ class RowTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """One step's sampling parameters, ready for two host-to-device copies.
+    """One step's sampling parameters, ready for one host-to-device copy.
 
     Attributes:
         route: the static part.
-        floats: float32 [num_row_floats + num_edits + num_seen]: the fields of ``RowTensors`` one after the
-            other (only if ``route.has_row_values``), then the edit addends, then the seen codes.
-        ints: int32 [num_edits + num_seen]: the flat position ``row * V + token`` of each edit, then of each
-            seen token. Padding has addend or code 0, which changes nothing.
+        floats: float32 [route.num_floats]: the fields of ``RowTensors`` one after the other (only if
+            ``route.has_row_values``), then addends, rows and tokens of the edits, then codes, rows and tokens
+            of what was seen. Padding has addend or code 0, which changes nothing.
     """
 
     route: SamplingRoute
     floats: npt.NDArray[np.float32]
-    ints: npt.NDArray[np.int32]
 
     @classmethod
     def build(
@@ -148,11 +154,15 @@ class SamplingBatch:
 
         Raises:
             RowError: a row lacks its history or names a token outside the vocabulary.
-            ValueError: ``len(rows) * vocab_size`` does not fit in int32.
+            ValueError: ``len(rows) * vocab_size`` does not fit in int32, or the vocabulary not in float32.
         """
         num_rows = len(rows)
         if num_rows * vocab_size >= 2**31:
             raise ValueError(f"expected fewer than 2**31 logits, got {num_rows} rows of {vocab_size}")
+        if max(num_rows, vocab_size) > MOST_EXACT:
+            raise ValueError(
+                f"expected at most {MOST_EXACT} rows and tokens, got {num_rows} rows of {vocab_size}"
+            )
         for row in rows:
             if row is not None and not (
                 row.params.is_plain_greedy and row.num_output_tokens >= row.params.min_tokens
@@ -173,26 +183,25 @@ class SamplingBatch:
         route = _choose_route(rows, values, vocab_size, edits.padded_size, seen.padded_size)
         if is_static:
             route = static_route(route)
-        at = route.num_row_floats
-        floats = np.empty(at + route.num_edits + route.num_seen, np.float32)
-        ints = np.empty(route.num_edits + route.num_seen, np.int32)
+        floats = np.empty(route.num_floats, np.float32)
         if route.has_row_values:
-            block = floats[:at].reshape(len(RowTensors._fields), num_rows)
+            block = floats[: route.num_row_floats].reshape(len(RowTensors._fields), num_rows)
             block[:-1] = np.array(values, dtype=np.float32).T
             block[-1] = _draw(rows)
-        edits.write(ints[: route.num_edits], floats[at : at + route.num_edits])
-        seen.write(ints[route.num_edits :], floats[at + route.num_edits :])
-        return cls(route, floats, ints)
+        lists = floats[route.num_row_floats :]
+        edits.write(lists[: 3 * route.num_edits].reshape(3, -1))
+        seen.write(lists[3 * route.num_edits :].reshape(3, -1))
+        return cls(route, floats)
 
     @classmethod
     def padding(cls, route: SamplingRoute) -> SamplingBatch:
         """A batch without requests that takes a given route, to warm it up."""
-        floats = np.zeros(route.num_row_floats + route.num_edits + route.num_seen, np.float32)
+        floats = np.zeros(route.num_floats, np.float32)
         if route.has_row_values:
             block = floats[: route.num_row_floats].reshape(len(RowTensors._fields), route.num_rows)
             block[:-1] = np.array(_NO_REQUEST, dtype=np.float32)[:, None]
             block[-1] = 0.5
-        return cls(route, floats, np.zeros(route.num_edits + route.num_seen, np.int32))
+        return cls(route, floats)
 
 
 def static_route(route: SamplingRoute) -> SamplingRoute:
@@ -244,10 +253,9 @@ _NO_REQUEST = RowValues()
 
 @lru_cache(maxsize=256)
 def _greedy_batch(num_rows: int, vocab_size: int) -> SamplingBatch:
-    floats, ints = np.empty(0, np.float32), np.empty(0, np.int32)
+    floats = np.empty(0, np.float32)
     floats.setflags(write=False)
-    ints.setflags(write=False)
-    return SamplingBatch(SamplingRoute(num_rows, vocab_size), floats, ints)
+    return SamplingBatch(SamplingRoute(num_rows, vocab_size), floats)
 
 
 def _row_values(params: SamplingParams, vocab_size: int) -> RowValues:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -45,12 +45,14 @@ class HostSampler(Protocol):
         ...
 
 
-def hosted_rows(rows: Sequence[SamplingRow | None]) -> list[int]:
-    """Return the indices of the rows whose tokens are chosen on the host."""
-    return [index for index, row in enumerate(rows) if row is not None and row.choose is not None]
+def hosted_rows(rows: Sequence[SamplingRow | None]) -> dict[int, SamplingRow]:
+    """Return the rows whose tokens are chosen on the host, by index."""
+    return {index: row for index, row in enumerate(rows) if row is not None and row.choose is not None}
 
 
-def without(rows: Sequence[SamplingRow | None], hosted: Sequence[int]) -> Sequence[SamplingRow | None]:
+def without(
+    rows: Sequence[SamplingRow | None], hosted: Mapping[int, SamplingRow]
+) -> Sequence[SamplingRow | None]:
     """Return the rows as the device sees them: those of the host ask for nothing there."""
     if not hosted:
         return rows
@@ -58,29 +60,26 @@ def without(rows: Sequence[SamplingRow | None], hosted: Sequence[int]) -> Sequen
 
 
 def choose_on_host(
-    rows: Sequence[SamplingRow | None], hosted: Sequence[int], logits_NV: Tensor, token_ids: Tensor
-) -> dict[int, Exception]:
-    """Put the host's choices in place of the device's; return what was raised, by index of the row.
+    hosted: Mapping[int, SamplingRow], logits_NV: Tensor
+) -> tuple[dict[int, int], dict[int, Exception]]:
+    """Return the host's choices, and what was raised in their place, by index of the row.
 
     Args:
-        hosted: ``hosted_rows(rows)``, not empty.
-        logits_NV: float [N, V] on the device. All rows are copied, so that the shape is that of the step.
-        token_ids: int32 [N] on the host; changed in place.
+        hosted: see ``hosted_rows``.
+        logits_NV: float [N, V] on the host.
     """
-    on_host_NV = logits_NV.cpu()
-    errors: dict[int, Exception] = {}
-    for index in hosted:
-        row = rows[index]
-        assert row is not None
-        assert row.choose is not None
+    vocab_size = logits_NV.shape[1]
+    chosen, errors = dict[int, int](), dict[int, Exception]()
+    for index, row in hosted.items():
+        assert row.choose is not None, "only rows with a host sampler are hosted"
         draw = uniform(np.array([wrap_seed(row.seed)], np.uint64), np.array([row.num_output_tokens]))
         try:
-            token = row.choose(on_host_NV[index], float(draw[0]))
-            if not 0 <= token < on_host_NV.shape[1]:
+            token = row.choose(logits_NV[index], float(draw[0]))
+            if not 0 <= token < vocab_size:
                 raise ValueError(
-                    f"expected a host sampler to choose a token in [0, {on_host_NV.shape[1]}), got {token}"
+                    f"expected a host sampler to choose a token in [0, {vocab_size}), got {token}"
                 )
-            token_ids[index] = token
+            chosen[index] = token
         except Exception as error:
             errors[index] = error
-    return errors
+    return chosen, errors

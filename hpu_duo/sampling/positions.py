@@ -1,4 +1,8 @@
-"""Sparse values of the [N, V] logit matrix, as the host sends them."""
+"""Sparse values of the [N, V] logit matrix, as the host sends them.
+
+Rows and tokens travel as float32, beside their values, so that all that sampling needs is one array: they are
+exact below 2**24, which ``SamplingBatch`` sees to.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ _MIN_SIZE = 16
 
 
 class PositionList:
-    """(flat position, value) pairs, gathered row by row; the flat position is ``row * V + token``.
+    """Values of (row, token) pairs, gathered row by row.
 
     Args:
         num_rows: N.
@@ -37,7 +41,7 @@ class PositionList:
                 f"row {row}: expected token ids in [0, {self._vocab_size}), "
                 f"got [{token_ids.min()}, {token_ids.max()}]"
             )
-        self._parts.append((row * self._vocab_size, token_ids, values))
+        self._parts.append((row, token_ids, values))
         self._size += len(token_ids)
 
     @property
@@ -45,21 +49,21 @@ class PositionList:
         """Length of the padded lists; 0 if nothing was added."""
         return pad_to_power_of_two(self._size) if self._size else 0
 
-    def write(self, positions: npt.NDArray[np.int32], values: npt.NDArray[np.float32]) -> None:
-        """Fill ``positions`` and ``values``, both [padded_size].
+    def write(self, columns: npt.NDArray[np.float32]) -> None:
+        """Fill ``columns``, ``[3, padded_size]``: values, rows, tokens.
 
-        Padding has value 0 and distinct positions: a device adds colliding positions one after the other.
+        Padding has value 0 and distinct places: a device adds colliding ones one after the other.
         """
+        values, rows, tokens = columns
         at = 0
-        for offset, token_ids, part in self._parts:
+        for row, token_ids, part in self._parts:
             end = at + len(token_ids)
-            np.add(token_ids, np.int32(offset), out=positions[at:end])
-            values[at:end] = part
+            values[at:end], rows[at:end], tokens[at:end] = part, row, token_ids
             at = end
-        num_padding = len(positions) - at
+        num_padding = len(values) - at
         distinct = np.arange(min(num_padding, self._num_positions), dtype=np.int32)
-        positions[at:] = np.resize(distinct, num_padding)
         values[at:] = 0.0
+        rows[at:], tokens[at:] = np.divmod(np.resize(distinct, num_padding), np.int32(self._vocab_size))
 
 
 def pad_to_power_of_two(size: int) -> int:

@@ -45,7 +45,7 @@ class SampledTokens(NamedTuple):
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-    """Sample one token per row; at most two small host-to-device copies, no device-to-host read.
+    """Sample one token per row; at most one small host-to-device copy, no device-to-host read.
 
     Args:
         logits: float32, bfloat16 or float16 [N, V], as the model gave them. Not modified.
@@ -57,18 +57,17 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     expected = (batch.route.num_rows, batch.route.vocab_size)
     if tuple(logits.shape) != expected:
         raise ValueError(f"logits: expected shape {expected}, got {tuple(logits.shape)}")
-    # A copy: the arrays of a cached batch are read-only, which torch cannot represent.
-    floats = torch.tensor(batch.floats).to(logits.device)
-    ints = torch.tensor(batch.ints).to(logits.device)
-    return sample_tokens(logits, floats, ints, batch.route)
+    # The array of a cached batch is read-only, which torch cannot represent, and empty.
+    floats = torch.from_numpy(batch.floats) if batch.floats.size else torch.empty(0)
+    return sample_tokens(logits, floats.to(logits.device), batch.route)
 
 
-def sample_tokens(logits_NV: Tensor, floats: Tensor, ints: Tensor, route: SamplingRoute) -> SampledTokens:
+def sample_tokens(logits_NV: Tensor, floats: Tensor, route: SamplingRoute) -> SampledTokens:
     """The capturable part of ``sample``: tensors in, tensors out, every shape given by ``route``.
 
     Args:
         logits_NV: float [N, V].
-        floats, ints: the arrays of ``SamplingBatch`` on the device of the logits.
+        floats: the array of ``SamplingBatch`` on the device of the logits.
 
     Source: top-k, Fan et al. 2018 (arXiv:1805.04833); top-p, Holtzman et al. 2020 (arXiv:1904.09751);
         min-p, Nguyen et al. 2024 (arXiv:2407.01082); repetition penalty, Keskar et al. 2019
@@ -77,15 +76,15 @@ def sample_tokens(logits_NV: Tensor, floats: Tensor, ints: Tensor, route: Sampli
     scores_NV = logits_NV
     if route.num_edits or route.has_row_values:
         scores_NV = logits_NV.float()
-    edits, seen = _split_lists(floats[route.num_row_floats :], ints, route)
+    edits, seen = _split_lists(floats[route.num_row_floats :], route)
     if route.num_edits:
-        scores_NV = scores_NV + _scatter(*edits, route)
+        scores_NV = scores_NV + _scatter(edits, route)
     if not route.has_row_values:
         token_ids = most_likely(scores_NV)
     else:
         rows = _split_rows(floats[: route.num_row_floats], route)
         if route.num_seen:
-            scores_NV = penalize(scores_NV, _scatter(*seen, route), rows)
+            scores_NV = penalize(scores_NV, _scatter(seen, route), rows)
         token_ids = most_likely(scores_NV)
         if route.has_random:
             kept_NV = filter_scores(scores_NV / rows.temperature[:, None], rows, route)
@@ -195,15 +194,15 @@ def _split_rows(floats: Tensor, route: SamplingRoute) -> RowTensors:
     return RowTensors(*floats.view(len(RowTensors._fields), route.num_rows).unbind(0))
 
 
-def _split_lists(
-    floats: Tensor, ints: Tensor, route: SamplingRoute
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(values, positions) of the edits and of the seen tokens."""
-    at = route.num_edits
-    return (floats[:at], ints[:at]), (floats[at:], ints[at:])
+def _split_lists(floats: Tensor, route: SamplingRoute) -> tuple[Tensor, Tensor]:
+    """Values, rows and tokens of the edits, ``[3, E]``, and of the seen tokens."""
+    at = 3 * route.num_edits
+    return floats[:at].view(3, route.num_edits), floats[at:].view(3, route.num_seen)
 
 
-def _scatter(values_E: Tensor, positions_E: Tensor, route: SamplingRoute) -> Tensor:
+def _scatter(list_3E: Tensor, route: SamplingRoute) -> Tensor:
     """A [N, V] matrix that is zero except for the listed values."""
+    values_E, rows_E, tokens_E = list_3E.unbind(0)
+    positions_E = rows_E.to(torch.int32) * route.vocab_size + tokens_E.to(torch.int32)
     flat = torch.zeros(route.num_rows * route.vocab_size, dtype=torch.float32, device=values_E.device)
     return flat.index_add(0, positions_E, values_E).view(route.num_rows, route.vocab_size)

@@ -183,7 +183,7 @@ class GraphCosts:
         graphs, kinds = engine.runner.graphs, engine.runner.model.kinds
         prior = PRIORS.get(graphs.backend.name, UNKNOWN)
         num_units = len(kinds) if prior.kept.is_per_kind else 1
-        model, geometry = engine.runner.model, engine.runner.geometry
+        model, geometry = engine.runner.model, engine.runner.executor.geometry
         config, dtype = model.model.config.get_text_config(), model.model.dtype
         sizes = StepSizes.of(
             model.specs, config, geometry.block_size, dtype.itemsize, decode_len=geometry.decode_len

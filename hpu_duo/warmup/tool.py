@@ -13,9 +13,7 @@ import torch
 
 from graphs import BatchShape, BucketTable, MissPolicy, Phase
 from graphs.manifest import GraphRecord, Manifest, write_manifest
-from hpu_duo.engine.batch import RowCounts
 from hpu_duo.engine.engine import Engine
-from hpu_duo.sampling import static_routes
 from hpu_duo.warmup.configuration import configuration_of, versions_of
 from hpu_duo.warmup.estimate import Estimate, GraphCosts, WarmUpBudget, estimate_of
 from hpu_duo.warmup.selection import check_holds_everything, select
@@ -147,7 +145,7 @@ class WarmUp:
                 progress(done, len(self.buckets), record)
         if self._compile_only:
             check_unchanged(before, digest_tables(self._runner.model.model))
-        self._runner.finish_warm_up(self.buckets)
+        self._runner.warmup.finish(self.buckets)
         seconds = time.perf_counter() - began
         return WarmUpReport(self.estimate, tuple(records), num_captured, seconds, False, self.notes)
 
@@ -183,18 +181,14 @@ class WarmUp:
         self.notes = (*self.notes, sentence)
 
     def _count_routes(self) -> int:
-        if not self._runner.runtime.compiles_operators:
-            return 0
-        vocab_size = self._runner.model.model.config.get_text_config().vocab_size
-        decode_len = self._runner.geometry.decode_len
-        rows = {RowCounts.of(bucket, decode_len).logits for bucket in self.buckets}
-        return sum(len(list(static_routes(n, vocab_size, self._runner.max_model_len))) for n in rows)
+        buckets = {bucket.num_logits: bucket for bucket in self.buckets}
+        return sum(len(self._runner.warmup.routes(bucket)) for bucket in buckets.values())
 
     def _fill_tables(self) -> None:
         """Launch an uncaptured step of padding for each phase, the cheapest of it."""
         cheapest = {bucket.phase: bucket for bucket in self.buckets}
         for bucket in cheapest.values():
-            self._runner.touch(bucket)
+            self._runner.warmup.touch(bucket)
         self._runner.runtime.synchronize()
 
     def _capture(self, bucket: BatchShape, number: int) -> tuple[GraphRecord, bool]:
@@ -202,7 +196,7 @@ class WarmUp:
         held, began = runtime.used_bytes(), time.perf_counter()
         try:
             with runtime.compile_only() if self._compile_only else nullcontext():
-                is_new = self._runner.capture(bucket)
+                is_new = self._runner.warmup.capture(bucket)
                 runtime.synchronize()
         except torch.OutOfMemoryError as error:
             raise WarmUpStoppedError(

@@ -23,7 +23,7 @@ from hpu_duo.audit import (
     native_sources,
 )
 from hpu_duo.cost import GAUDI2
-from hpu_duo.engine.runner import bucket_step
+from hpu_duo.engine.executor import bucket_step
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.step_model import run_layer
 from tests.audit.conftest import BUCKETS, TINY, edit_config, engine_config

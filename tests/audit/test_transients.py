@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from benchmarks.transients import BLOCK, KINDS, LLAMA_3_1_8B, StepKind, measure, small_runner
+from benchmarks.transients import BLOCK, KINDS, LLAMA_3_1_8B, StepKind, measure, small_executor
 from graphs import BatchShape
 from hpu_duo.audit import Structure, audit_bucket, build_structure
 from hpu_duo.config import CacheConfig, SchedulerConfig
@@ -54,11 +54,11 @@ def test_a_measured_step_needs_no_more_after_a_longer_context(
     weights_dir: Path, kind: StepKind, attention: str
 ) -> None:
     half = HeadPattern(np.eye(1, 2), sink=8, recent=24, retrieval=np.array([[True, False]]))
-    runner = small_runner(weights_dir, attention, half, CONTEXTS[-1])
-    exact = [measure(runner, kind.rows(context)) for context in CONTEXTS]
+    executor = small_executor(weights_dir, attention, half, CONTEXTS[-1])
+    exact = [measure(executor, kind.rows(context)) for context in CONTEXTS]
     longest = kind.rows(CONTEXTS[-1])
     bucket = flatten(longest, np.zeros(int(longest.num_new.sum()), np.int32), BLOCK).shape
-    padded = [measure(runner, kind.rows(context), bucket) for context in CONTEXTS]
+    padded = [measure(executor, kind.rows(context), bucket) for context in CONTEXTS]
     slack = PLAN_BYTES_PER_BLOCK * 2 * CONTEXTS[-1] // BLOCK if attention == "sdpa" else 0
     for sizes in (exact, padded):
         assert max(sizes) - sizes[0] <= slack
@@ -131,10 +131,10 @@ def test_what_experts_make_is_bounded_and_in_the_estimate(
 
 
 def test_the_audit_agrees_with_the_allocator_about_the_reference_kernels(weights_dir: Path) -> None:
-    runner = small_runner(weights_dir, "reference", None, CONTEXTS[0])
+    executor = small_executor(weights_dir, "reference", None, CONTEXTS[0])
     config = engine_config(weights_dir, table="csu/q33/s8/u8/l2")
     rows = KINDS[-1].rows(512)
-    measured = measure(runner, rows)
+    measured = measure(executor, rows)
     shape = flatten(rows, np.zeros(int(rows.num_new.sum()), np.int32), BLOCK).shape
     config = replace(
         config,

@@ -13,6 +13,6 @@ def test_any_number_of_missed_shapes_keeps_a_bounded_number_of_steps(tiny: Tiny)
     )
     for length in range(2, 14):
         served.engine.generate([[1] * length])
-    steps = served.engine.runner._step_of.cache_info()
+    steps = served.engine.runner.executor.step_of.cache_info()
     assert steps.misses >= 12
     assert steps.currsize == 1

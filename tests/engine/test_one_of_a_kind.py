@@ -108,7 +108,7 @@ def test_a_model_that_is_let_go_frees_its_memory_without_garbage_collection(
         "layer": runner.model.model.model.layers[0],
         "weight": runner.model.model.model.layers[0].input_layernorm.weight,
         "keys": runner.store.layers[0].blocks.k_flat,
-        "inputs": runner.inputs,
+        "inputs": runner.executor.inputs,
     }
     left = {name: weakref.ref(part) for name, part in parts.items()}
     del served, runner, parts

@@ -14,7 +14,7 @@ from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.scoring import forced
 from hpu_duo.request import Request
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing
-from tests.modeling.driving import greedy_logits
+from tests.modeling.driving import greedy_logits, step_logits
 from tests.modeling.families import VOCAB
 
 TEXTS = st.lists(st.tuples(st.integers(2, 60), st.integers(1, 20)), min_size=1, max_size=3)
@@ -32,7 +32,7 @@ def verified_logits(
         for number, (prompt, answer) in enumerate(zip(prompts, answers))
     ]
     seen: list[list[torch.Tensor]] = [[] for _ in requests]
-    decode_len = engine.runner.geometry.decode_len
+    decode_len = engine.runner.executor.geometry.decode_len
     for request in requests:
         engine.scheduler.add(request)
     while engine.scheduler.has_unfinished:
@@ -42,7 +42,7 @@ def verified_logits(
         for row, taken in zip(plan.sampled_rows, accepted):
             wrong = slice(row.request.num_tokens + taken - 1, row.end)
             row.request.tokens[wrong] = (row.request.tokens[wrong] + 1 + next(draws) % (VOCAB - 1)) % VOCAB
-        logits = engine.runner.logits(plan).float()
+        logits = step_logits(engine, plan)
         tokens = []
         for row, taken in zip(plan.sampled_rows, accepted):
             number, done = int(row.request.request_id), row.request.num_output_tokens

@@ -1,14 +1,16 @@
-"""Copies inside the stores, a few at a time, do what they would do one after the other."""
+"""Copies inside the stores, all at once, do what they would do one after the other."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.kv.copies import BlockCopy, Copy, RowCopy
+from hpu_duo.kv.copies import BlockCopy, Copy, CopyLists, RowCopy, copy_sizes, padded_size
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
-from hpu_duo.kv.store import KVStore, split_copies
+from hpu_duo.kv.store import KVStore
 
 NUM_BLOCKS, NUM_ROWS = 5, 3
 PLAN = MemoryPlan(
@@ -42,10 +44,18 @@ def tensors(store: KVStore) -> list[torch.Tensor]:
     return [tensor for layer in store.layers for units in layer for tensor in (units.k, units.v)]
 
 
-@given(copy_lists)
-def test_copies_at_once_equal_copies_one_by_one(copies: list[Copy]) -> None:
+@given(copy_lists, st.integers(0, 3))
+def test_copies_at_once_equal_copies_one_by_one(copies: list[Copy], num_padding: int) -> None:
     store, expected = random_store(), random_store()
-    store.carry_out(copies)
+    lists = CopyLists.of(copies)
+    for kind, trash in ((lists.blocks, NUM_BLOCKS), (lists.rows, NUM_ROWS)):
+        assert kind.dtype == np.int32
+        assert len(set(kind[1].tolist())) == kind.shape[1] <= trash
+    padded = (
+        np.pad(kind, ((0, 0), (0, num_padding)), constant_values=trash)
+        for kind, trash in ((lists.blocks, NUM_BLOCKS), (lists.rows, NUM_ROWS))
+    )
+    store.carry_out(*map(torch.from_numpy, padded))
     for copy in copies:
         for layer in expected.layers:
             units = layer.blocks if isinstance(copy, BlockCopy) else layer.rings
@@ -55,20 +65,21 @@ def test_copies_at_once_equal_copies_one_by_one(copies: list[Copy]) -> None:
     assert all(got.equal(wanted) for got, wanted in zip(tensors(store), tensors(expected)))
 
 
-@given(copy_lists)
-def test_runs_have_few_sizes_one_kind_and_keep_the_order(copies: list[Copy]) -> None:
-    runs = list(split_copies(copies))
-    assert [copy for run in runs for copy in run] == copies
-    assert {len(run) for run in runs} <= {1, 2, 4, 8}
-    assert all(len({type(copy) for copy in run}) == 1 for run in runs)
+def test_a_swap_by_a_third_row_is_two_copies_at_once_and_that_row() -> None:
+    lists = CopyLists.of([RowCopy(0, 2), RowCopy(1, 0), RowCopy(2, 1)])
+    assert sorted(lists.rows.T.tolist()) == [[0, 1], [0, 2], [1, 0]]
+    assert not lists.blocks.size
 
 
-def test_independent_copies_move_in_as_few_runs_as_their_number_needs() -> None:
-    copies = [RowCopy(20 + index, index) for index in range(13)]
-    assert [len(run) for run in split_copies(copies)] == [8, 4, 1]
+@pytest.mark.parametrize(("most", "sizes"), [(1, (1,)), (4, (1, 4)), (6, (1, 4, 6)), (64, (1, 4, 16, 64))])
+def test_lists_are_padded_to_few_sizes(most: int, sizes: tuple[int, ...]) -> None:
+    assert copy_sizes(most) == sizes
+    assert padded_size(0, most) == 0
+    for num in range(1, most + 1):
+        assert num <= padded_size(num, most) < 4 * num
+        assert padded_size(num, most) in sizes
 
 
-def test_warm_up_touches_nothing_but_trash() -> None:
-    store, expected = random_store(), random_store()
-    store.warm_up()
-    assert all(got.equal(wanted) for got, wanted in zip(tensors(store), tensors(expected)))
+def test_more_copies_than_there_is_room_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected at most 4 copies of one kind in a step, got 5"):
+        padded_size(5, 4)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.step_plan import ScheduledRow
+from hpu_duo.engine.step_plan import ScheduledRow, StepPlan
 from hpu_duo.request import Request
 from hpu_duo.sampling import SamplingParams
 
@@ -31,11 +31,16 @@ def greedy_logits(
     while engine.scheduler.has_unfinished:
         plan = engine.scheduler.plan()
         assert plan is not None
-        logits = engine.runner.logits(plan).float()
+        logits = step_logits(engine, plan)
         for row in plan.sampled_rows:
             seen[row.request.request_id].append(logits[row.ring_row].clone())
         engine.scheduler.commit(plan, [_choose(row, logits, forced) for row in plan.sampled_rows])
     return [(r.output_token_ids.tolist(), torch.stack(seen[r.request_id])) for r in requests]
+
+
+def step_logits(engine: Engine, plan: StepPlan) -> torch.Tensor:
+    """The logits of a plan, float ``[N * M, V]``, ring row after ring row; nothing is sampled."""
+    return engine.runner.executor.logits(engine.runner.builder.build(plan, {}).message).float()
 
 
 def _choose(row: ScheduledRow, logits: torch.Tensor, forced: Sequence[Sequence[int]] | None) -> int:

@@ -15,7 +15,7 @@ V = 100
 def test_an_all_greedy_batch_sends_nothing_and_is_built_once() -> None:
     batch = SamplingBatch.build([GREEDY, None, GREEDY], V)
     assert batch.route == SamplingRoute(3, V)
-    assert batch.floats.size == batch.ints.size == 0
+    assert batch.floats.size == 0
     assert SamplingBatch.build([None, GREEDY, None], V) is batch
 
 
@@ -26,17 +26,18 @@ def test_device_rows_are_the_host_rows_and_the_uniform() -> None:
 def test_min_tokens_forbids_eos_and_stop_ids_until_it_is_reached() -> None:
     params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[7, 5])
     batch = SamplingBatch.build([GREEDY, SamplingRow(params, 0, 1, None, (5, 9))], V)
-    assert batch.ints[:3].tolist() == [V + 5, V + 7, V + 9]
-    assert batch.floats[:3].tolist() == pytest.approx([FORBIDDEN] * 3)
-    assert len(set(batch.ints[3:].tolist())) == 13
-    assert not batch.floats[3:].any()
+    values, rows, tokens = batch.floats.reshape(3, 16)
+    assert (rows[:3].tolist(), tokens[:3].tolist()) == ([1, 1, 1], [5, 7, 9])
+    assert values[:3].tolist() == pytest.approx([FORBIDDEN] * 3)
+    assert len(set(zip(rows[3:].tolist(), tokens[3:].tolist()))) == 13
+    assert not values[3:].any()
     assert SamplingBatch.build([SamplingRow(params, 0, 2, None, (5, 9))], V).route == SamplingRoute(1, V)
 
 
 def test_min_tokens_leaves_an_ignored_eos_alone() -> None:
     params = SamplingParams(temperature=0, min_tokens=2, ignore_eos=True, stop_token_ids=[7])
     batch = SamplingBatch.build([SamplingRow(params, 0, 0, None, (9,))], V)
-    assert batch.ints[:2].tolist() == [7, 0]
+    assert batch.floats.reshape(3, 16)[2, :2].tolist() == [7, 0]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +95,12 @@ def test_array_sizes_follow_from_the_route(
         rows.append(None if params is None else SamplingRow(params, 0, len(output), history))
     batch = SamplingBatch.build(rows, V)
     route = batch.route
-    assert batch.floats.size == route.num_row_floats + route.num_edits + route.num_seen
-    assert batch.ints.size == route.num_edits + route.num_seen
-    assert (batch.floats.dtype, batch.ints.dtype) == (np.float32, np.int32)
-    assert batch.ints.size == 0 or 0 <= batch.ints.min() <= batch.ints.max() < len(rows) * V
+    assert batch.floats.size == route.num_floats
+    assert batch.floats.dtype == np.float32
+    lists = batch.floats[route.num_row_floats :]
+    for columns in np.split(lists, [3 * route.num_edits]):
+        _, row, token = columns.reshape(3, -1)
+        assert ((row >= 0) & (row < len(rows)) & (token >= 0) & (token < V)).all()
 
 
 def test_a_token_id_outside_the_vocabulary_cannot_reach_the_next_row() -> None:
@@ -114,3 +117,14 @@ def test_penalties_without_history_are_refused() -> None:
 def test_more_logits_than_int32_can_index_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected fewer than 2\*\*31 logits"):
         SamplingBatch.build([None] * 2048, 2**20)
+
+
+def test_tokens_that_float32_cannot_tell_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected at most 16777216 rows and tokens, got 1 rows of 16777217"):
+        SamplingBatch.build([None], 2**24 + 1)
+
+
+def test_the_last_token_of_the_largest_vocabulary_keeps_its_number() -> None:
+    params = SamplingParams(temperature=0, logit_bias={2**24 - 1: 1.0, 2**24 - 2: 2.0})
+    batch = SamplingBatch.build([GREEDY, SamplingRow(params)], 2**24)
+    assert batch.floats.reshape(3, 16)[2, :2].tolist() == [2**24 - 1, 2**24 - 2]

@@ -117,7 +117,7 @@ def test_repetition_penalty_is_bit_for_bit_that_of_transformers(penalty: float) 
     ]
     batch = SamplingBatch.build(rows, V)
     codes = torch.zeros(3 * V)
-    for position, code in zip(batch.ints.tolist(), batch.floats[batch.route.num_row_floats :].tolist()):
-        codes[position] += code
+    for code, row, token in batch.floats[batch.route.num_row_floats :].reshape(3, -1).T:
+        codes[int(row) * V + int(token)] += code
     got = penalize(logits, codes.view(3, V), _rows(batch))
     assert torch.equal(got, RepetitionPenaltyLogitsProcessor(penalty)(tokens, logits))

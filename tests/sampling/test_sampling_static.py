@@ -57,9 +57,9 @@ def _batch(params: SamplingParams, seed: int, output_ids: list[int]) -> Sampling
 
 
 def _record(batch: SamplingBatch, logits: torch.Tensor) -> list:
-    floats, ints = torch.tensor(batch.floats), torch.tensor(batch.ints)
+    floats = torch.tensor(batch.floats)
     with Recorder() as recorder:
-        sample_tokens(logits, floats, ints, batch.route)
+        sample_tokens(logits, floats, batch.route)
     return recorder.calls
 
 
@@ -83,7 +83,7 @@ def test_equal_routes_run_the_same_operations_on_the_same_shapes(params: Samplin
 @pytest.mark.parametrize("params", ALL_PARAMS, ids=repr)
 def test_the_device_part_is_captured_whole(params: SamplingParams) -> None:
     batch = _batch(params, 1, [4])
-    arguments = (torch.randn(3, V), torch.tensor(batch.floats), torch.tensor(batch.ints), batch.route)
+    arguments = (torch.randn(3, V), torch.tensor(batch.floats), batch.route)
     captured = torch.compile(sample_tokens, backend="eager", fullgraph=True, dynamic=False)
     assert captured(*arguments).token_ids.tolist() == sample_tokens(*arguments).token_ids.tolist()
 

@@ -6,7 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_
     served = tiny.load(device="hpu-sim", pattern=PATTERN, record_shapes=recording, **LIMITS)
     runner = served.engine.runner
     assert runner.device == torch.device("hpu", 0)
-    assert {tensor.device for layer in runner.store.layers for tensor in layer} == {runner.device}
+    assert {units.k.device for layer in runner.store.layers for units in layer} == {runner.device}
     assert {parameter.device for parameter in runner.model.model.parameters()} == {runner.device}
     assert served.warmup().num_captured == len(runner.graphs.table)
 
@@ -161,13 +161,12 @@ def _check_traffic(
     """What each step copies, against the bound of its own bucket."""
     num_rows, runner = LIMITS["max_num_seqs"], served.engine.runner
     longest = max(route.num_seen for route in static_routes(num_rows, VOCAB, LIMITS["max_model_len"]))
-    sampling = 4 * (9 * num_rows + 2 * longest) + 4 * 2 * longest
-    # Two numbers for each block or row that moves, of which a row has three at most.
-    moves = 8 * 3 * num_rows
+    sampling = 4 * (9 * num_rows + 3 * 2 * longest)
     for step, shape in zip(steps, shapes, strict=True):
         bucket = runner.graphs.table.fit(shape)
         assert isinstance(bucket, BatchShape)
-        assert 0 <= step.h2d_bytes - runner.inputs.layout(bucket).num_bytes <= sampling + moves
+        assert 0 <= step.h2d_bytes - runner.executor.inputs.layout(bucket).num_bytes <= sampling
+        assert step.h2d_copies <= 2
         assert step.d2h_reads <= 1
         assert step.d2h_bytes <= 4 * bucket.num_logits * (3 + 2 * 8)
     assert max(step.d2h_reads for step in steps) == 1
@@ -181,19 +180,51 @@ def _copies(served: HPUDuoModel, prompts: Sequence[list[int]], params: Sequence[
     return [step.h2d_copies for step in seen.report().steps]
 
 
-def test_a_greedy_step_copies_once_and_sampling_adds_two(tiny: Tiny) -> None:
-    greedy = SamplingParams(temperature=0, max_tokens=6)
-    random = SamplingParams(temperature=1.1, seed=3, max_tokens=6, repetition_penalty=1.2)
-    served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
-    assert _copies(served, prompts_of([5]), [greedy]) == [1] * 6
-    assert _copies(served, prompts_of([5, 7]), [random, greedy]) == [3] * 6
+COMMON: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
+COPIES = {
+    "plain greedy": (SamplingParams(temperature=0, **COMMON), 1),
+    "sampled": (SamplingParams(temperature=1.1, seed=3, **COMMON), 2),
+    "filtered": (SamplingParams(temperature=1.1, top_k=5, top_p=0.9, min_p=0.01, **COMMON), 2),
+    "penalised": (SamplingParams(temperature=0, repetition_penalty=1.2, **COMMON), 2),
+    "biased": (SamplingParams(temperature=0, logit_bias={3: 1.0}, **COMMON), 2),
+    "log-probabilities": (SamplingParams(temperature=0, logprobs=3, **COMMON), 2),
+    "everything": (
+        SamplingParams(
+            temperature=0.8, top_p=0.9, presence_penalty=0.5, logit_bias={3: 1.0}, logprobs=8, **COMMON
+        ),
+        2,
+    ),
+}
 
 
-def test_rows_that_move_add_one_copy(tiny: Tiny) -> None:
-    short, long = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 6))
+@pytest.mark.parametrize("name", COPIES)
+def test_a_step_copies_once_and_once_more_to_sample(tiny: Tiny, name: str) -> None:
+    params, num_copies = COPIES[name]
     served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
-    # The last row takes the place of the first one, which ends.
-    assert _copies(served, prompts_of([5, 7]), [short, long]) == [1, 1, 1, 2, 1, 1]
+    assert _copies(served, prompts_of([5]), [params]) == [num_copies] * 6
+    assert _copies(served, prompts_of([5, 7]), [params, COPIES["plain greedy"][0]]) == [num_copies] * 6
+
+
+@pytest.mark.parametrize("name", ["plain greedy", "penalised"])
+def test_forks_and_rows_that_move_add_no_copy(tiny: Tiny, name: str) -> None:
+    params, num_copies = COPIES[name]
+    served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
+    forking = replace(params, n=3)
+    short = replace(params, max_tokens=2)
+    carried_out = 0
+    carry_out = served.engine.runner.store.carry_out
+
+    def counted(blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        nonlocal carried_out
+        carried_out += 1
+        carry_out(blocks, rows)
+
+    served.warmup()
+    served.engine.runner.store.carry_out = counted  # type: ignore[method-assign]
+    # Samples fork behind the prompt; the last row takes the place of the first one, which ends.
+    copies = _copies(served, prompts_of([5, 13]), [short, forking])
+    assert set(copies) == {num_copies}
+    assert carried_out >= 2
 
 
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])

@@ -77,7 +77,7 @@ def test_the_working_memory_of_a_step_is_estimated_within_a_factor_of_two_and_a_
 ) -> None:
     bucket = BatchShape.parse(shape)
     with LiveBytes() as live:
-        wide.engine.runner.touch(bucket)
+        wide.engine.runner.warmup.touch(bucket)
     estimate = GraphCosts.of(wide.engine).sizes.transient_bytes(bucket)
     assert live.peak <= estimate * 1.1, (live.peak, estimate)
     assert estimate <= live.peak * 2.5, (live.peak, estimate)

@@ -44,7 +44,7 @@ def test_pieces_of_a_warm_up_add_up_to_a_whole_one(
 ) -> None:
     path = tmp_path / "manifest.json"
     path.unlink(missing_ok=True)
-    runner = served.engine.runner
+    runner = served.engine.runner.executor
     runner.graphs = runner.graphs.with_table(TABLE, MissPolicy.ERROR)
     captured: set[str] = set()
     for phases, stop_after in [*pieces, (None, None)]:

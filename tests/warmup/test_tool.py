@@ -15,7 +15,7 @@ from graphs.backends.compile import CompileBackend
 from graphs.manifest import GraphRecord, read_manifest
 from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.warmup import WarmUpBudget, WarmUpStoppedError, limits_of
+from hpu_duo.warmup import WarmUpBudget, WarmUpStoppedError
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import prompts_of
 
@@ -91,7 +91,7 @@ def test_a_manifest_is_a_table_that_a_model_can_be_loaded_with(
     first.warmup(manifest=path)
     # The number of blocks and the longest request, which would follow from free memory, are taken from it.
     again = tiny.load(buckets=path, pattern=PATTERN, max_model_len=None)
-    assert limits_of(again.engine) == limits_of(first.engine)
+    assert again.engine.scheduler.limits == first.engine.scheduler.limits
     again.warmup()
     serves_without_surprise(again, expected)
 
@@ -159,7 +159,7 @@ def test_a_dry_run_estimates_and_does_nothing(tiny: Tiny, tmp_path: Path, way: s
     runner = served.engine.runner
     table, tables_before = runner.graphs, runner.store.layers[0].blocks.k_flat
     report = served.warmup(
-        manifest=path, dry_run=True, table=BucketTable((limits_of(served.engine).largest,))
+        manifest=path, dry_run=True, table=BucketTable((served.engine.scheduler.limits.largest,))
     )
     assert report.is_dry_run
     assert len(report.estimate.graphs) == 1
@@ -294,7 +294,7 @@ def test_memory_that_does_not_suffice_is_told_with_the_graph(
     def capture(bucket: BatchShape) -> bool:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(served.engine.runner, "capture", capture)
+    monkeypatch.setattr(served.engine.runner.warmup, "capture", capture)
     with pytest.raises(WarmUpStoppedError, match=r"out of memory at graph 1 of 6, csu/q16/s30/u48/l4"):
         served.warmup()
 
@@ -303,7 +303,7 @@ def test_a_table_cannot_change_once_something_has_been_captured(tiny: Tiny) -> N
     served = load(tiny, "eager")
     served.warmup(phases="--u")
     with pytest.raises(ValueError, match="before graphs are captured, got 1 graphs"):
-        served.warmup(table=BucketTable((limits_of(served.engine).largest,)))
+        served.warmup(table=BucketTable((served.engine.scheduler.limits.largest,)))
 
 
 def test_an_engine_without_a_table_has_nothing_to_warm_up(tiny: Tiny, tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""The device side of a step: copy in, copies within the stores, captured forward, sampling, one read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphs import BatchShape, BucketTable, DeviceInputs, GraphCache, MissPolicy
+from hpu_duo.device import DeviceRuntime
+from hpu_duo.engine.batch import StepGeometry
+from hpu_duo.engine.message import BLOCK_COPIES, ROW_COPIES, StepMessage, message_fields
+from hpu_duo.kv.store import KVStore
+from hpu_duo.modeling.step_model import StepModel, run_layer
+from hpu_duo.sampling import SampledTokens, TokenLogprobs, sample
+from hpu_duo.uncopied import Uncopied
+from hpu_duo.watch import CompileWatch
+from kernels_ref import StepParts, StepTensors, prepare_step
+
+
+class StepOutput(NamedTuple):
+    """What a message gave, on the host.
+
+    Attributes:
+        token_ids: int32 ``[S]``, of ``message.sampled``; what stands for ``message.hosted`` means nothing.
+        logprobs: with one entry per token, when the message asked.
+        logits: of all rows, float ``[N * M, V]``, if the message has rows for the host.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: TokenLogprobs | None = None
+    logits: torch.Tensor | None = None
+
+
+_NOTHING = StepOutput(np.zeros(0, np.int32))
+
+
+class Executor(Uncopied):
+    """Owns model, stores, input buffer and captured graphs; knows no request.
+
+    Args:
+        graphs: executables by bucket.
+        use_table: messages come in the buckets of ``graphs``; otherwise in exact shapes. ``uses_table`` says
+            so later.
+        largest: the bucket that the input buffer must hold.
+        runtime: what is particular about the device.
+        fail_on_recompile: a step that compiles anything raises; warm-up does not.
+
+    Attributes:
+        watch: counts what is compiled.
+        bytes_copied: bytes of all messages so far.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        store: KVStore,
+        geometry: StepGeometry,
+        graphs: GraphCache,
+        *,
+        use_table: bool,
+        largest: BatchShape,
+        device: torch.device,
+        runtime: DeviceRuntime,
+        fail_on_recompile: bool = False,
+    ) -> None:
+        self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
+        self.device, self.runtime, self.largest = device, runtime, largest
+        # No part of an executor refers back to it, so that its memory is free as soon as it is let go.
+        this = weakref.proxy(self)
+        self.watch = CompileWatch.of(lambda: this.graphs, runtime)
+        self._watching: Callable[[], AbstractContextManager[None]] = (
+            self.watch.forbidding if fail_on_recompile else nullcontext
+        )
+        self.inputs = DeviceInputs(partial(message_fields, geometry), largest, device)
+        self.bytes_copied = 0
+        self._run_in(use_table)
+
+    def _run_in(self, uses_table: bool) -> None:
+        self.uses_table = uses_table
+        # Shapes that miss the table, any number of them, share one place.
+        make_step = partial(_make_step, self.model, self.geometry, self.graphs)
+        self.step_of = lru_cache(maxsize=len(self.graphs.table) + 1 if uses_table else 1)(make_step)
+
+    def bucket_of(self, shape: BatchShape) -> BatchShape:
+        """The shape to pad a step to.
+
+        Raises:
+            GraphMissError: no bucket holds it, and that is an error.
+        """
+        return self.graphs.resolve(shape) if self.uses_table else shape
+
+    def set_table(self, table: BucketTable, policy: MissPolicy) -> None:
+        """Run in other buckets from now on; nothing may have been captured yet.
+
+        Raises:
+            ValueError: something has been captured, or a bucket does not fit the input buffer.
+        """
+        num_captured = self.graphs.counters.captures
+        if num_captured:
+            raise ValueError(f"a table is chosen before graphs are captured, got {num_captured} graphs")
+        if not self.largest.holds(table.envelope):
+            raise ValueError(f"expected buckets within {self.largest}, got {table.envelope}")
+        self.graphs = self.graphs.with_table(table, policy)
+        self._run_in(True)
+
+    @torch.inference_mode()
+    def execute(self, message: StepMessage) -> StepOutput:
+        """Carry out one message.
+
+        Raises:
+            RecompileError: the step has compiled something, and may not.
+        """
+        with self._watching(), self.runtime.step():
+            logits = self._forward(message)
+            if message.sampling is None:
+                return _NOTHING
+            self.bytes_copied += message.sampling.floats.nbytes
+            tokens = read(sample(logits, message.sampling))
+            on_host = logits.cpu() if message.hosted else None
+        sampled, logprobs = message.sampled, tokens.logprobs
+        if logprobs is not None:
+            logprobs = TokenLogprobs(*(each[sampled] for each in logprobs))
+        return StepOutput(tokens.token_ids.numpy()[sampled], logprobs, on_host)
+
+    @torch.inference_mode()
+    def logits(self, message: StepMessage) -> torch.Tensor:
+        """The logits of a message, float ``[N * M, V]``, on the device; nothing is sampled."""
+        return self._forward(message)
+
+    def copy_in(self, message: StepMessage) -> dict[str, torch.Tensor]:
+        """The integers of a message on the device, by field name."""
+        self.bytes_copied += message.ints.nbytes
+        return self.inputs.copy_in(message.bucket, message.ints)
+
+    def copy_units(self, inputs: Mapping[str, torch.Tensor], num_blocks: int, num_rows: int) -> None:
+        """Carry out the first copies of each kind that a message asks for."""
+        if num_blocks or num_rows:
+            self.store.carry_out(inputs[BLOCK_COPIES][:, :num_blocks], inputs[ROW_COPIES][:, :num_rows])
+
+    def _forward(self, message: StepMessage) -> torch.Tensor:
+        inputs = self.copy_in(message)
+        self.copy_units(inputs, message.num_block_copies, message.num_row_copies)
+        self.model.live.set(message.shape, message.bucket, self.geometry.decode_len)
+        return self.graphs.run(message.bucket, self.step_of(message.bucket), inputs)
+
+
+def _make_step(
+    model: StepModel, geometry: StepGeometry, graphs: GraphCache, bucket: BatchShape
+) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+    runners: dict[Hashable, Callable[..., Any]] = {
+        kind: graphs.region(bucket, kind, run_layer) for kind in model.kinds
+    }
+    return bucket_step(model, geometry, bucket, runners)
+
+
+def bucket_step(
+    model: StepModel,
+    geometry: StepGeometry,
+    bucket: BatchShape,
+    runners: Mapping[Hashable, Callable[..., Any]],
+) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+    """What is captured for a bucket: inputs on the device to logits ``[N * M, V]``.
+
+    Args:
+        runners: what runs the layers of each kind of ``model.kinds``.
+    """
+    parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
+
+    def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
+        prepared = prepare_step(
+            parts,
+            tensors,
+            decode_len=geometry.decode_len,
+            block_layouts=model.block_layouts,
+            ring_kinds=model.ring_kinds,
+        )
+        return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
+
+    return step
+
+
+def read(tokens: SampledTokens) -> SampledTokens:
+    """The same on the host, by one device-to-host copy."""
+    if tokens.logprobs is None:
+        return SampledTokens(tokens.token_ids.cpu(), None)
+    sampled, rank, top_ids, top = tokens.logprobs
+    # Token ids and ranks are exact in float32: both are at most the vocabulary's size.
+    columns = (tokens.token_ids[:, None], rank[:, None], sampled[:, None], top_ids, top)
+    table = torch.cat([column.float() for column in columns], dim=1).cpu()
+    ids, rank, top_ids = (
+        part.to(torch.int32) for part in (table[:, 0], table[:, 1], table[:, 3 : 3 + top_ids.shape[1]])
+    )
+    return SampledTokens(ids, TokenLogprobs(table[:, 2], rank, top_ids, table[:, 3 + top_ids.shape[1] :]))

@@ -1,0 +1,87 @@
+"""One step as plain data: all that the device side is told of it.
+
+Whoever has the same weights and stores, and was told of the steps before, carries out the same step: another
+process, or the same one a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphs import BatchShape
+from hpu_duo.engine.batch import StepGeometry
+from hpu_duo.kv.copies import CopyLists, padded_size
+from hpu_duo.sampling import SamplingBatch
+
+BLOCK_COPIES = "block_copies"
+"""Name of a field of the integers, as the next one."""
+ROW_COPIES = "row_copies"
+
+
+@dataclass(frozen=True, eq=False)
+class StepMessage:
+    """A step, padded to its bucket; it can be pickled.
+
+    Attributes:
+        shape, bucket: the exact shape and the one it was padded to.
+        ints: int32, the arrays of ``message_fields`` one after the other: copies within the stores, and the
+            step itself.
+        num_block_copies, num_row_copies: how many of the copies in ``ints`` to carry out before the step
+            writes anything, padding included; the others mean nothing.
+        sampling: how to sample, with one float32 array; None samples nothing.
+        sampled: rows of logits whose tokens somebody waits for, int32 ``[S]``, in order.
+        hosted: rows of logits whose tokens are chosen on the host, so that logits are needed there.
+    """
+
+    shape: BatchShape
+    bucket: BatchShape
+    ints: npt.NDArray[np.int32]
+    num_block_copies: int
+    num_row_copies: int
+    sampling: SamplingBatch | None
+    sampled: npt.NDArray[np.int32]
+    hosted: tuple[int, ...] = ()
+
+
+def message_fields(geometry: StepGeometry, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
+    """Shape of every array among a message's integers, by name.
+
+    Copies come first, so that they lie at the same places in every bucket: a device that compiles operators
+    may tell views by their offsets.
+    """
+    most = most_copies(geometry)
+    return {BLOCK_COPIES: (2, most), ROW_COPIES: (2, most), **geometry.field_shapes(bucket)}
+
+
+def most_copies(geometry: StepGeometry) -> int:
+    """Blocks, and as many rows, that may be copied in a step.
+
+    A row is copied to when it moves, or when a sample forks, and only the latter copies a block as well.
+    """
+    return geometry.trash_row
+
+
+def write_copies(
+    fields: Mapping[str, npt.NDArray[np.int32]], copies: CopyLists, geometry: StepGeometry
+) -> tuple[int, int]:
+    """Write copies into their fields, padded by copies of trash; returns the padded numbers of both kinds.
+
+    What lies behind them is not read.
+    """
+    return (
+        _write(fields[BLOCK_COPIES], copies.blocks, geometry.trash_block),
+        _write(fields[ROW_COPIES], copies.rows, geometry.trash_row),
+    )
+
+
+def _write(field: npt.NDArray[np.int32], copies: npt.NDArray[np.int32], trash: int) -> int:
+    num_copies = copies.shape[1]
+    size = padded_size(num_copies, field.shape[1])
+    if size:
+        field[:, :num_copies] = copies
+        field[:, num_copies:size] = trash
+    return size

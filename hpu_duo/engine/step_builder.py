@@ -1,0 +1,119 @@
+"""From a planned step, and how to sample from it, to the message that the device side carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from graphs import BatchShape, HostInputs
+from hpu_duo.engine.batch import RowCounts, StepBatch, StepGeometry, fill
+from hpu_duo.engine.message import StepMessage, message_fields, write_copies
+from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.kv.copies import CopyLists
+from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow, hosted_rows, without
+
+
+@dataclass(frozen=True)
+class BuiltStep:
+    """A message, and what stays on the host.
+
+    Attributes:
+        hosted: how to choose the tokens of ``message.hosted``.
+        errors: by row of logits, of those that cannot be sampled; their tokens mean nothing.
+    """
+
+    message: StepMessage
+    hosted: Mapping[int, SamplingRow]
+    errors: Mapping[int, Exception]
+
+
+class StepBuilder:
+    """Builds messages, one at a time; needs no device.
+
+    Args:
+        geometry: the sizes of the stores.
+        largest: a bucket that no other one needs more room than.
+        bucket_of: the shape to pad a step to.
+        vocab_size: width of the logits.
+        is_static: the device compiles each route of sampling; see ``static_route``.
+    """
+
+    def __init__(
+        self,
+        geometry: StepGeometry,
+        largest: BatchShape,
+        bucket_of: Callable[[BatchShape], BatchShape],
+        vocab_size: int,
+        *,
+        is_static: bool,
+    ) -> None:
+        self._geometry, self._bucket_of = geometry, bucket_of
+        self._vocab_size, self._is_static = vocab_size, is_static
+        self._host = HostInputs(partial(message_fields, geometry), largest)
+
+    def build(self, plan: StepPlan, sampling: Mapping[int, Sequence[SamplingRow]]) -> BuiltStep:
+        """Lay a plan out.
+
+        Args:
+            sampling: how to sample each token of the ring rows of ``plan.sampled_rows``; tokens of those that
+                are left out mean nothing.
+
+        Raises:
+            GraphMissError: no bucket holds the step, and that is an error.
+        """
+        batch = StepBatch.of(plan, self._geometry.block_size)
+        bucket = self._bucket_of(batch.shape)
+        decode_len = self._geometry.decode_len
+        sampled = [
+            row.ring_row * decode_len + number
+            for row in plan.sampled_rows
+            for number in range(row.num_samples)
+        ]
+        rows: list[SamplingRow | None] = [None] * RowCounts.of(bucket, decode_len).logits
+        for ring_row, each in sampling.items():
+            rows[ring_row * decode_len : ring_row * decode_len + len(each)] = each
+        hosted = hosted_rows(rows)
+        how, errors = None, dict[int, Exception]()
+        if sampled:
+            how, errors = self._sampling(without(rows, hosted))
+        message = self._message(batch, bucket, CopyLists.of(plan.moves), how, sampled, tuple(hosted))
+        return BuiltStep(message, hosted, errors)
+
+    def padding(self, bucket: BatchShape, num_copies: int = 0) -> StepMessage:
+        """A step without rows, which reads and writes trash only: to warm a bucket up.
+
+        Args:
+            num_copies: of either kind, from trash to trash.
+        """
+        trash = (self._geometry.trash_block, self._geometry.trash_row)
+        copies = CopyLists(*(np.full((2, num_copies), unit, np.int32) for unit in trash))
+        return self._message(StepBatch.empty(), bucket, copies, None, (), ())
+
+    def _message(
+        self,
+        batch: StepBatch,
+        bucket: BatchShape,
+        copies: CopyLists,
+        sampling: SamplingBatch | None,
+        sampled: Sequence[int],
+        hosted: tuple[int, ...],
+    ) -> StepMessage:
+        fields = self._host.stage(bucket)
+        fill(fields, batch, bucket, self._geometry)
+        num_copies = write_copies(fields, copies, self._geometry)
+        ints = self._host.take(bucket)
+        return StepMessage(
+            batch.shape, bucket, ints, *num_copies, sampling, np.array(sampled, np.int32), hosted
+        )
+
+    def _sampling(self, given: Sequence[SamplingRow | None]) -> tuple[SamplingBatch, dict[int, Exception]]:
+        """How to sample all rows but those that fail, and why they do."""
+        rows, errors = list(given), dict[int, Exception]()
+        while True:
+            try:
+                return SamplingBatch.build(rows, self._vocab_size, is_static=self._is_static), errors
+            except RowError as error:
+                rows[error.row], errors[error.row] = None, error.cause
