@@ -138,6 +138,7 @@ def place_context(engine: Engine, length: int, new: int) -> str:
         num_sampled = len(plan.sampled_rows)
         scheduler.commit(plan, [0] * num_sampled)
     for layer in store.layers:
-        for tensor in layer:
-            tensor[:-1].normal_()  # all but trash
+        for units in layer:
+            for store in (units.k, units.v):
+                store[:-1].normal_()  # all but trash
     return request_id

@@ -47,7 +47,8 @@ def test_kv_bytes_are_those_of_the_tensors(tiny: Tiny) -> None:
     for pattern in (None, PATTERN):
         store = tiny.load(pattern=pattern).engine.runner.store
         assert store.num_bytes == store.plan.total_bytes
-        assert store.num_bytes == sum(x.numel() * x.element_size() for layer in store.layers for x in layer)
+        flats = [flat for layer in store.layers for x in layer for flat in (x.k_flat, x.v_flat)]
+        assert store.num_bytes == sum(flat.numel() * flat.element_size() for flat in flats)
 
 
 def test_half_of_the_heads_streaming_at_32k_tokens_hold_less_than_0_51_of_full_attention() -> None:
