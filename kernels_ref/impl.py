@@ -40,7 +40,7 @@ class Kernels(Protocol):
         ...
 
     def shared_blocks(
-        self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
+        self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, softcap: float | None
     ) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
         ...

@@ -123,18 +123,22 @@ def _sinks_before(first: int, t: StepTensors, window: Window) -> tuple[torch.Ten
     return torch.clamp(index, max=first - 1), sink_row
 
 
-def shared_blocks(
-    q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
-) -> Partial:
-    """Every query against every shared block, a bounded chunk of blocks at a time."""
+def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, softcap: float | None) -> Partial:
+    """Every query against every shared block, a bounded chunk of blocks at a time.
+
+    Which slots a row sees is worked out for each chunk too: rows by blocks would grow with the context.
+    """
     num_queries, num_kv, group, _ = q_QKGD.shape
     block_size = units.layout.num_slots
     key_bytes = units.k[0].numel() * units.k.element_size()
     chunk = shared_chunk(num_queries * num_kv * group, block_size, key_bytes)
+    # One more entry, for the row number of padding.
+    stored = torch.cat([t.row_start, t.row_start.new_zeros(1)])[:, None]
     total = empty(q_QKGD)
     for begin in range(0, t.shared_block.shape[0], chunk):
         some = slice(begin, begin + chunk)
-        visible_row_X = blocks.shared_visible[:, some]
+        # Leading slots; below 0 for none, and beyond the block for all of it.
+        visible_row_X = (stored - t.shared_start[some]) * t.shared_reads[:, some]
         partial = _some_shared_blocks(q_QKGD, units, t.shared_block[some], visible_row_X, t.row, softcap)
         total = merge(total, partial)
     return total

@@ -47,6 +47,7 @@ class StepTensors(NamedTuple):
         shared_block: ``[NS]``; padding is the trash block.
         shared_start: position of their first slots, ``[NS]``.
         shared_reads: 1 where tokens of a row read a shared block, the last row for padding, ``[N + 1, NS]``.
+            They see what was stored before the step, which the part works out for some blocks at a time.
         owner: row that reads block ``b`` of the contiguous slice whole, ``N`` = nobody, ``[NU]``.
     """
 
@@ -73,11 +74,9 @@ class BlockStep(NamedTuple):
     What is for a part that does not run is empty.
 
     Attributes:
-        shared_visible: leading slots of each shared block that tokens of each row see, ``[N + 1, NS]``.
         tails: what the tokens of a row see of its tails, ``[N, T, M]``.
     """
 
-    shared_visible: torch.Tensor
     tails: Leading
 
 
@@ -206,13 +205,10 @@ class _DecodeRows(NamedTuple):
 
 def _block_step(parts: StepParts, t: StepTensors, rows: _DecodeRows, num_slots: int) -> BlockStep:
     """``BlockStep`` of blocks of ``num_slots`` slots, empty for 0."""
-    shared, tails = t.shared_reads[:, :0], t.tail_start[:, :0, None]
-    if parts.shared and num_slots and t.shared_block.shape[0]:
-        stored = torch.cat([t.row_start, t.row_start.new_zeros(1)])
-        shared = leading_visible(t.shared_start, stored[:, None], num_slots) * t.shared_reads
+    tails = t.tail_start[:, :0, None]
     if parts.unique and num_slots:
         tails = leading_visible(t.tail_start[:, :, None], rows.end[:, None], num_slots)
-    return BlockStep(shared, Leading(tails))
+    return BlockStep(Leading(tails))
 
 
 def _ring_steps(

@@ -103,7 +103,7 @@ def _retrieval(
     if parts.causal:
         of_tokens.append(run.causal(q_QKGD, new, t, None, spec.softcap))
     if parts.shared and t.shared_block.shape[0]:
-        of_tokens.append(run.shared_blocks(q_QKGD, units, t, step.blocks, spec.softcap))
+        of_tokens.append(run.shared_blocks(q_QKGD, units, t, spec.softcap))
     of_rows = None
     if parts.unique:
         of_rows = run.unique_blocks(_of_rows(q_QKGD, step), units, t, step.blocks, spec.softcap)

@@ -32,7 +32,9 @@ _ROWS = "Tensor row_start, Tensor row_num_new, Tensor row_query_start, Tensor ca
 _QKV = "Tensor q, Tensor k, Tensor v"
 _causal = register("causal", f"{_QKV}, {_ROWS}, int sink, int recent", prefill.causal)
 _shared_blocks = register(
-    "shared_blocks", f"{_QKV}, {_ROWS}, Tensor shared_block, Tensor shared_visible", prefill.shared_blocks
+    "shared_blocks",
+    f"{_QKV}, {_ROWS}, Tensor shared_block, Tensor shared_start, Tensor shared_reads",
+    prefill.shared_blocks,
 )
 _shared_rings = register(
     "shared_rings",
@@ -64,12 +66,10 @@ def causal(
     return Partial(*_causal(q_QKGD, new.k, new.v, *_row_plan(t), *(window or (0, 0))))
 
 
-def shared_blocks(
-    q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
-) -> Partial:
+def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, softcap: float | None) -> Partial:
     """Every row against the shared blocks that it sees."""
     _refuse(softcap)
-    plan = (*_row_plan(t), t.shared_block, blocks.shared_visible)
+    plan = (*_row_plan(t), t.shared_block, t.shared_start, t.shared_reads)
     return Partial(*_shared_blocks(q_QKGD, units.k, units.v, *plan))
 
 

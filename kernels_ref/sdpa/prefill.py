@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from bias_builders import Window, leading_slots, sees_streaming
+from bias_builders import Window, leading_slots, leading_visible, sees_streaming
 from kernels_ref.partial import FLOOR, Partial, attend, empty, merge
 from kernels_ref.x86 import attention as tiled
 
@@ -90,9 +90,11 @@ def shared_blocks(
     row_query_start: torch.Tensor,
     causal_row: torch.Tensor,
     shared_block: torch.Tensor,
-    shared_visible: torch.Tensor,
+    shared_start: torch.Tensor,
+    shared_reads: torch.Tensor,
 ) -> Partial:
     """Row by row over the gathered context, a bounded number of blocks at a time."""
+    shared_visible = leading_visible(shared_start, row_start[:, None], k_XKBD.shape[2]) * shared_reads[:-1]
     total = empty(q_QKGD)
     for row in _prompt_rows(row_start, row_num_new, row_query_start, causal_row):
         visible = shared_visible[row.number]
@@ -139,7 +141,7 @@ def _add_decodes(
     """Decodes that share blocks: few queries, so one masked product over all of them."""
     number = torch.arange(len(row_num_new), dtype=torch.int32)
     is_decode = (row_num_new > 0) & (causal_row.index_select(0, row_query_start) != number)
-    visible_rows = shared_visible[:-1] * is_decode[:, None]
+    visible_rows = shared_visible * is_decode[:, None]
     rows = visible_rows.any(dim=1).nonzero().flatten()
     seen = visible_rows.any(dim=0).nonzero().flatten()
     if not len(rows):

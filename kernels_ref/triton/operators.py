@@ -74,7 +74,8 @@ causal = register(
 )
 shared_blocks = register(
     "shared_blocks",
-    f"{_QKV}, Tensor row, Tensor shared_block, Tensor shared_visible, float softcap",
+    f"{_QKV}, Tensor row, Tensor row_start, Tensor shared_block, Tensor shared_start, Tensor shared_reads, "
+    "float softcap",
     _TRIPLE,
     _triple,
 )

@@ -45,17 +45,17 @@ def causal(
     return Partial(*operators.causal(q_QKGD, new.k, new.v, *plan, *(window or _NO_WINDOW), softcap or 0.0))
 
 
-def shared_blocks(
-    q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
-) -> Partial:
+def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, softcap: float | None) -> Partial:
     """Every query against the blocks that several rows read, or a prompt row."""
     check_queries("q_QKGD", q_QKGD)
     check_units(units, q_QKGD)
     num_rows, num_blocks = t.row_start.shape[0], t.shared_block.shape[0]
     check_plan("row", t.row, (q_QKGD.shape[0],), q_QKGD.device)
     check_plan("shared_block", t.shared_block, (None,), q_QKGD.device)
-    check_plan("shared_visible", blocks.shared_visible, (num_rows + 1, num_blocks), q_QKGD.device)
-    plan = (t.row, t.shared_block, blocks.shared_visible)
+    check_plan("shared_start", t.shared_start, (num_blocks,), q_QKGD.device)
+    check_plan("shared_reads", t.shared_reads, (num_rows + 1, num_blocks), q_QKGD.device)
+    check_plan("row_start", t.row_start, (None,), q_QKGD.device)
+    plan = (t.row, t.row_start, t.shared_block, t.shared_start, t.shared_reads)
     return Partial(*operators.shared_blocks(q_QKGD, units.k, units.v, *plan, softcap or 0.0))
 
 

@@ -16,8 +16,10 @@ from kernels_ref.triton import launch
 @triton.jit(do_not_specialize=["num_queries", "num_blocks", "no_row"])
 def seen_blocks_kernel(
     row_ptr: tl.tensor,
+    row_start_ptr: tl.tensor,
     shared_block_ptr: tl.tensor,
-    shared_visible_ptr: tl.tensor,
+    shared_start_ptr: tl.tensor,
+    shared_reads_ptr: tl.tensor,
     list_ptr: tl.tensor,
     count_ptr: tl.tensor,
     num_queries: tl.tensor,
@@ -43,13 +45,15 @@ def seen_blocks_kernel(
     for first in tl.range(0, num_blocks, WIDTH):
         index = first + tl.arange(0, WIDTH)
         exists = index < num_blocks
+        start = tl.load(shared_start_ptr + index, mask=exists, other=0)
         least = tl.full([WIDTH], SLOTS, dtype=tl.int32)
         most = tl.zeros([WIDTH], dtype=tl.int32)
         # The distinct rows of the tile in ascending order: usually one, or a few decodes.
         current = tl.min(row)
         while current < no_row:
             place = current.to(tl.int64) * num_blocks + index
-            visible = tl.load(shared_visible_ptr + place, mask=exists, other=0)
+            reads = tl.load(shared_reads_ptr + place, mask=exists, other=0)
+            visible = tl.minimum(tl.load(row_start_ptr + current) - start, SLOTS) * reads
             least = tl.minimum(least, visible)
             most = tl.maximum(most, visible)
             current = tl.min(tl.where(row > current, row, no_row))
@@ -68,8 +72,10 @@ def seen_blocks_kernel(
 
 def seen_blocks(
     row: torch.Tensor,
+    row_start: torch.Tensor,
     shared_block: torch.Tensor,
-    shared_visible: torch.Tensor,
+    shared_start: torch.Tensor,
+    shared_reads: torch.Tensor,
     group_size: int,
     block_size: int,
     tile_lines: int,
@@ -78,7 +84,7 @@ def seen_blocks(
 
     Args:
         row: int32 ``[Q]``.
-        shared_block, shared_visible: see ``kernels_ref.step.StepTensors``.
+        row_start, shared_block, shared_start, shared_reads: see ``kernels_ref.step.StepTensors``.
         tile_lines: M.
     Returns:
         int32 ``[tiles, NS]`` and ``[tiles, 2]``.
@@ -88,13 +94,15 @@ def seen_blocks(
     lists, counts = row.new_empty((tiles, num_blocks)), row.new_empty((tiles, 2))
     seen_blocks_kernel[(tiles,)](
         row,
+        row_start,
         shared_block,
-        shared_visible,
+        shared_start,
+        shared_reads,
         lists,
         counts,
         num_queries,
         num_blocks,
-        shared_visible.shape[0] - 1,
+        row_start.shape[0],
         GROUP=group_size,
         SLOTS=block_size,
         M=tile_lines,

@@ -25,8 +25,10 @@ def shared_blocks_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     row_ptr: tl.tensor,
+    row_start_ptr: tl.tensor,
     shared_block_ptr: tl.tensor,
-    shared_visible_ptr: tl.tensor,
+    shared_start_ptr: tl.tensor,
+    shared_reads_ptr: tl.tensor,
     list_ptr: tl.tensor,
     count_ptr: tl.tensor,
     attn_ptr: tl.tensor,
@@ -84,11 +86,13 @@ def shared_blocks_kernel(
     num_partial = tl.load(count_ptr + 2 * tile + 1)
     share = (num_partial + tl.num_programs(2) - 1) // tl.num_programs(2)
     begin, end = split * share, tl.minimum((split + 1) * share, num_partial)
-    visible_row = shared_visible_ptr + row.to(tl.int64) * num_blocks
+    stored = tl.load(row_start_ptr + row, mask=takes_part, other=0)
+    reads_ptr = shared_reads_ptr + row.to(tl.int64) * num_blocks
     for step in tl.range(begin * TILES, end * TILES):
         index = tl.load(tile_list + (num_blocks - 1 - step // TILES))
         block = tl.load(shared_block_ptr + index).to(tl.int64)
-        visible = tl.load(visible_row + index)
+        before = stored - tl.load(shared_start_ptr + index)
+        visible = tl.minimum(before, SLOTS) * tl.load(reads_ptr + index)
         slot = (step % TILES) * T + tl.arange(0, T)
         used = slot < tl.max(visible)
         vector = block * UNIT + head * HEAD + slot
@@ -110,8 +114,10 @@ def shared_blocks(
     k_XKBD: torch.Tensor,
     v_XKBD: torch.Tensor,
     row: torch.Tensor,
+    row_start: torch.Tensor,
     shared_block: torch.Tensor,
-    shared_visible: torch.Tensor,
+    shared_start: torch.Tensor,
+    shared_reads: torch.Tensor,
     softcap: float,
 ) -> launch.Triple:
     """Launch the lists, the attention, and the merge of what was cut; ``softcap`` 0 = none."""
@@ -122,21 +128,20 @@ def shared_blocks(
     keys = min(chosen.keys, max(launch.MIN_TILE, launch.next_power_of_two(block_size)))
     tiles = launch.num_tiles(num_queries * group, chosen.rows)
     splits = launch.num_splits(tiles * num_heads, num_blocks, limits)
-    lists, counts = seen_blocks(row, shared_block, shared_visible, group, block_size, chosen.rows)
+    plan = (row, row_start, shared_block, shared_start, shared_reads)
+    lists, counts = seen_blocks(*plan, group, block_size, chosen.rows)
     parts = launch.partials(q_QKGD, splits * num_queries)
     shared_blocks_kernel[(tiles, num_heads, splits)](
         q_QKGD,
         k_XKBD,
         v_XKBD,
-        row,
-        shared_block,
-        shared_visible,
+        *plan,
         lists,
         counts,
         *parts,
         num_queries,
         num_blocks,
-        shared_visible.shape[0] - 1,
+        row_start.shape[0],
         *q_QKGD.stride()[:3],
         **launch.strides(k_XKBD),
         NUM_HEADS=num_heads,

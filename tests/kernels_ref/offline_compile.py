@@ -139,14 +139,14 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     k_ring = v_ring = torch.zeros(rows + 1, heads, window, dim, dtype=dtype)
     triple, row_triple = launch.partials(q, tokens), launch.partials(q, rows)
     token, row, place = ints(tokens), ints(rows), torch.zeros(tokens * heads, dtype=torch.int64)
-    shared, visible = ints(blocks), ints(rows + 1, blocks)
+    shared = (token, row, ints(blocks), ints(blocks), ints(rows + 1, blocks))
     one, several = (ints(rows, 1), ints(rows, 1, 1)), (ints(rows, 2), ints(rows, 2, 8))
     q_several = torch.zeros(rows, heads, 8 * group, dim, dtype=dtype)
     tokens_of_rows, held = ints(rows, 8), ints(rows, 1, window)
     return [
         lambda: causal(q, k, v, token, token, row, 0, 0, 0.0),
         lambda: causal(q, k, v, token, token, row, 64, 256, 0.0),
-        lambda: shared_blocks(q, k_store, v_store, token, shared, visible, 0.0),
+        lambda: shared_blocks(q, k_store, v_store, *shared, 0.0),
         lambda: shared_rings(q, k_ring, v_ring, token, token, row, row, ints(rows, window), 64, 256, 0.0),
         lambda: split_unique_blocks(q_several, k_store, v_store, ints(blocks), *several, 0.0),
         lambda: split_unique_blocks(q_rows, k_store, v_store, ints(blocks), *one, 0.0),

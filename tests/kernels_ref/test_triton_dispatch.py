@@ -121,9 +121,10 @@ def operator_calls() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     of_rows = operators.unique_blocks(rows, *stores, t.owner, t.tail_block, visible, 0.0)
     held = (ring.seen.visible.new_zeros(rows.shape[0], 1, 5), *(ring.seen.visible[:, 0],) * 2, 2)
     causal = (t.causal_row, t.positions, t.row_query_start)
+    shared = (t.row, t.row_start, t.shared_block, t.shared_start, t.shared_reads)
     return [
         (operators.causal, (full, k[:, :2], v[:, :2], *causal, 0, 0, 0.0)),
-        (operators.shared_blocks, (full, *stores, t.row, t.shared_block, plan.shared_visible, 0.0)),
+        (operators.shared_blocks, (full, *stores, *shared, 0.0)),
         (
             operators.shared_rings,
             (
@@ -187,7 +188,7 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
     q = q.unflatten(1, (-1, 2))
     arguments: dict[str, Any] = {"k": k[:, :1], "v": v[:, :1], "q": q[:, :1], **t._asdict(), **ring._asdict()}
     arguments["q_rows"] = gather(q[:, :1], step.row_token)
-    arguments.update(shared_visible=plan.shared_visible, tails=plan.tails.visible)
+    arguments.update(tails=plan.tails.visible)
     arguments.update(visible=ring.seen.visible)
     for kind, units in world.cache._asdict().items():
         arguments.update({f"{kind}.{name}": x for name, x in units._asdict().items()})
@@ -197,14 +198,14 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
         KVUnits(*(a[f"{kind}.{name}"] for name in KVUnits._fields)) for kind in ("blocks", "rings")
     )
     a["seen"] = Leading(a["visible"])
-    plan, new = BlockStep(a["shared_visible"], Leading(a["tails"])), NewKV(a["k"], a["v"])
+    plan, new = BlockStep(Leading(a["tails"])), NewKV(a["k"], a["v"])
     t = type(t)(*(a[name] for name in t._fields))
     ring = type(ring)(*(a[name] for name in ring._fields))
     match part:
         case "causal":
             RUN.causal(a["q"], new, t, None, None)
         case "shared_blocks":
-            RUN.shared_blocks(a["q"], blocks, t, plan, None)
+            RUN.shared_blocks(a["q"], blocks, t, None)
         case "unique_blocks":
             RUN.unique_blocks(a["q_rows"], blocks, t, plan, None)
         case "shared_rings":
@@ -237,7 +238,8 @@ BAD: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = [
         lambda x: x[:, :, ::2],
         "expected the vectors .* of units.v to lie side by",
     ),
-    ("shared_blocks", "shared_visible", lambda x: x[:1], "expected shared_visible to have shape"),
+    ("shared_blocks", "shared_reads", lambda x: x[:1], "expected shared_reads to have shape"),
+    ("shared_blocks", "shared_start", lambda x: x[:0], "expected shared_start to have shape"),
     ("unique_blocks", "blocks.v", lambda x: x[:2], "expected units.v to lie like units.k"),
     ("unique_blocks", "owner", lambda x: x.new_zeros(99), "expected owner to have at most .* got 99"),
     (

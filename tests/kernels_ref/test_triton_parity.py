@@ -110,7 +110,7 @@ class Inputs:
             case "streaming":
                 return run.causal(*streaming, t, s.window, softcap)
             case "shared_blocks":
-                return run.shared_blocks(full[0], blocks, t, plan, softcap)
+                return run.shared_blocks(full[0], blocks, t, softcap)
             case "shared_rings":
                 return run.shared_rings(streaming[0], rings, t, self.ring, s.window, softcap)
             case "split_blocks" | "even_blocks":
