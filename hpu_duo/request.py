@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -255,10 +256,22 @@ class Request:
         )
 
 
+def token_array(name: str, tokens: Sequence[int] | NDArray[np.int32]) -> np.ndarray:
+    """Tokens as an array, of whatever type and shape they have.
+
+    Raises:
+        ValueError: they are lists of different lengths, which no array holds.
+    """
+    try:
+        return np.asarray(tokens)
+    except ValueError:
+        raise ValueError(f"{name}: expected a flat list of token ids, got {reprlib.repr(tokens)}") from None
+
+
 def _checked_prompt(
     name: str, prompt_token_ids: Sequence[int] | NDArray[np.int32], limits: TokenLimits
 ) -> NDArray[np.int64]:
-    prompt = np.asarray(prompt_token_ids)
+    prompt = token_array(name, prompt_token_ids)
     if prompt.ndim != 1 or prompt.size == 0:
         raise ValueError(f"{name} needs at least one prompt token, got shape {prompt.shape}")
     if prompt.dtype.kind not in "iu":

@@ -87,6 +87,7 @@ def curve(
             num_tokens, num_documents, num_passkeys, passkey_words, seed, text=text.read(model)
         )
         choice = eopt.Choice(model, heads, engine)
+        choice.check_patterns(pattern for _, pattern in read)
         settings = {name: getattr(task, name) for name in ("num_tokens", "num_documents", "num_passkeys")}
         settings |= {"passkey_words": passkey_words, "seed": seed, **eopt.text_settings(task.text)}
         check_outputs(out / RESULTS, [out / "curve.csv", out / "curve.png", out / REPORT])

@@ -15,7 +15,7 @@ from hpu_duo.cli.loading import load_model
 from hpu_duo.cli.option_groups import Only
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from hpu_duo.eval import PasskeyText, Subject
     from hpu_duo.heads import HeadPattern
@@ -155,9 +155,20 @@ class Choice:
         from hpu_duo.eval import Subject
 
         loaded = load_model(self.model, self.heads, self.engine, num_requests)
-        for note in loaded.engine.notes:
-            typer.echo(f"hpu-duo: note: {note}", err=True)
+        _tell(loaded.engine.notes)
         return Subject(loaded)
+
+    def check_patterns(self, patterns: Iterable[HeadPattern]) -> None:
+        """Print a note for each pattern that does not say which model it was made for.
+
+        Raises:
+            ValueError: one was made for another model.
+        """
+        from hpu_duo.config import HeadConfig
+        from hpu_duo.engine.head_choice import check_pattern
+
+        for pattern in patterns:
+            _tell(check_pattern(HeadConfig(pattern=pattern), self.model or MODEL_DIR))
 
     @property
     def load_full(self) -> Callable[[], Subject] | None:
@@ -171,6 +182,11 @@ class Choice:
         from hpu_duo.eval import Subject
 
         return Subject(load_model(self.model, pattern, self.engine, MAX_NUM_SEQS))
+
+
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        typer.echo(f"hpu-duo: note: {note}", err=True)
 
 
 def text_settings(text: PasskeyText) -> dict[str, str]:

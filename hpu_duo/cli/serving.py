@@ -68,7 +68,8 @@ class Run:
     """Prompts that an engine has accepted, all or none of them.
 
     Raises:
-        ValueError: the engine refuses a prompt or its parameters.
+        ValueError: the engine refuses a prompt, which the message calls by its place, counted from 1, or its
+            parameters.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Run:
         self._index: dict[str, int] = {}
         try:
             for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                self._index[engine.add_request(prompt, one)] = index
+                self._index[engine.add_request(prompt, one, name=f"prompt {index + 1}")] = index
         except ValueError:
             self._abort()
             raise

@@ -160,13 +160,16 @@ def warmup(
             compile_only=compile_only,
         )
         console = Console(stderr=True)
+        for note in loaded.engine.notes:
+            console.print(f"note: {note}", highlight=False, soft_wrap=True)
         print_estimate(console, prepared)
         report = prepared.dry_run()
     if not dry_run:
         with user_errors(WarmUpStoppedError), ProgressView(console) as view:
             report = prepared.run(view.done, manifest)
     if as_json:
-        typer.echo(json.dumps(report_fields(report), indent=2))
+        notes = [*loaded.engine.notes, *report.notes]
+        typer.echo(json.dumps({**report_fields(report), "notes": notes}, indent=2))
     else:
         print_report(console, report)
 

@@ -88,15 +88,24 @@ class Engine(Uncopied):
         )
 
     def add_request(
-        self, prompt_token_ids: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt_token_ids: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        name: str | None = None,
     ) -> str:
         """Queue a prompt; returns its id.
+
+        Args:
+            request_id: by which outputs name the request; a new one when left out.
+            name: what error messages call it, ``request`` and its id when left out.
 
         Raises:
             ValueError: the prompt is empty, too long for the model or the cache, or has tokens outside
                 the vocabulary; the id is in use; parameters do not fit the model.
         """
-        return self._add(prompt_token_ids, _samples_of(params), request_id)
+        return self._add(prompt_token_ids, _samples_of(params), request_id, name)
 
     def _add(
         self,

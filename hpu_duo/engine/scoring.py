@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpu_duo.engine.outputs import Completion, ContinuationScore
+from hpu_duo.request import token_array
 from hpu_duo.sampling import SamplingParams
 
 
@@ -16,7 +17,7 @@ def forced(tokens: Sequence[int] | np.ndarray) -> SamplingParams:
     Raises:
         ValueError: not a list of one or more integers.
     """
-    token_ids = np.asarray(tokens)
+    token_ids = token_array("continuation", tokens)
     if token_ids.ndim != 1 or token_ids.size == 0 or token_ids.dtype.kind not in "iu":
         raise ValueError(
             f"expected a continuation of one or more token ids, got {token_ids.dtype} {token_ids.shape}"

@@ -375,6 +375,7 @@ def test_a_binarised_pattern_goes_without_sparsity(tiny: Tiny) -> None:
     [
         ([], "prompt 2 needs at least one prompt token"),
         ([5.5], "prompt 2 needs integer prompt tokens"),
+        ([5, [6, 7]], r"prompt 2: expected a flat list of token ids, got \[5, \[6, 7\]\]"),
         ([5, VOCAB], f"prompt 2 has prompt tokens from 5 to {VOCAB}"),
         (TOO_LONG, "prompt 2 has .* prompt tokens, at most"),
     ],

@@ -93,6 +93,42 @@ def test_commands_show_the_note_and_refuse_a_mismatch(
     assert "'org/other-model'" in result.stderr
 
 
+def test_a_warm_up_shows_the_note_and_has_it_in_its_json(pattern_of: Callable[..., Path]) -> None:
+    unknown = pattern_of(model_fingerprint=None)
+    limits = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64")
+    result = run(
+        "warmup",
+        *limits,
+        "--graphs-budget",
+        "4",
+        "--dry-run",
+        "--json",
+        "--pattern",
+        unknown,
+        "--sparsity",
+        "0.5",
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "has no model_fingerprint" in result.stderr
+    assert any("has no model_fingerprint" in note for note in json.loads(result.stdout)["notes"])
+
+
+def test_a_curve_shows_the_note_and_refuses_a_mismatch_before_anything_is_measured(
+    pattern_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    command = ("eval", "curve", "--out", tmp_path / "out", "--random-seeds", "0", *SHORT)
+    unknown = pattern_of(model_fingerprint=None)
+    # A document beyond what the model holds is refused once it is loaded.
+    result = run(*command, "--num-tokens", "99999", "--patterns", f"a={unknown}")
+    assert result.exit_code == 2
+    assert result.stderr.count("has no model_fingerprint") == 1
+    other = pattern_of(model_name="org/other-model", model_fingerprint="0123")
+    result = run(*command, "--patterns", f"a={other}")
+    assert result.exit_code == 2
+    assert "'org/other-model'" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_json_of_generate_holds_the_note(pattern_of: Callable[..., Path]) -> None:
     unknown = pattern_of(model_fingerprint=None)
     result = run("generate", "--prompt", "a", "--json", "--pattern", unknown, "--sparsity", "0.5")
