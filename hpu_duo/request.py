@@ -218,7 +218,10 @@ class Request:
             # A prompt of one token, or what is left of one, is decoded.
             if num_left == 1:
                 num_left = 0
-        return num_left if num_left > 0 else min(decode_len, self.num_uncomputed_tokens + self.num_drafts)
+        if num_left > 0:
+            return num_left
+        # Drafts are looked for in every step of every request, and matter only to more than one token.
+        return 1 if decode_len == 1 else min(decode_len, self.num_uncomputed_tokens + self.num_drafts)
 
     @property
     def is_finished(self) -> bool:

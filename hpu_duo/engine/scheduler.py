@@ -167,8 +167,8 @@ class Scheduler:
             raise ValueError(f"expected {plan.num_samples} sampled tokens, got {len(token_ids)}")
         most = [row.num_samples for row in plan.sampled_rows]
         accepted = most if num_accepted is None else list(num_accepted)
-        if len(accepted) != len(most) or not all(1 <= n <= of for n, of in zip(accepted, most)):
-            raise ValueError(f"expected 1 or more and at most {most} accepted tokens, got {accepted}")
+        if accepted is not most:
+            _check_accepted(accepted, most)
         self._plan_in_flight = None
 
         committed = self._append(plan, token_ids, accepted)
@@ -260,7 +260,7 @@ class Scheduler:
         self._run(request)
 
     def _admit(self, step: StepDraft) -> None:
-        if not self._waiting or not step.num_free_tokens:
+        if not (self._waiting and step.num_free_tokens and self.leases.rows.num_free):
             return
         num_blocks_due = sum(self.leases.num_blocks_due(request) for request in self._running)
         while self._waiting and step.num_free_tokens and self.leases.rows.num_free:
@@ -360,3 +360,8 @@ class Scheduler:
                 self._run(child)
             else:
                 self._enqueue(child)
+
+
+def _check_accepted(accepted: Sequence[int], most: Sequence[int]) -> None:
+    if len(accepted) != len(most) or not all(1 <= n <= of for n, of in zip(accepted, most)):
+        raise ValueError(f"expected 1 or more and at most {most} accepted tokens, got {accepted}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from hpu_duo.kv.copies import Copy
 from hpu_duo.request import FinishReason, Request
+
+_arrival = attrgetter("arrival")
 
 
 class ScheduledRow(NamedTuple):
@@ -147,25 +150,24 @@ class StepDraft:
 
     def finish(self, moves: tuple[Copy, ...]) -> StepPlan:
         """The plan, once ``moves`` have given every request the row it has during the step."""
-        requests = sorted(self._shares, key=lambda r: (self._kind(r), r.arrival))
-        rows = tuple(_row(request, self._shares[request]) for request in requests)
+        kinds: tuple[list[Request], ...] = ([], [], [])
+        for request, num_new_tokens in self._shares.items():
+            kinds[self._kind(request, num_new_tokens)].append(request)
+        rows = tuple(
+            _row(request, self._shares[request]) for kind in kinds for request in sorted(kind, key=_arrival)
+        )
         return StepPlan(rows, moves, tuple(self.preempted), self._decode_len)
 
     def _is_chunk(self, request: Request, num_new_tokens: int) -> bool:
         return num_new_tokens > self._decode_len and request.num_computed_tokens > 0
 
-    def _kind(self, request: Request) -> int:
-        if self._shares[request] <= self._decode_len:
+    def _kind(self, request: Request, num_new_tokens: int) -> int:
+        if num_new_tokens <= self._decode_len:
             return 0
         return 1 if request.num_computed_tokens else 2
 
 
 def _row(request: Request, num_new_tokens: int) -> ScheduledRow:
     start = request.num_computed_tokens
-    return ScheduledRow(
-        request,
-        ring_row=request.row,
-        start=start,
-        num_new_tokens=num_new_tokens,
-        num_samples=max(0, start + num_new_tokens - request.num_tokens + 1),
-    )
+    num_samples = max(0, start + num_new_tokens - request.num_tokens + 1)
+    return ScheduledRow(request, request.row, start, num_new_tokens, num_samples)
