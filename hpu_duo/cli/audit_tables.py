@@ -22,7 +22,7 @@ _CAVEAT = (
 
 
 def print_report(report: AuditReport, console: Console | None = None) -> None:
-    """What is held, the steps, the operators, and what is forbidden."""
+    """Print tables of what is held, of steps, of operators, and of what is forbidden."""
     from hpu_duo.audit import native_sources
 
     console = console or Console()

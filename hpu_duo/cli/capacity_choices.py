@@ -1,4 +1,4 @@
-"""What is computed unless other choices are made, and the report for programs."""
+"""The default choices of what is computed, and the report for programs."""
 
 from __future__ import annotations
 

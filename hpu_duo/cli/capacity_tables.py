@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def hardware_table(hardware: Hardware) -> Table:
-    """What public sources say of one device."""
+    """List what public sources say of one device."""
     table = _facts()
     table.add_row(
         "matrix operations",

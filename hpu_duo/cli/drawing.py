@@ -1,4 +1,4 @@
-"""What every picture needs."""
+"""Helpers that every picture needs."""
 
 from __future__ import annotations
 

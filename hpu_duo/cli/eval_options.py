@@ -44,7 +44,7 @@ PasskeyWords = Annotated[int, typer.Option(help="Words of each passkey.")]
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What passkey documents are written with."""
+    """Texts that passkey documents are written with."""
 
     haystack: Annotated[
         Path | None,
@@ -126,7 +126,7 @@ class Choice:
     engine: opt.EngineOptions
 
     def settings(self) -> dict[str, object]:
-        """What decides the results, for the first line of a file of them.
+        """Return what decides the results, for the first line of a file of them.
 
         Raises:
             ValueError: the model or the pattern cannot be read.
@@ -190,7 +190,7 @@ def _tell(notes: Iterable[str]) -> None:
 
 
 def text_settings(text: PasskeyText) -> dict[str, str]:
-    """What of the texts decides the results."""
+    """Return what of the texts decides the results."""
     return {"haystack": text.haystack.fingerprint, "words": text.source.value}
 
 

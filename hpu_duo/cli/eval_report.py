@@ -19,7 +19,7 @@ RESULTS = "results.jsonl"
 
 
 KV_COLUMNS = ("kv_num_tokens", "held_bytes", "kv_ratio")
-"""What the cache keeps of a row's texts, as the mean of one."""
+"""Columns of what the cache keeps of a row's texts, as the mean of one."""
 _NOTE = (
     "In brackets: 95 % intervals (Wilson). KV: tokens of a text with its answer, bytes kept of them, and "
     "their share of the bytes of full attention; means over the texts of the line."

@@ -1,4 +1,4 @@
-"""What the user sees while heads are identified, and of the result."""
+"""Views of an identification under way, and of its result."""
 
 from __future__ import annotations
 

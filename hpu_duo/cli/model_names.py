@@ -1,4 +1,4 @@
-"""What ``--model`` takes: a directory, or the id of a model on the hub, with a revision behind ``@``."""
+"""Values of ``--model``: a directory, or the id of a model on the hub, with a revision behind ``@``."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """Which heads stream."""
+    """Options that say which heads stream."""
 
     pattern: Annotated[
         Path | None,

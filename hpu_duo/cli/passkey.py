@@ -37,7 +37,7 @@ _OFFERED = Only(
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said about one passkey."""
+    """The answer of the model about one passkey."""
 
     passkey: Passkey
     answered: str

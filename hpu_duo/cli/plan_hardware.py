@@ -94,7 +94,7 @@ class HardwareOptions:
         )
 
     def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:
-        """What every choice gives.
+        """Return what every choice gives.
 
         Args:
             num_graphs: budget of the bucket table, which bounds the warm-up.
@@ -132,7 +132,7 @@ class HardwareOptions:
 def graph_bytes(
     model: Path, size: ModelSize, kv_layers: tuple[LayerKV, ...], block_size: int
 ) -> Callable[[BatchShape], float]:
-    """What the graph of a bucket keeps on HPU at worst: its results and intermediates of its own.
+    """Bytes that the graph of a bucket keeps on HPU at worst: its results and intermediates of its own.
 
     Args:
         kv_layers: the heads that keep blocks and rings, of each layer.

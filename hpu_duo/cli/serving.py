@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class View(Protocol):
-    """Who watches a run."""
+    """A watcher of a run."""
 
     def prefilled(self, done: int, total: int) -> None:
         """Prompt tokens computed so far, and all of them."""
@@ -47,7 +47,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a run gave.
+    """Results of a run.
 
     Attributes:
         completions: one per prompt, in order; unfinished ones without a finish reason if interrupted.

@@ -1,4 +1,4 @@
-"""What the user sees while prompts run."""
+"""Views of prompts that run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user sees of a warm-up: the estimate, a progress bar, and what it cost."""
+"""Views of a warm-up: the estimate, a progress bar, and what it cost."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def print_estimate(console: Console, prepared: WarmUp) -> None:
 
 
 def print_report(console: Console, report: WarmUpReport) -> None:
-    """What the graphs cost, the slowest first."""
+    """Print what the graphs cost, the slowest first."""
     if report.is_dry_run:
         console.print("nothing was captured: a dry run")
         return

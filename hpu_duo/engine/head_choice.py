@@ -1,4 +1,4 @@
-"""Which heads of a model retrieve and which stream: the pattern and the windows an engine runs with."""
+"""Choice of the heads that retrieve and of those that stream: an engine's pattern and windows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _read(pattern: HeadPattern | str | Path) -> HeadPattern:
 def assign_heads(
     layers: tuple[DecoderLayer, ...], pattern: HeadPattern | None, max_len: int
 ) -> tuple[list[HeadLayout], list[Window | None]]:
-    """Which heads of each layer stream, and in which window.
+    """Return the heads of each layer that stream, and their window.
 
     A sliding-window layer streams with all heads and no sink, whatever the pattern says of it;
     unless its window is no shorter than any request, for then it is a layer of full attention.

@@ -77,7 +77,7 @@ class Intake:
         return [first, *siblings]
 
     def states(self, request_id: str, requests: Sequence[Request]) -> list[SampleState]:
-        """What the engine keeps for each sample besides."""
+        """Return what the engine keeps for each sample besides."""
         return [
             SampleState(request, request_id, self._eos, self._tokenizer, self._special_ids)
             for request in requests

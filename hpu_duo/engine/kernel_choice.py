@@ -1,4 +1,4 @@
-"""Which kernels attend, and why others cannot."""
+"""Choice of the kernels that attend, and the reasons why others cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples have not ended, and whose they are."""
+"""Samples that have not ended, by the request that they belong to."""
 
 from __future__ import annotations
 

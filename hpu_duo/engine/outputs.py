@@ -1,4 +1,4 @@
-"""What the engine hands out while requests run."""
+"""Outputs that the engine hands out while requests run."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Completion:
 
 
 class Completions:
-    """What the requests of one call have been given so far.
+    """Outputs that the requests of one call have been given so far.
 
     Attributes:
         mail: outputs of these requests that steps have made and ``take_mail`` has not taken. Any thread's

@@ -1,4 +1,4 @@
-"""What an engine runs with, now that nothing is open any more."""
+"""Settings that an engine runs with, none of them left open."""
 
 from __future__ import annotations
 

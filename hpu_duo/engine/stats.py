@@ -1,4 +1,4 @@
-"""What an engine has done and what it holds."""
+"""Counts of what an engine has done, and of what it holds."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class EngineStats:
     def of(
         cls, counters: StepCounters, scheduler: Scheduler, runner: Runner, notes: tuple[str, ...] = ()
     ) -> EngineStats:
-        """What the counters say, and what is held now."""
+        """Collect the counters, and what is held now."""
         leases, memory, graphs = scheduler.leases, runner.store.plan, runner.graphs.counters
         return cls(
             steps=dict(counters.steps),

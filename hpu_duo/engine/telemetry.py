@@ -1,4 +1,4 @@
-"""What is written down about steps; nothing here makes a step fail."""
+"""Records about steps; nothing here makes a step fail."""
 
 from __future__ import annotations
 

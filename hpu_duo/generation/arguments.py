@@ -17,7 +17,7 @@ from hpu_duo.sampling import SamplingParams
 _STOPPING = {"ignore_eos", "stop_token_ids"}
 
 DEFAULT_NEW_TOKENS = 20
-"""What transformers generates when nobody says how much."""
+"""New tokens that transformers generates when nobody says how many."""
 
 DEFAULT_TOP_K = 50
 """transformers' default when it samples."""
@@ -25,7 +25,7 @@ DEFAULT_TOP_K = 50
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What one call of ``generate`` asks for.
+    """A call of ``generate`` as it was asked for.
 
     Attributes:
         config: the fields that are honoured; None for those that nobody set.

@@ -79,7 +79,7 @@ class GenerateCall:
         hooks: Hooks | None,
         criteria: StoppingCriteriaList,
     ) -> list[ProcessedSample]:
-        """What handles each sample of a prompt on the host."""
+        """Return the host's share in each sample of a prompt."""
         row, prompt_len = self._rows[number], len(self._prompts[number])
         samples = []
         for index in range(number * params.n, (number + 1) * params.n):

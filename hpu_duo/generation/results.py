@@ -1,4 +1,4 @@
-"""What one call of ``generate`` gives back, as transformers does."""
+"""Results of one call of ``generate``, in the form of transformers'."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _HARMLESS = {
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one layer asked of its attention.
+    """A recorded call of one layer's attention.
 
     Attributes:
         module: the attention module.

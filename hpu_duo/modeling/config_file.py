@@ -27,7 +27,7 @@ FILE_ERRORS = (
     RecursionError,
     StrictDataclassError,
 )
-"""What transformers raises about a file, or values in it, that it cannot use."""
+"""Errors that transformers raises about a file, or values in it, that it cannot use."""
 
 NO_REMOTE_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of each ``from_pretrained`` of transformers: without them it may ask, and go online."""

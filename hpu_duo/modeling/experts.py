@@ -44,7 +44,7 @@ def experts_at_a_time(bytes_of_one: int) -> int:
 def run_experts(
     self: Any, hidden_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What the chosen experts make of each token, ``[T, H]``.
+    """Return what the chosen experts make of each token, ``[T, H]``.
 
     Args:
         self: transformers' module of all experts, with its weights in one tensor for each projection.

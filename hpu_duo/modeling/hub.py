@@ -69,7 +69,7 @@ def find_checkpoint(name: str | Path, revision: str | None = None, *, needs_weig
 
 
 def _reason(name: str, revision: str | None, error: Exception) -> str:
-    """What went wrong, in a sentence."""
+    """Say in a sentence what went wrong."""
     what = repr(name) if revision is None else f"{name!r} at {revision!r}"
     if isinstance(error, GatedRepoError):
         return f"{name!r} is gated: accept its terms there, and log in with 'hf auth login' or HF_TOKEN"

@@ -1,4 +1,4 @@
-"""Which layers of a model run the same code, so that one compiled function serves them all."""
+"""Kinds of layers: those of one kind run the same code, so that one compiled function serves them all."""
 
 from __future__ import annotations
 
