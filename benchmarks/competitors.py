@@ -36,8 +36,8 @@ WORKERS = Path(__file__).parent / "engine_workers"
 BASELINE, OURS, STREAMING = "transformers", "hpu-duo", "hpu-duo, half of the heads streaming"
 SCRIPTS = {
     BASELINE: "transformers_generate.py",
-    OURS: "hpu_duo_compiled.py",
-    STREAMING: "hpu_duo_compiled.py",
+    OURS: "hpu_duo_replayed.py",
+    STREAMING: "hpu_duo_replayed.py",
     "vllm": "vllm_cpu.py",
     "openvino": "openvino_genai_paged.py",
 }

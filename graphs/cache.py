@@ -209,7 +209,7 @@ class GraphCache:
         shapes: Iterable[BatchShape] | None = None,
         progress: Callable[[int, int, BatchShape], None] | None = None,
     ) -> int:
-        """Capture buckets ahead of traffic by running each once; those already captured are left alone.
+        """Capture buckets ahead of traffic by running them; those already captured are left alone.
 
         Buckets too long to be captured are run as well: their operators may have to be compiled.
 
@@ -235,7 +235,10 @@ class GraphCache:
         num_new = 0
         for done, bucket in enumerate(buckets, start=1):
             if not self._is_ready(bucket):
-                self._run_first(bucket, fn_of(bucket), make_inputs(bucket))
+                fn, inputs = fn_of(bucket), make_inputs(bucket)
+                self._run_first(bucket, fn, inputs)
+                for _ in range(1, self.backend.num_first_runs if self.captures(bucket) else 1):
+                    self.rehearse(bucket, fn, inputs)
                 num_new += 1
             if progress is not None:
                 progress(done, len(buckets), bucket)

@@ -11,15 +11,17 @@ BACKEND_NAMES = ("eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph
 def best_name(device_type: str, is_lazy: bool) -> str:
     """The backend that "auto" stands for on a kind of device.
 
-    A CPU runs steps as they are written: compiling them pays only for who serves long enough, and is
-    asked for by name. CUDA records whole steps. HPU compiles layers, or in lazy mode, where its compiler
-    does not work, records whole steps.
+    A CPU replays lists of operators, which needs no compiler; compiling layers pays only for who serves long
+    enough, and is asked for by name. CUDA records whole steps. HPU compiles layers, or in lazy mode, where
+    its compiler does not work, records whole steps.
     """
     match device_type:
         case "cuda":
             return "cuda"
         case "hpu":
             return "hpu-graph" if is_lazy else "hpu-compile"
+        case "cpu":
+            return "replay"
         case _:
             return "eager"
 

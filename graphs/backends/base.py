@@ -28,6 +28,11 @@ class CaptureBackend(Protocol):
         """The name that ``make_backend`` knows this backend by."""
         ...
 
+    @property
+    def num_first_runs(self) -> int:
+        """Runs of a bucket until later ones only repeat: warm-up makes them all."""
+        ...
+
     def problem(self, device: torch.device) -> str | None:
         """Why steps on ``device`` cannot be captured here, what was expected and what was got; or None.
 

@@ -41,6 +41,7 @@ class CompileBackend:
     """
 
     name = "compile"
+    num_first_runs = 1
 
     def __init__(self, compiler: str = "inductor", guards: bool = False) -> None:
         self._compiler = compiler

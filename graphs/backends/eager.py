@@ -15,6 +15,7 @@ class EagerBackend:
     """
 
     name = "eager"
+    num_first_runs = 1
 
     def problem(self, device: torch.device) -> str | None:
         """Return None: steps run as written everywhere."""

@@ -21,6 +21,7 @@ class ReplayBackend:
     """
 
     name = "replay"
+    num_first_runs = 2
 
     def __init__(self, arrange: Arrange | None = None) -> None:
         self._arrange = arrange

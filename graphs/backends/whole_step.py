@@ -53,6 +53,8 @@ class WholeStepBackend:
         recorder: how the device does it.
     """
 
+    num_first_runs = 1
+
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.name = name
         self._recorder = recorder

@@ -24,6 +24,7 @@ class SimBackend:
     """
 
     name = "hpu-sim"
+    num_first_runs = 1
 
     def __init__(self, device: SimulatedHpu) -> None:
         self._device = device

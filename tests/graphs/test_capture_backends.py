@@ -257,7 +257,7 @@ def test_a_compiler_of_code_for_the_cpu_is_asked_for_where_one_is_needed(
 @pytest.mark.parametrize(
     ("device", "is_lazy", "name"),
     [
-        ("cpu", False, "eager"),
+        ("cpu", False, "replay"),
         ("cuda", False, "cuda"),
         ("hpu", False, "hpu-compile"),
         ("hpu", True, "hpu-graph"),

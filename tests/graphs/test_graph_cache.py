@@ -15,6 +15,7 @@ from graphs import (
     GraphMissError,
     MissPolicy,
 )
+from graphs.backends.replay import ReplayBackend
 
 B8 = BatchShape.parse("--u/q8/s0/u8/l8")
 B16 = BatchShape.parse("--u/q16/s0/u16/l16")
@@ -29,6 +30,7 @@ class RecordingBackend:
     """A whole-step backend that keeps a list of the shapes it captured."""
 
     name = "recording"
+    num_first_runs = 1
 
     def __init__(self) -> None:
         self.captured: list[BatchShape] = []
@@ -290,3 +292,18 @@ def test_a_rehearsal_runs_what_a_step_runs_and_counts_nothing() -> None:
     assert cache.rehearse(B8, total, make_inputs(B8)) == ("captured", sum(range(8)))
     assert cache.rehearse(B8, total, make_inputs(B8)) == ("captured", sum(range(8)))
     assert (cache.counters.captures, dict(cache.counters.runs), dict(cache.counters.steps)) == (1, {}, {})
+
+
+def test_warm_up_leaves_nothing_of_a_replayed_step_to_be_written_later() -> None:
+    cache, num_calls = GraphCache(ReplayBackend(), TABLE, MissPolicy.ERROR), 0
+
+    def doubled(inputs: Inputs) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return inputs["token_ids"] * 2
+
+    cache.warm_up(lambda bucket: doubled, make_inputs)
+    assert num_calls == 2 * len(TABLE)
+    bucket = cache.resolve(BatchShape.parse("--u/q5/s0/u2/l5"))
+    assert cache.run(bucket, doubled, make_inputs(bucket)).tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert num_calls == 2 * len(TABLE)

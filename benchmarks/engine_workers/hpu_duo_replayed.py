@@ -1,4 +1,4 @@
-"""This engine with compiled steps and the default table."""
+"""This engine with replayed steps and the default table."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 
 
-class Compiled(protocol.SteppedEngine):
-    """Ready when no request would wait for a compilation."""
+class Replayed(protocol.SteppedEngine):
+    """Ready when every bucket is written down."""
 
     def __init__(self, limits: protocol.Limits) -> None:
         torch.set_num_threads(1)
@@ -30,7 +30,7 @@ class Compiled(protocol.SteppedEngine):
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_tokens,
-            graphs="compile",
+            graphs="replay",
             pattern=pattern,
             sparsity=limits.streaming if pattern else None,
         )
@@ -49,4 +49,4 @@ class Compiled(protocol.SteppedEngine):
 
 
 if __name__ == "__main__":
-    protocol.main(Compiled)
+    protocol.main(Replayed)
