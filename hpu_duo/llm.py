@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +24,7 @@ from hpu_duo.generation import GenerativeModel, as_eos_ids
 from hpu_duo.modeling.config_file import refuse_remote_code
 from hpu_duo.modeling.hub import find_checkpoint
 from hpu_duo.modeling.loading import choose_dtype, load_tokenizer, read_config, read_generation_config
+from hpu_duo.steplog import StepRecorder, origin_of
 from hpu_duo.uncopied import Uncopied
 from hpu_duo.warmup import (
     GivenBuckets,
@@ -95,6 +98,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         graph_memory_bytes: int | None = None,
         fail_on_recompile: bool = False,
         record_shapes: str | Path | None = None,
+        record_steps: str | Path | None = None,
         seed: int = 0,
     ) -> HPUDuoModel:
         """Load any decoder-only transformers checkpoint, from a directory or from the hub.
@@ -130,6 +134,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             fail_on_recompile: a step outside of warm-up that compiles or captures anything raises
                 ``RecompileError``, which names it.
             record_shapes: file to which the exact shape of every step is appended, to plan from.
+            record_steps: file to which every step is written, in place of what it holds: a debugging tool,
+                see ``hpu_duo.steplog``.
             seed: from which requests of ``engine`` without a seed draw.
 
         Raises:
@@ -189,6 +195,10 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         given.check(engine)
         if record_shapes is not None:
             engine.recorder = ShapeRecorder(record_shapes)
+        if record_steps is not None:
+            # An engine that refers to itself would be freed late.
+            origin = partial(origin_of, weakref.proxy(engine), config)
+            engine.step_recorder = StepRecorder(record_steps, origin)
         return cls(engine, tokenizer, generation_config, config)
 
     def warmup(

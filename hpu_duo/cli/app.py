@@ -19,6 +19,7 @@ from hpu_duo.cli.passkey import passkey
 from hpu_duo.cli.paths import refuse_empty_paths
 from hpu_duo.cli.pattern import app as pattern_app
 from hpu_duo.cli.plan import plan
+from hpu_duo.cli.replay import replay
 from hpu_duo.cli.streams import delivered
 from hpu_duo.cli.warmup import warmup
 
@@ -42,6 +43,7 @@ app.command()(doctor)
 app.command(cls=ManyValues)(capacity)
 app.command(cls=ManyValues)(plan)
 app.command()(warmup)
+app.command()(replay)
 app.command()(identify)
 app.add_typer(pattern_app, name="pattern")
 app.command()(audit)

@@ -42,20 +42,15 @@ def load_model(
         None if size is None else parse_bytes(size)
         for size in (options.kv_cache_bytes, options.graph_memory_bytes)
     )
-    if options.record_shapes is not None:
-        check_file("--record-shapes", options.record_shapes)
-    # Everything that needs torch comes after what can be refused without it.
-    from transformers.utils import logging
-
-    from hpu_duo.llm import HPUDuoModel
-
-    # torch's notes to developers would stand between the user's text and the table.
-    warnings.filterwarnings("ignore", message=".* is in beta and the API may change", category=UserWarning)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    loaded = HPUDuoModel.from_pretrained(
-        MODEL_DIR if path is None else path,
-        **_head_arguments(path, heads),
+    for name, file in (
+        ("--record-shapes", options.record_shapes),
+        ("--record-steps", options.record_steps),
+    ):
+        if file is not None:
+            check_file(name, file)
+    loaded = load_with(
+        path,
+        **head_arguments(path, heads),
         device=options.device,
         dtype=options.dtype,
         attention=options.attention,
@@ -75,6 +70,7 @@ def load_model(
         fail_on_recompile=options.fail_on_recompile,
         trim_chunks=options.trim_chunks,
         record_shapes=options.record_shapes,
+        record_steps=options.record_steps,
         seed=seed,
     )
     if options.fail_on_recompile:
@@ -82,7 +78,33 @@ def load_model(
     return loaded
 
 
-def _head_arguments(path: Path | None, heads: HeadOptions | HeadPattern) -> dict[str, Any]:
+def load_with(path: Path | None, **arguments: Any) -> HPUDuoModel:
+    """Load with arguments of ``HPUDuoModel.from_pretrained``, and let nobody else write to the terminal.
+
+    Args:
+        path: None is the built-in model.
+
+    Raises:
+        ValueError: see ``HPUDuoModel.from_pretrained``.
+    """
+    # Everything that needs torch comes after what can be refused without it.
+    from transformers.utils import logging
+
+    from hpu_duo.llm import HPUDuoModel
+
+    # torch's notes to developers would stand between the user's text and the table.
+    warnings.filterwarnings("ignore", message=".* is in beta and the API may change", category=UserWarning)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return HPUDuoModel.from_pretrained(MODEL_DIR if path is None else path, **arguments)
+
+
+def head_arguments(path: Path | None, heads: HeadOptions | HeadPattern) -> dict[str, Any]:
+    """Arguments of ``HPUDuoModel.from_pretrained`` that say which heads stream.
+
+    Args:
+        path, heads: see ``load_model``.
+    """
     if not isinstance(heads, HeadOptions):
         return {"pattern": heads}
     own = PATTERN_DIR if path is None and heads.is_cut else None

@@ -214,3 +214,12 @@ class EngineOptions(SizeOptions):
             rich_help_panel=ENGINE,
         ),
     ] = None
+    record_steps: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write every step to this file, for hpu-duo replay: a debugging tool.",
+            show_default="not recorded",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None

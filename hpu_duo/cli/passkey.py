@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _SPARE_TOKENS = 4
 _OFFERED = Only(
     *("device", "dtype", "graphs", "attention", "max_num_seqs", "max_num_batched_tokens", "block_size"),
-    *("device_memory_utilization", "fail_on_recompile"),
+    *("device_memory_utilization", "fail_on_recompile", "record_steps"),
 )
 
 

@@ -136,7 +136,7 @@ def assemble_around(
     scheduler = Scheduler(limits, _trimming(config, runner))
     token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed)
-    engine.notes = frequencies_note(text_config, max_len)
+    engine.notes, engine.pattern = frequencies_note(text_config, max_len), pattern
     _log.info("engine of %s: %s", type(model).__name__, Resolved.of(runner, scheduler))
     return engine
 

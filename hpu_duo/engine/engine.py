@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from graphs.recording import ShapeRecorder
+    from hpu_duo.engine.telemetry import StepSink
+    from hpu_duo.heads import HeadPattern
 
 
 class Engine(Uncopied):
@@ -52,6 +54,7 @@ class Engine(Uncopied):
 
     Attributes:
         notes: what a user should know of how the model was loaded; ``stats`` has them too.
+        pattern: which heads retrieve, binarised; None if all do.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Engine(Uncopied):
         self._turns = Turns()
         self._num_added = 0
         self.notes: tuple[str, ...] = ()
+        self.pattern: HeadPattern | None = None
 
     @property
     def recorder(self) -> ShapeRecorder | None:
@@ -79,6 +83,16 @@ class Engine(Uncopied):
     def recorder(self, recorder: ShapeRecorder | None) -> None:
         """Write them there from now on."""
         self._stepper.telemetry.recorder = recorder
+
+    @property
+    def step_recorder(self) -> StepSink | None:
+        """What every step is written to, if anything."""
+        return self._stepper.telemetry.step_recorder
+
+    @step_recorder.setter
+    def step_recorder(self, recorder: StepSink | None) -> None:
+        """Write them there from now on."""
+        self._stepper.telemetry.step_recorder = recorder
 
     @property
     def has_unfinished(self) -> bool:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from hpu_duo.engine.stats import StepCounters
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from graphs.recording import ShapeRecorder
+    from hpu_duo.engine.message import StepMessage
     from hpu_duo.engine.runner import StepResult
     from hpu_duo.engine.step_plan import StepPlan
     from hpu_duo.kv.leases import KVLeases
@@ -17,28 +23,46 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+class StepSink(Protocol):
+    """What steps may be written to, such as ``hpu_duo.steplog.StepRecorder``."""
+
+    def add(self, message: StepMessage, token_ids: npt.NDArray[np.int32]) -> None:
+        """Take in a step that has run, and the tokens of ``message.sampled``."""
+        ...
+
+
 class Telemetry:
     """Counts steps, and records their shapes.
 
     Attributes:
         counters: running totals.
         recorder: takes the exact shape of every step; None records nothing.
+        step_recorder: takes every step; None records nothing.
     """
 
     def __init__(self) -> None:
         self.counters = StepCounters()
         self.recorder: ShapeRecorder | None = None
+        self.step_recorder: StepSink | None = None
 
     def note(self, plan: StepPlan, result: StepResult, leases: KVLeases, memory: MemoryPlan) -> None:
         """Account for a step that has run, before anything of it is given back.
 
         What goes wrong here, such as a full disk, is counted and logged once.
         """
+        is_noted = self._try(lambda: self.counters.count(plan, result, leases, memory))
+        if self.recorder is not None:
+            is_noted &= self._try(partial(self.recorder.add, result.shape))
+        if self.step_recorder is not None:
+            is_noted &= self._try(partial(self.step_recorder.add, result.message, result.token_ids))
+        self.counters.num_unrecorded_steps += not is_noted
+
+    def _try(self, note: Callable[[], None]) -> bool:
+        """Note one thing, and say whether that was possible; it takes nothing from the others."""
         try:
-            self.counters.count(plan, result, leases, memory)
-            if self.recorder is not None:
-                self.recorder.add(result.shape)
+            note()
         except Exception as error:
             if not self.counters.num_unrecorded_steps:
                 _log.warning("a step could not be recorded, and is served all the same: %s", error)
-            self.counters.num_unrecorded_steps += 1
+            return False
+        return True

@@ -1,0 +1,218 @@
+"""The file format of recorded steps.
+
+A line that names the format and its version, a line of JSON that says what the steps are of, and then each
+step as a line of JSON with its small parts, followed by the bytes of its two arrays, little-endian. Nothing
+in it is ever executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from graphs import BatchShape
+from hpu_duo.engine.message import StepMessage
+from hpu_duo.sampling import SamplingBatch, SamplingRoute
+
+VERSION = 1
+"""Of the format; other versions are refused."""
+
+_FORMAT = b"hpu-duo steps "
+_INTS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")
+_LONGEST_LINE = 1 << 26
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """A step and what it gave.
+
+    Attributes:
+        message: the step.
+        token_ids: the tokens of ``message.sampled``, int32 ``[S]``.
+    """
+
+    message: StepMessage
+    token_ids: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """A file with steps; iterating reads it from the beginning.
+
+    Attributes:
+        path: the file.
+        origin: what the steps are of; see ``origin_of``.
+    """
+
+    path: Path
+    origin: Mapping[str, Any]
+
+    def __iter__(self) -> Iterator[LoggedStep]:
+        """Yield the steps in order.
+
+        A last step without its end, of a process that was killed while writing, is left out.
+
+        Raises:
+            ValueError: the file cannot be read, or something in it is no step; the message names which.
+        """
+        with _opened(self.path) as file:
+            for _ in range(2):
+                _line(file)
+            number = 0
+            while (head := _line(file)).endswith(b"\n"):
+                number += 1
+                try:
+                    step = _step(head, file)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise ValueError(f"{self.path}: step {number} cannot be read: {error}") from error
+                if step is None:
+                    return
+                yield step
+
+
+def read_log(path: str | Path) -> StepLog:
+    """Open a file with recorded steps.
+
+    Raises:
+        ValueError: it cannot be read, is something else, or of another version of the format.
+    """
+    path = Path(path)
+    with _opened(path) as file:
+        first, second = _line(file), _line(file)
+    if not first.startswith(_FORMAT):
+        raise ValueError(f"expected recorded steps in {path}, got something else")
+    version = first[len(_FORMAT) :].strip().decode(errors="replace")
+    if version != str(VERSION):
+        raise ValueError(f"expected recorded steps of version {VERSION} in {path}, got version {version}")
+    try:
+        origin = json.loads(second)
+    except ValueError:
+        raise ValueError(f"expected recorded steps in {path}, got no step") from None
+    if not isinstance(origin, dict):
+        raise ValueError(f"expected recorded steps in {path}, got no description of what they are of")
+    return StepLog(path, origin)
+
+
+class StepRecorder:
+    """Writes steps to a file, from an engine's first one on.
+
+    Args:
+        path: made anew; an older recording is replaced.
+        origin: what the steps are of; asked for with the first one.
+
+    Raises:
+        ValueError: the file cannot be written, or holds something else than recorded steps.
+    """
+
+    def __init__(self, path: str | Path, origin: Callable[[], Mapping[str, Any]]) -> None:
+        self.path = Path(path)
+        self._origin: Callable[[], Mapping[str, Any]] | None = origin
+        self._error: OSError | None = None
+        if self.path.is_file() and self.path.stat().st_size:
+            with _opened(self.path) as file:
+                if not _line(file).startswith(_FORMAT):
+                    raise ValueError(f"expected recorded steps to replace in {path}, got something else")
+        try:
+            self._file: BinaryIO | None = self.path.open("wb", buffering=0)
+        except OSError as error:
+            raise ValueError(f"cannot record steps in {path}: {error.strerror}") from error
+
+    def add(self, message: StepMessage, token_ids: npt.NDArray[np.int32]) -> None:
+        """Append a step that has run.
+
+        Raises:
+            OSError: it cannot be written whole. The file ends before it then, and so do all later calls: with
+                a step missing, those behind it would be others.
+        """
+        if self._file is None:
+            raise self._error or OSError(f"the recording in {self.path} has been closed")
+        data = _bytes(message, token_ids)
+        if self._origin is not None:
+            data = b"%s%d\n%s\n" % (_FORMAT, VERSION, json.dumps(self._origin()).encode()) + data
+        start = self._file.tell()
+        try:
+            self._write(data)
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), start)
+            self.close()
+            self._error = error
+            raise
+        self._origin = None
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None, "checked by add"
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:
+            self.close()
+
+
+def _bytes(message: StepMessage, token_ids: npt.NDArray[np.int32]) -> bytes:
+    sampling = message.sampling
+    floats = np.zeros(0, np.float32) if sampling is None else sampling.floats
+    head = {
+        "shape": str(message.shape),
+        "bucket": str(message.bucket),
+        "block_copies": message.num_block_copies,
+        "row_copies": message.num_row_copies,
+        "route": None if sampling is None else asdict(sampling.route),
+        "sampled": message.sampled.tolist(),
+        "hosted": list(message.hosted),
+        "tokens": token_ids.tolist(),
+        "num_ints": len(message.ints),
+        "num_floats": len(floats),
+    }
+    arrays = message.ints.astype(_INTS).tobytes() + floats.astype(_FLOATS).tobytes()
+    return json.dumps(head).encode() + b"\n" + arrays
+
+
+def _step(head: bytes, file: BinaryIO) -> LoggedStep | None:
+    """A step whose first line has been read; None if the file ends inside of it."""
+    parts = json.loads(head)
+    sizes = [int(parts["num_ints"]), int(parts["num_floats"])]
+    if min(sizes) < 0:
+        raise ValueError(f"expected sizes of at least 0, got {sizes}")
+    ints, floats = (file.read(4 * size) for size in sizes)
+    if len(ints) < 4 * sizes[0] or len(floats) < 4 * sizes[1]:
+        return None
+    route = parts["route"]
+    message = StepMessage(
+        BatchShape.parse(parts["shape"]),
+        BatchShape.parse(parts["bucket"]),
+        np.frombuffer(ints, _INTS).astype(np.int32),
+        int(parts["block_copies"]),
+        int(parts["row_copies"]),
+        None
+        if route is None
+        else SamplingBatch(SamplingRoute(**route), np.frombuffer(floats, _FLOATS).astype(np.float32)),
+        np.array(parts["sampled"], np.int32),
+        tuple(map(int, parts["hosted"])),
+    )
+    return LoggedStep(message, np.array(parts["tokens"], np.int32))
+
+
+def _line(file: BinaryIO) -> bytes:
+    return file.readline(_LONGEST_LINE)
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ValueError(f"cannot read recorded steps from {path}: {error.strerror}") from error

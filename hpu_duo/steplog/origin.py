@@ -1,0 +1,129 @@
+"""What recorded steps are of: the model, its heads and the stores, and how to load an engine like that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphs import BatchShape, BucketTable, StepCost
+from hpu_duo import sim
+from hpu_duo.config import EngineConfig
+from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.resolved import Resolved
+from hpu_duo.heads import HeadPattern
+from hpu_duo.modeling.model_files import model_fingerprint
+from hpu_duo.warmup import configuration_of
+from hpu_duo.warmup.configuration import versions_of
+
+_MOST_SHOWN = 3
+
+
+def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
+    """Describe an engine, as JSON has it.
+
+    Args:
+        config: what it was loaded from.
+
+    Returns:
+        fingerprint: all that must be equal, flat. versions: software, by which numbers may differ.
+        options: arguments of ``from_pretrained`` beside the model, the buckets and the heads. buckets: the
+        table, None without one. heads: the head pattern, None if all retrieve.
+    """
+    runner = engine.runner
+    resolved, is_simulated = Resolved.of(runner, engine.scheduler), sim.installed() is not None
+    on_device = runner.device.type
+    limits, graphs = resolved.limits, runner.graphs
+    return {
+        "fingerprint": fingerprint_of(engine, config.model.path),
+        "versions": versions_of(runner.device),
+        "options": {
+            "device": "hpu-sim" if on_device == "hpu" and is_simulated else on_device,
+            "dtype": resolved.dtype,
+            "attention": resolved.attention,
+            "pack_weights": config.model.pack_weights,
+            "graphs": "eager" if graphs.backend.name == "hpu-sim" else graphs.backend.name,
+            "on_miss": resolved.on_miss,
+            "max_captured_tokens": resolved.max_captured_tokens,
+            "max_num_seqs": limits.max_num_seqs,
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+            "max_model_len": limits.max_model_len,
+            "max_chunk_rows": limits.max_chunk_rows,
+            "decode_len": limits.decode_len,
+            "block_size": limits.block_size,
+            "num_blocks": limits.num_blocks or None,
+        },
+        "buckets": [str(bucket) for bucket in graphs.table] if runner.executor.uses_table else None,
+        "heads": _heads(engine.pattern),
+    }
+
+
+def fingerprint_of(engine: Engine, model: str | Path) -> dict[str, Any]:
+    """All that a message takes for granted: weights, heads, dtype, kernels, capture, and where units lie."""
+    runner = engine.runner
+    layouts = {
+        f"layout.layer_{number}": f"blocks {list(cache.blocks.layout)}, rings {list(cache.rings.layout)}"
+        for number, cache in enumerate(runner.store.layers)
+    }
+    return {
+        "checkpoint": model_fingerprint(Path(model)),
+        "heads": _heads(engine.pattern),
+        **configuration_of(engine),
+        **layouts,
+    }
+
+
+def options_of(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``HPUDuoModel.from_pretrained`` beside the model, for an engine that has the same.
+
+    Raises:
+        ValueError: the description lacks them.
+    """
+    try:
+        options, buckets, heads = dict(origin["options"]), origin["buckets"], origin["heads"]
+        if buckets is not None:
+            shapes = tuple(map(BatchShape.parse, buckets))
+            options["buckets"] = BucketTable(shapes, StepCost(block_size=options["block_size"]))
+        if heads is not None:
+            mask = np.array(heads["retrieval"], np.bool_)
+            options["pattern"] = HeadPattern(
+                mask.astype(np.float32), heads["sink"], heads["recent"], "recorded steps", mask
+            )
+        return options
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected recorded steps to say how they are replayed, got {error}") from error
+
+
+def check_origin(origin: Mapping[str, Any], engine: Engine, model: str | Path) -> None:
+    """Raise ValueError unless steps of this origin can be carried out by an engine."""
+    # As JSON has it: tuples are lists there.
+    expected, got = origin.get("fingerprint", {}), json.loads(json.dumps(fingerprint_of(engine, model)))
+    differing = [
+        f"{name}: {_text(expected.get(name))}, not {_text(got.get(name))}"
+        for name in {**expected, **got}
+        if expected.get(name) != got.get(name)
+    ]
+    if differing:
+        shown = "; ".join(differing[:_MOST_SHOWN])
+        more = f"; and {len(differing) - _MOST_SHOWN} more" if len(differing) > _MOST_SHOWN else ""
+        raise ValueError(f"expected an engine like the one whose steps were recorded, {shown}{more}")
+
+
+def differing_versions(origin: Mapping[str, Any], engine: Engine) -> list[str]:
+    """What software is another one than the recorded one, by which tokens may come to differ."""
+    before, now = origin.get("versions", {}), versions_of(engine.runner.device)
+    return [f"{name} {before[name]}, now {now.get(name)}" for name in before if before[name] != now.get(name)]
+
+
+def _heads(pattern: HeadPattern | None) -> dict[str, Any] | None:
+    if pattern is None:
+        return None
+    return {"sink": pattern.sink, "recent": pattern.recent, "retrieval": pattern.mask.astype(int).tolist()}
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 60 else f"{text[:56]} ..."

@@ -1,0 +1,93 @@
+"""Carrying recorded steps out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from graphs import MissPolicy
+from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.message import StepMessage
+from hpu_duo.steplog.file import StepLog
+from hpu_duo.steplog.origin import check_origin, differing_versions
+
+
+class Difference(NamedTuple):
+    """A token that is another one than was recorded.
+
+    Attributes:
+        step: number of the step, from 1 on.
+        row: of the step's logits.
+        expected, got: token ids.
+    """
+
+    step: int
+    row: int
+    expected: int
+    got: int
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What came of a replay.
+
+    Attributes:
+        num_steps, num_tokens: steps carried out, and tokens compared.
+        num_hosted: tokens that the host had chosen, which no message can repeat; those that follow them are
+            compared, since messages carry what was chosen.
+        differences: tokens that are others.
+        versions: software that is another one than when the steps were recorded.
+    """
+
+    num_steps: int
+    num_tokens: int
+    num_hosted: int
+    differences: tuple[Difference, ...]
+    versions: tuple[str, ...]
+
+
+def replay(
+    engine: Engine, model: str | Path, log: StepLog, progress: Callable[[int], None] | None = None
+) -> ReplayReport:
+    """Carry out recorded steps and compare their tokens; the engine's own requests play no part.
+
+    Args:
+        engine: without requests; what it has stored is overwritten.
+        model: the checkpoint that it was loaded from.
+        progress: called after each step with its number.
+
+    Raises:
+        ValueError: the engine is of another model, head pattern, dtype or layout, or has requests.
+    """
+    with engine.exclusive():
+        if engine.has_unfinished:
+            raise ValueError("expected an engine without requests to replay steps on, got one with some")
+        check_origin(log.origin, engine, model)
+        num_tokens = num_hosted = number = 0
+        differences: list[Difference] = []
+        for number, step in enumerate(log, start=1):
+            message = step.message
+            _make_room(engine, message)
+            got = engine.runner.executor.execute(message).token_ids
+            is_hosted = np.isin(message.sampled, np.array(message.hosted, np.int32))
+            num_hosted += int(is_hosted.sum())
+            num_tokens += int((~is_hosted).sum())
+            for place in np.flatnonzero((got != step.token_ids) & ~is_hosted).tolist():
+                row, expected = int(message.sampled[place]), int(step.token_ids[place])
+                differences.append(Difference(number, row, expected, int(got[place])))
+            if progress is not None:
+                progress(number)
+    versions = tuple(differing_versions(log.origin, engine))
+    return ReplayReport(number, num_tokens, num_hosted, tuple(differences), versions)
+
+
+def _make_room(engine: Engine, message: StepMessage) -> None:
+    """Take a bucket that a miss had added to the table when the step was recorded."""
+    executor = engine.runner.executor
+    graphs = executor.graphs
+    if executor.uses_table and graphs.policy is MissPolicy.CAPTURE and message.bucket not in graphs.table:
+        executor.bucket_of(message.bucket)

@@ -1,0 +1,135 @@
+"""Recorded steps give the same tokens again, from their messages alone; other engines are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.cli.app import app
+from hpu_duo.sampling import SamplingParams
+from hpu_duo.steplog import StepLog, options_of, read_log, replay
+from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve
+from tests.modeling.families import prompts_of
+
+PROMPTS = prompts_of([30, 12, 1, 22], seed=3)
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=9, logprobs=2),
+    SamplingParams(temperature=1.3, seed=4, max_tokens=20, n=3),
+    SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.3, max_tokens=25),
+    SamplingParams(temperature=0, logit_bias={5: 3.0}, max_tokens=5),
+]
+OPTIONS: dict[str, Any] = {"pattern": PATTERN, "num_blocks": 8, "max_model_len": 64}
+OTHER_HEADS = HeadPattern(
+    np.zeros((2, 2), np.float32), sink=2, recent=6, retrieval=np.array([[False, True], [False, True]])
+)
+
+
+def recorded(tiny: Tiny, path: Path, **options: Any) -> StepLog:
+    """Steps of a mixed workload with preemptions."""
+    served = tiny.load(record_steps=path, **{**OPTIONS, **options})
+    serve(served, PROMPTS, PARAMS)
+    served.engine.step_recorder.close()  # type: ignore[union-attr]
+    return read_log(path)
+
+
+def again(tiny: Tiny, log: StepLog, **changes: Any) -> HPUDuoModel:
+    """A fresh engine, loaded as the recording says but for some changes."""
+    return HPUDuoModel.from_pretrained(tiny.path, **{**options_of(log.origin), **changes})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pattern": None}, {"graphs": "replay", "attention": "sdpa"}, {"device": "hpu-sim"}],
+    ids=["duo", "full", "captured", "hpu-sim"],
+)
+def test_a_replay_gives_the_same_tokens(tiny: Tiny, tmp_path: Path, options: dict[str, Any]) -> None:
+    log = recorded(tiny, tmp_path / "steps", **options)
+    report = replay(again(tiny, log).engine, tiny.path, log)
+    assert report.differences == report.versions == ()
+    assert report.num_hosted == 0
+    assert report.num_tokens == sum(len(step.token_ids) for step in log) > 50
+    assert report.num_steps == len(list(log)) > 20
+
+
+def test_a_replay_notices_another_token(tiny: Tiny, tmp_path: Path) -> None:
+    log = recorded(tiny, tmp_path / "steps")
+    data = log.path.read_bytes()
+    tokens = next(step.token_ids for step in log if len(step.token_ids)).tolist()
+    old, new = (f'"tokens": {json.dumps(each)}'.encode() for each in (tokens, [tokens[0] ^ 1, *tokens[1:]]))
+    changed = tmp_path / "changed"
+    changed.write_bytes(data.replace(old, new, 1))
+    (difference,) = replay(again(tiny, log).engine, tiny.path, read_log(changed)).differences
+    assert (difference.expected, difference.got) == (tokens[0] ^ 1, tokens[0])
+
+
+def test_tokens_of_the_host_are_counted_as_not_replayable(tiny: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    served = tiny.load(record_steps=path, **OPTIONS)
+    done = served.generate(PROMPTS[:2], max_new_tokens=6, no_repeat_ngram_size=2)
+    log = read_log(path)
+    report = replay(again(tiny, log).engine, tiny.path, log)
+    assert (report.num_tokens, report.num_hosted, report.differences) == (0, 12, ())
+    plain = served.engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=3))
+    report = replay(again(tiny, log).engine, tiny.path, log)
+    assert (report.num_tokens, report.num_hosted, report.differences) == (3, 12, ())
+    assert plain
+    assert done is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"pattern": OTHER_HEADS}, "heads: .*'retrieval'"),
+        ({"pattern": None}, "heads: .*, not None"),
+        ({"dtype": "bfloat16"}, "dtype: float32, not bfloat16"),
+        ({"num_blocks": 9}, "limits.num_blocks: 8, not 9"),
+        ({"block_size": 16, "num_blocks": 4}, "limits.block_size: 8, not 16"),
+        ({"attention": "sdpa"}, "attention.layer_0: reference: "),
+        ({"max_num_seqs": 3}, "limits.max_num_seqs: 4, not 3"),
+    ],
+)
+def test_steps_of_another_engine_are_refused(
+    tiny: Tiny, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    log = recorded(tiny, tmp_path / "steps")
+    with pytest.raises(ValueError, match=f"expected an engine like the one whose steps were .*{named}"):
+        replay(again(tiny, log, **changes).engine, tiny.path, log)
+
+
+def test_steps_of_another_checkpoint_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    log = recorded(tiny, tmp_path / "steps")
+    other = make_tiny(tmp_path / "other")
+    weights = other.path / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    served = HPUDuoModel.from_pretrained(other.path, **options_of(log.origin))
+    with pytest.raises(ValueError, match="checkpoint: "):
+        replay(served.engine, other.path, log)
+
+
+def test_an_engine_with_requests_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    log = recorded(tiny, tmp_path / "steps")
+    served = again(tiny, log)
+    served.engine.add_request(PROMPTS[0])
+    with pytest.raises(ValueError, match="expected an engine without requests"):
+        replay(served.engine, tiny.path, log)
+
+
+def test_the_command_replays_a_recording(tiny: Tiny, tmp_path: Path) -> None:
+    recorded(tiny, tmp_path / "steps")
+    model = ["--model", str(tiny.path)]
+    result = CliRunner().invoke(app, ["replay", str(tmp_path / "steps"), *model, "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout[result.stdout.index("{") :])
+    assert (report["differences"], report["num_hosted"]) == ([], 0)
+    assert report["num_tokens"] > 50
+    refused = CliRunner().invoke(app, ["replay", str(tmp_path / "steps"), *model, "--dtype", "bfloat16"])
+    assert refused.exit_code == 2
+    assert "dtype: float32, not bfloat16" in refused.output
