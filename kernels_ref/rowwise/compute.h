@@ -15,6 +15,28 @@ namespace {
 
 using Vec = at::vec::Vectorized<float>;
 
+#if defined(CPU_CAPABILITY_AVX512)
+// x / (1 + exp(-x)), to 20 bits.
+Vec quick_silu(Vec v) {
+  const __m512 x = v, limit = _mm512_set1_ps(200), one = _mm512_set1_ps(1);
+  // A bound comes first: where the other operand is not a number, that one is taken.
+  const __m512 bounded = _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), limit), _mm512_min_ps(limit, x));
+  const __m512 scale = _mm512_set1_ps(-1.44269504f);
+  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(bounded, scale), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 part = _mm512_fmsub_ps(bounded, scale, whole);
+  __m512 power = _mm512_set1_ps(1.54035304e-4f);
+  for (float next : {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.f})
+    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(next));
+  const __m512 sum = _mm512_add_ps(one, _mm512_scalef_ps(power, whole));
+  const __m512 guess = _mm512_rcp14_ps(sum);
+  const __mmask16 is_finite = _mm512_cmp_ps_mask(sum, _mm512_set1_ps(INFINITY), _CMP_NEQ_UQ);
+  const __m512 twice = _mm512_fnmadd_ps(sum, guess, _mm512_set1_ps(2));
+  return _mm512_mul_ps(x, _mm512_mask_mul_ps(guess, is_finite, guess, twice));
+}
+#else
+Vec quick_silu(Vec v) { return v / (Vec(1) + v.neg().exp_u20()); }
+#endif
+
 template <class F> void unary(F f, const float *a, float *to, int64_t count) {
   int64_t i = 0;
   for (; i + Vec::size() <= count; i += Vec::size()) f(Vec::loadu(a + i)).store(to + i);
@@ -48,11 +70,18 @@ template <class F> void binary(bool rounds, F f, const float *a, int64_t wa, con
     binary<false>(f, a, wa, b, wb, to, width, rows);
 }
 
+// Rows are short: calls of memcpy would cost more than they copy.
+void copy_items(const float *__restrict from, float *__restrict to, int64_t count) {
+  int64_t i = 0;
+  for (; i + Vec::size() <= count; i += Vec::size()) Vec::loadu(from + i).store(to + i);
+  for (; i < count; ++i) to[i] = from[i];
+}
+
 void copy_row(const float *from, int64_t width_of_source, float *to, int64_t width) {
   if (width_of_source == 1)
     std::fill(to, to + width, *from);
   else
-    std::memcpy(to, from, width * sizeof(float));
+    copy_items(from, to, width);
 }
 
 void where(const float *c, int64_t wc, const float *a, int64_t wa, const float *b, int64_t wb, float *to,
@@ -106,7 +135,7 @@ void compute(const Program &p, const Instruction &x, float *const *at, int64_t r
   switch (x.code) {
     case kConstant: std::fill(to, to + count, x.number); break;
     case kPlace:
-      for (int64_t r = 0; r < rows; ++r) std::memcpy(to + r * width + x.c, a + r * wa, wa * sizeof(float));
+      for (int64_t r = 0; r < rows; ++r) copy_items(a + r * wa, to + r * width + x.c, wa);
       break;
     case kCopy: std::memcpy(to, a, count * sizeof(float)); break;
     case kNeg: unary([](Vec v) { return v.neg(); }, a, to, count); break;
@@ -121,7 +150,7 @@ void compute(const Program &p, const Instruction &x, float *const *at, int64_t r
     case kSilu:
       // What is rounded to 8 bits needs no more than 20.
       if (x.rounds)
-        unary([](Vec v) { return v / (Vec(1) + v.neg().exp_u20()); }, a, to, count);
+        unary(quick_silu, a, to, count);
       else
         unary([](Vec v) { return v / (Vec(1) + v.neg().exp()); }, a, to, count);
       break;

@@ -10,7 +10,7 @@ namespace hpu_duo {
 namespace {
 
 constexpr int kMaxDims = 8;
-constexpr int64_t kTileItems = 4096;  // of all slots together, so that they stay in the first-level cache
+constexpr int64_t kTileItems = 8192;  // of all slots together: most of a first-level cache
 constexpr int64_t kMaxTileRows = 64;
 constexpr int64_t kParallelItems = 16384;
 
@@ -29,6 +29,7 @@ struct Layout {
   int64_t strides[kMaxDims];
   // Numbers that choose rows; no tensor is -1, and a single number has no dimension, -1.
   int64_t index, index_is_long, index_offset, index_step, index_dim, index_stride;
+  bool is_flat;  // all items follow each other, row after row
 };
 
 struct Output {

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -44,10 +45,18 @@ class RowCursor {
         layout_.index_is_long ? ((const int64_t *)index_)[place] : ((const int32_t *)index_)[place];
     return offset_ + chosen * layout_.index_stride;
   }
-  void next() {
-    for (int64_t d = program_.num_dims - 1; d >= 0; --d) {
-      offset_ += layout_.strides[d];
-      if (++at_[d] < program_.sizes[d]) return;
+  // Rows from here on, at one distance from each other, that do not leave the last dimension.
+  int64_t rows_of_line() const {
+    const int64_t last = program_.num_dims - 1;
+    return last < 0 || (index_ && layout_.index_dim == last) ? 1 : program_.sizes[last] - at_[last];
+  }
+  int64_t stride() const { return program_.num_dims ? layout_.strides[program_.num_dims - 1] : 0; }
+  // Goes on by rows of the same line, or to the next line.
+  void skip(int64_t rows) {
+    for (int64_t d = program_.num_dims - 1; d >= 0; --d, rows = 1) {
+      offset_ += rows * layout_.strides[d];
+      at_[d] += rows;
+      if (at_[d] < program_.sizes[d]) return;
       offset_ -= layout_.strides[d] * program_.sizes[d];
       at_[d] = 0;
     }
@@ -85,40 +94,57 @@ template <> inline Rounded narrow<Rounded>(float x) {
 }
 template <> inline bool narrow<bool>(float x) { return x != 0; }
 
+// Calls f(first, count, stride) for rows that begin at items first, first + stride, ... of a tensor.
+template <class F> void for_each_line(const Program &program, const Layout &layout, const void *index, int64_t row,
+                                      int64_t rows, F f) {
+  for (RowCursor cursor(program, layout, row, index); rows > 0;) {
+    const int64_t count = std::min(rows, cursor.rows_of_line());
+    f(cursor.offset(), count, cursor.stride());
+    cursor.skip(count);
+    rows -= count;
+  }
+}
+
+template <class T> void widen_items(const T *__restrict from, float *__restrict to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = widen(from[i]);
+}
+
+template <class T> void narrow_items(const float *__restrict from, T *__restrict to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = narrow<T>(from[i]);
+}
+
 template <class T> void load_rows(const Program &program, const Layout &in, const T *base, const void *index,
                                   float *to, int64_t row, int64_t rows) {
-  RowCursor cursor(program, in, row, index);
   const int64_t width = in.width;
-  if (!index && in.step == 1 && program.num_dims == 1 && in.strides[0] == width) {
-    const T *from = base + cursor.offset();
-    for (int64_t i = 0; i < rows * width; ++i) to[i] = widen(from[i]);
-    return;
-  }
-  for (int64_t r = 0; r < rows; ++r, to += width, cursor.next()) {
-    const T *from = base + cursor.offset();
-    if (in.step == 1)
-      for (int64_t i = 0; i < width; ++i) to[i] = widen(from[i]);
+  if (in.is_flat) return widen_items(base + in.offset + row * width, to, rows * width);
+  for_each_line(program, in, index, row, rows, [&](int64_t first, int64_t count, int64_t stride) {
+    const T *from = base + first;
+    if (width == 1)
+      for (int64_t r = 0; r < count; ++r) to[r] = widen(from[r * stride]);
+    else if (in.step == 1)
+      for (int64_t r = 0; r < count; ++r) widen_items(from + r * stride, to + r * width, width);
     else
-      for (int64_t i = 0; i < width; ++i) to[i] = widen(from[i * in.step]);
-  }
+      for (int64_t r = 0; r < count; ++r)
+        for (int64_t i = 0; i < width; ++i) to[r * width + i] = widen(from[r * stride + i * in.step]);
+    to += count * width;
+  });
 }
 
 template <class T> void store_rows(const Program &program, const Layout &out, T *base, const float *from,
                                    int64_t row, int64_t rows) {
-  RowCursor cursor(program, out, row, nullptr);
   const int64_t width = out.width;
-  if (out.step == 1 && program.num_dims == 1 && out.strides[0] == width) {
-    T *to = base + cursor.offset();
-    for (int64_t i = 0; i < rows * width; ++i) to[i] = narrow<T>(from[i]);
-    return;
-  }
-  for (int64_t r = 0; r < rows; ++r, from += width, cursor.next()) {
-    T *to = base + cursor.offset();
-    if (out.step == 1)
-      for (int64_t i = 0; i < width; ++i) to[i] = narrow<T>(from[i]);
+  if (out.is_flat) return narrow_items(from, base + out.offset + row * width, rows * width);
+  for_each_line(program, out, nullptr, row, rows, [&](int64_t first, int64_t count, int64_t stride) {
+    T *to = base + first;
+    if (width == 1)
+      for (int64_t r = 0; r < count; ++r) to[r * stride] = narrow<T>(from[r]);
+    else if (out.step == 1)
+      for (int64_t r = 0; r < count; ++r) narrow_items(from + r * width, to + r * stride, width);
     else
-      for (int64_t i = 0; i < width; ++i) to[i * out.step] = narrow<T>(from[i]);
-  }
+      for (int64_t r = 0; r < count; ++r)
+        for (int64_t i = 0; i < width; ++i) to[r * stride + i * out.step] = narrow<T>(from[r * width + i]);
+    from += count * width;
+  });
 }
 
 struct Source {

@@ -33,17 +33,24 @@ float *scratch(int64_t items) {
 
 void run_rows(const Program &p, const Source *inputs, void *const *outputs, int64_t begin, int64_t end) {
   const int64_t tile = std::min(p.tile_rows(), end - begin);
-  std::vector<float *> at(p.widths.size());
+  c10::SmallVector<float *, 32> own(p.widths.size());
   float *next = scratch(tile * p.slot_items + 16 * (int64_t)p.widths.size());
-  for (size_t slot = 0; slot < at.size(); ++slot) {
-    at[slot] = next;
+  for (size_t slot = 0; slot < own.size(); ++slot) {
+    own[slot] = next;
     next += (tile * p.widths[slot] + 15) & ~(int64_t)15;
   }
+  auto at = own;
   auto run = [&](const Instruction &x, int64_t row, int64_t rows) {
+    if (x.code == kStore) return store(p, p.outputs[x.to].layout, outputs[x.to], at[x.a], row, rows);
+    if (x.code == kLoad && p.inputs[x.a].is_flat && p.inputs[x.a].type == kFloat) {
+      // They are there already. Nobody writes to a slot before it is its own again.
+      const Layout &in = p.inputs[x.a];
+      at[x.to] = (float *)inputs[x.a].data + in.offset + row * in.width;
+      return;
+    }
+    at[x.to] = own[x.to];
     if (x.code == kLoad)
       load(p, p.inputs[x.a], inputs[x.a], at[x.to], row, rows);
-    else if (x.code == kStore)
-      store(p, p.outputs[x.to].layout, outputs[x.to], at[x.a], row, rows);
     else
       compute(p, x, at.data(), rows);
   };
@@ -74,13 +81,18 @@ class Reader {
   size_t at_ = 0;
 };
 
-Layout read_layout(Reader &read, int64_t num_dims) {
+Layout read_layout(Reader &read, const Program &program) {
+  const int64_t num_dims = program.num_dims;
   Layout layout{};
   for (int64_t *field : {&layout.tensor, &layout.type, &layout.offset, &layout.width, &layout.step}) *field = read();
   for (int64_t d = 0; d < num_dims; ++d) layout.strides[d] = read();
   for (int64_t *field : {&layout.index, &layout.index_is_long, &layout.index_offset, &layout.index_step,
                          &layout.index_dim, &layout.index_stride})
     *field = read();
+  layout.is_flat = layout.index < 0 && (layout.step == 1 || layout.width == 1);
+  int64_t distance = layout.width;
+  for (int64_t d = num_dims - 1; d >= 0; distance *= program.sizes[d--])
+    layout.is_flat &= layout.strides[d] == distance || program.sizes[d] == 1;
   return layout;
 }
 
@@ -103,12 +115,12 @@ int64_t build(at::IntArrayRef code, at::ArrayRef<double> constants) {
   for (size_t d = 0; d < sizes.size(); ++d) program->num_rows *= program->sizes[d] = sizes[d];
   program->widths = read.list();
   for (int64_t width : program->widths) program->slot_items += width;
-  for (int64_t left = read(); left > 0; --left) program->inputs.push_back(read_layout(read, program->num_dims));
+  for (int64_t left = read(); left > 0; --left) program->inputs.push_back(read_layout(read, *program));
   for (int64_t left = read(); left > 0; --left) {
     Output output;
     output.shape = read.list();
     output.strides = read.list();
-    output.layout = read_layout(read, program->num_dims);
+    output.layout = read_layout(read, *program);
     program->outputs.push_back(output);
   }
   program->prologue = read_instructions(read, constants);

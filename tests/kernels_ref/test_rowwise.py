@@ -224,3 +224,24 @@ def test_a_program_is_gone_with_its_owner() -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match=f"expected the number of a program, got {number}"):
         torch.ops.hpu_duo_rowwise.run(number, [x])
+
+
+def test_silu_of_extreme_values_is_that_of_torch() -> None:
+    x = torch.tensor([math.inf, -math.inf, math.nan, 3e38, -3e38, 200.0, -200.0, -88.0, -0.0, 1e-30])
+    x = x.to(torch.bfloat16).repeat(1, 4)
+    assert_same(run((1,), [x], Code.SILU, 40, x.dtype), torch.nn.functional.silu(x))
+
+
+def test_what_is_read_where_it_lies_is_left_as_it_is() -> None:
+    x, y = (random(300, 48, dtype=torch.float32, seed=seed) for seed in range(2))
+    before = x.clone(), y.clone()
+    builder = Builder((300,))
+    # More instructions than registers: the places of both operands are written to again.
+    total = builder.compute(Code.ADD, [builder.load(0, rows_of(x)), builder.load(1, rows_of(y))], 48)
+    for _ in range(3):
+        total = builder.compute(Code.MUL, [total, builder.constant(2.0)], 48)
+    builder.store(total, x.shape, x.stride(), rows_of(x))
+    (got,) = builder.build()([x, y])
+    assert torch.equal(got, 8 * (x + y))
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
