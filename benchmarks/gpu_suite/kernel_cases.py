@@ -174,8 +174,7 @@ def _shared(model: ModelShape, heads: Heads, sizes: Sizes, dtype: torch.dtype, d
     chunk, context = sizes.chunk, sizes.shared_context
     layout = cases.lay_out([RowSize(context, chunk)], sizes.block_size, device, heads=heads)
     k, v = _stores(layout, heads, sizes, dtype, device)
-    units, step = of_stores(k, v), layout.step
-    arguments = (cases.queries(chunk, heads, dtype, device), units, step.tensors, step.blocks, None)
+    arguments = (cases.queries(chunk, heads, dtype, device), of_stores(k, v), layout.tensors, None)
     ours, notes = _ours(
         device,
         partial(reference.shared_blocks, *arguments),
