@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 from hpu_duo import HPUDuoModel
+from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.cli.app import app
 
 Run = Callable[..., Result]
@@ -50,6 +51,8 @@ NEEDED = {
     ("eval", "passkey"): (),
     ("eval", "niah"): ("--out", "{tmp}/niah"),
     ("eval", "perplexity"): (),
+    ("doctor",): (),
+    ("replay",): ("{tmp}/steps",),
 }
 """What each command that takes a model needs besides."""
 
@@ -100,6 +103,9 @@ def commands_with_a_model() -> Iterator[tuple[str, ...]]:
 def arguments(command: tuple[str, ...], model: Path, tmp_path: Path, pattern: Path) -> list[str]:
     question = {"input": "q", "context": "c", "answers": ["a"], "dataset": "qasper", "length": 1}
     (tmp_path / "questions.jsonl").write_text(json.dumps(question), encoding="utf-8")
+    if command == ("replay",):
+        recorded = HPUDuoModel.from_pretrained(MODEL_DIR, max_model_len=64, record_steps=tmp_path / "steps")
+        recorded.generate([[1, 5]], max_new_tokens=2)
     needed = [text.format(tmp=tmp_path, pattern=pattern) for text in NEEDED[command]]
     return [*command, *needed, "--model", str(model)]
 
