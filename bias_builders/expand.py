@@ -15,7 +15,7 @@ from bias_builders.rules import Window, sees_causal, sees_streaming
 
 
 class Leading(NamedTuple):
-    """What the tokens of decode rows see of units whose slots hold positions in order.
+    """Visibility of units whose slots hold positions in order, for the tokens of decode rows.
 
     The tokens of a row see positions ``[0, own]``, hence leading slots of a unit that lies in order.
 
@@ -28,7 +28,7 @@ class Leading(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What the tokens of decode rows see of a unit each, whose slots hold any positions.
+    """Visibility of units whose slots hold positions in any order, a unit for each decode row.
 
     Token ``m`` of row ``n`` sees the positions in ``[begin[n, m], end[n, m])``, and those below ``sink`` that
     lie before ``end[n, m]``.
@@ -55,7 +55,7 @@ def leading_visible(start: torch.Tensor, end: torch.Tensor, num_slots: int) -> t
 
 
 def seen_mask(seen: Seen, num_slots: int) -> torch.Tensor:
-    """Which slots the tokens of decode rows see.
+    """Expand the visibility of decode rows to a mask of slots.
 
     Args:
         num_slots: of a unit (S).
@@ -104,7 +104,7 @@ def ring_mask(
     slot_positions: torch.Tensor,
     window: Window,
 ) -> torch.Tensor:
-    """Which slots of the gathered rings each query of a prompt row sees.
+    """Return the mask of the gathered rings' slots that each query of a prompt row sees.
 
     Args:
         query_row, query_position: int32 ``[q]``.

@@ -1,4 +1,4 @@
-"""What steps may hold: the resolved limits of an engine, and the bounds of every reachable batch shape."""
+"""Resolved limits of an engine's steps, and the bounds of every reachable batch shape."""
 
 from dataclasses import dataclass
 

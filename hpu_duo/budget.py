@@ -49,7 +49,7 @@ class DeviceBudget:
 
     @property
     def left_bytes(self) -> int:
-        """What graphs and KV cache may take together, 0 or more."""
+        """Bytes that graphs and KV cache may take together, 0 or more."""
         own = int(self.utilization * self.total_bytes) - self.held_bytes
         return max(0, min(own, int(self.utilization * self.free_bytes)))
 
@@ -58,5 +58,5 @@ class DeviceBudget:
         return int(share * self.left_bytes)
 
     def kv_bytes(self, graph_bytes: int) -> int:
-        """What is left for the KV cache beside so many bytes for graphs, 0 or more."""
+        """Return the bytes left for the KV cache beside so many for graphs, 0 or more."""
         return max(0, self.left_bytes - graph_bytes)

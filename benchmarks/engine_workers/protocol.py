@@ -65,7 +65,7 @@ class Moment(NamedTuple):
         return Moment(time.process_time(), time.perf_counter())
 
     def since(self, earlier: Moment) -> Moment:
-        """What lies between."""
+        """Return the seconds between an earlier moment and this one."""
         return Moment(self.cpu - earlier.cpu, self.clock - earlier.clock)
 
 

@@ -138,7 +138,7 @@ def _with_views_of_constants(
 
 
 def _direct(func: Any) -> Callable[..., Any]:
-    """What an operator of torch calls in the end."""
+    """Return the function that an operator of torch calls in the end."""
     return getattr(func, "_op", func) if isinstance(func, torch._ops.OpOverload) else func
 
 

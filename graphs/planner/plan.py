@@ -21,7 +21,7 @@ RECORDED = Blur(share=0.2, spread=1.5, neighbours=1)
 """What recorded traffic is blurred by: tomorrow's steps resemble today's, and seldom repeat them."""
 
 ASSUMED = Blur(share=0.5, spread=3.0, neighbours=4)
-"""What traffic is blurred by that nobody recorded: it knows nothing of the users."""
+"""Blur of traffic that nobody recorded, since a stated workload knows nothing of the users."""
 
 
 @dataclass(frozen=True)

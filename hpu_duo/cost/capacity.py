@@ -126,7 +126,7 @@ def _point(deployment: Deployment, context: int) -> CapacityPoint:
 
 
 def step_limits(deployment: Deployment, max_chunk_rows: int = SchedulerConfig.max_chunk_rows) -> StepLimits:
-    """What steps may hold, with as many rows and blocks as fit.
+    """Return the limits of steps with as many rows and blocks as fit.
 
     Args:
         max_chunk_rows: prompts that may continue with several tokens in the same step.

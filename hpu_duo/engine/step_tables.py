@@ -100,7 +100,7 @@ class StepTables:
 
 
 def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> StepLimits:
-    """What steps may hold: the wishes, once it is known what the stores hold.
+    """Return the limits of steps: the wishes, once it is known what the stores hold.
 
     Args:
         max_len: tokens of a request, as far as the model goes.
