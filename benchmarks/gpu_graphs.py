@@ -30,9 +30,9 @@ from benchmarks.gpu_suite.shapes import LLAMA_3_8B, ModelShape
 from graphs import BatchShape, BucketTable, CaptureBackend
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
 from hpu_duo.device import resolve_device
-from hpu_duo.engine.assembly import assemble_around
 from hpu_duo.engine.engine import Engine
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup.assembly import assemble_around
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 512,

@@ -113,7 +113,7 @@ class GraphConfig:
         on_miss: what happens to a step that no bucket holds.
         max_captured_tokens: buckets with more query tokens run as they are written; None = none do.
         memory_bytes: device memory that is set aside for graphs before the KV cache is sized; None = as
-            estimated, see ``hpu_duo.engine.graph_memory``.
+            estimated, see ``hpu_duo.startup.graph_memory``.
         fail_on_recompile: a step that compiles or captures anything raises ``RecompileError``.
         own_cost: rank the buckets of ``table`` by the cost that the table itself has; False = by what a step
             of this model costs, as in the default table. Buckets from a file come without a cost.

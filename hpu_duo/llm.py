@@ -16,7 +16,6 @@ from graphs import BucketTable, CaptureBackend, MissPolicy
 from graphs.manifest import read_manifest
 from graphs.recording import ShapeRecorder
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
-from hpu_duo.engine.assembly import assemble
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.outputs import ContinuationScore
 from hpu_duo.engine.stats import EngineStats
@@ -24,6 +23,7 @@ from hpu_duo.generation import GenerativeModel, as_eos_ids
 from hpu_duo.modeling.config_file import refuse_remote_code
 from hpu_duo.modeling.hub import find_checkpoint
 from hpu_duo.modeling.loading import choose_dtype, load_tokenizer, read_config, read_generation_config
+from hpu_duo.startup.assembly import assemble
 from hpu_duo.steplog import StepRecorder, origin_of
 from hpu_duo.uncopied import Uncopied
 from hpu_duo.warmup import (

@@ -10,7 +10,7 @@ import pytest
 
 from graphs import StepLimits
 from hpu_duo import HPUDuoModel
-from hpu_duo.cli.options import EngineOptions, LimitOptions
+from hpu_duo.cli.arguments.options import EngineOptions, LimitOptions
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.cost import Serving
 

@@ -16,12 +16,12 @@ from benchmarks.gpu_suite.shapes import ModelShape
 from graphs import BatchShape, BucketTable
 from graphs.shape import Phase
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
-from hpu_duo.engine.assembly import assemble_around
 from hpu_duo.engine.engine import Engine
 from hpu_duo.kv.copies import CopyLists
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, NAME
 from hpu_duo.modeling.loading import dtype_option
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup.assembly import assemble_around
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,8 @@ from hpu_duo.audit.reach import check_reach
 from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import CacheConfig, EngineConfig
 from hpu_duo.cost import Hardware
-from hpu_duo.engine.assembly import layer_spec
 from hpu_duo.engine.batch import StepGeometry
-from hpu_duo.engine.head_choice import assign_heads, check_pattern, resolve_pattern
-from hpu_duo.engine.memory_choice import plan_memory
 from hpu_duo.engine.message import message_fields
-from hpu_duo.engine.step_tables import check_table, default_table, resolve_limits
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.live_rows import LiveRows
@@ -32,6 +28,10 @@ from hpu_duo.modeling.loading import build_without_weights, read_config, resolve
 from hpu_duo.modeling.probe import read_layers
 from hpu_duo.modeling.rope import fix_frequencies, served_len
 from hpu_duo.modeling.step_model import StepModel
+from hpu_duo.startup.assembly import layer_spec
+from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern
+from hpu_duo.startup.memory import plan_memory
+from hpu_duo.startup.tables import check_table, default_table, resolve_limits
 from kernels_ref import Implementation
 
 HPU = torch.device("hpu", 0)

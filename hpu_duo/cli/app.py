@@ -8,20 +8,20 @@ from typing import Annotated
 import typer
 
 from hpu_duo import __version__
-from hpu_duo.cli.audit import audit
-from hpu_duo.cli.capacity import capacity
-from hpu_duo.cli.doctor import doctor
-from hpu_duo.cli.eval import eval_app
-from hpu_duo.cli.generate import generate
-from hpu_duo.cli.identify import identify
-from hpu_duo.cli.many_values import ManyValues
-from hpu_duo.cli.passkey import passkey
-from hpu_duo.cli.paths import refuse_empty_paths
-from hpu_duo.cli.pattern import app as pattern_app
-from hpu_duo.cli.plan import plan
-from hpu_duo.cli.replay import replay
-from hpu_duo.cli.streams import delivered
-from hpu_duo.cli.warmup import warmup
+from hpu_duo.cli.arguments.many_values import ManyValues
+from hpu_duo.cli.arguments.paths import refuse_empty_paths
+from hpu_duo.cli.evaluation.eval import eval_app
+from hpu_duo.cli.heads.identify import identify
+from hpu_duo.cli.heads.pattern import app as pattern_app
+from hpu_duo.cli.inspection.audit import audit
+from hpu_duo.cli.inspection.doctor import doctor
+from hpu_duo.cli.inspection.replay import replay
+from hpu_duo.cli.planning.capacity import capacity
+from hpu_duo.cli.planning.plan import plan
+from hpu_duo.cli.planning.warmup import warmup
+from hpu_duo.cli.terminal.streams import delivered
+from hpu_duo.cli.text.generate import generate
+from hpu_duo.cli.text.passkey import passkey
 
 
 def _dashes(name: str) -> str:

@@ -1,6 +1,6 @@
 """Warm-up: estimated, bounded, measured, written down, and repeated."""
 
-from hpu_duo.engine.step_sizes import StepSizes
+from hpu_duo.startup.sizes import StepSizes
 from hpu_duo.warmup.configuration import configuration_of, known_before_loading, versions_of
 from hpu_duo.warmup.estimate import (
     PRIORS,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from graphs import BatchShape
 from graphs.manifest import Manifest
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.graph_memory import KEPT, GraphMemory, Kept
-from hpu_duo.engine.graph_memory import UNKNOWN as UNKNOWN_KEPT
-from hpu_duo.engine.step_sizes import StepSizes
+from hpu_duo.startup.graph_memory import KEPT, GraphMemory, Kept
+from hpu_duo.startup.graph_memory import UNKNOWN as UNKNOWN_KEPT
+from hpu_duo.startup.sizes import StepSizes
 
 _GIB = 1 << 30
 

@@ -9,8 +9,8 @@ from graphs import BucketTable
 from graphs.planner import GraphBudget
 from graphs.recording import read_shapes
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.step_tables import default_table
 from hpu_duo.simulate import plan_buckets
+from hpu_duo.startup.tables import default_table
 from hpu_duo.warmup.estimate import GraphCosts, WarmUpBudget
 
 _GIB = 1 << 30

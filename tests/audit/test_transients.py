@@ -16,8 +16,8 @@ from hpu_duo.audit import Structure, audit_bucket, build_structure
 from hpu_duo.config import CacheConfig, SchedulerConfig
 from hpu_duo.cost import GAUDI2
 from hpu_duo.engine.batch import flatten
-from hpu_duo.engine.step_sizes import StepSizes
 from hpu_duo.heads import HeadPattern
+from hpu_duo.startup.sizes import StepSizes
 from kernels_ref import reference
 from kernels_ref.sdpa import decode, prefill
 from tests.audit.conftest import TINY, engine_config

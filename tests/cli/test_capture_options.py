@@ -9,7 +9,7 @@ from typer.testing import Result
 
 from graphs import BatchShape, GraphMissError, Miss
 from hpu_duo import HPUDuoModel, sim
-from hpu_duo.cli import serving
+from hpu_duo.cli.text import serving
 
 Run = Callable[..., Result]
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import Result
 
 from hpu_duo.builtin.passkeys import Passkey
-from hpu_duo.cli.passkey import Answer
+from hpu_duo.cli.text.passkey import Answer
 
 Run = Callable[..., Result]
 

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from hpu_duo import HPUDuoModel, SamplingParams
-from hpu_duo.cli.serving import Run
-from hpu_duo.cli.views import LiveView
+from hpu_duo.cli.text.serving import Run
+from hpu_duo.cli.text.views import LiveView
 from hpu_duo.engine.outputs import RequestOutput
 
 

@@ -20,7 +20,7 @@ from graphs import BatchShape, BucketTable
 from graphs.bucket_file import read_table, write_table
 from graphs.manifest import GraphRecord, read_manifest
 from hpu_duo.cli.app import app
-from hpu_duo.cli.warmup_views import ProgressView
+from hpu_duo.cli.planning.warmup_views import ProgressView
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.warmup import WarmUp, WarmUpStoppedError
 

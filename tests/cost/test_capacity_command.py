@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner, Result
 
 from hpu_duo.cli.app import app
-from hpu_duo.cli.capacity_tables import hardware_table, print_report
+from hpu_duo.cli.planning.tables import hardware_table, print_report
 from hpu_duo.cost import GAUDI2, GAUDI3, Format, Serving, capacity
 from tests.cost.sizes import LLAMA_3_1_8B, tiny
 
@@ -104,7 +104,7 @@ def test_without_matplotlib_a_picture_is_refused_and_tables_are_not(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("hpu_duo.cli.drawing.find_spec", lambda name: None)
+    monkeypatch.setattr("hpu_duo.cli.terminal.drawing.find_spec", lambda name: None)
     refused = hpu_duo("--png", tmp_path / "a.png")
     assert refused.exit_code == 2
     assert "pip install 'hpu-duo[plot]'" in refused.stderr

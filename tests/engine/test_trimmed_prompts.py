@@ -6,8 +6,8 @@ import pytest
 
 from graphs import BatchShape, BucketTable, Phase
 from hpu_duo import HeadPattern
-from hpu_duo.engine import assembly
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup import assembly
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import prompts_of
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from hpu_duo.engine import kernel_choice
-from hpu_duo.engine.kernel_choice import choose_kernels
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup import kernels as kernel_choice
+from hpu_duo.startup.kernels import choose_kernels
 from kernels_ref import Implementation
 from kernels_ref.triton import availability
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from graphs import BatchShape, BucketTable
 from graphs.backends.cuda import CudaBackend
 from hpu_duo.budget import DeviceBudget
-from hpu_duo.engine.graph_memory import KEPT, GraphMemory, plan_with_graphs
-from hpu_duo.engine.step_sizes import StepSizes
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.startup.graph_memory import KEPT, GraphMemory, plan_with_graphs
+from hpu_duo.startup.sizes import StepSizes
 from tests.engine.tiny import PATTERN, Tiny
 from tests.graphs.tape import TapeRecorder
 

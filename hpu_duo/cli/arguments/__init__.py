@@ -1,0 +1,1 @@
+"""Arguments that commands share, and what is loaded from them."""

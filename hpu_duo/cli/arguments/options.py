@@ -1,0 +1,225 @@
+"""Options that several commands share.
+
+Names are those of vLLM and of optimum-habana's generation example where one exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpu_duo.cli.arguments.model_names import model_option
+from hpu_duo.limit_config import CacheConfig, SchedulerConfig
+
+HEADS = "Heads"
+"""Name of a panel of the help, as the next ones."""
+ENGINE = "Engine"
+LIMITS = "Limits"
+
+Model = Annotated[
+    Path | None,
+    model_option("Directory of a transformers checkpoint.", show_default="the built-in model"),
+]
+Dtype = Annotated[
+    str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=ENGINE)
+]
+Buckets = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the shapes to capture, as hpu-duo plan writes it.",
+        show_default="made from the limits",
+        rich_help_panel=ENGINE,
+    ),
+]
+DeviceMemoryUtilization = Annotated[
+    float,
+    typer.Option(
+        "--device-memory-utilization",
+        "--gpu-memory-utilization",
+        help="Share of the device's memory for weights, graphs and KV cache together.",
+        rich_help_panel=LIMITS,
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Fixes everything that is drawn at random.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text and tables.")]
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Options that say which heads stream."""
+
+    pattern: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a head pattern in DuoAttention's published format.",
+            show_default="all heads retrieve",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
+    sparsity: Annotated[
+        float | None, typer.Option(help="Share of KV heads that stream, 0 to 1.", rich_help_panel=HEADS)
+    ] = None
+    threshold: Annotated[
+        float | None, typer.Option(help="KV heads with a higher score retrieve.", rich_help_panel=HEADS)
+    ] = None
+    sink: Annotated[
+        int | None,
+        typer.Option(
+            help="First tokens that streaming heads keep.",
+            show_default="the pattern's",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
+    recent: Annotated[
+        int | None,
+        typer.Option(
+            help="Newest tokens that streaming heads keep.",
+            show_default="the pattern's",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a pattern's scores are to be cut anew."""
+        return self.sparsity is not None or self.threshold is not None
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """How much may run in a step, but for the number of requests."""
+
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and output together.",
+            show_default="what the model serves",
+            rich_help_panel=LIMITS,
+        ),
+    ] = SchedulerConfig.max_model_len
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens of one step; longer prompts are cut into chunks.", rich_help_panel=LIMITS),
+    ] = SchedulerConfig.max_num_batched_tokens
+    max_chunk_rows: Annotated[
+        int, typer.Option(help="Prompts that may continue in the same step.", rich_help_panel=LIMITS)
+    ] = SchedulerConfig.max_chunk_rows
+    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", rich_help_panel=LIMITS)] = (
+        CacheConfig.block_size
+    )
+
+
+@dataclass(frozen=True)
+class LimitOptions(SizeOptions):
+    """How much may run in a step, for what is computed without weights."""
+
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Requests that run at the same time.", rich_help_panel=LIMITS)
+    ] = SchedulerConfig.max_num_seqs
+
+
+@dataclass(frozen=True)
+class EngineOptions(SizeOptions):
+    """How steps are computed and how much is held; see ``HPUDuoModel.from_pretrained``."""
+
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, hpu or hpu-sim.", rich_help_panel=ENGINE)] = (
+        "auto"
+    )
+    dtype: Dtype = "auto"
+    graphs: Annotated[
+        str,
+        typer.Option(
+            help="How steps are captured: auto, eager, compile, cuda, hpu-compile or hpu-graph.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "eager"
+    attention: Annotated[
+        str, typer.Option(help="Attention kernels: auto, reference, sdpa or triton.", rich_help_panel=ENGINE)
+    ] = "auto"
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests that run at the same time.",
+            show_default=f"as many as there are, at most {SchedulerConfig.max_num_seqs}",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    decode_len: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a request that are decoded together where they are known beforehand.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = SchedulerConfig.decode_len
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="KV blocks to hold.", show_default="what the requests need", rich_help_panel=LIMITS
+        ),
+    ] = None
+    kv_cache_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache-bytes",
+            "--kv-cache-memory-bytes",
+            metavar="SIZE",
+            help="Memory of the KV cache instead of a number of blocks, such as 4GiB.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
+    buckets: Buckets = None
+    max_captured_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps of more tokens, long prefills, run uncaptured.",
+            show_default="all are captured",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    graph_memory_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Device memory to leave free for captured steps, such as 2GiB.",
+            show_default="as estimated",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    trim_chunks: Annotated[
+        bool,
+        typer.Option(
+            "--trim-chunks",
+            help="End a prompt at the border of a bucket, and go on in the next step, where that pads less.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False
+    fail_on_recompile: Annotated[
+        bool,
+        typer.Option(
+            "--fail-on-recompile",
+            help="Warm up first, and end with an error if a step compiles anything afterwards.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False
+    record_shapes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Append the exact shape of every step to this file, to plan from.",
+            show_default="not recorded",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    record_steps: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write every step to this file, for hpu-duo replay: a debugging tool.",
+            show_default="not recorded",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None

@@ -1,0 +1,186 @@
+"""``hpu-duo eval``: what a head pattern costs in accuracy and saves in bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpu_duo.cli.arguments import options as opt
+from hpu_duo.cli.arguments.many_values import ManyValues
+from hpu_duo.cli.arguments.option_groups import grouped
+from hpu_duo.cli.evaluation import options as eopt
+from hpu_duo.cli.evaluation.control import ask_full_attention
+from hpu_duo.cli.evaluation.curve import curve
+from hpu_duo.cli.evaluation.files import longbench, ruler
+from hpu_duo.cli.evaluation.report import KV_COLUMNS, RESULTS, check_outputs, finish, show
+from hpu_duo.cli.terminal.drawing import check_matplotlib
+from hpu_duo.cli.terminal.errors import user_errors
+
+eval_app = typer.Typer(
+    help="Measure accuracy beside KV bytes, everything through the decode path.", no_args_is_help=True
+)
+eval_app.command(cls=ManyValues)(ruler)
+eval_app.command(cls=ManyValues)(longbench)
+eval_app.command(cls=ManyValues)(curve)
+
+_PASSKEY_COLUMNS = ("num_answers", "num_exact", "accuracy", "token_accuracy", "logprob", *KV_COLUMNS)
+
+
+@eval_app.command()
+@grouped
+def passkey(
+    *,
+    num_tokens: Annotated[int, typer.Option(help="Length of a document.")] = 2000,
+    num_documents: eopt.NumDocuments = 4,
+    num_passkeys: eopt.NumPasskeys = 8,
+    passkey_words: eopt.PasskeyWords = 16,
+    text: eopt.TextOptions,
+    model: opt.Model = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+    heads: opt.HeadOptions,
+    engine: eopt.Scoring,
+) -> None:
+    """Share of passkeys that are found word for word."""
+    with user_errors():
+        from hpu_duo.eval import PasskeyQuestions, PasskeyTask
+
+        task = PasskeyTask(
+            num_tokens, num_documents, num_passkeys, passkey_words, seed, text=text.read(model)
+        )
+        choice = eopt.Choice(model, heads, engine)
+        subject = choice.load()
+        questions = PasskeyQuestions.write(subject, task)
+    with user_errors(()):
+        result = questions.ask(subject)
+        # One model at a time in memory.
+        del subject
+        control = ask_full_attention({num_tokens: result}, {num_tokens: [task]}, choice.load_full)
+    row = {"num_tokens": num_tokens, **result.report_fields}
+    if not as_json:
+        show([row], ("num_tokens", *_PASSKEY_COLUMNS))
+    finish({**row, "full_attention": control}, None, as_json)
+
+
+@eval_app.command(cls=ManyValues)
+@grouped
+def niah(
+    *,
+    out: eopt.Directory,
+    lengths: Annotated[list[int], typer.Option(help="Lengths of the documents.")] = [512, 1000, 2000, 4000],  # noqa: B006
+    depths: Annotated[list[float], typer.Option(help="Depths of the needle, 0 to 1.")] = [  # noqa: B006
+        0.0,
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+    ],
+    num_documents: eopt.NumDocuments = 4,
+    passkey_words: eopt.PasskeyWords = 16,
+    text: eopt.TextOptions,
+    model: opt.Model = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+    heads: opt.HeadOptions,
+    engine: eopt.Scoring,
+) -> None:
+    """Find one needle at every depth of every length; draws a heat map and can be resumed."""
+    with user_errors():
+        check_matplotlib("the heat map")
+        from hpu_duo.cli.evaluation.plot import draw_grid
+        from hpu_duo.eval import NeedleGrid, PasskeyResult, ResultFile, ResultsNotWrittenError
+
+        grid = NeedleGrid(tuple(lengths), tuple(depths), num_documents, passkey_words, seed, text.read(model))
+        choice = eopt.Choice(model, heads, engine)
+        png, report = out / "heatmap.png", out / "report.json"
+        check_outputs(out / RESULTS, [png, report])
+        settings = {"num_documents": num_documents, "passkey_words": passkey_words, "seed": seed}
+        texts = eopt.text_settings(grid.text)
+        results = ResultFile(out / RESULTS, "niah", {**choice.settings(), **settings, **texts})
+        subject = choice.load()
+        grid.check(subject)
+    with user_errors(ResultsNotWrittenError):
+        cells = list(grid.fill(subject, results))
+        rows = [
+            {name: cell[name] for name in ("num_tokens", "depth")}
+            | PasskeyResult.of_record(cell).report_fields
+            for cell in cells
+        ]
+        draw_grid(rows, png)
+        del subject
+        control = ask_full_attention(grid.by_length(cells), grid.tasks, choice.load_full)
+        if not as_json:
+            show(rows, ("num_tokens", "depth", *_PASSKEY_COLUMNS))
+        finish({"cells": rows, "full_attention": control}, out, as_json)
+
+
+@eval_app.command()
+@grouped
+def perplexity(
+    *,
+    file: Annotated[
+        Path | None, typer.Option(help="UTF-8 text.", show_default="text of the built-in language")
+    ] = None,
+    num_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of the text.", show_default="what the model holds")
+    ] = None,
+    prefix: Annotated[int, typer.Option(help="Tokens to prefill and not to score.")] = 1,
+    window: Annotated[int, typer.Option(help="Scored tokens of one line of the report.")] = 256,
+    model: opt.Model = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+    heads: opt.HeadOptions,
+    engine: eopt.OneRequestEngine,
+) -> None:
+    """Perplexity of a text, decoded and scored token by token."""
+    with user_errors():
+        if num_tokens is not None and num_tokens < 1:
+            raise ValueError(f"expected --num-tokens of at least 1, got {num_tokens}")
+        from hpu_duo.builtin.passkeys import document
+        from hpu_duo.cli.arguments.prompts import read_prompts
+        from hpu_duo.eval import check_stream, stream_perplexity
+
+        choice = eopt.Choice(model, heads, engine)
+        subject = choice.load(1)
+        # A text longer than the model is refused, not cut, unless the user says where to cut.
+        if file is None:
+            subject.check_lengths([num_tokens or 1], "a text")
+            text = document(subject.count, (num_tokens or 2000) + 100, 0, 1, seed).text
+        else:
+            (text,) = read_prompts([], [str(file)])
+        ids = subject.encode(text, is_start=True)[:num_tokens]
+        check_stream(subject, ids, prefix, window)
+    with user_errors(()):
+        result = stream_perplexity(subject, ids, prefix, window)
+    rows = [
+        {"from_token": first, "perplexity": value, **kv.report_fields}
+        for (first, value), kv in zip(result.by_position, result.kv, strict=True)
+    ]
+    whole = {"perplexity": result.perplexity, **result.kv[-1].report_fields}
+    if not as_json:
+        columns = ("from_token", "perplexity", *KV_COLUMNS)
+        show([*rows, {"from_token": "all", **whole}], columns, "KV: at the end of the line's tokens.")
+    finish({"num_tokens": result.num_tokens, **whole, "windows": rows}, None, as_json)
+
+
+@eval_app.command(name="lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lm_eval(ctx: typer.Context) -> None:
+    """Run the lm-evaluation-harness, where --model hpu-duo names this package; arguments are its own.
+
+    For example: hpu-duo eval lm-eval run --model hpu-duo --model_args pretrained=DIR,sparsity=0.5 --tasks ...
+    """
+    with user_errors():
+        try:
+            from hpu_duo.eval.lm_eval_adapter import run_harness
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"expected the package lm-eval (pip install 'hpu-duo[eval]'), got: {error}"
+            ) from None
+        # What the harness refuses, an unknown task say, it refuses while running; the model's own work raises
+        # no ValueError there.
+        rows = run_harness(ctx.args)
+    if rows:
+        note = "KV: means over the requests of the line, each with its answer, that the model has run."
+        show(rows, ("task", "num_requests", *KV_COLUMNS), note)

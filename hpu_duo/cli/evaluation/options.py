@@ -1,0 +1,226 @@
+"""Options that the evaluations share, and the model that they describe."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
+from hpu_duo.cli.arguments import options as opt
+from hpu_duo.cli.arguments.loading import load_model
+from hpu_duo.cli.arguments.option_groups import Only
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hpu_duo.eval import PasskeyText, Subject
+    from hpu_duo.heads import HeadPattern
+
+MAX_NUM_SEQS = 8
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Directory for the results; a run that was killed goes on from what it finds there.",
+        show_default="nothing is written",
+    ),
+]
+Directory = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR",
+        help="Directory for the results; a run that was killed goes on from what it finds there.",
+    ),
+]
+NumDocuments = Annotated[int, typer.Option(help="Documents for each measurement.")]
+NumPasskeys = Annotated[int, typer.Option(help="Passkeys of each document, each asked for once.")]
+PasskeyWords = Annotated[int, typer.Option(help="Words of each passkey.")]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Texts that passkey documents are written with."""
+
+    haystack: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text to hide passkeys in.",
+            show_default="sentences of the built-in language",
+        ),
+    ] = None
+    words: Annotated[
+        str | None,
+        typer.Option(
+            help="Words of passkeys: builtin, or tokenizer for whole words among the model's tokens.",
+            show_default="tokenizer, but builtin for the built-in model",
+        ),
+    ] = None
+
+    def read(self, model: Path | None) -> PasskeyText:
+        """The text and the kind of words, for a model or the built-in one.
+
+        Raises:
+            ValueError: the file cannot be read, or the words are of no known kind.
+        """
+        from hpu_duo.builtin.haystack import BuiltinHaystack, TextHaystack
+        from hpu_duo.eval import PasskeyText, WordSource
+
+        names = [source.value for source in WordSource]
+        if self.words is not None and self.words not in names:
+            raise ValueError(f"expected --words {' or '.join(names)}, got {self.words!r}")
+        default = WordSource.BUILTIN if model is None else WordSource.TOKENIZER
+        return PasskeyText(
+            BuiltinHaystack() if self.haystack is None else TextHaystack.read(self.haystack),
+            default if self.words is None else WordSource(self.words),
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationEngine(opt.EngineOptions):
+    """How evaluations run: a few requests at a time, for their prompts are long."""
+
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests that run at the same time.", rich_help_panel=opt.ENGINE)
+    ] = MAX_NUM_SEQS
+
+
+_SCORED_LEN = 8
+_Scored = Annotated[
+    int, typer.Option(help="Tokens of an answer that are scored together.", rich_help_panel=opt.ENGINE)
+]
+
+
+@dataclass(frozen=True)
+class ScoringEngine(EvaluationEngine):
+    """How evaluations run that score given texts."""
+
+    decode_len: _Scored = _SCORED_LEN
+
+
+@dataclass(frozen=True)
+class OneScoringEngine(opt.EngineOptions):
+    """The same for one text."""
+
+    decode_len: _Scored = _SCORED_LEN
+
+
+_STEP = ("device", "dtype", "graphs", "attention")
+_SIZES = ("max_num_batched_tokens", "block_size", "device_memory_utilization")
+Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
+Scoring = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_SIZES, "decode_len")]
+OneRequestEngine = Annotated[OneScoringEngine, Only(*_STEP, *_SIZES, "decode_len")]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Model, heads and engine of an evaluation."""
+
+    model: Path | None
+    heads: opt.HeadOptions
+    engine: opt.EngineOptions
+
+    def settings(self) -> dict[str, object]:
+        """Return what decides the results, for the first line of a file of them.
+
+        Raises:
+            ValueError: the model or the pattern cannot be read.
+        """
+        from hpu_duo.eval.result_file import FINGERPRINT
+        from hpu_duo.modeling.loading import read_config
+        from hpu_duo.modeling.model_files import model_fingerprint
+
+        directory = MODEL_DIR if self.model is None else self.model
+        read_config(directory)
+        return {
+            "model": "built-in" if self.model is None else str(self.model.resolve()),
+            FINGERPRINT: model_fingerprint(directory),
+            "pattern": None if self.heads.pattern is None else _digests(self.heads.pattern),
+            "sparsity": self.heads.sparsity,
+            "threshold": self.heads.threshold,
+            "sink": self.heads.sink,
+            "recent": self.heads.recent,
+            "dtype": self.engine.dtype,
+            # Bytes kept are whole blocks.
+            "block_size": self.engine.block_size,
+        }
+
+    def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:
+        """Load the model; see ``load_model``."""
+        from hpu_duo.eval import Subject
+
+        loaded = load_model(self.model, self.heads, self.engine, num_requests)
+        _tell(loaded.engine.notes)
+        return Subject(loaded)
+
+    def check_patterns(self, patterns: Iterable[HeadPattern]) -> None:
+        """Print a note for each pattern that does not say which model it was made for.
+
+        Raises:
+            ValueError: one was made for another model.
+        """
+        from hpu_duo.config import HeadConfig
+        from hpu_duo.startup.heads import check_pattern
+
+        for pattern in patterns:
+            _tell(check_pattern(HeadConfig(pattern=pattern), self.model or MODEL_DIR))
+
+    @property
+    def load_full(self) -> Callable[[], Subject] | None:
+        """Loads the same model with full attention; None if no option lets heads stream."""
+        if self.heads.pattern is None and not self.heads.is_cut:
+            return None
+        return replace(self, heads=opt.HeadOptions()).load
+
+    def load_with(self, pattern: HeadPattern) -> Subject:
+        """The same model with a binarised pattern."""
+        from hpu_duo.eval import Subject
+
+        return Subject(load_model(self.model, pattern, self.engine, MAX_NUM_SEQS))
+
+
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        typer.echo(f"hpu-duo: note: {note}", err=True)
+
+
+def text_settings(text: PasskeyText) -> dict[str, str]:
+    """Return what of the texts decides the results."""
+    return {"haystack": text.haystack.fingerprint, "words": text.source.value}
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, by which results know what they were computed from.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _digests(pattern: Path) -> dict[str, str]:
+    """Digests of the files of a pattern: scores, windows, and which heads retrieve if it says so."""
+    from hpu_duo.heads.pattern_files import CONFIG_FILE, RETRIEVAL_FILE, SCORES_FILE
+
+    optional = [RETRIEVAL_FILE] if (pattern / RETRIEVAL_FILE).is_file() else []
+    return {name: digest(pattern / name) for name in (SCORES_FILE, CONFIG_FILE, *optional)}
+
+
+def read_pattern(path: Path | None, heads: opt.HeadOptions) -> HeadPattern:
+    """The scores in a directory, with the window that the options ask for; None is the built-in model's."""
+    from hpu_duo.heads import HeadPattern
+
+    pattern = HeadPattern.load(PATTERN_DIR if path is None else path)
+    return replace(
+        pattern,
+        sink=pattern.sink if heads.sink is None else heads.sink,
+        recent=pattern.recent if heads.recent is None else heads.recent,
+    )

@@ -1,0 +1,1 @@
+"""Commands that find head patterns and show them."""

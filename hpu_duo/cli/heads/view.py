@@ -1,0 +1,105 @@
+"""Views of an identification under way, and of its result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from hpu_duo.cli.terminal.streams import can_show
+
+if TYPE_CHECKING:
+    from hpu_duo.heads import HeadPattern
+    from hpu_duo.identify import Progress
+
+_SHADES, _PLAIN_SHADES = " ░▒▓█", " .:*#"
+"""From low to high scores; the second where the encoding has no such characters."""
+_LINES_WITHOUT_TERMINAL = 10
+
+
+class IdentifyView:
+    """A bar with the losses on a terminal, ten lines elsewhere, nothing when silent.
+
+    Args:
+        console: where to.
+        total: steps or samples of the whole run.
+        is_silent: for all processes but one.
+    """
+
+    def __init__(self, console: Console, total: int, is_silent: bool) -> None:
+        self._console, self._total, self._is_silent = console, total, is_silent
+        self._bar: Bar | None = None
+        if console.is_terminal and not is_silent:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+            self._bar.add_task("", total=total)
+            self._bar.start()
+
+    def moved(self, progress: Progress) -> None:
+        """Show how far it is."""
+        told = _losses(progress)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=progress.done, description=told)
+        elif not self._is_silent:
+            every = max(1, self._total // _LINES_WITHOUT_TERMINAL)
+            if progress.done % every == 0 or progress.done == self._total:
+                self._console.print(f"{progress.done} of {self._total}  {told}".rstrip(), highlight=False)
+
+    def ended(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _losses(progress: Progress) -> str:
+    losses = progress.losses
+    if losses is None:
+        return ""
+    return f"loss {losses.total:.4g} = distance {losses.distillation:.4g} + weight x {losses.penalty:.4g}"
+
+
+def heads_table(pattern: HeadPattern, cuts: dict[str, HeadPattern], console: Console) -> Table:
+    """Scores of each layer as shades, and its retrieval heads in each named, binarised pattern."""
+    levels, border = (_SHADES, "│") if can_show(_SHADES + "│", console) else (_PLAIN_SHADES, "|")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("layer", justify="right")
+    table.add_column("scores", no_wrap=True)
+    for name in cuts:
+        table.add_column(name, justify="right")
+    for layer, scores in enumerate(pattern.scores):
+        shades = "".join(levels[min(int(max(score, 0.0) * len(levels)), len(levels) - 1)] for score in scores)
+        counts = [str(cut.head_counts[layer][0]) for cut in cuts.values()]
+        table.add_row(str(layer), f"{border}{shades}{border}", *counts)
+    table.add_section()
+    totals = [f"{int(cut.mask.sum())}/{cut.mask.size}" for cut in cuts.values()]
+    table.add_row("all", "", *totals)
+    return table
+
+
+def pattern_fields(pattern: HeadPattern, cuts: dict[str, HeadPattern]) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "num_layers": pattern.num_layers,
+        "num_kv_heads": pattern.num_kv_heads,
+        "sink": pattern.sink,
+        "recent": pattern.recent,
+        "scores": [[float(score) for score in row] for row in pattern.scores],
+        "cuts": [
+            {
+                "name": name,
+                "sparsity": cut.sparsity,
+                "num_retrieval": int(cut.mask.sum()),
+                "retrieval_per_layer": [kept for kept, _ in cut.head_counts],
+                "retrieval_heads": {
+                    str(layer): [int(head) for head in row.nonzero()[0]]
+                    for layer, row in enumerate(cut.mask)
+                    if row.any()
+                },
+            }
+            for name, cut in cuts.items()
+        ],
+    }

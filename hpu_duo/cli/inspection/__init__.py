@@ -1,0 +1,1 @@
+"""Commands that look into an engine or a machine."""

@@ -1,0 +1,84 @@
+"""``hpu-duo replay``: carry out recorded steps again, and compare their tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hpu_duo.cli.arguments import options as opt
+from hpu_duo.cli.arguments.loading import head_arguments, load_with
+from hpu_duo.cli.arguments.option_groups import grouped
+from hpu_duo.cli.terminal.errors import user_errors
+
+if TYPE_CHECKING:
+    from hpu_duo.steplog import ReplayReport
+
+FOUND_DIFFERENCES = 1
+_MOST_SHOWN = 10
+
+
+@grouped
+def replay(
+    *,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Steps that --record-steps has written.")],
+    model: opt.Model = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="As for generate.", show_default="that of the recording", rich_help_panel=opt.ENGINE
+        ),
+    ] = None,
+    heads: opt.HeadOptions,
+    as_json: opt.Json = False,
+) -> None:
+    """Carry out recorded steps again, and compare their tokens.
+
+    A step depends on its message, the weights and the steps before, and on nothing else: on the same machine
+    the tokens are the same, bit for bit, and the exit code is 0. Everything but the model is loaded as it was
+    when the steps were recorded; another model, head pattern, dtype or layout is refused. Tokens that were
+    chosen on the host cannot be repeated and are counted.
+    """
+    with user_errors():
+        # Slow to import, and help does not need it.
+        from hpu_duo.steplog import options_of, read_log
+        from hpu_duo.steplog import replay as replay_steps
+
+        log = read_log(file)
+        options = options_of(log.origin)
+        if dtype is not None:
+            options["dtype"] = dtype
+        if heads.pattern is not None or heads.is_cut:
+            options |= head_arguments(model, heads)
+        loaded = load_with(model, **options)
+        report = replay_steps(loaded.engine, loaded.engine_config.model.path, log)
+    if as_json:
+        typer.echo(json.dumps(_fields(report), indent=2))
+    else:
+        _print(Console(), file, report)
+    if report.differences:
+        raise typer.Exit(FOUND_DIFFERENCES)
+
+
+def _fields(report: ReplayReport) -> dict[str, Any]:
+    return {**asdict(report), "differences": [each._asdict() for each in report.differences]}
+
+
+def _print(console: Console, file: Path, report: ReplayReport) -> None:
+    lines = [f"{report.num_steps:,} steps of {file}, {report.num_tokens:,} tokens compared"]
+    lines += [
+        f"step {each.step}, row {each.row}: token {each.expected} was recorded, now {each.got}"
+        for each in report.differences[:_MOST_SHOWN]
+    ]
+    if len(report.differences) > _MOST_SHOWN:
+        lines.append(f"and {len(report.differences) - _MOST_SHOWN:,} more")
+    lines.append(f"{len(report.differences):,} differ" if report.differences else "all are the same")
+    if report.num_hosted:
+        lines.append(f"not replayable: {report.num_hosted:,} tokens that were chosen on the host")
+    lines += [f"note: recorded with {each}" for each in report.versions]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

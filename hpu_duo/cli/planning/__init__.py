@@ -1,0 +1,1 @@
+"""Commands that size a deployment: capacity, tables of buckets, warm-up."""

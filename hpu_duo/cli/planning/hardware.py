@@ -1,0 +1,162 @@
+"""Planning for a Gaudi: what fits, how fast it would be, and the limits that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpu_duo.budget import GRAPH_MEMORY_SHARE
+from hpu_duo.cli.arguments.capacity_choices import DEFAULT_KV_FORMATS, DEFAULT_SPARSITIES, default_contexts
+from hpu_duo.cli.arguments.options import DeviceMemoryUtilization
+from hpu_duo.limit_config import CacheConfig
+
+if TYPE_CHECKING:
+    from graphs import BatchShape
+    from hpu_duo.cost import Capacity, Deployment, Format, ModelSize, Serving
+    from hpu_duo.kv.plan import LayerKV
+
+
+HARDWARE = "Hardware"
+"""Name of a panel of the help."""
+
+
+@dataclass(frozen=True)
+class HardwareOptions:
+    """How a model is served on some hardware, and what to compare; see ``hpu-duo capacity``.
+
+    The first sparsity and the first format of keys and values are planned for.
+    """
+
+    devices: Annotated[int, typer.Option(help="Devices that share the model.", rich_help_panel=HARDWARE)] = 1
+    dtype: Annotated[
+        str, typer.Option(help="Format of the weights of layers: bf16 or fp8.", rich_help_panel=HARDWARE)
+    ] = "bf16"
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Lengths of context to compare, in tokens.",
+            show_default="8192 32768 131072 524288, as the model allows",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None
+    sparsity: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Shares of KV heads that stream; the table is planned for the first.",
+            show_default="0 0.5 0.75",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Formats of keys and values; the table is planned for the first.",
+            show_default="bf16 fp8",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None
+    sink: Annotated[
+        int, typer.Option(help="First tokens that streaming heads keep.", rich_help_panel=HARDWARE)
+    ] = 128
+    recent: Annotated[
+        int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=HARDWARE)
+    ] = 256
+    device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
+    graph_memory: Annotated[
+        float,
+        typer.Option(help="Share of what weights leave of that for graphs.", rich_help_panel=HARDWARE),
+    ] = GRAPH_MEMORY_SHARE
+
+    def on(self, hardware: str, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> Serving:
+        """The same on some hardware, with the limits of a scheduler.
+
+        Raises:
+            ValueError: an unknown name, or a value out of range.
+        """
+        from hpu_duo.cost import Format, Serving, find_hardware
+
+        self._formats()
+        return Serving(
+            find_hardware(hardware),
+            num_devices=self.devices,
+            weights=Format.parse(self.dtype),
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            device_memory_utilization=self.device_memory_utilization,
+            graph_memory=self.graph_memory,
+            sink=self.sink,
+            recent=self.recent,
+        )
+
+    def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:
+        """Return what every choice gives.
+
+        Args:
+            num_graphs: budget of the bucket table, which bounds the warm-up.
+
+        Raises:
+            ValueError: see ``hpu_duo.cost.capacity``.
+        """
+        from hpu_duo.cost import capacity
+
+        contexts = self.context or default_contexts(size.max_positions)
+        return [
+            capacity(size, serving, share, one, contexts, num_graphs=num_graphs)
+            for share in self.sparsity or DEFAULT_SPARSITIES
+            for one in self._formats()
+        ]
+
+    def deployment(self, size: ModelSize, serving: Serving, max_len: int) -> Deployment:
+        """The first choice, for requests of up to ``max_len`` tokens.
+
+        Raises:
+            ValueError: see ``hpu_duo.cost.Deployment``.
+        """
+        from hpu_duo.cost import Deployment
+
+        share = (self.sparsity or DEFAULT_SPARSITIES)[0]
+        return Deployment(size, serving, share, self._formats()[0], max_len)
+
+    def _formats(self) -> list[Format]:
+        """Of keys and values; ValueError for one that is unknown."""
+        from hpu_duo.cost import Format
+
+        return [Format.parse(text) for text in self.kv_cache_dtype or DEFAULT_KV_FORMATS]
+
+
+def graph_bytes(
+    model: Path, size: ModelSize, kv_layers: tuple[LayerKV, ...], block_size: int
+) -> Callable[[BatchShape], float]:
+    """Bytes that the graph of a bucket keeps on HPU at worst: its results and intermediates of its own.
+
+    Args:
+        kv_layers: the heads that keep blocks and rings, of each layer.
+    """
+    from bias_builders import Window
+    from hpu_duo.modeling.loading import read_config
+    from hpu_duo.startup.graph_memory import KEPT, GraphMemory
+    from hpu_duo.startup.sizes import StepSizes
+    from kernels_ref import Implementation, LayerSpec
+
+    specs = [
+        LayerSpec(
+            num_retrieval=kv.num_retrieval_heads,
+            num_streaming=kv.num_streaming_heads,
+            group_size=layer.num_heads // layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            scale=layer.head_dim**-0.5,
+            window=Window(0, kv.ring_size) if kv.num_streaming_heads else None,
+            softcap=None,
+            impl=Implementation.REFERENCE,
+        )
+        for layer, kv in zip(size.layers, kv_layers)
+    ]
+    directory = model if model.is_dir() else model.parent
+    config = read_config(directory, needs_weights=False).get_text_config()
+    sizes = StepSizes.of(specs, config, block_size, dtype_bytes=2)
+    return GraphMemory(KEPT["hpu-compile"], 1, sizes).kept_bytes

@@ -1,0 +1,144 @@
+"""The hardware, and what fits on it, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from hpu_duo.cli.terminal.sizes import show_bytes
+
+if TYPE_CHECKING:
+    from hpu_duo.cost import Capacity, CapacityPoint, Hardware, ModelSize, Serving, WarmUp
+
+
+def hardware_table(hardware: Hardware) -> Table:
+    """List what public sources say of one device."""
+    table = _facts()
+    table.add_row(
+        "matrix operations",
+        f"{hardware.nominal_bf16 / 1e12:,.0f} TFLOP/s bf16, {hardware.nominal_fp8 / 1e12:,.0f} fp8; "
+        f"reached {hardware.reached_bf16 / 1e12:,.0f} and {hardware.reached_fp8 / 1e12:,.0f}",
+    )
+    table.add_row("vector operations", f"{hardware.vector_ops / 1e12:g} TFLOP/s bf16")
+    table.add_row(
+        "memory",
+        f"{show_bytes(hardware.memory_bytes)} usable, {hardware.memory_bytes_per_s / 1e12:.2f} TB/s",
+    )
+    table.add_row("links", f"{hardware.pair_bytes_per_s / 1e9:g} GB/s to each of the others in a box")
+    return table
+
+
+def print_report(
+    model: ModelSize, serving: Serving, found: Sequence[Capacity], console: Console | None = None
+) -> None:
+    """Hardware, memory, requests that fit, predicted speeds, warm-up, and how sure all that is."""
+    console = console or Console()
+    _print(console, serving.hardware.title, hardware_table(serving.hardware))
+    devices = f"{serving.num_devices} x {serving.hardware.title}"
+    _print(console, f"{model.name} on {devices}", _memory_table(model, serving))
+    for title, cell in (
+        ("Requests that fit at once", _fits),
+        (f"Decode tokens/s of all, at most {serving.max_num_seqs} requests", _all),
+        ("One request alone: decode tokens/s, seconds to the first token", _alone),
+    ):
+        _print(console, title, _by_context(found, cell))
+    warm_up_title = "Warm-up of a planned bucket table, at published seconds per graph"
+    _print(console, warm_up_title, _warm_up_table(found))
+    console.print(_caveat(), style="dim", highlight=False)
+
+
+def _memory_table(model: ModelSize, serving: Serving) -> Table:
+    table = _facts()
+    table.add_row(
+        "weights",
+        f"{model.num_params / 1e9:.2f}G parameters, {show_bytes(model.weight_bytes(serving.weights))} "
+        f"({serving.weights.value})",
+    )
+    table.add_row("KV cache", show_bytes(serving.kv_budget_bytes(model)))
+    table.add_row(
+        "streaming heads", f"keep {serving.sink} first and {serving.recent} newest tokens of each request"
+    )
+    return table
+
+
+def _by_context(found: Sequence[Capacity], cell: Callable[[CapacityPoint], str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("streaming", style="dim")
+    table.add_column("KV", style="dim")
+    for point in found[0].points:
+        table.add_column(f"{point.context:,}", justify="right")
+    for each in found:
+        table.add_row(*_name(each), *map(cell, each.points))
+    return table
+
+
+def _warm_up_table(found: Sequence[Capacity]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("streaming", "KV"):
+        table.add_column(name, style="dim")
+    table.add_column("graphs", justify="right")
+    table.add_column("minutes", justify="right")
+    for each in found:
+        warm_up = each.warm_up
+        cells = (
+            ("-", "-")
+            if warm_up is None
+            else (_graphs(warm_up), f"{_minutes(warm_up.low_s)} to {_minutes(warm_up.high_s)}")
+        )
+        table.add_row(*_name(each), *cells)
+    return table
+
+
+def _graphs(warm_up: WarmUp) -> str:
+    return f"at most {warm_up.num_graphs} (the budget)" if warm_up.is_bound else str(warm_up.num_graphs)
+
+
+def _caveat() -> str:
+    from hpu_duo.cost import FITTED, median_error, published_rows, split_rows
+
+    held_out = split_rows(published_rows())[1]
+    longest = max(row.input_len + row.output_len for row in held_out)
+    return (
+        "Computed from public sources; this project has not measured any Gaudi. The model of speed is off by "
+        f"{median_error(held_out, FITTED):.0%} in the median of {len(held_out)} published figures it was not "
+        f"fitted to, of up to {longest:,} tokens; longer contexts and streaming heads are extrapolated."
+    )
+
+
+def _print(console: Console, title: str, table: Table) -> None:
+    # A title of the table itself would be wrapped to its width.
+    console.print(title, style="bold", highlight=False)
+    console.print(table)
+    console.print()
+
+
+def _facts() -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    return table
+
+
+def _name(each: Capacity) -> tuple[str, str]:
+    return ("none" if each.sparsity == 0 else f"{each.sparsity:.0%}"), each.kv_format.value
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f}" if seconds < 600 else f"{seconds / 60:.0f}"
+
+
+def _fits(point: CapacityPoint) -> str:
+    return f"{point.num_requests:,}" if point.num_requests else "-"
+
+
+def _all(point: CapacityPoint) -> str:
+    return "-" if point.tokens_per_s is None else f"{point.tokens_per_s:,.0f}"
+
+
+def _alone(point: CapacityPoint) -> str:
+    if point.tokens_per_s_alone is None or point.first_token_s is None:
+        return "-"
+    return f"{point.tokens_per_s_alone:,.0f}, {point.first_token_s:,.2f} s"

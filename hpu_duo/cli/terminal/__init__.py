@@ -1,0 +1,1 @@
+"""Output to a terminal: errors, sizes, drawings, streams."""

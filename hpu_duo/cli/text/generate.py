@@ -1,0 +1,151 @@
+"""``hpu-duo generate``: continue prompts with any checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hpu_duo.cli.arguments import options as opt
+from hpu_duo.cli.arguments.loading import load_model
+from hpu_duo.cli.arguments.option_groups import grouped
+from hpu_duo.cli.arguments.prompts import decoded, encode, read_prompts, tokenizer_of
+from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
+from hpu_duo.cli.text.report import run_fields, run_table
+from hpu_duo.cli.text.serving import Run, RunReport
+from hpu_duo.cli.text.views import LiveView
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.outputs import Completion
+    from hpu_duo.sampling import SamplingParams
+
+_SAMPLING = "Sampling"
+
+
+@grouped
+def generate(
+    *,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A prompt; repeat for several.")
+    ] = None,
+    file: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="File with a prompt, - for standard input; repeat for several."),
+    ] = None,
+    model: opt.Model = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap prompts in the model's chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each prompt.")] = 128,
+    as_json: opt.Json = False,
+    seed: opt.Seed = 0,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_SAMPLING)
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from the k likeliest tokens.", rich_help_panel=_SAMPLING)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the likeliest tokens of this mass.", rich_help_panel=_SAMPLING),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Drop tokens less likely than this times the likeliest.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 discourages repetition.", rich_help_panel=_SAMPLING)
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="Text that ends the output; repeatable.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after an end token.", rich_help_panel=_SAMPLING)
+    ] = False,
+    heads: opt.HeadOptions,
+    engine: opt.EngineOptions,
+) -> None:
+    """Continue one prompt, streaming its text, or several of them in one batch.
+
+    Text goes to standard output; progress and the closing table go to standard error.
+    """
+    with user_errors():
+        if max_new_tokens < 1:
+            raise ValueError(f"expected --max-new-tokens of 1 or more, got {max_new_tokens}")
+        prompts = read_prompts(prompt or [], file or [])
+        sampling = {
+            "temperature": temperature,
+            **_drawn(temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+            "repetition_penalty": repetition_penalty,
+            "stop": tuple(decoded(text, "--stop") for text in stop or ()),
+            "ignore_eos": ignore_eos,
+            "max_tokens": max_new_tokens,
+        }
+        params = _params(sampling)
+        loaded = load_model(model, heads, engine, len(prompts), seed)
+        tokenizer = tokenizer_of(loaded)
+        ids = [encode(tokenizer, text, chat) for text in prompts]
+        run = Run(loaded.engine, ids, [params] * len(ids))
+    console = Console(stderr=True)
+    is_streamed = len(prompts) == 1 and not as_json
+    from graphs import GraphMissError, RecompileError
+
+    with user_errors((RecompileError, GraphMissError)):
+        report = run.finish(LiveView(console, sys.stdout if is_streamed else None))
+    if as_json:
+        typer.echo(json.dumps(_fields(ids, report), indent=2))
+    else:
+        if not is_streamed:
+            _print_labelled(prompts, report.completions)
+        console.print()
+        console.print(run_table(report))
+    if report.is_interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _drawn(temperature: float, **filters: float | None) -> dict[str, float]:
+    """The filters that are set; without a temperature they would have no effect."""
+    given = {name: value for name, value in filters.items() if value is not None}
+    if given and temperature == 0.0:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"expected --temperature above 0 with {names}, got 0, which draws nothing")
+    return given
+
+
+def _params(sampling: dict[str, Any]) -> SamplingParams:
+    from hpu_duo.sampling import SamplingParams
+
+    return SamplingParams(**sampling)
+
+
+def _print_labelled(prompts: Sequence[str], completions: Sequence[Completion]) -> None:
+    for number, (text, completion) in enumerate(zip(prompts, completions), start=1):
+        reason = completion.finish_reason or "interrupted"
+        typer.echo(f"--- prompt {number} of {len(prompts)} ({reason}): {_shortened(text)}")
+        typer.echo(completion.text)
+
+
+def _shortened(text: str, width: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def _fields(ids: Sequence[Sequence[int]], report: RunReport) -> dict[str, Any]:
+    completions = [
+        {
+            "num_prompt_tokens": len(prompt),
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": None if completion.finish_reason is None else str(completion.finish_reason),
+            "stop_reason": completion.stop_reason,
+        }
+        for prompt, completion in zip(ids, report.completions)
+    ]
+    return {"completions": completions, "run": run_fields(report)}

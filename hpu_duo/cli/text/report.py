@@ -1,0 +1,69 @@
+"""The numbers of a run, as a table and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from hpu_duo.cli.terminal.sizes import show_bytes
+from hpu_duo.cli.text.serving import Pace, RunReport
+
+
+def run_table(report: RunReport) -> Table:
+    """Speed, steps, padding, and KV bytes against full attention."""
+    stats = report.stats
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("prefill", _speed(report.prefill))
+    num_mixed = stats.num_output_tokens - report.decode.num_tokens
+    table.add_row("decode", f"{_speed(report.decode)} ({num_mixed:,} more came with prefills)")
+    steps = "  ".join(f"{phase} x {count}" for phase, count in sorted(stats.steps.items()))
+    table.add_row("steps", steps or "none")
+    table.add_row("padding", f"{stats.padding:.1%} of the query tokens")
+    table.add_row("KV at peak", _kv(stats.peak_held_bytes, stats.peak_full_attention_bytes))
+    if stats.num_preemptions:
+        table.add_row("preempted", f"{stats.num_preemptions} times, for lack of blocks")
+    if stats.num_graph_misses or stats.num_late_captures:
+        missed = f"{stats.num_graph_misses} shapes outside the table, {stats.num_late_captures} captured late"
+        table.add_row("graphs", missed)
+    if stats.num_uncaptured_steps:
+        table.add_row("uncaptured", f"{stats.num_uncaptured_steps} steps, too long to be captured")
+    for note in stats.notes:
+        table.add_row("note", note)
+    return table
+
+
+def run_fields(report: RunReport) -> dict[str, Any]:
+    """The same for programs: seconds, bytes, counts."""
+    stats = report.stats
+    return {
+        "is_interrupted": report.is_interrupted,
+        "prefill": _pace_fields(report.prefill),
+        "decode": _pace_fields(report.decode),
+        "kv_ratio": _ratio(stats.peak_held_bytes, stats.peak_full_attention_bytes),
+        "stats": {**asdict(stats), "num_steps": stats.num_steps, "padding": stats.padding},
+    }
+
+
+def _speed(pace: Pace) -> str:
+    if pace.tokens_per_s is None:
+        return "none"
+    return f"{pace.num_tokens:,} tokens, {pace.tokens_per_s:,.1f} tokens/s"
+
+
+def _pace_fields(pace: Pace) -> dict[str, Any]:
+    return {**asdict(pace), "tokens_per_s": pace.tokens_per_s}
+
+
+def _kv(held: int, full: int) -> str:
+    ratio = _ratio(held, full)
+    if ratio is None:
+        return "nothing held"
+    return f"{show_bytes(held)} held, {ratio:.1%} of the {show_bytes(full)} of full attention"
+
+
+def _ratio(held: int, full: int) -> float | None:
+    return held / full if full else None

@@ -1,0 +1,1 @@
+"""Start-up: from a checkpoint and a configuration to an engine."""

@@ -1,0 +1,257 @@
+"""Put an engine together from a checkpoint and a configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from bias_builders import Window
+from graphs import CaptureBackend, GraphCache, MissPolicy, make_backend
+from graphs.backends import best_name
+from graphs.backends.replay import ReplayBackend
+from hpu_duo import sim
+from hpu_duo.budget import DeviceBudget
+from hpu_duo.config import EngineConfig
+from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
+from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.executor import Executor
+from hpu_duo.engine.resolved import Resolved
+from hpu_duo.engine.runner import Runner
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.engine.trimming import ChunkTrimming
+from hpu_duo.heads import HeadLayout, permute_heads
+from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.store import KVStore
+from hpu_duo.modeling.file_weights import leave_files, plain_bytes
+from hpu_duo.modeling.live_rows import LiveRows
+from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
+from hpu_duo.modeling.packed_linear import can_pack, pack_linears
+from hpu_duo.modeling.probe import DecoderLayer, probe
+from hpu_duo.modeling.rope import fix_frequencies, frequencies_note, served_len
+from hpu_duo.modeling.row_fusion import fuse_rows
+from hpu_duo.modeling.step_model import StepModel
+from hpu_duo.request import TokenLimits
+from hpu_duo.startup.graph_memory import plan_with_graphs
+from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern
+from hpu_duo.startup.kernels import choose_kernels
+from hpu_duo.startup.memory import plan_memory
+from hpu_duo.startup.tables import StepTables
+from kernels_ref import Implementation, LayerSpec, rowwise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+
+def assemble(
+    config: EngineConfig,
+    eos_token_ids: frozenset[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seed: int = 0,
+) -> Engine:
+    """Load a checkpoint and build everything that serves it.
+
+    Raises:
+        ValueError: the checkpoint cannot be read or served, or the configuration does not fit it
+            or this machine.
+    """
+    lazy = _lazy_mode(config)
+    device = resolve_device(config.model.device, lazy)
+    runtime = runtime_for(device, lazy)
+    _backend(config, device, runtime)  # refused before weights are read
+    hf_config = read_config(config.model.path)
+    dtype = resolve_dtype(config.model.dtype, hf_config)
+    served_len(hf_config.get_text_config(), config.scheduler.max_model_len)  # refused before weights are read
+    notes = check_pattern(config.heads, config.model.path)
+    model = load_model(config.model.path, hf_config, dtype, _first_device(device, runtime))
+    engine = assemble_around(model, config, eos_token_ids, tokenizer, seed)
+    engine.notes = (*notes, *engine.notes)
+    return engine
+
+
+def assemble_around(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    eos_token_ids: frozenset[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seed: int = 0,
+) -> Engine:
+    """Build everything that serves a model which is already in memory, in its dtype.
+
+    Args:
+        model: in evaluation mode, with our attention function; changed in place: heads are reordered, linear
+            weights packed on CPU, and rotary frequencies that depend on the text's length stay those of
+            the longest request.
+        config: its path and dtype are not looked at, nor is the model that its head pattern was made for.
+
+    Raises:
+        ValueError: the model cannot be served, or the configuration does not fit it or this machine.
+    """
+    lazy = _lazy_mode(config)
+    device = resolve_device(config.model.device, lazy)
+    runtime = runtime_for(device, lazy)
+    backend = _backend(config, device, runtime)
+    first_device = _first_device(device, runtime)
+    dtype = model.dtype
+    text_config = model.config.get_text_config()
+    max_len = served_len(text_config, config.scheduler.max_model_len)
+    fix_frequencies(model, max_len)
+    layers = probe(model)
+    pattern = resolve_pattern(config.heads, layers)
+    layouts, windows = assign_heads(layers, pattern, max_len)
+    budget = _budget(config, runtime, 0 if first_device == device else _weight_bytes(model))
+    impl = choose_kernels(config.model.attention, device, layers)
+    specs = [layer_spec(*each, impl) for each in zip(layers, layouts, windows)]
+
+    def plan_of(graph_bytes: int) -> MemoryPlan:
+        sizes = (config.cache, config.scheduler, max_len, dtype)
+        return plan_memory(layers, layouts, windows, *sizes, budget=budget, graph_bytes=graph_bytes)
+
+    tables = StepTables(config, specs, text_config, max_len, backend, runtime.compiles_operators)
+    if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
+        raise ValueError(
+            "trim_chunks needs a table of buckets to trim to: expected graphs other than 'eager', or buckets"
+        )
+    if config.graph.memory_bytes is None:
+        bound = budget.graph_bytes()
+        memory = plan_with_graphs(plan_of, lambda plan: min(bound, tables.graph_bytes(plan, dtype.itemsize)))
+    else:
+        memory = plan_of(config.graph.memory_bytes)
+
+    permute_heads([layer.attention for layer in layers], layouts, [layer.call.head_dim for layer in layers])
+    live = LiveRows()
+    _pack(config, model, layers, dtype, device, backend, live)
+    runtime.place(model)
+    store = KVStore(memory, dtype, device)
+    step_model = StepModel(model, layers, specs, store.layers, live)
+    executor = _make_executor(config, step_model, store, tables, runtime)
+    limits, vocab_size = tables.limits(memory), text_config.vocab_size
+    runner = Runner(executor, vocab_size, limits.max_model_len)
+    scheduler = Scheduler(limits, _trimming(config, runner))
+    token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
+    engine = Engine(runner, scheduler, token_limits, tokenizer, seed)
+    engine.notes, engine.pattern = frequencies_note(text_config, max_len), pattern
+    _log.info("engine of %s: %s", type(model).__name__, Resolved.of(runner, scheduler))
+    return engine
+
+
+def _trimming(config: EngineConfig, runner: Runner) -> Callable[[StepPlan], int] | None:
+    if not config.scheduler.trim_chunks:
+        return None
+    # A warm-up may give the runner another table.
+    return lambda plan: ChunkTrimming(runner.graphs.table, config.cache.block_size).num_postponed(plan)
+
+
+def _first_device(device: torch.device, runtime: DeviceRuntime) -> torch.device:
+    """Where a model is looked over: on the host where the device would compile every operator of it."""
+    return torch.device("cpu") if runtime.compiles_operators else device
+
+
+def _pack(
+    config: EngineConfig,
+    model: PreTrainedModel,
+    layers: tuple[DecoderLayer, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: CaptureBackend,
+    live: LiveRows,
+) -> None:
+    wanted = config.model.pack_weights
+    possible = device.type == "cpu" and can_pack(dtype)
+    if wanted and not possible:
+        raise ValueError(
+            f"pack_weights needs bfloat16 on a CPU whose oneDNN supports it, got {dtype} on {device}"
+        )
+    if possible and wanted is not False:
+        # Where the kernel for panels does not run, decodes of one compiled request read plain weights faster
+        # than oneDNN's; panels come before both.
+        is_vector = config.scheduler.max_num_seqs == 1 and backend.name == "compile"
+        vector = [layer.module for layer in layers] if is_vector else []
+        before = plain_bytes(model)
+        pack_linears(model, vector=vector, head=model.get_output_embeddings(), live=live)
+        leave_files(model, before - plain_bytes(model))
+
+
+def layer_spec(
+    layer: DecoderLayer, layout: HeadLayout, window: Window | None, impl: Implementation
+) -> LayerSpec:
+    """What the kernels need to know of a layer whose heads are laid out."""
+    return LayerSpec(
+        num_retrieval=layout.num_retrieval,
+        num_streaming=layout.num_streaming,
+        group_size=layout.group_size,
+        head_dim=layer.call.head_dim,
+        scale=layer.call.scale,
+        window=window,
+        softcap=layer.call.softcap,
+        impl=impl,
+    )
+
+
+def _make_executor(
+    config: EngineConfig, model: StepModel, store: KVStore, tables: StepTables, runtime: DeviceRuntime
+) -> Executor:
+    memory = store.plan
+    policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
+    graphs = GraphCache(tables.backend, tables.table(memory), policy, config.graph.max_captured_tokens)
+    return Executor(
+        model,
+        store,
+        tables.geometry(memory),
+        graphs,
+        use_table=tables.uses_table,
+        largest=tables.largest(memory),
+        device=store.device,
+        runtime=runtime,
+        fail_on_recompile=config.graph.fail_on_recompile,
+    )
+
+
+def _lazy_mode(config: EngineConfig) -> bool | None:
+    """The mode of HPU that the capture backend needs; None where the user's environment decides."""
+    backend = config.graph.backend
+    name = backend if isinstance(backend, str) else backend.name
+    return {"hpu-graph": True, "hpu-compile": False}.get(name)
+
+
+def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime) -> CaptureBackend:
+    """The capture backend.
+
+    Raises:
+        ValueError: it cannot capture steps on the device; nothing falls back to another one.
+    """
+    chosen = config.graph.backend
+    if str(config.model.device) == SIMULATED and isinstance(chosen, str):
+        if chosen not in ("eager", "auto"):
+            raise ValueError(f"the simulated HPU captures steps in its own way, got graphs={chosen!r}")
+        return sim.SimBackend(sim.install())
+    if isinstance(chosen, str):
+        chosen = _make_backend(best_name(device.type, runtime.is_lazy) if chosen == "auto" else chosen)
+    problem = chosen.problem(device)
+    if problem is not None:
+        raise ValueError(f"graphs={chosen.name!r} cannot be used: {problem}")
+    return chosen
+
+
+def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> DeviceBudget:
+    """The memory of the device once so many more bytes of weights are there."""
+    return DeviceBudget(
+        runtime.total_bytes(),
+        runtime.used_bytes() + num_coming,
+        runtime.free_bytes() - num_coming,
+        config.cache.device_memory_utilization,
+    )
+
+
+def _make_backend(name: str) -> CaptureBackend:
+    return ReplayBackend(fuse_rows) if name == "replay" and rowwise.is_available() else make_backend(name)
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -1,0 +1,170 @@
+"""The buckets of an engine, and the shapes that bound them, as a function of its memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from graphs import (
+    BatchShape,
+    BucketTable,
+    CaptureBackend,
+    CostFunction,
+    ExponentialRule,
+    SkippingCost,
+    StepCost,
+    StepLimits,
+)
+from hpu_duo.config import EngineConfig, SchedulerConfig
+from hpu_duo.engine.batch import StepGeometry
+from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.startup.graph_memory import KEPT, UNKNOWN, GraphMemory, staged_bytes
+from hpu_duo.startup.sizes import StepSizes
+from kernels_ref import Implementation, LayerSpec
+
+
+class StepTables:
+    """Which buckets an engine has, as a function of its memory plan.
+
+    Args:
+        specs: of the layers.
+        max_len: tokens of a request, as far as the model goes.
+        is_padding: steps are padded to buckets even if the backend captures nothing.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        specs: Sequence[LayerSpec],
+        text_config: Any,
+        max_len: int,
+        backend: CaptureBackend,
+        is_padding: bool,
+    ) -> None:
+        self.config, self.backend = config, backend
+        self.uses_table = backend.name != "eager" or is_padding or config.graph.table is not None
+        self._specs, self._text_config, self._max_len = specs, text_config, max_len
+        self._made: dict[StepLimits, BucketTable] = {}
+
+    def limits(self, memory: MemoryPlan) -> StepLimits:
+        """What the scheduler can ask for."""
+        return resolve_limits(self.config.scheduler, memory, self._max_len)
+
+    def table(self, memory: MemoryPlan) -> BucketTable:
+        """The given buckets, or the default; none where steps run at their exact shapes.
+
+        Raises:
+            ValueError: a given bucket points beyond the stores.
+        """
+        limits = self.limits(memory)
+        if limits not in self._made:
+            self._made[limits] = self._make(limits)
+        return self._made[limits]
+
+    def _make(self, limits: StepLimits) -> BucketTable:
+        given = self.config.graph.table
+        if given is None:
+            uses_table = self.uses_table
+            return default_table(limits, self._specs, self._text_config) if uses_table else BucketTable(())
+        check_table(given, limits)
+        if self.config.graph.own_cost:
+            return given
+        return BucketTable(given.buckets, model_cost(limits, self._specs, self._text_config))
+
+    def geometry(self, memory: MemoryPlan) -> StepGeometry:
+        """The sizes of the stores that steps point into."""
+        return StepGeometry.of(self.limits(memory))
+
+    def largest(self, memory: MemoryPlan) -> BatchShape:
+        """The shape that the staged inputs must hold: whatever is reachable, and every bucket."""
+        limits, table = self.limits(memory), self.table(memory)
+        return limits.largest if not len(table) else limits.largest | table.envelope
+
+    def graph_bytes(self, memory: MemoryPlan, dtype_bytes: int) -> int:
+        """Device memory that the graphs of all buckets are estimated to take, with the staged inputs."""
+        kept = KEPT.get(self.backend.name, UNKNOWN)
+        graphs = GraphMemory(
+            kept,
+            len(set(self._specs)) if kept.is_per_kind else 1,
+            StepSizes.of(
+                self._specs,
+                self._text_config,
+                memory.block_size,
+                dtype_bytes,
+                decode_len=self.config.scheduler.decode_len,
+            ),
+            self.config.graph.max_captured_tokens,
+        )
+        staged = staged_bytes(self.geometry(memory), self.largest(memory))
+        return staged + (graphs.total_bytes(self.table(memory)) if self.backend.name != "eager" else 0)
+
+
+def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> StepLimits:
+    """Return the limits of steps: the wishes, once it is known what the stores hold.
+
+    Args:
+        max_len: tokens of a request, as far as the model goes.
+
+    Raises:
+        ValueError: the blocks do not hold the ``max_model_len`` that was asked for.
+    """
+    return StepLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=_held_len(scheduler, memory, max_len),
+        block_size=memory.block_size,
+        num_blocks=memory.num_blocks,
+        uses_blocks=memory.uses_blocks,
+        max_chunk_rows=scheduler.max_chunk_rows,
+        decode_len=scheduler.decode_len,
+    )
+
+
+def check_table(table: BucketTable, limits: StepLimits) -> None:
+    """A bucket may not point beyond the stores; one with more query tokens than a step has is allowed.
+
+    Raises:
+        ValueError: one does.
+    """
+    for bucket in table:
+        if bucket.num_unique_blocks > limits.max_unique_blocks or bucket.num_logits > limits.max_num_seqs:
+            raise ValueError(
+                f"expected buckets of at most {limits.max_unique_blocks} unique blocks and "
+                f"{limits.max_num_seqs} logit rows, which the stores have, got {bucket}"
+            )
+
+
+def default_table(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any) -> BucketTable:
+    """The buckets that are captured when none are given."""
+    skips = specs[0].impl is Implementation.SDPA
+    rule = ExponentialRule(slack=1.25, merge_unique=True) if skips else None
+    return BucketTable.exponential(limits, rule, model_cost(limits, specs, text_config))
+
+
+def model_cost(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any) -> CostFunction:
+    """What a step of this model costs with its kernels, by which buckets are ranked."""
+    first = specs[0]
+    if first.impl is Implementation.SDPA:
+        return SkippingCost(text_config.vocab_size / (12 * text_config.hidden_size * len(specs)))
+    return StepCost(
+        block_size=limits.block_size,
+        ring_width=max((spec.window.size for spec in specs if spec.window), default=0),
+        hidden_size=text_config.hidden_size,
+        num_layers=len(specs),
+        vocab_size=text_config.vocab_size,
+        kv_ratio=1 / first.group_size,
+    )
+
+
+def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> int:
+    """``max_len``, or what the blocks hold when the user left the length open."""
+    held = memory.max_tokens
+    # The last token of a request is sampled and never cached.
+    if held is None or max_len <= held + 1:
+        return max_len
+    if scheduler.max_model_len is not None:
+        raise ValueError(
+            f"max_model_len={max_len} needs {max_len - 1} cached tokens, but {memory.num_blocks} blocks of "
+            f"{memory.block_size} hold {held}"
+        )
+    return held + 1
