@@ -186,7 +186,7 @@ class GraphCache:
             GraphMissError: ``bucket`` is not in the table, and the policy is not ``EAGER``.
         """
         if bucket in self._executables or bucket in self._table:
-            outputs = self.rehearse(bucket, fn, inputs)
+            outputs = self.run_uncounted(bucket, fn, inputs)
             self._runs[bucket] += 1
             self._bypasses += bucket not in self._executables
         elif self.policy is MissPolicy.EAGER:
@@ -197,7 +197,7 @@ class GraphCache:
         self._steps[str(bucket.phase)] += 1
         return outputs
 
-    def rehearse(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
+    def run_uncounted(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
         """Run a step of a bucket as ``run`` does, without counting it: for warm-up."""
         executable = self._executables.get(bucket)
         return self._run_first(bucket, fn, inputs) if executable is None else executable(inputs)
@@ -238,7 +238,7 @@ class GraphCache:
                 fn, inputs = fn_of(bucket), make_inputs(bucket)
                 self._run_first(bucket, fn, inputs)
                 for _ in range(1, self.backend.num_first_runs if self.captures(bucket) else 1):
-                    self.rehearse(bucket, fn, inputs)
+                    self.run_uncounted(bucket, fn, inputs)
                 num_new += 1
             if progress is not None:
                 progress(done, len(buckets), bucket)

@@ -13,7 +13,7 @@ from hpu_duo.sampling import SamplingParams
 
 
 class Replayed(protocol.SteppedEngine):
-    """Ready when every bucket is written down."""
+    """This engine, warmed up until every bucket is replayed."""
 
     def __init__(self, limits: protocol.Limits) -> None:
         torch.set_num_threads(1)

@@ -15,8 +15,8 @@ from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._inductor.output_code import CompiledFxGraph
 
 from graphs.backends.base import Inputs, Outputs, Region
-from graphs.backends.tape import TapedStep, call_compiled, unwritten
 from graphs.backends.toolchain import cpu_compile_problem
+from graphs.backends.traced_step import TracedStep, call_compiled, untraced
 from graphs.interrupts import interrupts_deferred
 from graphs.shape import BatchShape
 
@@ -63,11 +63,11 @@ class CompileBackend:
         return None if reason is None else f"inductor cannot build code for the CPU here: {reason}"
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
-        """Return ``fn``, whose regions are compiled; on a CPU the rest is replayed, see ``TapedStep``.
+        """Return ``fn``, whose regions are compiled; on a CPU the rest is replayed, see ``TracedStep``.
 
         With guards, or with another compiler than inductor, it stays as it is.
         """
-        return fn if self._guards or self._compiler != "inductor" else TapedStep(fn)
+        return fn if self._guards or self._compiler != "inductor" else TracedStep(fn)
 
     def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
         """Return the compiled function of a region at one shape.
@@ -102,7 +102,7 @@ class _Direct:
             return self._direct(*args, **kwargs)
         handle = register_bytecode_hook(self._note)
         try:
-            with unwritten():
+            with untraced():
                 return self._compiled(*args, **kwargs)
         finally:
             handle.remove()
@@ -138,7 +138,7 @@ class _Unwrapped:
     """Code of inductor, entered past the wrappers that are for views, aliases and gradients of its arguments.
 
     Layers have none of that to wrap. Whether it is so shows the first call: the wrappers then pass the
-    very tensors on that they were called with, and return the very results. To a tape it is one operator.
+    very tensors on that they were called with, and return the very results. A trace holds it as one operator.
     Interrupts wait for its end: C++ makes another exception of what an operator in Python raises.
     """
 

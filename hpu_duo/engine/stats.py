@@ -29,7 +29,7 @@ class EngineStats:
         num_graph_misses: steps whose shape no bucket held.
         num_late_captures: planned buckets captured only when a request needed them.
         num_uncaptured_steps: steps of buckets that are too long to be captured.
-        num_unrecorded_steps: steps that were served but could not be written down, as on a full disk.
+        num_unrecorded_steps: steps that were served but could not be recorded, as on a full disk.
         num_running, num_waiting: requests now.
         used_blocks, total_blocks, used_rows, total_rows: leases now.
         kv_bytes: bytes that the stores take.

@@ -69,7 +69,7 @@ class StepWarmUp:
             for size in copy_sizes(most_copies(executor.geometry)):
                 executor.copy_units(executor.copy_in(self._builder.padding(bucket, size)), size, size)
         for bucket in buckets:
-            logits = executor.graphs.rehearse(bucket, executor.step_of(bucket), self._padding(bucket))
+            logits = executor.graphs.run_uncounted(bucket, executor.step_of(bucket), self._padding(bucket))
             for route in self.routes(bucket):
                 read(sample(logits, SamplingBatch.padding(route)))
 

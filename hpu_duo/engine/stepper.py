@@ -28,7 +28,7 @@ class Stepper:
     Attributes:
         samples: those that have not ended.
         deliveries: where outputs go.
-        telemetry: what is written down about steps.
+        telemetry: recorders of steps and their shapes.
 
     Args:
         runner: the device side.

@@ -14,7 +14,7 @@ _FORMAT = "hpu-duo eval 2"
 
 
 class ResultsNotWrittenError(Exception):
-    """A result could not be written down; those before it are in the file."""
+    """A result could not be written; those before it are in the file."""
 
 
 class ResultFile:

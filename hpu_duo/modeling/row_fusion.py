@@ -1,8 +1,8 @@
-"""Put the small operators of a written step together, so that each group of them is one call.
+"""Fuse the small operators of a traced step, so that each group of them is one call.
 
 A group is one row program (``kernels_ref.rowwise``). The results of its operators have the same rows, that
-is all dimensions but the last one, and nothing between them reads what they make or writes anywhere. What
-only they read is never in memory.
+is all dimensions but the last one, and no call between them reads their results or writes to memory. A
+result that only the group reads is never stored.
 """
 
 from __future__ import annotations
@@ -11,52 +11,53 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from graphs.backends.written import Line, Value, values_in
+from graphs.backends.trace import Call, Value, values_in
 from hpu_duo.modeling.row_operators import Gathered, RowOperator, is_narrow, row_operator
 from kernels_ref.rowwise import Builder, Index, Register, Rows
 
 _Key = tuple[int, ...]
 
 
-def fuse_rows(lines: Sequence[Line], outputs: Any) -> list[Line]:
-    """The same step in fewer lines.
+def fuse_rows(calls: Sequence[Call], outputs: Any) -> list[Call]:
+    """Return the same step in fewer calls.
 
     Args:
+        calls: the trace.
         outputs: the nest of values that it returns.
     """
     grouping = _Grouping()
-    for line in lines:
-        grouping.add(line)
+    for call in calls:
+        grouping.add(call)
     grouping.end()
     needed: set[Value] = set(values_in(outputs))
-    result: list[Line] = []
+    result: list[Call] = []
     for item in reversed(grouping.items):
-        emitted = [item] if isinstance(item, Line) else item.lines(needed)
-        for line in reversed(emitted):
-            if line.is_view and not needed.intersection(line.results):
+        emitted = [item] if isinstance(item, Call) else item.calls(needed)
+        for call in reversed(emitted):
+            if call.is_view and not needed.intersection(call.results):
                 continue
-            result.append(line)
-            needed.update(line.read)
+            result.append(call)
+            needed.update(call.read)
     return result[::-1]
 
 
 @dataclass
 class _Group:
-    """Lines that become one, and views of what they make."""
+    """Calls that become one, and views of their results."""
 
     key: _Key
-    members: list[tuple[Line, RowOperator]] = field(default_factory=list)
-    views: list[Line] = field(default_factory=list)
+    members: list[tuple[Call, RowOperator]] = field(default_factory=list)
+    views: list[Call] = field(default_factory=list)
     made: set[Value] = field(default_factory=set)
     results: set[Value] = field(default_factory=set)
     same: dict[Value, Value] = field(default_factory=dict)
 
     def has(self, value: Value) -> bool:
-        """Whether a line of the group makes ``value``, or the same rows of another shape."""
+        """Whether a call of the group makes ``value``, or the same rows of another shape."""
         return self.same.get(value, value) in self.results
 
-    def lines(self, needed: set[Value]) -> list[Line]:
-        """What stands for the group where ``needed`` is read after it."""
+    def calls(self, needed: set[Value]) -> list[Call]:
+        """Return the calls that replace the group if ``needed`` is read after it."""
         if len(self.members) == 1:
             return [self.members[0][0], *self.views]
         read = set(needed)
@@ -65,56 +66,56 @@ class _Group:
             if read.intersection(view.results):
                 views.append(view)
                 read.update(view.read)
-        return [*_Writer(self, read).lines(), *reversed(views)]
+        return [*_Writer(self, read).calls(), *reversed(views)]
 
 
 class _Grouping:
-    """Sorts lines into groups, in their order."""
+    """Sorts calls into groups, in their order."""
 
     def __init__(self) -> None:
-        self.items: list[Line | _Group] = []
+        self.items: list[Call | _Group] = []
         self._open: dict[_Key, _Group] = {}
         self._group_of: dict[Value, _Group] = {}
 
-    def add(self, line: Line) -> None:
-        """Take the next line."""
-        operator = row_operator(line)
+    def add(self, call: Call) -> None:
+        """Add the next call of the trace."""
+        operator = row_operator(call)
         if operator is not None:
-            self._join(line, operator)
-        elif line.is_view and (group := self._group_of.get(_source(line))) is not None:
-            self._view(line, group)
+            self._join(call, operator)
+        elif call.is_view and (group := self._group_of.get(_source(call))) is not None:
+            self._view(call, group)
         else:
-            schema = getattr(line.func, "_schema", None)
-            # Who writes somewhere may write to what a group has yet to read.
+            schema = getattr(call.func, "_schema", None)
+            # An operator that writes may write to memory that a group has yet to read.
             may_write = schema is None or schema.is_mutable
-            self._close([*self._open.values()] if may_write else self._groups_read(line))
-            self.items.append(line)
+            self._close([*self._open.values()] if may_write else self._groups_read(call))
+            self.items.append(call)
 
     def end(self) -> None:
-        """No lines are left."""
+        """Close all groups: the trace is over."""
         self._close([*self._open.values()])
 
-    def _join(self, line: Line, operator: RowOperator) -> None:
-        result = line.results[0]
+    def _join(self, call: Call, operator: RowOperator) -> None:
+        result = call.results[0]
         key = _key_of(result)
         here = {x for x in operator.operands if isinstance(x, Value) and _key_of(x) == key}
         self._close(
             group
-            for value in line.read
+            for value in call.read
             if (group := self._group_of.get(value)) is not None
             and not (value in here and group.key == key and group.has(value))
         )
         group = self._open.get(key)
         if group is None:
             group = self._open[key] = _Group(key)
-        group.members.append((line, operator))
+        group.members.append((call, operator))
         group.results.add(result)
         self._made(result, group)
 
-    def _view(self, line: Line, group: _Group) -> None:
-        group.views.append(line)
-        source = group.same.get(_source(line), _source(line))
-        for result in line.results:
+    def _view(self, call: Call, group: _Group) -> None:
+        group.views.append(call)
+        source = group.same.get(_source(call), _source(call))
+        for result in call.results:
             self._made(result, group)
             if _layout_of(result) == _layout_of(source):
                 group.same[result] = source
@@ -123,8 +124,8 @@ class _Grouping:
         group.made.add(value)
         self._group_of[value] = group
 
-    def _groups_read(self, line: Line) -> list[_Group]:
-        return [group for value in line.read if (group := self._group_of.get(value)) is not None]
+    def _groups_read(self, call: Call) -> list[_Group]:
+        return [group for value in call.read if (group := self._group_of.get(value)) is not None]
 
     def _close(self, groups: Iterable[_Group]) -> None:
         for group in [*groups]:
@@ -137,7 +138,7 @@ class _Grouping:
 
 
 class _Writer:
-    """Writes the program of a group."""
+    """Builds the row program of a group."""
 
     def __init__(self, group: _Group, needed: set[Value]) -> None:
         self._group, self._needed = group, needed
@@ -146,11 +147,11 @@ class _Writer:
         self._loaded: dict[tuple[Value, Rows], Register] = {}
         self._tensors: dict[Value, int] = {}
 
-    def lines(self) -> list[Line]:
-        """The line that runs it; none if nobody reads what it makes."""
+    def calls(self) -> list[Call]:
+        """Return the call that runs the program; none if nobody reads its results."""
         outputs = []
-        for line, operator in self._live_members():
-            result = line.results[0]
+        for call, operator in self._live_members():
+            result = call.results[0]
             sources = [self._operand(operand, result) for operand in operator.operands]
             self._registers[result] = operator.emit(self._builder, sources)
             if result in self._needed:
@@ -161,15 +162,15 @@ class _Writer:
             return []
         program = self._builder.build()
         args = program.number, [*self._tensors]
-        return [Line(program.run, args, {}, tuple(outputs), is_one=False, keeps=program)]
+        return [Call(program.run, args, {}, tuple(outputs), is_one=False, keeps=program)]
 
-    def _live_members(self) -> list[tuple[Line, RowOperator]]:
+    def _live_members(self) -> list[tuple[Call, RowOperator]]:
         needed = set(self._needed)
         live = []
-        for line, operator in reversed(self._group.members):
-            if line.results[0] in needed:
-                live.append((line, operator))
-                needed.update(self._group.same.get(x, x) for x in line.read)
+        for call, operator in reversed(self._group.members):
+            if call.results[0] in needed:
+                live.append((call, operator))
+                needed.update(self._group.same.get(x, x) for x in call.read)
         return live[::-1]
 
     def _operand(self, operand: Any, result: Value) -> Register:
@@ -200,8 +201,8 @@ class _Writer:
         return self._tensors.setdefault(owner, len(self._tensors))
 
 
-def _source(line: Line) -> Value:
-    source = line.args[0]
+def _source(call: Call) -> Value:
+    source = call.args[0]
     assert isinstance(source, Value)
     return source
 
@@ -216,7 +217,7 @@ def _key_of(value: Value) -> _Key:
 
 
 def _layout_of(value: Value) -> tuple[Any, ...]:
-    """Where each item of each row is, in the order of rows."""
+    """Return a key that is equal for values whose items lie at the same places, row by row."""
     shape, stride = _in_rows(value)
     steps = [(size, step) for size, step in zip(shape[:-1], stride) if size != 1]
     last = (shape[-1], stride[-1] if shape[-1] != 1 else 0) if shape else (1, 0)
@@ -224,7 +225,7 @@ def _layout_of(value: Value) -> tuple[Any, ...]:
 
 
 def _rows(value: Value, result: Value, offset: int) -> Rows:
-    """The rows of a value that is broadcast to ``result``, for every dimension of it that counts rows."""
+    """The rows of a value that is broadcast to ``result``, a stride for each dimension that counts rows."""
     missing = len(result.shape) - len(value.shape)
     sizes, steps = (1,) * missing + value.shape, (0,) * missing + value.stride
     if is_narrow(result):
@@ -236,5 +237,5 @@ def _rows(value: Value, result: Value, offset: int) -> Rows:
 
 
 def _after_first(rows: Rows, result: Value) -> tuple[int, ...]:
-    """Strides without that of the first dimension of a result, which an index takes the place of."""
+    """Strides in which an index replaces that of the first dimension of a result."""
     return (0, *rows.strides[1:]) if result.shape[0] != 1 else rows.strides

@@ -1,4 +1,4 @@
-"""Which operators of torch work on rows, and the instructions that stand for each."""
+"""Operators of torch that work row by row, and the instructions of a row program for each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from graphs.backends.written import Line, Value
+from graphs.backends.trace import Call, Value
 from kernels_ref.rowwise import INDEX_TYPES, MAX_DIMS, MAX_WIDTH, TYPES, Builder, Code, Register
 
 _ATEN = torch.ops.aten
@@ -30,28 +30,28 @@ Operand: TypeAlias = "Value | Gathered | bool | int | float"
 
 @dataclass(frozen=True)
 class RowOperator:
-    """What a line computes, row by row.
+    """A call as a computation on rows.
 
     Attributes:
-        operands: what it reads: values that broadcast against its result, gathered ones, and numbers.
-        emit: adds its instructions to a program, given a register for each operand.
+        operands: values that broadcast against the result, gathered values, and numbers.
+        emit: adds the instructions to a program, given a register for each operand.
     """
 
     operands: tuple[Operand, ...]
     emit: Callable[[Builder, list[Register]], Register]
 
 
-def row_operator(line: Line) -> RowOperator | None:
-    """What a line computes if that can be computed row by row, else None."""
-    if not line.is_one or len(line.results) != 1 or line.is_view:
+def row_operator(call: Call) -> RowOperator | None:
+    """Return a call as a computation on rows; None if it is none."""
+    if not call.is_one or len(call.results) != 1 or call.is_view:
         return None
-    result = line.results[0]
-    make = _MAKERS.get(line.func)
+    result = call.results[0]
+    make = _MAKERS.get(call.func)
     if make is None or not _fits(result):
         return None
     if make is _gather:
-        return _gather(line, result)
-    return make(line, result) if all(map(_fits, line.read)) else None
+        return _gather(call, result)
+    return make(call, result) if all(map(_fits, call.read)) else None
 
 
 def _fits(value: Value) -> bool:
@@ -69,14 +69,14 @@ def width_of(value: Value) -> int:
     return 1 if not value.shape or is_narrow(value) else value.shape[-1]
 
 
-_Maker = Callable[[Line, Value], "RowOperator | None"]
+_Maker = Callable[[Call, Value], "RowOperator | None"]
 
 
 def _plain(code: Code, num_operands: int) -> _Maker:
-    def make(line: Line, result: Value) -> RowOperator | None:
-        if line.kwargs or len(line.args) != num_operands:
+    def make(call: Call, result: Value) -> RowOperator | None:
+        if call.kwargs or len(call.args) != num_operands:
             return None
-        return _of_operands(line.args, result, code)
+        return _of_operands(call.args, result, code)
 
     return make
 
@@ -94,14 +94,14 @@ def _of_operands(operands: tuple[Any, ...], result: Value, code: Code) -> RowOpe
 _COPY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
 
 
-def _copy(line: Line, result: Value) -> RowOperator | None:
-    """A copy in another layout or type; what is not said by them must not be asked for."""
-    if not {*line.kwargs} <= _COPY_ARGUMENTS:
+def _copy(call: Call, result: Value) -> RowOperator | None:
+    """Return a copy in another layout or dtype; None if the call asks for anything else."""
+    if not {*call.kwargs} <= _COPY_ARGUMENTS:
         return None
-    source = line.args[0]
-    if len(line.args) > 1 and line.func is not _ATEN.to.dtype:
+    source = call.args[0]
+    if len(call.args) > 1 and call.func is not _ATEN.to.dtype:
         return None
-    if str(line.kwargs.get("device") or "cpu") != "cpu" or not isinstance(source, Value):
+    if str(call.kwargs.get("device") or "cpu") != "cpu" or not isinstance(source, Value):
         return None
     if result.dtype == torch.bool != source.dtype:
         return None  # any other number than 0 becomes 1
@@ -114,29 +114,29 @@ def _copy(line: Line, result: Value) -> RowOperator | None:
     return RowOperator((source,), emit)
 
 
-def _number(line: Line, result: Value) -> RowOperator | None:
-    number = line.args[0]
+def _number(call: Call, result: Value) -> RowOperator | None:
+    number = call.args[0]
     return RowOperator((number,), lambda _, sources: sources[0]) if isinstance(number, _NUMBER) else None
 
 
 _POWERS = {0.5: Code.SQRT, -0.5: Code.RSQRT, -1: Code.RECIPROCAL}
 
 
-def _power(line: Line, result: Value) -> RowOperator | None:
-    base, exponent = line.args
+def _power(call: Call, result: Value) -> RowOperator | None:
+    base, exponent = call.args
     if exponent == 2:
         return _of_operands((base, base), result, Code.MUL)
     code = _POWERS.get(exponent)
     return None if code is None else _of_operands((base,), result, code)
 
 
-def _gelu(line: Line, result: Value) -> RowOperator | None:
-    code = {"none": Code.GELU, "tanh": Code.GELU_TANH}.get(line.kwargs.get("approximate", "none"))
-    return None if code is None or len(line.args) != 1 else _of_operands(line.args, result, code)
+def _gelu(call: Call, result: Value) -> RowOperator | None:
+    code = {"none": Code.GELU, "tanh": Code.GELU_TANH}.get(call.kwargs.get("approximate", "none"))
+    return None if code is None or len(call.args) != 1 else _of_operands(call.args, result, code)
 
 
-def _clamp(line: Line, result: Value) -> RowOperator | None:
-    values = dict(zip(("x", "min", "max"), line.args), **line.kwargs)
+def _clamp(call: Call, result: Value) -> RowOperator | None:
+    values = dict(zip(("x", "min", "max"), call.args), **call.kwargs)
     bounds = [(Code.MAX, values.get("min")), (Code.MIN, values.get("max"))]
     given = [(code, bound) for code, bound in bounds if bound is not None]
     if not given or not all(isinstance(bound, _NUMBER) for _, bound in given):
@@ -153,8 +153,8 @@ def _clamp(line: Line, result: Value) -> RowOperator | None:
 
 
 def _reduction(code: Code) -> _Maker:
-    def make(line: Line, result: Value) -> RowOperator | None:
-        arguments = dict(zip(("x", "dim", "keepdim"), line.args), **line.kwargs)
+    def make(call: Call, result: Value) -> RowOperator | None:
+        arguments = dict(zip(("x", "dim", "keepdim"), call.args), **call.kwargs)
         x, dims = arguments["x"], arguments.get("dim")
         if not isinstance(x, Value) or not isinstance(dims, tuple | list):
             return None
@@ -168,8 +168,8 @@ def _reduction(code: Code) -> _Maker:
     return make
 
 
-def _join(line: Line, result: Value) -> RowOperator | None:
-    parts, dim = line.args[0], line.args[1] if len(line.args) > 1 else line.kwargs.get("dim", 0)
+def _join(call: Call, result: Value) -> RowOperator | None:
+    parts, dim = call.args[0], call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
     if is_narrow(result) or dim % len(result.shape) != len(result.shape) - 1:
         return None
     if not all(part.dtype == result.dtype and len(part.shape) == len(result.shape) for part in parts):
@@ -177,8 +177,8 @@ def _join(line: Line, result: Value) -> RowOperator | None:
     return RowOperator(tuple(parts), lambda builder, sources: builder.join(sources))
 
 
-def _gather(line: Line, result: Value) -> RowOperator | None:
-    source, dim, index = line.args
+def _gather(call: Call, result: Value) -> RowOperator | None:
+    source, dim, index = call.args
     if dim != 0 or not _fits(source) or index.dtype not in INDEX_TYPES or len(index.stride) != 1:
         return None
     return RowOperator((Gathered(source, index),), lambda _, sources: sources[0])

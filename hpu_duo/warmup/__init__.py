@@ -1,4 +1,4 @@
-"""Warm-up: estimated, bounded, measured, written down, and repeated."""
+"""Warm-up: estimated, bounded, measured, recorded in a manifest, and repeated."""
 
 from hpu_duo.startup.sizes import StepSizes
 from hpu_duo.warmup.configuration import configuration_of, known_before_loading, versions_of

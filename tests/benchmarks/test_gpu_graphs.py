@@ -1,4 +1,4 @@
-"""The benchmark of captured steps on toy sizes: it runs without a GPU, a tape standing in for CUDA graphs."""
+"""The benchmark of captured steps on toy sizes; without a GPU, recorded operators replace CUDA graphs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from benchmarks.gpu_graphs import MODELS, Work, measure, report
 from benchmarks.gpu_suite.engines import Setup
 from graphs import BucketTable
 from graphs.backends.cuda import CudaBackend
-from tests.graphs.tape import TapeRecorder
+from tests.graphs.operator_graph import OperatorRecorder
 
 TOY = MODELS["toy"]
 SETUP = Setup(torch.device("cpu"), torch.float32, "reference", "cuda", 8)
@@ -20,7 +20,7 @@ TABLE = BucketTable.from_strings(["csu/q32/s8/u9/l3", "--u/q3/s0/u9/l3"])
 
 
 def test_both_engines_serve_the_same_tokens_and_every_bucket_is_captured() -> None:
-    captured, table = measure(TOY, SETUP, WORK, CudaBackend(TapeRecorder()), TABLE)
+    captured, table = measure(TOY, SETUP, WORK, CudaBackend(OperatorRecorder()), TABLE)
     written, _ = measure(TOY, SETUP, WORK, "eager", table)
     assert table == TABLE
     assert {each.shape for each in captured.captures} == set(TABLE)

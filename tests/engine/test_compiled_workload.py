@@ -96,7 +96,7 @@ def test_a_warmed_table_serves_200_requests_without_a_miss_or_a_recompilation(
     assert (stats.num_graph_misses, stats.num_late_captures) == (0, 0)
     assert stats.num_preemptions > 0
     assert tokens == eager_tokens
-    # The model's Python runs once more for each bucket, to be written down, and then never again.
+    # The model's Python runs once more for each bucket, to be traced, and then never again.
     assert guards or 0 < num_written <= len(graphs.table) < stats.num_steps
 
 

@@ -17,10 +17,10 @@ import graphs
 import hpu_duo
 import kernels_ref
 from graphs import BatchShape, BucketTable, StepCost
-from graphs.backends import tape
+from graphs.backends import traced_step
 from graphs.backends.compile import CompileBackend
-from graphs.backends.tape import TapedStep
 from graphs.backends.toolchain import cpu_compile_problem
+from graphs.backends.traced_step import TracedStep
 from graphs.interrupts import interrupts_deferred
 from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
@@ -110,7 +110,7 @@ def test_ctrl_c_in_compiled_steps_is_a_keyboard_interrupt_too(tiny: Tiny, guards
         assert num_interrupts >= 2
 
 
-def test_no_torn_tape_stays_behind_a_ctrl_c() -> None:
+def test_no_half_trace_stays_behind_a_ctrl_c() -> None:
     inputs = {"x": torch.arange(4.0)}
     expected = (inputs["x"] + 1) * 2
 
@@ -119,12 +119,12 @@ def test_no_torn_tape_stays_behind_a_ctrl_c() -> None:
 
     num_interrupts = 0
     for line in range(1, 80):
-        step: TapedStep[torch.Tensor] = TapedStep(
-            lambda inputs: tape.call_compiled(double, (inputs["x"] + 1,))[0]
+        step: TracedStep[torch.Tensor] = TracedStep(
+            lambda inputs: traced_step.call_compiled(double, (inputs["x"] + 1,))[0]
         )
         step(inputs)
         try:
-            with ctrl_c_at_line(line, (str(tape.__file__),)):
+            with ctrl_c_at_line(line, (str(traced_step.__file__),)):
                 step(inputs)
         except KeyboardInterrupt:
             num_interrupts += 1

@@ -20,7 +20,7 @@ from graphs.backends.cuda import CudaBackend
 from graphs.backends.hpu import HpuCompileBackend, HpuGraphBackend, no_recompilation
 from graphs.backends.replay import ReplayBackend
 from graphs.backends.whole_step import WholeStepBackend
-from tests.graphs.tape import TapeRecorder
+from tests.graphs.operator_graph import OperatorRecorder
 from tests.vendor import calls, importable
 
 SHAPE = BatchShape.parse("c--/q4/s0/u0/l1")
@@ -28,7 +28,7 @@ WIDER = BatchShape.parse("c--/q6/s0/u0/l1")
 
 Step = Callable[[Mapping[str, Tensor]], Tensor]
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
-recorded = pytest.mark.parametrize("backend", ["tape", cuda, "hpu-graph"], indirect=True)
+recorded = pytest.mark.parametrize("backend", ["operators", cuda, "hpu-graph"], indirect=True)
 
 
 @pytest.fixture
@@ -43,10 +43,10 @@ def choose_mode(monkeypatch: pytest.MonkeyPatch, is_lazy: bool) -> None:
 
 
 @pytest.fixture(
-    params=["eager", "replay", "compile", "compile, direct", "tape", cuda, "hpu-compile", "hpu-graph"]
+    params=["eager", "replay", "compile", "compile, direct", "operators", cuda, "hpu-compile", "hpu-graph"]
 )
 def backend(request: pytest.FixtureRequest, vendor: pytest.MonkeyPatch) -> CaptureBackend:
-    """Vendors' backends by their stand-ins, on CPU tensors; ``cuda`` on a GPU, ``tape`` in its place."""
+    """Vendors' backends by their stand-ins, on CPU tensors; ``cuda`` on a GPU, ``operators`` in its place."""
     match request.param:
         case "eager":
             return EagerBackend()
@@ -56,8 +56,8 @@ def backend(request: pytest.FixtureRequest, vendor: pytest.MonkeyPatch) -> Captu
             return CompileBackend("eager", guards=True)
         case "compile, direct":
             return CompileBackend("eager")
-        case "tape":
-            return CudaBackend(TapeRecorder())
+        case "operators":
+            return CudaBackend(OperatorRecorder())
         case "cuda":
             if not torch.cuda.is_available():
                 pytest.skip("no CUDA device")
@@ -269,7 +269,9 @@ def test_the_best_backend_follows_from_device_and_mode(device: str, is_lazy: boo
 
 @torch.inference_mode()
 def test_recording_waits_for_nothing_in_the_step() -> None:
-    step = CudaBackend(TapeRecorder()).capture(lambda inputs: inputs["x"] * inputs["x"].sum().item(), SHAPE)
+    step = CudaBackend(OperatorRecorder()).capture(
+        lambda inputs: inputs["x"] * inputs["x"].sum().item(), SHAPE
+    )
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         step(inputs_of(SHAPE, torch.device("cpu")))
 

@@ -287,10 +287,10 @@ def test_a_limit_that_captures_nothing_is_refused() -> None:
         GraphCache(EagerBackend(), TABLE, max_captured_tokens=0)
 
 
-def test_a_rehearsal_runs_what_a_step_runs_and_counts_nothing() -> None:
+def test_an_uncounted_run_is_the_run_of_a_step_without_its_counts() -> None:
     cache, _ = make_cache()
-    assert cache.rehearse(B8, total, make_inputs(B8)) == ("captured", sum(range(8)))
-    assert cache.rehearse(B8, total, make_inputs(B8)) == ("captured", sum(range(8)))
+    assert cache.run_uncounted(B8, total, make_inputs(B8)) == ("captured", sum(range(8)))
+    assert cache.run_uncounted(B8, total, make_inputs(B8)) == ("captured", sum(range(8)))
     assert (cache.counters.captures, dict(cache.counters.runs), dict(cache.counters.steps)) == (1, {}, {})
 
 

@@ -36,7 +36,7 @@ def words_only(vocabulary: list[str]) -> Encoder:
 
 
 def test_documents_are_the_same_on_every_platform() -> None:
-    """Digests of token ids and labels, once written down."""
+    """Digests of token ids and labels, as they were when the test was written."""
     digest = hashlib.sha256()
     for chosen, text in (
         (SMALL, None),

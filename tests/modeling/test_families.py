@@ -63,7 +63,7 @@ def test_logits_of_chunked_prompts_are_those_of_one_dense_forward(
 def test_replayed_steps_have_the_logits_of_one_dense_forward(zoo: Zoo, name: str) -> None:
     model, _ = zoo.load(name)
     served = load(zoo, name, 13, "auto", "replay")
-    for _ in range(2):  # Steps are written down in the second run of their bucket.
+    for _ in range(2):  # Steps are traced in the second run of their bucket.
         found = greedy_logits(served.engine, prompts_of(), NUM_NEW)
         for prompt, (new, logits) in zip(prompts_of(), found):
             torch.testing.assert_close(logits, teacher_forced(model, prompt, new), atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""Steps whose small operators are put together, against the same steps as they are written."""
+"""Steps whose small operators are fused, against the same steps as they are."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphs.backends.replay import ReplayBackend
-from graphs.backends.tape import TapedStep
-from graphs.backends.written import Line
+from graphs.backends.trace import Call
+from graphs.backends.traced_step import TracedStep
 from hpu_duo.modeling.row_fusion import fuse_rows
 from kernels_ref import rowwise
 
@@ -29,12 +29,12 @@ def as_in_a_step() -> Iterator[None]:
         yield
 
 
-def fusing(lines: list[list[Line]]) -> Callable[[Sequence[Line], Any], list[Line]]:
+def fusing(calls: list[list[Call]]) -> Callable[[Sequence[Call], Any], list[Call]]:
     """``fuse_rows`` that notes what it returns."""
 
-    def fuse(written: Sequence[Line], outputs: Any) -> list[Line]:
-        lines.append(fuse_rows(written, outputs))
-        return lines[-1]
+    def fuse(trace: Sequence[Call], outputs: Any) -> list[Call]:
+        calls.append(fuse_rows(trace, outputs))
+        return calls[-1]
 
     return fuse
 
@@ -52,19 +52,19 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + half * sin
 
 
-def names(lines: Sequence[Line]) -> list[str]:
-    return [str(line.func) for line in lines]
+def names(calls: Sequence[Call]) -> list[str]:
+    return [str(call.func) for call in calls]
 
 
 def check(fn: Callable[[Inputs], Any], make_inputs: Callable[[int], dict[str, Tensor]]) -> list[str]:
-    """Run a step four times beside itself as it is written; returns what it calls in the end."""
-    lines: list[list[Line]] = []
-    step = TapedStep(fn, fusing(lines))
+    """Run a step four times beside itself untraced; returns the names of the calls that are left."""
+    calls: list[list[Call]] = []
+    step = TracedStep(fn, fusing(calls))
     for run in range(4):
         inputs = make_inputs(run)
         torch.testing.assert_close(step(inputs), fn(inputs), rtol=2e-2, atol=1e-2)
     assert step.is_replayed
-    return names(lines[0])
+    return names(calls[0])
 
 
 def draw(run: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -124,7 +124,7 @@ def test_what_reads_a_store_before_it_is_written_is_not_put_behind_the_write() -
         return before + store * 3
 
     expected_store = torch.zeros(4, SIZE)
-    step = TapedStep(fn, fuse_rows)
+    step = TracedStep(fn, fuse_rows)
     for run in range(4):
         x = draw(run, 4, SIZE, dtype=torch.float32) / 8
         expected = (expected_store * 2 + 1).exp()
@@ -205,15 +205,15 @@ def test_any_mixture_of_operators_computes_what_it_would_one_by_one(
 
     with torch.inference_mode():
         stores = torch.ones(SIZE), torch.ones(SIZE)
-        taped, plain = (step_with(store) for store in stores)
-        taped = TapedStep(taped, fuse_rows)
+        traced, plain = (step_with(store) for store in stores)
+        traced = TracedStep(traced, fuse_rows)
         for run in range(4):
             inputs = make(run)
-            for got, expected in zip(taped(inputs), plain(inputs), strict=True):
+            for got, expected in zip(traced(inputs), plain(inputs), strict=True):
                 assert got.dtype == expected.dtype
                 torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2, equal_nan=True)
             torch.testing.assert_close(*stores)
-        assert taped.is_replayed
+        assert traced.is_replayed
 
 
 def test_other_devices_are_named() -> None:

@@ -1,4 +1,4 @@
-"""Warm-ups of real engines: what is captured, what is refused, what is written down, what comes after."""
+"""Warm-ups of real engines: captured and refused buckets, the manifest, and the steps that follow."""
 
 from __future__ import annotations
 

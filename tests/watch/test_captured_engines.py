@@ -15,7 +15,7 @@ from graphs.backends.hpu import HpuGraphBackend
 from hpu_duo import HPUDuoModel, sim
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
-from tests.graphs.tape import TapeRecorder
+from tests.graphs.operator_graph import OperatorRecorder
 from tests.modeling.families import prompts_of
 from tests.vendor import calls, importable
 
@@ -41,9 +41,9 @@ def eager_tokens(tiny: Tiny) -> list[list[list[int]]]:
 
 
 def backend_of(name: str, monkeypatch: pytest.MonkeyPatch) -> CaptureBackend:
-    """CUDA graphs by their tape, HPU's compiler by its stand-in, both on the CPU."""
-    if name == "tape":
-        return CudaBackend(TapeRecorder())
+    """CUDA graphs by recorded operators, HPU's compiler by its stand-in, both on the CPU."""
+    if name == "operators":
+        return CudaBackend(OperatorRecorder())
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     __import__("habana_frameworks.torch")
     return CompileBackend("hpu_backend", guards=True)
@@ -65,7 +65,7 @@ def check_quiet(served: HPUDuoModel, expected: list[list[list[int]]], limit: int
     assert stats.num_padded_tokens > 0
 
 
-@pytest.mark.parametrize(("name", "limit"), [("tape", None), ("tape", LONG), ("hpu_backend", LONG)])
+@pytest.mark.parametrize(("name", "limit"), [("operators", None), ("operators", LONG), ("hpu_backend", LONG)])
 def test_a_warmed_engine_serves_the_tokens_of_eager_steps_and_compiles_nothing(
     tiny: Tiny,
     eager_tokens: list[list[list[int]]],
@@ -107,7 +107,7 @@ def test_cuda_graphs_serve_the_tokens_of_eager_steps_on_the_same_device(
 def test_buckets_captured_by_requests_are_as_good_as_warmed_ones(
     tiny: Tiny, eager_tokens: list[list[list[int]]]
 ) -> None:
-    served = tiny.load(device="cpu", graphs=CudaBackend(TapeRecorder()), **LIMITS)
+    served = tiny.load(device="cpu", graphs=CudaBackend(OperatorRecorder()), **LIMITS)
     assert tokens_of(serve(served, PROMPTS, PARAMS)) == eager_tokens
     assert served.engine.runner.graphs.counters.captures > 0
 
@@ -149,7 +149,7 @@ def test_hpu_graphs_record_the_engine_of_the_simulated_hpu(
 def test_a_step_that_compiles_something_is_refused_and_the_request_is_served_afterwards(
     tiny: Tiny, eager_tokens: list[list[list[int]]]
 ) -> None:
-    served = tiny.load(device="cpu", graphs=CudaBackend(TapeRecorder()), fail_on_recompile=True, **LIMITS)
+    served = tiny.load(device="cpu", graphs=CudaBackend(OperatorRecorder()), fail_on_recompile=True, **LIMITS)
     engine, refused = served.engine, []
     names = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     tokens: dict[str, list[int]] = {name: [] for name in names}

@@ -15,7 +15,7 @@ from hpu_duo import sim
 from hpu_duo.device import CpuRuntime
 from hpu_duo.device.habana import DeviceMetrics, HabanaRuntime
 from hpu_duo.watch import CacheSource, CompileWatch, Counts, DeviceSource, DynamoSource, SimSource, Tally
-from tests.graphs.tape import TapeRecorder
+from tests.graphs.operator_graph import OperatorRecorder
 from tests.vendor import importable
 
 A, B = BatchShape.parse("--u/q4/s0/u0/l4"), BatchShape.parse("--u/q8/s0/u0/l8")
@@ -152,13 +152,13 @@ def test_an_error_inside_goes_before_what_was_compiled() -> None:
 
 
 def test_a_watch_has_every_source_that_there_is() -> None:
-    captured = GraphCache(CudaBackend(TapeRecorder()), BucketTable((A,)))
+    captured = GraphCache(CudaBackend(OperatorRecorder()), BucketTable((A,)))
     names = [source.name for source in CompileWatch.of(lambda: captured, CpuRuntime()).sources]
     assert names == ["the graph cache", "torch.compile"]
 
 
 @pytest.mark.usefixtures("vendor")
 def test_on_hpu_the_device_is_a_source() -> None:
-    captured = GraphCache(CudaBackend(TapeRecorder()), BucketTable((A,)))
+    captured = GraphCache(CudaBackend(OperatorRecorder()), BucketTable((A,)))
     names = [source.name for source in CompileWatch.of(lambda: captured, HabanaRuntime()).sources]
     assert names == ["the graph cache", "torch.compile", "the device"]

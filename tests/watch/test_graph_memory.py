@@ -15,7 +15,7 @@ from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.startup.graph_memory import KEPT, GraphMemory, plan_with_graphs
 from hpu_duo.startup.sizes import StepSizes
 from tests.engine.tiny import PATTERN, Tiny
-from tests.graphs.tape import TapeRecorder
+from tests.graphs.operator_graph import OperatorRecorder
 
 MIB = 1 << 20
 SIZES = StepSizes(
@@ -83,7 +83,7 @@ def test_the_plan_leaves_free_what_its_own_graphs_need(free: int, per_block: int
 
 def load(tiny: Tiny, free: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> MemoryPlan:
     monkeypatch.setattr("hpu_duo.device.CpuRuntime.free_bytes", lambda self: free)
-    served = tiny.load(device="cpu", pattern=PATTERN, graphs=CudaBackend(TapeRecorder()), **options)
+    served = tiny.load(device="cpu", pattern=PATTERN, graphs=CudaBackend(OperatorRecorder()), **options)
     plan = served.engine.runner.store.plan
     assert served.stats().graph_bytes == plan.graph_bytes
     assert served.stats().kv_bytes == plan.total_bytes

@@ -18,7 +18,7 @@ from torch import nn
 from habana_frameworks.torch.calls import CALLS
 from habana_frameworks.torch.hpu.metrics import compiled
 from habana_frameworks.torch.internal.bridge_config import SETTINGS
-from tests.graphs.tape import Tape
+from tests.graphs.operator_graph import OperatorGraph
 
 GARBAGE = float("nan")
 
@@ -31,30 +31,30 @@ class HPUGraph:
     """
 
     def __init__(self) -> None:
-        self._tape: Tape | None = None
+        self._graph: OperatorGraph | None = None
 
     def capture_begin(self, dry_run: bool = False) -> None:
         """Operators belong to the graph from here on."""
-        assert self._tape is None, "a graph is captured once"
+        assert self._graph is None, "a graph is captured once"
         if not CALLS["mark_step"]:
             raise RuntimeError("the graph would begin with what was collected before it")
         is_launched = not (dry_run or SETTINGS.get("PT_COMPILE_ONLY_MODE"))
-        self._tape = Tape(launches=is_launched)
-        self._tape.__enter__()
+        self._graph = OperatorGraph(launches=is_launched)
+        self._graph.__enter__()
 
     def capture_end(self) -> None:
         """Operators do not belong to the graph any more."""
-        assert self._tape is not None, "nothing is captured"
-        self._tape.__exit__(None, None, None)
+        assert self._graph is not None, "nothing is captured"
+        self._graph.__exit__(None, None, None)
         CALLS["capture"] += 1
         compiled()
 
     def replay(self, asynchronous: bool = False) -> None:
         """Run the graph's operators."""
-        assert self._tape is not None, "nothing was captured"
+        assert self._graph is not None, "nothing was captured"
         CALLS["replay"] += 1
         if not SETTINGS.get("PT_COMPILE_ONLY_MODE"):
-            self._tape.replay()
+            self._graph.replay()
 
 
 def input_hash(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""A step as it is written down: calls of operators on named tensors, and the Python function made of them."""
+"""A trace: a step's calls of operators on named tensors, and the Python function made of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from graphs.backends.base import Inputs
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor of a step; another one with the same layout in each run.
+    """A tensor of a trace: another one with the same layout in each run.
 
     Attributes:
         name: of the variable, or an expression that finds it.
-        shape, stride, offset, dtype: as torch has them, ``offset`` from the begin of the memory.
-        base: the value whose memory this one shows a part of, None if it has its own.
+        shape, stride, offset, dtype: as torch has them, ``offset`` from the beginning of the memory.
+        base: the value that this one is a view of; None if it has memory of its own.
         is_variable: an operator has made it in this run; otherwise it is an input or a constant.
     """
 
@@ -34,27 +34,27 @@ class Value:
     def of(
         cls, name: str, tensor: torch.Tensor, base: Value | None = None, is_variable: bool = False
     ) -> Value:
-        """The value that ``tensor`` is of."""
+        """Return a value that describes ``tensor``."""
         is_strided = tensor.layout is torch.strided
         stride, offset = (tuple(tensor.stride()), int(tensor.storage_offset())) if is_strided else ((), 0)
         return cls(name, tuple(tensor.shape), stride, offset, tensor.dtype, base, is_variable)
 
     @property
     def owner(self) -> Value:
-        """The value that has the memory."""
+        """The value whose memory this is: itself, or the one that it is a view of, directly or not."""
         return self if self.base is None else self.base.owner
 
 
 @dataclass(frozen=True)
-class Line:
-    """One call.
+class Call:
+    """One call of an operator, or of compiled code.
 
     Attributes:
-        func: what is called.
+        func: the function that is called.
         args, kwargs: plain values, with a ``Value`` for each tensor.
         results: values that the call makes.
-        is_one: it returns its result itself, not a list of results.
-        keeps: what must be alive for the call.
+        is_one: the call returns its result itself, not a list of results.
+        keeps: an object that must stay alive for the call.
     """
 
     func: Callable[..., Any]
@@ -66,12 +66,12 @@ class Line:
 
     @property
     def read(self) -> Iterator[Value]:
-        """Every value that the call reads, as often as it does."""
+        """Every value that the call reads, as often as it is read."""
         return values_in((self.args, tuple(self.kwargs.values())))
 
     @property
     def is_view(self) -> bool:
-        """Whether the results show the memory of an argument."""
+        """Whether the results are views of an argument."""
         return bool(self.results) and all(result.base is not None for result in self.results)
 
 
@@ -84,10 +84,10 @@ def values_in(item: Any) -> Iterator[Value]:
             yield from values_in(part)
 
 
-def as_function(
-    lines: Iterable[Line], outputs: Any, constants: Mapping[str, torch.Tensor]
+def function_of(
+    calls: Iterable[Call], outputs: Any, constants: Mapping[str, torch.Tensor]
 ) -> Callable[[Inputs], Any]:
-    """A function of a step's inputs that makes all calls and returns ``outputs``.
+    """Return a function of a step's inputs that makes all calls and returns ``outputs``.
 
     Variables are deleted after their last use.
 
@@ -95,45 +95,45 @@ def as_function(
         outputs: a value, or a nest of tuples and lists of them.
         constants: by the names of values that are neither inputs nor variables.
     """
-    lines, constants = _with_views_of_constants(lines, constants)
+    calls, constants = _with_views_of_constants(calls, constants)
     names = _Names(dict(constants))
     needed = {value.name for value in values_in(outputs) if value.is_variable}
     body = [f"return {names.text(outputs)}"]
-    for line in reversed([*lines]):
-        read = {value.name for value in line.read if value.is_variable and value.name not in constants}
-        assigned = [result.name for result in line.results]
+    for call in reversed([*calls]):
+        read = {value.name for value in call.read if value.is_variable and value.name not in constants}
+        assigned = [result.name for result in call.results]
         unneeded = sorted((read | {*assigned}) - needed)
         if unneeded:
             body.append(f"del {', '.join(unneeded)}")
-        texts = [names.text(argument) for argument in line.args]
-        texts += [f"{name}={names.text(argument)}" for name, argument in line.kwargs.items()]
-        if line.keeps is not None:
-            names.constant(line.keeps)
-        call = f"{names.constant(_direct(line.func))}({', '.join(texts)})"
-        if line.is_one and assigned:
-            call = f"{assigned[0]} = {call}"
+        texts = [names.text(argument) for argument in call.args]
+        texts += [f"{name}={names.text(argument)}" for name, argument in call.kwargs.items()]
+        if call.keeps is not None:
+            names.constant(call.keeps)
+        text = f"{names.constant(_direct(call.func))}({', '.join(texts)})"
+        if call.is_one and assigned:
+            text = f"{assigned[0]} = {text}"
         elif assigned:
-            call = f"{''.join(f'{name}, ' for name in assigned)}= {call}"
-        body.append(call)
+            text = f"{''.join(f'{name}, ' for name in assigned)}= {text}"
+        body.append(text)
         needed |= read
     source = "\n    ".join(["def replay(inputs):", *reversed(body)])
-    exec(compile(source, "<written step>", "exec"), names.constants)
+    exec(compile(source, "<traced step>", "exec"), names.constants)
     replay: Callable[[Inputs], Any] = names.constants.pop("replay")
     return replay
 
 
 def _with_views_of_constants(
-    lines: Iterable[Line], constants: Mapping[str, torch.Tensor]
-) -> tuple[list[Line], dict[str, torch.Tensor]]:
-    """Views of constants are constants."""
+    calls: Iterable[Call], constants: Mapping[str, torch.Tensor]
+) -> tuple[list[Call], dict[str, torch.Tensor]]:
+    """Take views of constants for constants: they are made once, and not in each run."""
     left, found = [], dict(constants)
-    for line in lines:
-        is_view = line.is_view and len(line.results) == 1
-        if is_view and all(value.name in found for value in line.read):
-            args = [found[x.name] if isinstance(x, Value) else x for x in line.args]
-            found[line.results[0].name] = line.func(*args, **line.kwargs)
+    for call in calls:
+        is_view = call.is_view and len(call.results) == 1
+        if is_view and all(value.name in found for value in call.read):
+            args = [found[x.name] if isinstance(x, Value) else x for x in call.args]
+            found[call.results[0].name] = call.func(*args, **call.kwargs)
         else:
-            left.append(line)
+            left.append(call)
     return left, found
 
 
@@ -143,7 +143,7 @@ def _direct(func: Any) -> Callable[..., Any]:
 
 
 class _Names:
-    """Gives names to what the text of a function cannot hold itself."""
+    """Names of the objects that the text of a function cannot hold itself."""
 
     def __init__(self, constants: dict[str, Any]) -> None:
         self.constants = constants

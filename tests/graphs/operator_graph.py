@@ -1,6 +1,6 @@
-"""A device graph on any device: the operators of a run, written down and run again on the same tensors.
+"""A device graph on any device: the operators of a run, recorded and replayed on the same tensors.
 
-Unlike ``graphs.backends.tape``, which makes new tensors in each run, as a CPU does without graphs.
+Unlike ``graphs.backends.traced_step``, whose replay makes new tensors in each run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _ATEN = torch.ops.aten
 READS = (_ATEN.item.default, _ATEN._local_scalar_dense.default, _ATEN.equal.default)
 
 
-class Tape(TorchDispatchMode):
-    """Writes operators down while it is entered; ``replay`` runs them without the Python around them.
+class OperatorGraph(TorchDispatchMode):
+    """Records operators while it is entered; ``replay`` runs them without the Python around them.
 
     Args:
-        launches: whether operators take effect while they are written down. If not, writes are left out
+        launches: whether operators take effect while they are recorded. If not, writes are left out
             and new tensors hold zeros, as memory does in which nothing has been computed.
     """
 
@@ -73,7 +73,7 @@ def put(old: Any, new: Any) -> None:
         old.copy_(new)
 
 
-class TapeRecorder:
+class OperatorRecorder:
     """What ``CudaRecorder`` does, on the CPU: one real run, then a recording that launches nothing."""
 
     def problem(self, device: torch.device) -> str | None:
@@ -81,7 +81,7 @@ class TapeRecorder:
 
     def record(self, run: Callable[[], Outputs]) -> Recording[Outputs]:
         first = run()
-        tape = Tape(launches=False)
-        with tape:
+        graph = OperatorGraph(launches=False)
+        with graph:
             static = run()
-        return Recording(first, static, tape.replay)
+        return Recording(first, static, graph.replay)

@@ -1,4 +1,4 @@
-"""Steps that are written down and run from the list, against the steps themselves."""
+"""Steps that are traced and replayed, against the steps themselves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs import BatchShape
 from graphs.backends.compile import CompileBackend
-from graphs.backends.tape import TapedStep, call_compiled
 from graphs.backends.toolchain import cpu_compile_problem
+from graphs.backends.traced_step import TracedStep, call_compiled
 
 SHAPE = BatchShape.parse("c--/q4/s0/u0/l1")
 SIZE = 4
@@ -86,7 +86,7 @@ OPERATIONS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
     ),
     returned=st.lists(st.integers(0, 9), min_size=1, max_size=3),
 )
-def test_a_list_does_what_the_step_does(
+def test_a_replay_does_what_the_step_does(
     program: list[tuple[Callable[..., Tensor], int, int]], returned: list[int]
 ) -> None:
     num_runs = 0
@@ -104,20 +104,20 @@ def test_a_list_does_what_the_step_does(
 
     with torch.inference_mode():
         stores = torch.ones(SIZE), torch.ones(SIZE)
-        taped, plain = (step_with(store) for store in stores)
-        taped = TapedStep(taped)
+        traced, plain = (step_with(store) for store in stores)
+        traced = TracedStep(traced)
         for run in range(4):
-            expected, got = plain(inputs_of(run)), taped(inputs_of(run))
+            expected, got = plain(inputs_of(run)), traced(inputs_of(run))
             for left, right in zip(expected, got, strict=True):
                 torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
             assert torch.equal(*stores)
-    assert taped.is_replayed
+    assert traced.is_replayed
     assert num_runs == 4 + 2
 
 
 def test_effects_happen_once_in_each_run() -> None:
     store = torch.zeros(SIZE)
-    step = TapedStep(lambda inputs: store.add_(inputs["x"]).sum())
+    step = TracedStep(lambda inputs: store.add_(inputs["x"]).sum())
     for run in range(1, 5):
         assert step({"x": torch.ones(SIZE)}).item() == run * SIZE
 
@@ -137,8 +137,8 @@ def test_effects_happen_once_in_each_run() -> None:
         pytest.param(lambda x: {"result": x + 1}, id="a dictionary"),
     ],
 )
-def test_what_cannot_be_written_down_runs_as_it_is(fn: Callable[[Tensor], Any]) -> None:
-    step = TapedStep(lambda inputs: fn(inputs["x"]))
+def test_a_step_that_cannot_be_traced_runs_as_it_is(fn: Callable[[Tensor], Any]) -> None:
+    step = TracedStep(lambda inputs: fn(inputs["x"]))
     for sign in (1, 1, 1, -1, 1):
         x = torch.tensor([sign, 2 * sign, 3, 3])
         got, expected = step({"x": x}), fn(x)
@@ -148,23 +148,23 @@ def test_what_cannot_be_written_down_runs_as_it_is(fn: Callable[[Tensor], Any]) 
     assert not step.is_replayed
 
 
-def test_only_steps_on_a_cpu_are_written_down() -> None:
-    step = TapedStep(lambda inputs: inputs["x"] + 1)
+def test_only_steps_on_a_cpu_are_traced() -> None:
+    step = TracedStep(lambda inputs: inputs["x"] + 1)
     for _ in range(3):
         assert step({"x": torch.ones(SIZE, device="meta")}).shape == (SIZE,)
     assert not step.is_replayed
 
 
 def test_one_tensor_under_two_names_is_not_taken_for_two() -> None:
-    step = TapedStep(lambda inputs: inputs["x"] - inputs["y"])
+    step = TracedStep(lambda inputs: inputs["x"] - inputs["y"])
     same = torch.ones(SIZE)
     for x, y in ((same, same), (same, same), (same, 2 * same), (2 * same, same)):
         assert torch.equal(step({"x": x, "y": y}), x - y)
 
 
-def test_what_was_written_down_goes_with_its_step() -> None:
+def test_a_trace_is_freed_with_its_step() -> None:
     weight = torch.ones(SIZE)
-    step = TapedStep(lambda inputs, weight=weight: inputs["x"] * weight)
+    step = TracedStep(lambda inputs, weight=weight: inputs["x"] * weight)
     for _ in range(3):
         step({"x": torch.ones(SIZE)})
     assert step.is_replayed
@@ -177,7 +177,7 @@ def test_what_was_written_down_goes_with_its_step() -> None:
         gc.enable()
 
 
-def test_a_step_that_fails_while_it_is_written_down_is_written_down_later() -> None:
+def test_a_step_that_fails_while_it_is_traced_is_traced_later() -> None:
     may_fail = [False, True, False]
 
     def fn(inputs: Inputs) -> Tensor:
@@ -185,7 +185,7 @@ def test_a_step_that_fails_while_it_is_written_down_is_written_down_later() -> N
             raise RuntimeError("no memory")
         return inputs["x"] + 1
 
-    step, x = TapedStep(fn), torch.ones(SIZE)
+    step, x = TracedStep(fn), torch.ones(SIZE)
     step({"x": x})
     with pytest.raises(RuntimeError, match="no memory"):
         step({"x": x})
@@ -195,7 +195,7 @@ def test_a_step_that_fails_while_it_is_written_down_is_written_down_later() -> N
     assert torch.equal(step({"x": 2 * x}), 2 * x + 1)
 
 
-def test_failing_compiled_code_leaves_the_tape_in_order() -> None:
+def test_failing_compiled_code_leaves_the_trace_in_order() -> None:
     is_failing = [False, True, False]
 
     def code(tensors: list[Tensor]) -> list[Tensor]:
@@ -203,7 +203,7 @@ def test_failing_compiled_code_leaves_the_tape_in_order() -> None:
             raise RuntimeError("no memory")
         return [tensors[0] * 2]
 
-    step, x = TapedStep(lambda inputs: call_compiled(code, (inputs["x"],))[0] + 1), torch.ones(SIZE)
+    step, x = TracedStep(lambda inputs: call_compiled(code, (inputs["x"],))[0] + 1), torch.ones(SIZE)
     step({"x": x})
     with pytest.raises(RuntimeError, match="no memory"):
         step({"x": x})
@@ -230,7 +230,7 @@ def test_intermediates_are_freed_as_soon_as_they_are_read_for_the_last_time() ->
             x = x * 2
         return x
 
-    step = TapedStep(fn)
+    step = TracedStep(fn)
     for run in range(4):
         x = torch.full((SIZE,), float(run))
         assert torch.equal(step({"x": x}), 8 * x + 14)
@@ -297,7 +297,7 @@ def test_after_their_first_call_regions_are_entered_past_the_compilers_wrappers(
 
 
 @needs_compiler
-def test_a_region_that_is_first_called_while_its_step_is_written_down_is_compiled_as_usual() -> None:
+def test_a_region_that_is_first_called_while_its_step_is_traced_is_compiled_as_usual() -> None:
     backend, store = CompileBackend(), torch.zeros(SIZE)
     region = backend.region(SHAPE, "region", lambda x, store: (store.add_(x), x * 2)[1])
     num_runs = 0

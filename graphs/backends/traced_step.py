@@ -1,4 +1,4 @@
-"""Steps on a CPU without the Python around their operators: written down once, then run as a plain list."""
+"""Steps on a CPU without the Python around their operators: traced once, then replayed as a list of calls."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphs.backends.base import Inputs, Outputs
-from graphs.backends.fewer_lines import fewer_lines
+from graphs.backends.simplify import simplify
+from graphs.backends.trace import Call, Value, function_of
 from graphs.backends.whole_step import tensors_of
-from graphs.backends.written import Line, Value, as_function
 from graphs.interrupts import interrupts_deferred
 
 _ATEN = torch.ops.aten
@@ -25,39 +25,39 @@ _CONSTANT = (
     *(torch.Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(NoneType, bool, int, float, complex, str),
 )
-Arrange: TypeAlias = Callable[[Sequence[Line], Any], list[Line]]
-"""Of the lines of a step, and of the nest of values that it returns."""
+Arrange: TypeAlias = Callable[[Sequence[Call], Any], list[Call]]
+"""Rearranges a trace: takes its calls and the nest of values that the step returns, gives new calls."""
 
-_tape: ContextVar[_Tape | None] = ContextVar("_tape", default=None)
+_current: ContextVar[_Tracer | None] = ContextVar("_current", default=None)
 
 
 def call_compiled(code: Callable[[list[Any]], Any], args: tuple[Any, ...]) -> Any:
-    """Call compiled code, which takes a list and may empty it; to a tape it is one operator."""
-    tape = _tape.get()
-    return code(list(args)) if tape is None else tape.run_compiled(code, args)
+    """Call compiled code, which takes a list and may empty it; a trace holds it as one operator."""
+    tracer = _current.get()
+    return code(list(args)) if tracer is None else tracer.run_compiled(code, args)
 
 
 @contextmanager
-def unwritten() -> Iterator[None]:
-    """What runs inside is not written down, and so neither is the step."""
-    tape = _tape.get()
-    with nullcontext() if tape is None else tape.given_up():
+def untraced() -> Iterator[None]:
+    """Run the operators inside untraced; the step around them is then not replayed."""
+    tracer = _current.get()
+    with nullcontext() if tracer is None else tracer.given_up():
         yield
 
 
-class TapedStep(Generic[Outputs]):
-    """A step whose operators are written down in its second run, and run as they stand from then on.
+class TracedStep(Generic[Outputs]):
+    """A step whose operators are traced in its second run; from the third run on the trace is replayed.
 
     Much of a short step on a CPU is Python: modules that call modules and sort out arguments, in each
-    run alike. The first run is left alone because it compiles. A step is never written down if its inputs
+    run alike. The first run is not traced because it compiles. A step is never replayed if its inputs
     are not on a CPU, if it reads numbers from tensors or lets sizes depend on them, if it returns other
     things than tensors in tuples and lists, or if it calls operators with tensors that are neither inputs,
     nor results of operators, nor alive after it. Reads that torch does not see go unnoticed: ``str(x)``.
 
     Args:
-        fn: the step. Weights and stores that it reads are those of the second run for ever: what they hold
-            may change, but none may be replaced.
-        arrange: makes other lines of those that were written, which do the same.
+        fn: the step. A replay reads the weights and stores of the second run: their contents may change, but
+            none may be replaced by another tensor.
+        arrange: rearranges the calls of the trace into others that compute the same.
     """
 
     def __init__(self, fn: Callable[[Inputs], Outputs], arrange: Arrange | None = None) -> None:
@@ -67,7 +67,7 @@ class TapedStep(Generic[Outputs]):
 
     @property
     def is_replayed(self) -> bool:
-        """Whether the step has been written down."""
+        """Whether the step has been traced, and is replayed from now on."""
         return self._replay is not None
 
     def __call__(self, inputs: Inputs) -> Outputs:
@@ -75,62 +75,62 @@ class TapedStep(Generic[Outputs]):
             with interrupts_deferred(only_first=True):
                 return self._replay(inputs)
         if self._num_runs == 1 and all(tensor.device.type == "cpu" for tensor in inputs.values()):
-            # A torn tape would stay in the way of every later step.
+            # Half a trace would stay in the way of every later step.
             with interrupts_deferred():
-                return self._record(inputs)
+                return self._trace(inputs)
         outputs = self._fn(inputs)
         self._num_runs += 1
         return outputs
 
-    def _record(self, inputs: Inputs) -> Outputs:
-        tape = _Tape(inputs)
-        token = _tape.set(tape)
+    def _trace(self, inputs: Inputs) -> Outputs:
+        tracer = _Tracer(inputs)
+        token = _current.set(tracer)
         try:
-            with tape:
+            with tracer:
                 outputs = self._fn(inputs)
         finally:
-            _tape.reset(token)
+            _current.reset(token)
         self._num_runs += 1
-        self._replay = tape.function(outputs, self._arrange)
+        self._replay = tracer.function(outputs, self._arrange)
         return outputs
 
 
-class _Tape(TorchDispatchMode):
-    """Lets operators run and writes them down as lines of a Python function."""
+class _Tracer(TorchDispatchMode):
+    """Lets operators run, and keeps a trace of them."""
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__()
-        self._lines: list[Line] = []
+        self._calls: list[Call] = []
         self._value_of = WeakTensorKeyDictionary()
         for name, tensor in inputs.items():
             self._value_of[tensor] = Value.of(f"inputs[{name!r}]", tensor)
         self._num_variables = 0
-        # Tensors from elsewhere are not held: what was a temporary one is gone in the end.
+        # Tensors from elsewhere are not held, so that temporary ones are gone in the end.
         self._constants: dict[str, Callable[[], Any]] = {}
         self._made_of_numbers: list[torch.Tensor] = []
         self._is_complete = len(self._value_of) == len(inputs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._is_complete &= not _shows_numbers(func, args)
+        self._is_complete &= not _reads_numbers(func, args)
         if func is _ATEN.lift_fresh.default:
             # Python has made a tensor of numbers, and the step may write to it: each run gets its own.
             func, args = _ATEN.clone.default, (args[0].clone(),)
             self._made_of_numbers += args
         result = func(*args, **kwargs)
-        self._write(func, args, kwargs, result)
+        self._append(func, args, kwargs, result)
         return result
 
     def run_compiled(self, code: Callable[[list[Any]], Any], args: tuple[Any, ...]) -> Any:
         """Call ``code`` as one operator, whatever operators it runs."""
         with self._away():
             results = code(list(args))
-        self._write(code, (list(args),), {}, results)
+        self._append(code, (list(args),), {}, results)
         return results
 
     @contextmanager
     def given_up(self) -> Iterator[None]:
-        """Let operators run unseen inside; nothing will come of this tape."""
+        """Let operators run untraced inside; the trace is then incomplete and will not be used."""
         self._is_complete = False
         with self._away():
             yield
@@ -144,9 +144,9 @@ class _Tape(TorchDispatchMode):
             self.__enter__()
 
     def function(self, outputs: Any, arrange: Arrange | None) -> Callable[[Inputs], Any] | None:
-        """What was written, as a function that returns what ``outputs`` holds; None if it lacks something.
+        """Return the trace as a function that returns ``outputs``; None if the trace is incomplete.
 
-        Only once the step is over, and its temporary tensors with it.
+        To be called once the step is over, and its temporary tensors are gone.
         """
         constants = {name: get() for name, get in self._constants.items()}
         is_complete = self._is_complete and all(value is not _GONE for value in constants.values())
@@ -154,22 +154,22 @@ class _Tape(TorchDispatchMode):
             return None
         if not all(tensor in self._value_of for tensor in tensors_of(outputs)):
             return None
-        returned = self._written(outputs)
-        lines, returned = fewer_lines(self._lines, returned)
+        returned = self._named(outputs)
+        calls, returned = simplify(self._calls, returned)
         if arrange is not None:
-            lines = arrange(lines, returned)
-        return as_function(lines, returned, constants)
+            calls = arrange(calls, returned)
+        return function_of(calls, returned, constants)
 
-    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _append(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         is_one = isinstance(result, torch.Tensor)
         results = [result] if is_one else [] if result is None else result
         if not isinstance(results, tuple | list) or not all(isinstance(x, torch.Tensor) for x in results):
-            self._is_complete = False  # a number, which Python may go by
+            self._is_complete = False  # a number, on which Python may decide something
             return
-        written = tuple(map(self._written, args))
-        named = {name: self._written(value) for name, value in kwargs.items()}
-        values = tuple(self._variable(x, written[0] if _shows(func, args, x) else None) for x in results)
-        self._lines.append(Line(func, written, named, values, is_one or not results))
+        named = tuple(map(self._named, args))
+        named_kwargs = {name: self._named(value) for name, value in kwargs.items()}
+        values = tuple(self._variable(x, named[0] if _is_view(func, args, x) else None) for x in results)
+        self._calls.append(Call(func, named, named_kwargs, values, is_one or not results))
 
     def _variable(self, tensor: torch.Tensor, base: Value | None) -> Value:
         value = Value.of(f"x{self._num_variables}", tensor, base, is_variable=True)
@@ -177,10 +177,10 @@ class _Tape(TorchDispatchMode):
         self._value_of[tensor] = value
         return value
 
-    def _written(self, item: Any) -> Any:
-        """``item`` with a value in place of each tensor."""
+    def _named(self, item: Any) -> Any:
+        """Return ``item`` with a value in place of each tensor."""
         if type(item) in (tuple, list):
-            return type(item)(map(self._written, item))
+            return type(item)(map(self._named, item))
         if not isinstance(item, torch.Tensor):
             self._is_complete &= isinstance(item, _CONSTANT)
             return item
@@ -192,16 +192,16 @@ class _Tape(TorchDispatchMode):
         return value
 
 
-def _shows(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> bool:
-    """Whether a result shows memory of the first argument."""
+def _is_view(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> bool:
+    """Whether a result is a view of the first argument."""
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable or not args or not isinstance(args[0], torch.Tensor):
         return False
     both = args[0], result
     if not all(x.layout is torch.strided for x in both):
         return False
-    memory, shown = (x.untyped_storage()._cdata for x in both)
-    return bool(memory == shown)
+    memory, viewed = (x.untyped_storage()._cdata for x in both)
+    return bool(memory == viewed)
 
 
 def _weakly(tensor: torch.Tensor) -> Callable[[], Any]:
@@ -214,7 +214,7 @@ def _weakly(tensor: torch.Tensor) -> Callable[[], Any]:
     return get
 
 
-def _shows_numbers(func: Any, args: tuple[Any, ...]) -> bool:
+def _reads_numbers(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether Python sees contents of tensors by this operator: copies of them on the host, or sizes."""
     if func is _ATEN.resolve_neg.default:  # before lists and numpy arrays are made, unseen
         return True
