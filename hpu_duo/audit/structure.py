@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from graphs import BatchShape, BucketTable, StepLimits
-from hpu_duo import sim
 from hpu_duo.audit.reach import check_reach
 from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import CacheConfig, EngineConfig
 from hpu_duo.cost import Hardware
+from hpu_duo.device import resolve_device
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.message import message_fields
 from hpu_duo.kv.plan import MemoryPlan
@@ -147,7 +147,7 @@ def make_hpu_known() -> None:
         ValueError: there is neither.
     """
     if not hasattr(torch, "hpu"):
-        sim.install()
+        resolve_device("hpu-sim")
 
 
 @contextmanager

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hpu_duo.audit.native import Engine, native_operators
 from hpu_duo.audit.work import Work, operator_work
-from hpu_duo.sim.operators import Operator, Transfer, describe
-from hpu_duo.sim.rules import Rule, calling_line
+from hpu_duo.rules import Operator, Rule, Transfer, calling_line, describe
 
 _HERE = str(Path(__file__).parent)
 _WIDE = (torch.int64, torch.float64, torch.complex128)
@@ -47,7 +46,7 @@ class Finding:
     """Something about an operator of a step that a reader should know.
 
     Attributes:
-        rule: which rule of ``hpu_duo.sim`` it breaks.
+        rule: which rule of an HPU it breaks.
         operator: the torch operator.
         source: file, line and function that called it.
         detail: what about it.

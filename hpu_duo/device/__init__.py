@@ -7,18 +7,21 @@ from collections.abc import Mapping
 
 import torch
 
-from hpu_duo import sim
 from hpu_duo.device.member import Member, Refused
+from hpu_duo.device.plugged import PLUGGED, PluggedDevice, plugged, taken_runtime
 from hpu_duo.device.processes import WorkerError, run_processes
-from hpu_duo.device.runtime import CpuRuntime, CudaRuntime, DeviceRuntime
+from hpu_duo.device.runtime import CpuRuntime, CudaRuntime, DeviceMetrics, DeviceRuntime, Metered
 
 __all__ = [
     "NAMES",
-    "SIMULATED",
+    "PLUGGED",
     "CpuRuntime",
     "CudaRuntime",
+    "DeviceMetrics",
     "DeviceRuntime",
     "Member",
+    "Metered",
+    "PluggedDevice",
     "Refused",
     "WorkerError",
     "cuda_problem",
@@ -32,10 +35,7 @@ __all__ = [
     "usable_name",
 ]
 
-SIMULATED = "hpu-sim"
-"""The name that asks for the simulated HPU; its tensors then report ``hpu:0``."""
-
-NAMES = ("cpu", "cuda", "hpu", SIMULATED)
+NAMES = ("cpu", "cuda", "hpu", *PLUGGED)
 
 
 def hpu_problem(lazy: bool | None = None) -> str | None:
@@ -60,10 +60,15 @@ def cuda_problem() -> str | None:
 
 def problem(name: str, lazy: bool | None = None) -> str | None:
     """Why a device cannot be used, or None when it can; ``lazy`` as in ``hpu_problem``."""
-    if name == "hpu":
-        return hpu_problem(lazy)
-    reasons = {"cpu": lambda: None, "cuda": cuda_problem, SIMULATED: sim.problem}
-    return reasons[name]()
+    match name:
+        case "cpu":
+            return None
+        case "cuda":
+            return cuda_problem()
+        case "hpu":
+            return hpu_problem(lazy)
+        case _:
+            return plugged(name).problem()
 
 
 def usable_name(name: str | torch.device, lazy: bool | None = None) -> str:
@@ -101,10 +106,8 @@ def resolve_device(name: str | torch.device, lazy: bool | None = None) -> torch.
             falls back.
     """
     text = usable_name(name, lazy)
-    if text.partition(":")[0] == SIMULATED:
-        sim.install()
-        return torch.device("hpu", 0)
-    return torch.device(text)
+    kind = text.partition(":")[0]
+    return plugged(kind).take() if kind in PLUGGED else torch.device(text)
 
 
 def process_environments(name: str, num_processes: int) -> list[Mapping[str, str]]:
@@ -157,9 +160,9 @@ def runtime_for(device: torch.device, lazy: bool | None = None) -> DeviceRuntime
         case "cuda":
             return CudaRuntime(device)
         case _:
-            simulated = sim.installed()
-            if simulated is not None:
-                return sim.SimRuntime(simulated)
+            runtime = taken_runtime()
+            if runtime is not None:
+                return runtime
             from hpu_duo.device.habana import HabanaRuntime
 
             return HabanaRuntime(lazy)

@@ -11,8 +11,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 from torch import nn
+
+from hpu_duo.device.runtime import DeviceMetrics
 
 _ENVIRONMENT = {
     # One process drives one device, and weights are not shared between graphs of several.
@@ -20,6 +23,7 @@ _ENVIRONMENT = {
 }
 _LAZY_ENVIRONMENT = {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"}
 _LAZY = "PT_HPU_LAZY_MODE"
+_PACKAGE = "habana-torch-plugin"
 _MODULE, _VISIBLE = "HLS_MODULE_ID", "HABANA_VISIBLE_MODULES"
 _INFERENCE_SWITCHES = ("hpu_inference_set_env", "hpu_set_inference_env", "hpu_set_env")
 """What the switch to inference was called, newest name first."""
@@ -126,19 +130,6 @@ def _is_lazy() -> bool:
     return bool(is_lazy())
 
 
-@dataclass(frozen=True)
-class DeviceMetrics:
-    """What the vendor's packages have counted since the process began.
-
-    Attributes:
-        num_compilations: graphs compiled.
-        fallbacks: how often each operator ran on the CPU of the host.
-    """
-
-    num_compilations: int
-    fallbacks: Mapping[str, int]
-
-
 class HabanaRuntime:
     """See ``DeviceRuntime``.
 
@@ -149,6 +140,8 @@ class HabanaRuntime:
         ValueError: see ``prepare_environment``.
     """
 
+    name = "hpu"
+    counted_by = "the device"
     compiles_operators = True
 
     def __init__(self, lazy: bool | None = None) -> None:
@@ -158,6 +151,16 @@ class HabanaRuntime:
 
         self._core, self._hpu = core, hpu
         self.is_lazy = _is_lazy()
+
+    def version(self) -> str:
+        """The vendor's plug-in for torch."""
+        try:
+            return f"{_PACKAGE} {version(_PACKAGE)}"
+        except PackageNotFoundError:
+            return f"no {_PACKAGE}"
+
+    def own_backend(self) -> None:
+        """There is none: ``hpu-compile`` and ``hpu-graph`` capture on a Gaudi."""
 
     def collectives(self) -> str:
         """HCCL, which ``torch.distributed`` knows under this name once the vendor's module is imported.
@@ -203,12 +206,12 @@ class HabanaRuntime:
         return DeviceMemory(stats["Limit"], stats["InUse"], stats["MaxInUse"])
 
     def metrics(self) -> DeviceMetrics:
-        """Compilations and CPU fallbacks so far, as the vendor's packages count them."""
+        """Compilations, of graphs without names, and CPU fallbacks so far, as the vendor's packages count."""
         from habana_frameworks.torch.hpu.metrics import metric_global
 
         compilations = dict(metric_global("graph_compilation").stats())
         fallbacks = dict(metric_global("cpu_fallback").stats())
-        return DeviceMetrics(int(compilations["TotalNumber"]), dict(fallbacks["FallbackOps"]))
+        return DeviceMetrics({"graphs": int(compilations["TotalNumber"])}, dict(fallbacks["FallbackOps"]))
 
     def place(self, module: nn.Module) -> None:
         """Switch to inference, then move the module.

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from hpu_duo.sim.host_memory import host_memory, resident_bytes
+from hpu_duo.device.host_memory import host_memory, resident_bytes
+
+if TYPE_CHECKING:
+    from graphs import CaptureBackend
 
 
 class DeviceRuntime(Protocol):
     """The few things that devices do differently."""
+
+    @property
+    def name(self) -> str:
+        """The name that a user asks for the device by."""
+        ...
 
     @property
     def is_lazy(self) -> bool:
@@ -25,6 +36,14 @@ class DeviceRuntime(Protocol):
 
         Then steps are padded to a table, sampling takes few routes, and models are looked over on CPU.
         """
+        ...
+
+    def version(self) -> str:
+        """The hardware or software, as far as the time that a step takes depends on it."""
+        ...
+
+    def own_backend(self) -> CaptureBackend | None:
+        """The device's own way of capturing steps, in place of those with a name; None without one."""
         ...
 
     def collectives(self) -> str:
@@ -64,6 +83,33 @@ class DeviceRuntime(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class DeviceMetrics:
+    """What a device has counted since the process began.
+
+    Attributes:
+        compiled: how often each graph was compiled, by the name that the device has for it.
+        fallbacks: how often each operator ran on the CPU of the host.
+    """
+
+    compiled: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Metered(Protocol):
+    """A runtime whose device counts compilations and fallbacks."""
+
+    @property
+    def counted_by(self) -> str:
+        """Who counts, as findings call it."""
+        ...
+
+    def metrics(self) -> DeviceMetrics:
+        """The counts now."""
+        ...
+
+
 def no_compile_only(name: str) -> AbstractContextManager[None]:
     """The answer of a device that launches whatever it builds.
 
@@ -76,8 +122,16 @@ def no_compile_only(name: str) -> AbstractContextManager[None]:
 class CpuRuntime:
     """Nothing to launch, nothing to wait for."""
 
+    name = "cpu"
     is_lazy = False
     compiles_operators = False
+
+    def version(self) -> str:
+        """The machine, and the instructions that torch uses of it."""
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+    def own_backend(self) -> None:
+        """There is none."""
 
     def collectives(self) -> str:
         """Gloo is a part of torch."""
@@ -118,11 +172,19 @@ class CudaRuntime:
         device: which CUDA device.
     """
 
+    name = "cuda"
     is_lazy = False
     compiles_operators = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def version(self) -> str:
+        """The card, and the CUDA that torch was built for."""
+        return f"{torch.cuda.get_device_name(self._device)}, CUDA {torch.version.cuda}"
+
+    def own_backend(self) -> None:
+        """There is none."""
 
     def collectives(self) -> str:
         """NCCL is a part of torch's builds for CUDA."""

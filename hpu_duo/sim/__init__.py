@@ -8,11 +8,11 @@ It proves discipline and numerics. It does not prove that Synapse compiles anyth
 device memory.
 """
 
+from hpu_duo.rules import HpuRuleViolation, Rule
 from hpu_duo.sim.capture import SimBackend
 from hpu_duo.sim.installation import allow, install, installed, problem, watch
 from hpu_duo.sim.journal import Watch
 from hpu_duo.sim.report import NOT_PROVEN, SimReport, StepTraffic
-from hpu_duo.sim.rules import HpuRuleViolation, Rule
 from hpu_duo.sim.runtime import SimRuntime
 from hpu_duo.sim.simulated import SimulatedHpu
 from hpu_duo.sim.tensor import SimTensor

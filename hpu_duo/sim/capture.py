@@ -9,7 +9,7 @@ import torch
 
 from graphs.backends.base import Inputs, Outputs, Region
 from graphs.shape import BatchShape
-from hpu_duo.sim.rules import Rule
+from hpu_duo.rules import Rule
 from hpu_duo.sim.simulated import SimulatedHpu
 from hpu_duo.sim.tensor import SimTensor
 

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from hpu_duo.rules import Rule
 from hpu_duo.sim.guard import load_guard
 from hpu_duo.sim.journal import Journal, Watch
-from hpu_duo.sim.rules import Rule
 from hpu_duo.sim.simulated import SimulatedHpu
 from hpu_duo.sim.tensor import connect
 from kernels_ref.native import COMPILERS, compiler

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from hpu_duo.rules import Rule
 from hpu_duo.sim.report import SimReport, StepTraffic
-from hpu_duo.sim.rules import Rule
 
 
 class Watch:

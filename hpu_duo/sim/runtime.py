@@ -7,19 +7,36 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from hpu_duo.sim.host_memory import host_memory, resident_bytes
-from hpu_duo.sim.rules import Rule
+from hpu_duo.device import DeviceMetrics
+from hpu_duo.device.host_memory import host_memory, resident_bytes
+from hpu_duo.rules import Rule
+from hpu_duo.sim.capture import SimBackend
 from hpu_duo.sim.simulated import SimulatedHpu
 
 
 class SimRuntime:
     """See ``hpu_duo.device.DeviceRuntime``. Memory is that of the host: nothing is simulated there."""
 
+    name = "hpu-sim"
+    counted_by = "the simulated HPU"
     is_lazy = False
     compiles_operators = True
 
     def __init__(self, device: SimulatedHpu) -> None:
         self._device = device
+
+    def version(self) -> str:
+        """There is no hardware."""
+        return "simulated"
+
+    def own_backend(self) -> SimBackend:
+        """Steps are recorded, and compared ever after."""
+        return SimBackend(self._device)
+
+    def metrics(self) -> DeviceMetrics:
+        """Graphs by bucket, and operators that ran outside of graphs for the first time."""
+        journal = self._device.journal
+        return DeviceMetrics({**journal.graphs, "operators outside of graphs": len(journal.recipes)})
 
     def collectives(self) -> str:
         """The data lie on the host, where gloo exchanges them."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from hpu_duo.rules import HpuRuleViolation, Operator, Rule, Transfer, calling_line, describe
 from hpu_duo.sim.garbage import spoil, with_any_index
 from hpu_duo.sim.journal import Journal, Watch
-from hpu_duo.sim.operators import Operator, Transfer, describe
-from hpu_duo.sim.rules import HpuRuleViolation, Rule
 from hpu_duo.sim.tensor import HPU, SimTensor
 
+_HERE = str(Path(__file__).parent)
 _CPU = torch.device("cpu")
 _WIDE = (torch.int64, torch.float64, torch.complex128)
 _MASKS = (torch.bool, torch.uint8)
@@ -140,7 +141,7 @@ class SimulatedHpu:
             HpuRuleViolation: it is not.
         """
         if rule not in self._allowed:
-            raise HpuRuleViolation(rule, operator, detail)
+            raise HpuRuleViolation(rule, operator, calling_line(_HERE), detail)
         for watch in self.journal.watches:
             watch.excuse(rule)
 

@@ -13,10 +13,9 @@ from bias_builders import Window
 from graphs import CaptureBackend, GraphCache, MissPolicy, make_backend
 from graphs.backends import best_name
 from graphs.backends.replay import ReplayBackend
-from hpu_duo import sim
 from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import EngineConfig
-from hpu_duo.device import SIMULATED, DeviceRuntime, resolve_device, runtime_for
+from hpu_duo.device import DeviceRuntime, resolve_device, runtime_for
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.executor import Executor
 from hpu_duo.engine.resolved import Resolved
@@ -227,10 +226,11 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
         ValueError: it cannot capture steps on the device; nothing falls back to another one.
     """
     chosen = config.graph.backend
-    if str(config.model.device) == SIMULATED and isinstance(chosen, str):
+    own = runtime.own_backend()
+    if own is not None and isinstance(chosen, str):
         if chosen not in ("eager", "auto"):
-            raise ValueError(f"the simulated HPU captures steps in its own way, got graphs={chosen!r}")
-        return sim.SimBackend(sim.install())
+            raise ValueError(f"device {runtime.name!r} captures steps in its own way, got graphs={chosen!r}")
+        return own
     if isinstance(chosen, str):
         chosen = _make_backend(best_name(device.type, runtime.is_lazy) if chosen == "auto" else chosen)
     problem = chosen.problem(device)

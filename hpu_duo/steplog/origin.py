@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from graphs import BatchShape, BucketTable, StepCost
-from hpu_duo import sim
+from graphs.backends import BACKEND_NAMES
 from hpu_duo.config import EngineConfig
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.resolved import Resolved
@@ -34,18 +34,17 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
         table, None without one. heads: the head pattern, None if all retrieve.
     """
     runner = engine.runner
-    resolved, is_simulated = Resolved.of(runner, engine.scheduler), sim.installed() is not None
-    on_device = runner.device.type
-    limits, graphs = resolved.limits, runner.graphs
+    resolved, graphs = Resolved.of(runner, engine.scheduler), runner.graphs
+    limits = resolved.limits
     return {
         "fingerprint": fingerprint_of(engine, config.model.path),
-        "versions": versions_of(runner.device),
+        "versions": versions_of(runner.runtime),
         "options": {
-            "device": "hpu-sim" if on_device == "hpu" and is_simulated else on_device,
+            "device": runner.runtime.name,
             "dtype": resolved.dtype,
             "attention": resolved.attention,
             "pack_weights": config.model.pack_weights,
-            "graphs": "eager" if graphs.backend.name == "hpu-sim" else graphs.backend.name,
+            "graphs": graphs.backend.name if graphs.backend.name in BACKEND_NAMES else "auto",
             "on_miss": resolved.on_miss,
             "max_captured_tokens": resolved.max_captured_tokens,
             "max_num_seqs": limits.max_num_seqs,
@@ -114,7 +113,7 @@ def check_origin(origin: Mapping[str, Any], engine: Engine, model: str | Path) -
 
 def differing_versions(origin: Mapping[str, Any], engine: Engine) -> list[str]:
     """What software is another one than the recorded one, by which tokens may come to differ."""
-    before, now = origin.get("versions", {}), versions_of(engine.runner.device)
+    before, now = origin.get("versions", {}), versions_of(engine.runner.runtime)
     return [f"{name} {before[name]}, now {now.get(name)}" for name in before if before[name] != now.get(name)]
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import transformers
 
 from graphs.manifest import Configuration
-from hpu_duo import __version__, sim
+from hpu_duo import __version__
 from hpu_duo.config import EngineConfig
-from hpu_duo.device import SIMULATED
+from hpu_duo.device import PLUGGED, DeviceRuntime
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import read_config, resolve_dtype
 from kernels_ref import LayerSpec
@@ -24,7 +23,6 @@ _SHAPE_NO_GRAPH = frozenset(
     | {"initializer_range", "id2label", "label2id", "attention_dropout", "return_dict", "is_decoder"}
     | {"output_attentions", "output_hidden_states", "problem_type", "chunk_size_feed_forward"}
 )
-_HABANA = "habana-torch-plugin"
 
 
 def configuration_of(engine: Engine) -> Configuration:
@@ -70,7 +68,7 @@ def known_before_loading(config: EngineConfig) -> Configuration:
         "limits.block_size": cache.block_size,
     }
     backend = config.graph.backend
-    if isinstance(backend, str) and backend != "auto" and str(config.model.device) != SIMULATED:
+    if isinstance(backend, str) and backend != "auto" and str(config.model.device) not in PLUGGED:
         known["backend"] = backend
     if scheduler.max_model_len is not None:
         known["limits.max_model_len"] = scheduler.max_model_len
@@ -79,30 +77,15 @@ def known_before_loading(config: EngineConfig) -> Configuration:
     return known
 
 
-def versions_of(device: torch.device) -> dict[str, str]:
-    """The software that costs depend on."""
+def versions_of(runtime: DeviceRuntime) -> dict[str, str]:
+    """The software that costs depend on, and the device."""
     return {
         "hpu_duo": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": str(transformers.__version__),
-        "device": _device_version(device),
+        "device": runtime.version(),
     }
-
-
-def _device_version(device: torch.device) -> str:
-    match device.type:
-        case "cpu":
-            return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-        case "cuda":
-            return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-        case _ if sim.installed() is not None:
-            return "simulated"
-        case _:
-            try:
-                return f"{_HABANA} {version(_HABANA)}"
-            except PackageNotFoundError:
-                return f"no {_HABANA}"
 
 
 def _model_entries(config: Any) -> dict[str, Any]:

@@ -67,4 +67,4 @@ class GivenBuckets:
     def check(self, engine: Engine) -> None:
         """Raise ValueError unless the manifest, if there is one, is for this engine."""
         if self.manifest is not None:
-            self.manifest.check(configuration_of(engine), versions_of(engine.runner.device))
+            self.manifest.check(configuration_of(engine), versions_of(engine.runner.runtime))

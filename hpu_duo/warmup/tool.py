@@ -82,7 +82,7 @@ class WarmUp:
         self._budget = budget or WarmUpBudget()
         self._compile_only = compile_only
         self._configuration = configuration_of(engine)
-        self._versions = versions_of(self._runner.device)
+        self._versions = versions_of(self._runner.runtime)
         self.notes: tuple[str, ...] = ()
         self.backend = self._runner.graphs.backend.name
         measured = self._checked(earlier)

@@ -3,7 +3,7 @@
 from graphs import RecompileError
 from hpu_duo.watch.compile_watch import CompileWatch
 from hpu_duo.watch.counts import Counts, Tally
-from hpu_duo.watch.sources import CacheSource, DeviceSource, DynamoSource, SimSource, Source
+from hpu_duo.watch.sources import CacheSource, DeviceSource, DynamoSource, Source
 
 __all__ = [
     "CacheSource",
@@ -12,7 +12,6 @@ __all__ = [
     "DeviceSource",
     "DynamoSource",
     "RecompileError",
-    "SimSource",
     "Source",
     "Tally",
 ]

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from graphs import GraphCache, RecompileError
-from hpu_duo import sim
-from hpu_duo.device import DeviceRuntime
+from hpu_duo.device import DeviceRuntime, Metered
 from hpu_duo.watch.counts import Counts
-from hpu_duo.watch.sources import CacheSource, DeviceSource, DynamoSource, Metered, SimSource, Source
+from hpu_duo.watch.sources import CacheSource, DeviceSource, DynamoSource, Source
 
 
 class CompileWatch:
@@ -39,9 +38,6 @@ class CompileWatch:
             sources.append(DynamoSource())
         if isinstance(runtime, Metered):
             sources.append(DeviceSource(runtime))
-        simulated = sim.installed()
-        if isinstance(runtime, sim.SimRuntime) and simulated is not None:
-            sources.append(SimSource(simulated))
         return cls(sources)
 
     def snapshot(self) -> Counts:

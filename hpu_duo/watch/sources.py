@@ -1,4 +1,4 @@
-"""Who can tell that something was compiled: the graph cache, the compiler, the device, the simulator."""
+"""Those who can tell that something was compiled: the graph cache, the compiler, the device."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from types import CodeType
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from graphs import GraphCache
-from hpu_duo.device.habana import DeviceMetrics
-from hpu_duo.sim import SimulatedHpu
+from hpu_duo.device import Metered
 from hpu_duo.watch.counts import Tally
 
 
@@ -89,46 +88,18 @@ def _dynamo_log() -> _DynamoLog:
     return log
 
 
-@runtime_checkable
-class Metered(Protocol):
-    """A device runtime that counts compilations and fallbacks."""
-
-    def metrics(self) -> DeviceMetrics:
-        """Counts since the process began."""
-        ...
-
-
 class DeviceSource:
-    """What the device's own software counts; it does not say which graphs it compiled.
+    """What the device itself counts.
 
     Args:
         runtime: of the device.
     """
 
-    name = "the device"
-
     def __init__(self, runtime: Metered) -> None:
+        self.name = runtime.counted_by
         self._runtime = runtime
 
     def read(self) -> Tally:
-        """Graphs without names, fallbacks by operator."""
+        """Graphs and fallbacks, each by the name that the device has for it."""
         metrics = self._runtime.metrics()
-        return Tally({"graphs": metrics.num_compilations}, fallbacks=dict(metrics.fallbacks))
-
-
-class SimSource:
-    """The journal of the simulated HPU.
-
-    Args:
-        device: the simulated device.
-    """
-
-    name = "the simulated HPU"
-
-    def __init__(self, device: SimulatedHpu) -> None:
-        self._device = device
-
-    def read(self) -> Tally:
-        """Graphs by bucket, and operators that ran outside of graphs for the first time."""
-        journal = self._device.journal
-        return Tally({**journal.graphs, "operators outside of graphs": len(journal.recipes)})
+        return Tally(dict(metrics.compiled), fallbacks=dict(metrics.fallbacks))

@@ -12,9 +12,9 @@ from graphs import BatchShape, BucketTable, EagerBackend, GraphCache, MissPolicy
 from graphs.backends.compile import CompileBackend
 from graphs.backends.cuda import CudaBackend
 from hpu_duo import sim
-from hpu_duo.device import CpuRuntime
-from hpu_duo.device.habana import DeviceMetrics, HabanaRuntime
-from hpu_duo.watch import CacheSource, CompileWatch, Counts, DeviceSource, DynamoSource, SimSource, Tally
+from hpu_duo.device import CpuRuntime, DeviceMetrics
+from hpu_duo.device.habana import HabanaRuntime
+from hpu_duo.watch import CacheSource, CompileWatch, Counts, DeviceSource, DynamoSource, Tally
 from tests.graphs.operator_graph import OperatorRecorder
 from tests.vendor import importable
 
@@ -82,7 +82,7 @@ def test_equal_regions_of_two_models_are_two_graphs_and_no_recompilation() -> No
 def test_the_device_counts_compilations_and_names_what_fell_back() -> None:
     runtime = HabanaRuntime()
     metrics = importlib.import_module("habana_frameworks.torch.hpu.metrics")
-    assert runtime.metrics() == DeviceMetrics(0, {})
+    assert runtime.metrics() == DeviceMetrics({"graphs": 0}, {})
     source = DeviceSource(runtime)
     before = source.read()
     metrics.compiled()
@@ -102,7 +102,7 @@ def test_the_simulator_tells_graphs_and_operators_outside_of_them() -> None:
     if reason is not None:
         pytest.skip(f"no simulated HPU here: {reason}")
     device = sim.install()
-    source = SimSource(device)
+    source = DeviceSource(sim.SimRuntime(device))
     x = torch.zeros(4, device="hpu")
     before = source.read()
     step = sim.SimBackend(device).capture(lambda inputs: inputs["x"] * 3, A)

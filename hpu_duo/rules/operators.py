@@ -1,4 +1,4 @@
-"""What the simulated device knows of each torch operator: which rules concern it, how to run it."""
+"""Descriptions of torch operators: which rules concern each, and what running one on a host takes."""
 
 from __future__ import annotations
 

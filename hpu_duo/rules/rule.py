@@ -1,4 +1,4 @@
-"""What a step may not do on an HPU, and the error that names who did it."""
+"""Things that a step may not do on an HPU, and the error that names who did one."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class HpuRuleViolation(RuntimeError):
     Attributes:
         rule: which rule.
         operator: the torch operator, for example ``aten.nonzero.default``.
-        source: file, line and function that called it: the innermost frame outside torch.
+        source: file, line and function that called it, see ``calling_line``.
     """
 
-    def __init__(self, rule: Rule, operator: str, detail: str) -> None:
-        self.rule, self.operator, self.source = rule, operator, calling_line()
+    def __init__(self, rule: Rule, operator: str, source: str, detail: str) -> None:
+        self.rule, self.operator, self.source = rule, operator, source
         super().__init__(f"{rule.value}: {operator} at {self.source}: {detail}")
 
 
 def calling_line(*skipped: str) -> str:
-    """The innermost line of Python outside torch and this package, as ``path:line in function``.
+    """The innermost line of Python outside torch and whoever checks rules, as ``path:line in function``.
 
     Args:
-        skipped: beginnings of further paths to look past.
+        skipped: directories of those who check, as beginnings of paths.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<", *skipped)):

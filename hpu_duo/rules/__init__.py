@@ -1,0 +1,9 @@
+"""Rules of an HPU: the things a step may not do there, and the torch operators that each rule concerns.
+
+The simulated HPU raises where one is broken (``hpu_duo.sim``), the audit lists them (``hpu_duo.audit``).
+"""
+
+from hpu_duo.rules.operators import Operator, Transfer, describe
+from hpu_duo.rules.rule import HpuRuleViolation, Rule, calling_line
+
+__all__ = ["HpuRuleViolation", "Operator", "Rule", "Transfer", "calling_line", "describe"]

@@ -1,0 +1,27 @@
+"""The simulated HPU as ``hpu_duo.device`` looks for it, see ``PluggedDevice``."""
+
+from __future__ import annotations
+
+import torch
+
+from hpu_duo.sim.installation import install, installed, problem
+from hpu_duo.sim.runtime import SimRuntime
+from hpu_duo.sim.tensor import HPU
+
+__all__ = ["problem", "runtime", "take"]
+
+
+def take() -> torch.device:
+    """Install the simulated device, once.
+
+    Raises:
+        ValueError: see ``problem``.
+    """
+    install()
+    return HPU
+
+
+def runtime() -> SimRuntime | None:
+    """The simulated device's answers; None in a process that has not installed it."""
+    device = installed()
+    return None if device is None else SimRuntime(device)
