@@ -9,8 +9,8 @@ from graphs.shape import BatchShape, Phase
 class StepLimits:
     """The limits of the scheduler and of the stores, and the shapes that follow from them.
 
-    The one value that scheduler, bucket tables, planner, warm-up, audit and capacity go by. What a user asks
-    for, where some of it is still open, is ``hpu_duo.limit_config``.
+    The one value that scheduler, bucket tables, planner, warm-up, audit and capacity go by. Nothing of it is
+    open, whatever a user has left so.
 
     Args:
         max_num_seqs: running requests, hence rows of a step and ring rows.

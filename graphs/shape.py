@@ -78,7 +78,7 @@ class BatchShape:
         num_unique_blocks: ``NU``, length of the slice ``[0, NU)`` of the block store that the unique part
             reads; it follows the highest block id in use, not the number of blocks in use.
         num_logits: ``N``, rows for which logits are computed. How many logits each has, and how many ring
-            rows are processed, follows from it (``hpu_duo.engine.batch.RowCounts``).
+            rows are processed, follows from it.
 
     Raises:
         ValueError: a negative size, one beyond ``LARGEST_SIZE``, no query tokens, or blocks for a part that

@@ -1,20 +1,28 @@
 """``python -m graphs.warmup``: the same as ``hpu-duo warmup``.
 
-Buckets can be warmed up only by what runs them, and this package does not know who that is: the command is
-found by its name when it is asked for.
+Only what runs buckets can warm them up, and this package does not know who that is: the command is looked up
+among those that are installed.
 """
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from importlib.metadata import entry_points
 
-_COMMANDS = "hpu_duo.cli.app"
+_COMMAND = "hpu-duo"
 
 
 def main() -> None:
-    """Run the command with this process's arguments."""
-    import_module(_COMMANDS).app(["warmup", *sys.argv[1:]], prog_name="hpu-duo")
+    """Run the command with this process's arguments.
+
+    Raises:
+        SystemExit: it has ended, or it is not installed.
+    """
+    found = tuple(entry_points(group="console_scripts", name=_COMMAND))
+    if not found:
+        sys.exit(f"expected the command {_COMMAND} to be installed, which warms up the buckets that it runs")
+    sys.argv = [_COMMAND, "warmup", *sys.argv[1:]]
+    found[0].load()()
 
 
 if __name__ == "__main__":

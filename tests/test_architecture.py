@@ -1,6 +1,7 @@
 """The rules that hold for the whole tree: who imports whom, what is optional, who reads the environment."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ def module_files() -> Iterator[tuple[str, Path]]:
 
 
 MODULES = dict(module_files())
+SUBPACKAGES = {module.split(".")[1] for module in MODULES if module.startswith("hpu_duo.")}
 
 
 def is_leaf(module: str) -> bool:
@@ -48,6 +50,13 @@ def test_imports_follow_the_arrows_of_the_design() -> None:
     script = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("hpu_duo")])
+def test_lower_packages_do_not_name_the_system_even_in_words(module: str) -> None:
+    text = MODULES[module].read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"\bhpu_duo\.(\w+)", text) if name in SUBPACKAGES}
+    assert not named, f"{module} names {named} of hpu_duo"
 
 
 def test_every_module_can_be_imported_without_optional_packages() -> None:
