@@ -31,6 +31,8 @@ class ModelConfig:
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         attention: "auto", "reference", "sdpa" or "triton"; "auto" is "sdpa" on CPU where the model allows
             it, and "triton" on CUDA where Triton is installed.
+        softmax: "exact", scores and exponentials in float32; or "fast", in bfloat16 for models in bfloat16,
+            for attention "reference".
         pack_weights: lay linear weights out once (bfloat16 on CPU): in panels for our own kernel where the
             CPU has AVX512-BF16, elsewhere for oneDNN; None = where possible.
     """
@@ -39,10 +41,12 @@ class ModelConfig:
     device: str | torch.device = "auto"
     dtype: str | torch.dtype = "auto"
     attention: str = "auto"
+    softmax: str = "exact"
     pack_weights: bool | None = None
 
     def __post_init__(self) -> None:
         _one_of("attention", self.attention, ("auto", "reference", "sdpa", "triton"))
+        _one_of("softmax", self.softmax, ("exact", "fast"))
         if not isinstance(self.path, str | PathLike):
             raise ValueError(f"expected path to be a directory, got {type(self.path).__name__}")
         if self.pack_weights is not None and not isinstance(self.pack_weights, bool):

@@ -80,6 +80,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         revision: str | None = None,
         trust_remote_code: bool = False,
         attention: str = "auto",
+        softmax: str = "exact",
         pack_weights: bool | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = SchedulerConfig.max_num_seqs,
@@ -116,7 +117,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             revision: branch, tag or commit of a model of the hub.
             trust_remote_code: False; code of a checkpoint is never run.
             attention: "auto", "reference", "sdpa" or "triton".
-            pack_weights: see ``ModelConfig``.
+            softmax, pack_weights: see ``ModelConfig``.
             max_model_len: tokens of prompt and output; None = what model and cache hold. Rotary frequencies
                 that depend on a text's length are those of this length.
             max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len: see
@@ -152,6 +153,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 device=device,
                 dtype=choose_dtype(dtype, torch_dtype),
                 attention=attention,
+                softmax=softmax,
                 pack_weights=pack_weights,
             ),
             heads=HeadConfig(

@@ -2,6 +2,7 @@
 
 from kernels_ref.impl import Implementation
 from kernels_ref.partial import FLOOR, Partial, empty, merge, normalise
+from kernels_ref.scoring import Scoring, Softmax
 from kernels_ref.step import RingKind, Step, StepParts, StepTensors, prepare_step
 from kernels_ref.unified import LayerCache, LayerSpec, unified_attention
 from kernels_ref.units import KVUnits, NewKV, UnitLayout, as_units, of_stores
@@ -15,6 +16,8 @@ __all__ = [
     "NewKV",
     "Partial",
     "RingKind",
+    "Scoring",
+    "Softmax",
     "Step",
     "StepParts",
     "StepTensors",

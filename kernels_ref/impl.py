@@ -9,6 +9,7 @@ import torch
 
 from bias_builders import Window
 from kernels_ref.partial import Partial
+from kernels_ref.scoring import Scoring
 from kernels_ref.step import BlockStep, RingStep, StepTensors
 from kernels_ref.units import KVUnits, NewKV
 
@@ -34,13 +35,13 @@ class Kernels(Protocol):
         new: NewKV,
         t: StepTensors,
         window: Window | None,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
         ...
 
     def shared_blocks(
-        self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, softcap: float | None
+        self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring
     ) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
         ...
@@ -52,20 +53,18 @@ class Kernels(Protocol):
         t: StepTensors,
         ring: RingStep,
         window: Window,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Partial:
         """Tokens of prompt rows against what their ring held before the step."""
         ...
 
     def unique_blocks(
-        self, q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
+        self, q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
     ) -> Partial:
         """Decode rows against the blocks that only they read."""
         ...
 
-    def unique_rings(
-        self, q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, softcap: float | None
-    ) -> Partial:
+    def unique_rings(self, q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
         """Decode rows against their own ring."""
         ...
 

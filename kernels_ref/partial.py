@@ -37,11 +37,16 @@ def empty(q_QKGD: torch.Tensor) -> Partial:
     return Partial(attn, torch.full_like(attn[..., 0], FLOOR), torch.zeros_like(attn[..., 0]))
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """What is bfloat16 as float32, which partials are in."""
+    return x.float() if x.dtype == torch.bfloat16 else x
+
+
 def attend(scores: torch.Tensor, visible: torch.Tensor | None, values: torch.Tensor) -> Partial:
     """The triple of already scaled scores.
 
     Args:
-        scores: float32 ``[..., T]``, anything (even NaN) where hidden.
+        scores: float32 or bfloat16 ``[..., T]``, anything (even NaN) where hidden.
         visible: bool, broadcast against ``scores``; None when every key is seen.
         values: ``[..., T, D]`` in the model's dtype, finite everywhere.
     Returns:
@@ -51,7 +56,8 @@ def attend(scores: torch.Tensor, visible: torch.Tensor | None, values: torch.Ten
         scores = torch.where(visible, scores, FLOOR)
     largest = scores.amax(dim=-1)
     weights = torch.exp(scores - largest[..., None])
-    total = weights.sum(dim=-1)
+    largest = widened(largest)
+    total = weights.sum(dim=-1, dtype=largest.dtype)
     attn = torch.matmul(weights.to(values.dtype), values).float()
     if visible is not None:
         # With no visible key every hidden one weighs exp(FLOOR - FLOOR) = 1.

@@ -12,7 +12,8 @@ import torch
 
 from bias_builders import Window, causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.index import gather, write_kv
-from kernels_ref.partial import FLOOR, Partial, attend, empty, finish, merge
+from kernels_ref.partial import FLOOR, Partial, attend, empty, finish, merge, widened
+from kernels_ref.scoring import Scoring, Softmax
 from kernels_ref.step import BlockStep, RingStep, StepTensors
 from kernels_ref.units import KVUnits, NewKV, gather_units
 
@@ -65,10 +66,16 @@ def unique_chunk(num_rows: int, num_heads: int, block_size: int, head_dim: int, 
     return max(1, min(UNIQUE_BYTES // block_bytes, chunk))
 
 
-def soften(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Float32 scores, squeezed into ``(-softcap, softcap)`` when the model asks for it."""
-    scores = scores.float()
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+def soften(products: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Scores, squeezed into ``(-softcap, softcap)`` when the model asks for it.
+
+    Returns:
+        float32, or bfloat16 where the products are and ``scoring`` is fast.
+    """
+    stays = scoring.softmax is Softmax.FAST and products.dtype == torch.bfloat16
+    scores = products if stays else products.float()
+    cap = scoring.softcap
+    return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
 def causal(
@@ -76,7 +83,7 @@ def causal(
     new: NewKV,
     t: StepTensors,
     window: Window | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Partial:
     """Tokens of prompt rows against the new keys of their own row.
 
@@ -105,7 +112,7 @@ def causal(
             no_row=t.row_start.shape[0],
             window=window,
         )
-        parts.append(_dense(q_QKGD[begin:end], k_TKD, v_TKD, visible_ST, softcap))
+        parts.append(_dense(q_QKGD[begin:end], k_TKD, v_TKD, visible_ST, scoring))
     return parts[0] if len(parts) == 1 else Partial(*(torch.cat(list(x)) for x in zip(*parts)))
 
 
@@ -123,7 +130,7 @@ def _sinks_before(first: int, t: StepTensors, window: Window) -> tuple[torch.Ten
     return torch.clamp(index, max=first - 1), sink_row
 
 
-def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, softcap: float | None) -> Partial:
+def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring) -> Partial:
     """Every query against every shared block, a bounded chunk of blocks at a time.
 
     Which slots a row sees is worked out for each chunk too: rows by blocks would grow with the context.
@@ -139,7 +146,7 @@ def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, softcap:
         some = slice(begin, begin + chunk)
         # Leading slots; below 0 for none, and beyond the block for all of it.
         visible_row_X = (stored - t.shared_start[some]) * t.shared_reads[:, some]
-        partial = _some_shared_blocks(q_QKGD, units, t.shared_block[some], visible_row_X, t.row, softcap)
+        partial = _some_shared_blocks(q_QKGD, units, t.shared_block[some], visible_row_X, t.row, scoring)
         total = merge(total, partial)
     return total
 
@@ -150,14 +157,14 @@ def _some_shared_blocks(
     block: torch.Tensor,
     visible_row_X: torch.Tensor,
     row: torch.Tensor,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Partial:
     """Every query against one chunk of the shared blocks; what is gathered for it ends here."""
     block_size = units.layout.num_slots
     visible_QXB = leading_slots(gather(visible_row_X, row), block_size)
     used_XB = leading_slots(visible_row_X.amax(dim=0), block_size)
     k_TKD, v_TKD = _as_keys(*gather_units(units, block), used_XB)
-    return _dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), softcap)
+    return _dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), scoring)
 
 
 def shared_rings(
@@ -166,7 +173,7 @@ def shared_rings(
     t: StepTensors,
     ring: RingStep,
     window: Window,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Partial:
     """Tokens of prompt rows against what their ring held before the step."""
     used_CW = ring.chunk_position >= 0
@@ -176,7 +183,7 @@ def shared_rings(
         q_QKGD.split(QUERY_SLICE), t.causal_row.split(QUERY_SLICE), t.positions.split(QUERY_SLICE)
     ):
         visible_QCW = ring_mask(row, position, t.chunk_row, ring.chunk_position, window)
-        parts.append(_dense(q, k_TKD, v_TKD, visible_QCW.flatten(1), softcap))
+        parts.append(_dense(q, k_TKD, v_TKD, visible_QCW.flatten(1), scoring))
     return Partial(*(torch.cat(list(x)) for x in zip(*parts)))
 
 
@@ -194,12 +201,12 @@ def _dense(
     k_TKD: torch.Tensor,
     v_TKD: torch.Tensor,
     visible_QT: torch.Tensor,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Partial:
     """Queries against one list of keys; the G heads of a group share a product."""
     num_queries, num_kv, group, dim = q_QKGD.shape
     q_KSD = q_QKGD.transpose(0, 1).reshape(num_kv, num_queries * group, dim)
-    scores = soften(torch.matmul(q_KSD, k_TKD.permute(1, 2, 0)), softcap)
+    scores = soften(torch.matmul(q_KSD, k_TKD.permute(1, 2, 0)), scoring)
     partial = attend(
         scores.view(num_kv, num_queries, group, -1).flatten(1, 2),
         visible_QT.repeat_interleave(group, dim=0) if group > 1 else visible_QT,
@@ -209,7 +216,7 @@ def _dense(
 
 
 def unique_blocks(
-    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
+    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
 ) -> Partial:
     """Decode rows against the blocks that only they read, a bounded chunk of blocks at a time.
 
@@ -220,12 +227,12 @@ def unique_blocks(
     num_rows, num_kv, heads, dim = q_NKHD.shape
     key_bytes = units.k[0].numel() * units.k.element_size()
     chunk = unique_chunk(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
-    total = tails(q_NKHD, units, t, blocks, softcap)
+    total = tails(q_NKHD, units, t, blocks, scoring)
     for begin in range(0, t.owner.shape[0], chunk):
         owner = t.owner[begin : begin + chunk]
         k, v = units.k[begin : begin + len(owner)], units.v[begin : begin + len(owner)]
         query = gather(q_NKHD, torch.clamp(owner, max=num_rows - 1))
-        scores = soften(torch.matmul(query, k.transpose(2, 3)), softcap)
+        scores = soften(torch.matmul(query, k.transpose(2, 3)), scoring)
         total = merge_by_owner(total, scores, v, owner)
     return total
 
@@ -240,7 +247,7 @@ def merge_by_owner(
 
     Args:
         total: of the N rows.
-        scores_XKGB: float32, of each block with the query of its owner; overwritten.
+        scores_XKGB: of each block with the query of its owner; overwritten.
         owner: row of each block, ``N`` = nobody, whose scores and values may be anything; int32 ``[X]``.
     """
     num_rows, num_kv, group, dim = total.attn.shape
@@ -248,16 +255,17 @@ def merge_by_owner(
     row = torch.arange(num_rows, dtype=owner.dtype, device=owner.device)
     member_NX = row[:, None] == owner[None]
     # A masked maximum over all pairs: [N, chunk, H] is small, and it is native everywhere.
-    block_max = torch.where(member_NX[..., None, None], scores_XKGB.amax(dim=-1)[None], FLOOR)
+    largest = widened(scores_XKGB.amax(dim=-1))
+    block_max = torch.where(member_NX[..., None, None], largest[None], FLOOR)
     row_max = torch.maximum(total.max, block_max.amax(dim=1))
     reference = gather(row_max, torch.clamp(owner, max=num_rows - 1))
-    weights = scores_XKGB.sub_(reference[..., None]).exp_()
+    weights = scores_XKGB.sub_(reference[..., None].to(scores_XKGB.dtype)).exp_()
     # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
     owned = (owner < num_rows)[:, None, None]
     attn = torch.where(
-        owned[..., None], torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).to(weights.dtype), 0.0
+        owned[..., None], torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).to(largest.dtype), 0.0
     )
-    sums = torch.where(owned, weights.sum(dim=-1), 0.0)
+    sums = torch.where(owned, weights.sum(dim=-1, dtype=largest.dtype), 0.0)
     member = member_NX.to(attn.dtype)
     decay = torch.exp(total.max - row_max)
     return Partial(
@@ -274,13 +282,13 @@ def merge_by_owner(
 
 
 def tails(
-    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
+    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
 ) -> Partial:
     """Decode rows against the blocks that not every token of them sees whole."""
     k, v = gather_units(units, t.tail_block.view(-1))
     num_tails = t.tail_block.shape[1]
     k_NKSD, v_NKSD = side_by_side(k, num_tails), side_by_side(v, num_tails)
-    return own_units(q_NKHD, k_NKSD, v_NKSD, seen_mask(blocks.tails, units.layout.num_slots), softcap)
+    return own_units(q_NKHD, k_NKSD, v_NKSD, seen_mask(blocks.tails, units.layout.num_slots), scoring)
 
 
 def side_by_side(x_XKSD: torch.Tensor, num: int) -> torch.Tensor:
@@ -288,11 +296,11 @@ def side_by_side(x_XKSD: torch.Tensor, num: int) -> torch.Tensor:
     return x_XKSD if num == 1 else x_XKSD.unflatten(0, (-1, num)).transpose(1, 2).flatten(2, 3)
 
 
-def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, softcap: float | None) -> Partial:
+def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
     """Decode rows against their ring, which is the contiguous slice ``[0, N)`` of the store."""
     num_rows = q_NKHD.shape[0]
     visible = seen_mask(ring.seen, units.layout.num_slots)
-    return own_units(q_NKHD, units.k[:num_rows], units.v[:num_rows], visible, softcap)
+    return own_units(q_NKHD, units.k[:num_rows], units.v[:num_rows], visible, scoring)
 
 
 def own_units(
@@ -300,11 +308,11 @@ def own_units(
     k_NKSD: torch.Tensor,
     v_NKSD: torch.Tensor,
     visible_NKMS: torch.Tensor,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Partial:
     """The tokens of row ``n`` against the slots of unit ``n`` that each of them sees."""
     decode_len = visible_NKMS.shape[2]
-    scores = soften(torch.matmul(q_NKHD, k_NKSD.transpose(2, 3)), softcap)
+    scores = soften(torch.matmul(q_NKHD, k_NKSD.transpose(2, 3)), scoring)
     if decode_len == 1:
         return attend(scores, visible_NKMS, torch.where(visible_NKMS[:, :, 0, :, None], v_NKSD, 0))
     values = torch.where(visible_NKMS.any(dim=2)[..., None], v_NKSD, 0)

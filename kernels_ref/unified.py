@@ -15,6 +15,7 @@ from bias_builders import Window
 from kernels_ref.impl import Implementation, kernels
 from kernels_ref.index import gather
 from kernels_ref.partial import Partial, fold, unfold
+from kernels_ref.scoring import Scoring, Softmax
 from kernels_ref.step import Step
 from kernels_ref.units import KVUnits, NewKV
 
@@ -31,6 +32,7 @@ class LayerSpec:
         window: of the streaming heads; None when there are none.
         softcap: bound of the scores, None when the model has none.
         impl: which kernels compute the parts.
+        softmax: in which numbers scores and exponentials are.
     """
 
     num_retrieval: int
@@ -41,6 +43,12 @@ class LayerSpec:
     window: Window | None
     softcap: float | None
     impl: Implementation
+    softmax: Softmax = Softmax.EXACT
+
+    @property
+    def scoring(self) -> Scoring:
+        """How the scores of the layer become weights."""
+        return Scoring(self.softcap, self.softmax)
 
 
 class LayerCache(NamedTuple):
@@ -101,12 +109,12 @@ def _retrieval(
     run.write_kv(units, step.block_index[units.layout], new)
     of_tokens: list[Partial] = []
     if parts.causal:
-        of_tokens.append(run.causal(q_QKGD, new, t, None, spec.softcap))
+        of_tokens.append(run.causal(q_QKGD, new, t, None, spec.scoring))
     if parts.shared and t.shared_block.shape[0]:
-        of_tokens.append(run.shared_blocks(q_QKGD, units, t, spec.softcap))
+        of_tokens.append(run.shared_blocks(q_QKGD, units, t, spec.scoring))
     of_rows = None
     if parts.unique:
-        of_rows = run.unique_blocks(_of_rows(q_QKGD, step), units, t, step.blocks, spec.softcap)
+        of_rows = run.unique_blocks(_of_rows(q_QKGD, step), units, t, step.blocks, spec.scoring)
         of_rows = unfold(of_rows, step.decode_len)
     return run.finish(q_QKGD, of_tokens, of_rows, step.decode_slot, sinks_KG)
 
@@ -126,12 +134,12 @@ def _streaming(
     of_rows = None
     if parts.unique:
         run.write_kv(units, ring.index_before, new)
-        of_rows = run.unique_rings(_of_rows(q_QKGD, step), units, ring, spec.softcap)
+        of_rows = run.unique_rings(_of_rows(q_QKGD, step), units, ring, spec.scoring)
         of_rows = unfold(of_rows, step.decode_len)
     if parts.causal:
-        of_tokens.append(run.causal(q_QKGD, new, t, spec.window, spec.softcap))
+        of_tokens.append(run.causal(q_QKGD, new, t, spec.window, spec.scoring))
         if parts.shared:
-            of_tokens.append(run.shared_rings(q_QKGD, units, t, ring, spec.window, spec.softcap))
+            of_tokens.append(run.shared_rings(q_QKGD, units, t, ring, spec.window, spec.scoring))
         # Only now: the chunk has read what these tokens replace.
         run.write_kv(units, ring.index_after, new)
     return run.finish(q_QKGD, of_tokens, of_rows, step.decode_slot, sinks_KG)

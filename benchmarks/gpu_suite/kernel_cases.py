@@ -13,7 +13,7 @@ from benchmarks.gpu_suite.cases import Heads, Layout, RowSize
 from benchmarks.gpu_suite.rivals import Dense
 from benchmarks.gpu_suite.shapes import ModelShape, Sizes
 from bias_builders import Window
-from kernels_ref import KVUnits, NewKV, Partial, Step, as_units, of_stores, reference
+from kernels_ref import KVUnits, NewKV, Partial, Scoring, Step, as_units, of_stores, reference
 from kernels_ref.triton import availability, launch, parts
 from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.stream_k_choice import choose
@@ -89,7 +89,7 @@ def _unique(
     q, t = cases.queries(len(contexts), heads, dtype, device), layout.tensors
     ours, notes = _ours(
         device,
-        partial(reference.unique_blocks, q, of_stores(k, v), t, layout.step.blocks, None),
+        partial(reference.unique_blocks, q, of_stores(k, v), t, layout.step.blocks, Scoring()),
         split=partial(_run_unique, "split", q, k, v, layout.step),
         stream_k=partial(_run_unique, "stream_k", q, k, v, layout.step),
     )
@@ -140,7 +140,7 @@ def _causal(
     layout = cases.lay_out([RowSize(0, length)], sizes.block_size, device, heads=heads)
     q, t = cases.queries(length, heads, dtype, device), layout.tensors
     k, v = (cases.random((length, heads.num_kv, heads.dim), dtype, device, seed) for seed in (2, 3))
-    arguments = (q, NewKV(k, v), t, window, None)
+    arguments = (q, NewKV(k, v), t, window, Scoring())
     ours, notes = _ours(
         device, partial(reference.causal, *arguments), triton=partial(_run_part, "causal", *arguments)
     )
@@ -174,7 +174,7 @@ def _shared(model: ModelShape, heads: Heads, sizes: Sizes, dtype: torch.dtype, d
     chunk, context = sizes.chunk, sizes.shared_context
     layout = cases.lay_out([RowSize(context, chunk)], sizes.block_size, device, heads=heads)
     k, v = _stores(layout, heads, sizes, dtype, device)
-    arguments = (cases.queries(chunk, heads, dtype, device), of_stores(k, v), layout.tensors, None)
+    arguments = (cases.queries(chunk, heads, dtype, device), of_stores(k, v), layout.tensors, Scoring())
     ours, notes = _ours(
         device,
         partial(reference.shared_blocks, *arguments),
@@ -199,7 +199,7 @@ def _unique_rings(
     layout = cases.lay_out(rows, sizes.block_size, device, heads=heads, window=window)
     units = _rings(num_rows, window, heads, dtype, device)
     ring = layout.step.rings[window, units.layout]
-    arguments = (cases.queries(num_rows, heads, dtype, device), units, ring, None)
+    arguments = (cases.queries(num_rows, heads, dtype, device), units, ring, Scoring())
     ours, notes = _ours(
         device,
         partial(reference.unique_rings, *arguments),
@@ -224,7 +224,7 @@ def _shared_rings(
     units = _rings(1, window, heads, dtype, device)
     ring = layout.step.rings[window, units.layout]
     q = cases.queries(chunk, heads, dtype, device)
-    arguments = (q, units, layout.tensors, ring, window, None)
+    arguments = (q, units, layout.tensors, ring, window, Scoring())
     ours, notes = _ours(
         device,
         partial(reference.shared_rings, *arguments),

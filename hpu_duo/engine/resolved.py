@@ -19,6 +19,7 @@ class Resolved:
     Attributes:
         device, dtype: of weights and stores.
         attention: implementation of the kernels.
+        softmax: in which numbers its scores and exponentials are.
         graphs: capture backend.
         num_buckets: shapes of the table now; 0 where steps run at their exact shapes.
         on_miss: what happens to a step that no bucket holds.
@@ -32,6 +33,7 @@ class Resolved:
     device: str
     dtype: str
     attention: str
+    softmax: str
     graphs: str
     num_buckets: int
     on_miss: str
@@ -51,6 +53,7 @@ class Resolved:
             device=str(runner.device),
             dtype=str(runner.model.model.dtype).removeprefix("torch."),
             attention=specs[0].impl.value,
+            softmax=specs[0].softmax.value,
             graphs=graphs.backend.name,
             num_buckets=len(graphs.table) if runner.executor.uses_table else 0,
             on_miss=graphs.policy.value,

@@ -37,10 +37,10 @@ from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
 from hpu_duo.startup.graph_memory import plan_with_graphs
 from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern
-from hpu_duo.startup.kernels import choose_kernels
+from hpu_duo.startup.kernels import check_softmax, choose_kernels
 from hpu_duo.startup.memory import plan_memory
 from hpu_duo.startup.tables import StepTables
-from kernels_ref import Implementation, LayerSpec, rowwise
+from kernels_ref import Implementation, LayerSpec, Softmax, rowwise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,8 +105,10 @@ def assemble_around(
     pattern = resolve_pattern(config.heads, layers)
     layouts, windows = assign_heads(layers, pattern, max_len)
     budget = _budget(config, runtime, 0 if first_device == device else _weight_bytes(model))
+    softmax = Softmax(config.model.softmax)
     impl = choose_kernels(config.model.attention, device, layers)
-    specs = [layer_spec(*each, impl) for each in zip(layers, layouts, windows)]
+    check_softmax(softmax, impl)
+    specs = [layer_spec(*each, impl, softmax) for each in zip(layers, layouts, windows)]
 
     def plan_of(graph_bytes: int) -> MemoryPlan:
         sizes = (config.cache, config.scheduler, max_len, dtype)
@@ -178,7 +180,11 @@ def _pack(
 
 
 def layer_spec(
-    layer: DecoderLayer, layout: HeadLayout, window: Window | None, impl: Implementation
+    layer: DecoderLayer,
+    layout: HeadLayout,
+    window: Window | None,
+    impl: Implementation,
+    softmax: Softmax = Softmax.EXACT,
 ) -> LayerSpec:
     """What the kernels need to know of a layer whose heads are laid out."""
     return LayerSpec(
@@ -190,6 +196,7 @@ def layer_spec(
         window=window,
         softcap=layer.call.softcap,
         impl=impl,
+        softmax=softmax,
     )
 
 

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from hpu_duo.modeling.probe import DecoderLayer
-from kernels_ref import Implementation
+from kernels_ref import Implementation, Softmax
 from kernels_ref.triton import availability
 
 _log = logging.getLogger(__name__)
@@ -33,6 +33,19 @@ def choose_kernels(name: str, device: torch.device, layers: tuple[DecoderLayer, 
         if has_softcap:
             raise ValueError("attention 'sdpa' has no soft cap, which this model needs; expected 'reference'")
     return Implementation(name)
+
+
+def check_softmax(softmax: Softmax, impl: Implementation) -> None:
+    """Refuse fast softmax where the kernels compute scores in float32 only.
+
+    Raises:
+        ValueError: they do.
+    """
+    if softmax is Softmax.FAST and impl is not Implementation.REFERENCE:
+        raise ValueError(
+            f"softmax 'fast' was asked for, but attention {impl.value!r} computes scores in float32: "
+            "expected softmax 'exact', or attention 'reference'"
+        )
 
 
 def _best_kernels(

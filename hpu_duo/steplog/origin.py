@@ -43,6 +43,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
             "device": runner.runtime.name,
             "dtype": resolved.dtype,
             "attention": resolved.attention,
+            "softmax": resolved.softmax,
             "pack_weights": config.model.pack_weights,
             "graphs": graphs.backend.name if graphs.backend.name in BACKEND_NAMES else "auto",
             "on_miss": resolved.on_miss,

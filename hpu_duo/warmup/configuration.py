@@ -15,7 +15,7 @@ from hpu_duo.config import EngineConfig
 from hpu_duo.device import PLUGGED, DeviceRuntime
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import read_config, resolve_dtype
-from kernels_ref import LayerSpec
+from kernels_ref import LayerSpec, Softmax
 
 _SHAPE_NO_GRAPH = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
@@ -121,8 +121,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _attention_text(spec: LayerSpec) -> str:
     window = "" if spec.window is None else f", sink {spec.window.sink}, recent {spec.window.recent}"
+    softmax = "" if spec.softmax is Softmax.EXACT else f", {spec.softmax.value} softmax"
     softcap = "" if spec.softcap is None else f", softcap {spec.softcap:g}"
     return (
         f"{spec.impl.value}: {spec.num_retrieval} retrieval and {spec.num_streaming} streaming heads x "
-        f"{spec.group_size} queries x {spec.head_dim}, scale {spec.scale:.6g}{window}{softcap}"
+        f"{spec.group_size} queries x {spec.head_dim}, scale {spec.scale:.6g}{window}{softcap}{softmax}"
     )

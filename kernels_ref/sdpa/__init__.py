@@ -16,6 +16,7 @@ import torch
 from bias_builders import Held, Window, seen_mask
 from kernels_ref import reference
 from kernels_ref.partial import Partial, finish
+from kernels_ref.scoring import Scoring
 from kernels_ref.sdpa import decode, prefill, short
 from kernels_ref.sdpa.operators import register
 from kernels_ref.sdpa.store import write_kv
@@ -59,16 +60,16 @@ def causal(
     new: NewKV,
     t: StepTensors,
     window: Window | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Partial:
     """Tokens of prompt rows against the new keys of their own row."""
-    _refuse(softcap)
+    _refuse(scoring)
     return Partial(*_causal(q_QKGD, new.k, new.v, *_row_plan(t), *(window or (0, 0))))
 
 
-def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, softcap: float | None) -> Partial:
+def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring) -> Partial:
     """Every row against the shared blocks that it sees."""
-    _refuse(softcap)
+    _refuse(scoring)
     plan = (*_row_plan(t), t.shared_block, t.shared_start, t.shared_reads)
     return Partial(*_shared_blocks(q_QKGD, units.k, units.v, *plan))
 
@@ -79,16 +80,16 @@ def shared_rings(
     t: StepTensors,
     ring: RingStep,
     window: Window,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Partial:
     """Tokens of prompt rows against what their ring held before the step."""
-    _refuse(softcap)
+    _refuse(scoring)
     plan = (*_row_plan(t), t.chunk_row, ring.chunk_position, *window)
     return Partial(*_shared_rings(q_QKGD, units.k, units.v, *plan))
 
 
 def unique_blocks(
-    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
+    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
 ) -> Partial:
     """Decode rows against the blocks that only they read.
 
@@ -96,34 +97,34 @@ def unique_blocks(
     than as an operator.
     """
     plan = (t.owner, t.tail_block, blocks.tails.visible)
-    if softcap is None and rows.fits(q_NKHD, units.k):
+    if scoring.softcap is None and rows.fits(q_NKHD, units.k):
         return rows.attend_blocks(q_NKHD, units.k, units.v, *plan)
     if short.fits(q_NKHD, blocks.tails, (t.owner.shape[0] + 1) * units.layout.num_slots):
-        return short.unique_blocks(q_NKHD, units, t, blocks, softcap)
+        return short.unique_blocks(q_NKHD, units, t, blocks, scoring)
     if t.owner.shape[0] <= SHORT_SLICE:
-        return reference.unique_blocks(q_NKHD, units, t, blocks, softcap)
-    return Partial(*_unique_blocks(q_NKHD, units.k, units.v, *plan, softcap or 0.0))
+        return reference.unique_blocks(q_NKHD, units, t, blocks, scoring)
+    return Partial(*_unique_blocks(q_NKHD, units.k, units.v, *plan, scoring.softcap or 0.0))
 
 
-def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, softcap: float | None) -> Partial:
+def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
     """Decode rows against their rings."""
-    seen, is_ours = ring.seen, softcap is None and rows.fits(q_NKHD, units.k)
+    seen, is_ours = ring.seen, scoring.softcap is None and rows.fits(q_NKHD, units.k)
     if isinstance(seen, Held):
         run = rows.attend_held if is_ours else _held_rings
-        cap = () if is_ours else (softcap or 0.0,)
+        cap = () if is_ours else (scoring.softcap or 0.0,)
         return Partial(*run(q_NKHD, units.k, units.v, *seen, *cap))
     if is_ours:
         return rows.attend_rings(q_NKHD, units.k, units.v, seen.visible)
     if short.fits(q_NKHD, seen, units.layout.num_slots):
         visible = seen_mask(seen, units.layout.num_slots)[:, 0, 0]
-        return short.attend_units(q_NKHD, units.k[:1], units.v[:1], visible, softcap)
-    return Partial(*_leading_rings(q_NKHD, units.k, units.v, seen.visible, softcap or 0.0))
+        return short.attend_units(q_NKHD, units.k[:1], units.v[:1], visible, scoring)
+    return Partial(*_leading_rings(q_NKHD, units.k, units.v, seen.visible, scoring.softcap or 0.0))
 
 
 def _row_plan(t: StepTensors) -> tuple[torch.Tensor, ...]:
     return t.row_start, t.row_num_new, t.row_query_start, t.causal_row
 
 
-def _refuse(softcap: float | None) -> None:
-    if softcap is not None:
-        raise ValueError(f"torch's fused attention has no soft cap, got softcap={softcap}")
+def _refuse(scoring: Scoring) -> None:
+    if scoring.softcap is not None:
+        raise ValueError(f"torch's fused attention has no soft cap, got softcap={scoring.softcap}")

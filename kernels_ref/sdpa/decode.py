@@ -11,6 +11,7 @@ import torch
 from bias_builders import Held, Leading, seen_mask
 from kernels_ref.partial import Partial, attend, empty, merge
 from kernels_ref.reference import merge_by_owner, own_units, side_by_side
+from kernels_ref.scoring import Scoring
 
 CHUNK_SLOTS = 8192
 """Slots of the blocks that are read at a time: their scores stay in the second-level cache, and a single
@@ -57,7 +58,7 @@ def leading_rings(
     k, v = k_RKWD[:num_rows, :, :used], v_RKWD[:num_rows, :, :used]
     if bool((visible == used).all()):
         return attend(_scores(q_NKHD, k, softcap), None, v)
-    return own_units(q_NKHD, k, v, seen_mask(Leading(visible), used), softcap or None)
+    return own_units(q_NKHD, k, v, seen_mask(Leading(visible), used), Scoring(softcap or None))
 
 
 def held_rings(
@@ -73,7 +74,7 @@ def held_rings(
     """The tokens of row ``n`` against the positions that each sees of ring ``n``; see ``Held``."""
     num_rows, num_slots = q_NKHD.shape[0], k_RKWD.shape[2]
     visible = seen_mask(Held(position, begin, end, sink), num_slots)
-    return own_units(q_NKHD, k_RKWD[:num_rows], v_RKWD[:num_rows], visible, softcap or None)
+    return own_units(q_NKHD, k_RKWD[:num_rows], v_RKWD[:num_rows], visible, Scoring(softcap or None))
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, softcap: float) -> torch.Tensor:
@@ -101,7 +102,7 @@ def _tails(
     k, v = (
         side_by_side(x[:, :, :used].index_select(0, tail_block.view(-1)), num_tails) for x in (k_XKBD, v_XKBD)
     )
-    return own_units(q_NKHD, k, v, seen_mask(Leading(tail_visible), used), softcap or None)
+    return own_units(q_NKHD, k, v, seen_mask(Leading(tail_visible), used), Scoring(softcap or None))
 
 
 def _one_row(q_1KHD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, softcap: float) -> Partial:

@@ -11,6 +11,7 @@ import torch
 from bias_builders import Leading, leading_slots
 from kernels_ref.partial import FLOOR, Partial, merge
 from kernels_ref.reference import soften
+from kernels_ref.scoring import Scoring
 from kernels_ref.step import BlockStep, StepTensors
 from kernels_ref.units import KVUnits, gather_units
 
@@ -25,17 +26,17 @@ def fits(q_NKHD: torch.Tensor, seen: Leading, num_slots: int) -> bool:
 
 
 def unique_blocks(
-    q_1KHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
+    q_1KHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
 ) -> Partial:
     """The row's whole blocks of the contiguous slice, and its tail."""
     block_size, num_blocks = units.layout.num_slots, t.owner.shape[0]
     tail_k, tail_v = gather_units(units, t.tail_block.view(-1))
     visible = leading_slots(blocks.tails.visible.view(-1), block_size)
-    tail = attend_units(q_1KHD, tail_k, tail_v, visible, softcap)
+    tail = attend_units(q_1KHD, tail_k, tail_v, visible, scoring)
     if not num_blocks:
         return tail
     owned_XB = (t.owner == 0)[:, None].expand(num_blocks, block_size)
-    whole = attend_units(q_1KHD, units.k[:num_blocks], units.v[:num_blocks], owned_XB, softcap)
+    whole = attend_units(q_1KHD, units.k[:num_blocks], units.v[:num_blocks], owned_XB, scoring)
     return merge(tail, whole)
 
 
@@ -44,13 +45,13 @@ def attend_units(
     k_XKSD: torch.Tensor,
     v_XKSD: torch.Tensor,
     visible_XS: torch.Tensor,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Partial:
     """One query over the visible slots of X units; what the others hold does not matter."""
     q_KHD = q_1KHD[0].float()
     products = q_KHD[None, :, :, None, :] * k_XKSD[:, :, None].float()
     visible = visible_XS[:, None, None, :]
-    scores_XKHS = torch.where(visible, soften(products.sum(dim=-1), softcap), FLOOR)
+    scores_XKHS = torch.where(visible, soften(products.sum(dim=-1), scoring), FLOOR)
     largest_KH = scores_XKHS.amax(dim=(0, 3))
     weights = torch.where(visible, torch.exp(scores_XKHS - largest_KH[..., None]), 0.0)
     values = torch.where(visible[..., None], v_XKSD[:, :, None].float(), 0.0)

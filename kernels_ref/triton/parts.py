@@ -10,6 +10,7 @@ import torch
 
 from bias_builders import Held, Window
 from kernels_ref.partial import Partial
+from kernels_ref.scoring import Scoring
 from kernels_ref.step import BlockStep, RingStep, StepTensors
 from kernels_ref.triton import operators
 from kernels_ref.triton.checks import (
@@ -31,7 +32,7 @@ def causal(
     new: NewKV,
     t: StepTensors,
     window: Window | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Partial:
     """Tokens of prompt rows against the new keys of their own row."""
     check_queries("q_QKGD", q_QKGD)
@@ -42,10 +43,12 @@ def causal(
     check_plan("positions", t.positions, (num_queries,), q_QKGD.device)
     check_plan("row_query_start", t.row_query_start, (None,), q_QKGD.device)
     plan = (t.causal_row, t.positions, t.row_query_start)
-    return Partial(*operators.causal(q_QKGD, new.k, new.v, *plan, *(window or _NO_WINDOW), softcap or 0.0))
+    return Partial(
+        *operators.causal(q_QKGD, new.k, new.v, *plan, *(window or _NO_WINDOW), scoring.softcap or 0.0)
+    )
 
 
-def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, softcap: float | None) -> Partial:
+def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring) -> Partial:
     """Every query against the blocks that several rows read, or a prompt row."""
     check_queries("q_QKGD", q_QKGD)
     check_units(units, q_QKGD)
@@ -56,7 +59,7 @@ def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, softcap:
     check_plan("shared_reads", t.shared_reads, (num_rows + 1, num_blocks), q_QKGD.device)
     check_plan("row_start", t.row_start, (None,), q_QKGD.device)
     plan = (t.row, t.row_start, t.shared_block, t.shared_start, t.shared_reads)
-    return Partial(*operators.shared_blocks(q_QKGD, units.k, units.v, *plan, softcap or 0.0))
+    return Partial(*operators.shared_blocks(q_QKGD, units.k, units.v, *plan, scoring.softcap or 0.0))
 
 
 def shared_rings(
@@ -65,7 +68,7 @@ def shared_rings(
     t: StepTensors,
     ring: RingStep,
     window: Window,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Partial:
     """Tokens of prompt rows against what their ring held before the step."""
     check_queries("q_QKGD", q_QKGD)
@@ -77,11 +80,11 @@ def shared_rings(
     check_plan("chunk_row", t.chunk_row, (None,), device)
     check_plan("chunk_position", ring.chunk_position, (t.chunk_row.shape[0], units.k.shape[2]), device)
     plan = (t.causal_row, t.positions, t.row_start, t.chunk_row, ring.chunk_position)
-    return Partial(*operators.shared_rings(q_QKGD, units.k, units.v, *plan, *window, softcap or 0.0))
+    return Partial(*operators.shared_rings(q_QKGD, units.k, units.v, *plan, *window, scoring.softcap or 0.0))
 
 
 def unique_blocks(
-    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, softcap: float | None
+    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
 ) -> Partial:
     """Decode rows against the blocks that only they read."""
     check_queries("q_NKHD", q_NKHD)
@@ -97,10 +100,10 @@ def unique_blocks(
             f"got {t.owner.shape[0]}"
         )
     plan = (t.owner, t.tail_block, blocks.tails.visible)
-    return Partial(*operators.unique_blocks(q_NKHD, units.k, units.v, *plan, softcap or 0.0))
+    return Partial(*operators.unique_blocks(q_NKHD, units.k, units.v, *plan, scoring.softcap or 0.0))
 
 
-def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, softcap: float | None) -> Partial:
+def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
     """Decode rows against their own ring."""
     check_queries("q_NKHD", q_NKHD)
     check_units(units, q_NKHD)
@@ -109,7 +112,7 @@ def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, softcap: 
         raise ValueError(f"expected units.k to have at least {num_rows} rings, got {units.k.shape[0]}")
     if not isinstance(seen, Held):
         check_plan("seen.visible", seen.visible, (num_rows, 1, 1), device)
-        plan = (seen.visible, softcap or 0.0)
+        plan = (seen.visible, scoring.softcap or 0.0)
         return Partial(*operators.leading_rings(q_NKHD, units.k, units.v, *plan))
     num_heads = seen.position.shape[1] if seen.position.dim() == 3 else 1
     check_plan("seen.position", seen.position, (num_rows, num_heads, units.k.shape[2]), device)
@@ -118,7 +121,7 @@ def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, softcap: 
     check_plan("seen.begin", seen.begin, (num_rows, None), device)
     check_plan("seen.end", seen.end, tuple(seen.begin.shape), device)
     _check_tokens("seen.end", seen.end.shape[1], q_NKHD)
-    return Partial(*operators.held_rings(q_NKHD, units.k, units.v, *seen, softcap or 0.0))
+    return Partial(*operators.held_rings(q_NKHD, units.k, units.v, *seen, scoring.softcap or 0.0))
 
 
 def write_kv(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:

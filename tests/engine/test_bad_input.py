@@ -51,6 +51,8 @@ TOO_LONG = list(range(5, 90)) * 2
         ({"dtype": "int8"}, "int8"),
         ({"dtype": torch.int32}, "int32"),
         ({"attention": "flash"}, "flash"),
+        ({"softmax": "quick"}, "softmax.*exact, fast.*'quick'"),
+        ({"softmax": "fast", "attention": "sdpa"}, "attention 'sdpa' computes scores in float32"),
         ({"graphs": "magic"}, "magic"),
         ({"on_miss": "shrug"}, "shrug"),
         ({"block_size": 0}, "block_size"),

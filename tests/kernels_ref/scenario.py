@@ -19,6 +19,7 @@ from kernels_ref import (
     KVUnits,
     LayerCache,
     LayerSpec,
+    Softmax,
     StepParts,
     StepTensors,
     UnitLayout,
@@ -173,11 +174,11 @@ class World:
         flat = torch.cat([c[r.start :] for c, r in zip(content, self.s.rows)])
         return torch.cat([flat, torch.full((extra, *flat.shape[1:]), 7.0, dtype=flat.dtype)])
 
-    def spec(self, impl: object, softcap: float | None = None) -> LayerSpec:
+    def spec(self, impl: object, softcap: float | None = None, softmax: Softmax = Softmax.EXACT) -> LayerSpec:
         s = self.s
-        return LayerSpec(
-            s.kr, s.ks, s.group, s.head_dim, s.head_dim**-0.5, s.window if s.ks else None, softcap, impl
-        )  # type: ignore[arg-type]
+        window = s.window if s.ks else None
+        sizes = (s.kr, s.ks, s.group, s.head_dim, s.head_dim**-0.5)
+        return LayerSpec(*sizes, window, softcap, impl, softmax)  # type: ignore[arg-type]
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, object]:
         """Padded queries, keys, values and the prepared step."""

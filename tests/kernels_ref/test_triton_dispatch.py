@@ -21,6 +21,7 @@ from kernels_ref import (
     KVUnits,
     LayerCache,
     NewKV,
+    Scoring,
     Step,
     as_units,
     of_stores,
@@ -203,15 +204,15 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
     ring = type(ring)(*(a[name] for name in ring._fields))
     match part:
         case "causal":
-            RUN.causal(a["q"], new, t, None, None)
+            RUN.causal(a["q"], new, t, None, Scoring())
         case "shared_blocks":
-            RUN.shared_blocks(a["q"], blocks, t, None)
+            RUN.shared_blocks(a["q"], blocks, t, Scoring())
         case "unique_blocks":
-            RUN.unique_blocks(a["q_rows"], blocks, t, plan, None)
+            RUN.unique_blocks(a["q_rows"], blocks, t, plan, Scoring())
         case "shared_rings":
-            RUN.shared_rings(a["q"], rings, t, ring, CHECKED.window, None)
+            RUN.shared_rings(a["q"], rings, t, ring, CHECKED.window, Scoring())
         case "unique_rings":
-            RUN.unique_rings(a["q_rows"], rings, ring, None)
+            RUN.unique_rings(a["q_rows"], rings, ring, Scoring())
         case _:
             RUN.write_kv(blocks, step.block_index[blocks.layout], new)
 
@@ -304,7 +305,7 @@ def test_bad_parts_of_a_result_are_refused_by_name(name: str, bad: Any, message:
 def test_heads_that_are_too_large_are_refused() -> None:
     q, store = torch.zeros(1, 1, 1, 320), torch.zeros(2, 1, 4, 320)
     with pytest.raises(ValueError, match="expected q_NKHD to have a head size of 1 to 256, got 320"):
-        RUN.unique_rings(q, of_stores(store, store), RingStep(None, None, Leading(None), None), None)  # type: ignore[arg-type]
+        RUN.unique_rings(q, of_stores(store, store), RingStep(None, None, Leading(None), None), Scoring())  # type: ignore[arg-type]
 
 
 def test_choices_depend_on_shapes_and_devices_alone() -> None:

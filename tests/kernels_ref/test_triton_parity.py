@@ -23,6 +23,7 @@ from kernels_ref import (
     KVUnits,
     NewKV,
     Partial,
+    Scoring,
     Step,
     as_units,
     of_stores,
@@ -104,19 +105,20 @@ class Inputs:
         full = q[:, :kr], NewKV(k[:, :kr], v[:, :kr])
         streaming = q[:, kr:], NewKV(k[:, kr:], v[:, kr:])
         rows = self.step.row_token, s.decode_len
+        scoring = Scoring(softcap)
         match part:
             case "causal":
-                return run.causal(*full, t, None, softcap)
+                return run.causal(*full, t, None, scoring)
             case "streaming":
-                return run.causal(*streaming, t, s.window, softcap)
+                return run.causal(*streaming, t, s.window, scoring)
             case "shared_blocks":
-                return run.shared_blocks(full[0], blocks, t, softcap)
+                return run.shared_blocks(full[0], blocks, t, scoring)
             case "shared_rings":
-                return run.shared_rings(streaming[0], rings, t, self.ring, s.window, softcap)
+                return run.shared_rings(streaming[0], rings, t, self.ring, s.window, scoring)
             case "split_blocks" | "even_blocks":
-                return run.unique_blocks(of_rows(full[0], *rows), blocks, t, plan, softcap)
+                return run.unique_blocks(of_rows(full[0], *rows), blocks, t, plan, scoring)
             case _:
-                return run.unique_rings(of_rows(streaming[0], *rows), rings, self.ring, softcap)
+                return run.unique_rings(of_rows(streaming[0], *rows), rings, self.ring, scoring)
 
 
 def of_rows(q: torch.Tensor, row_token: torch.Tensor, decode_len: int) -> torch.Tensor:
@@ -132,8 +134,8 @@ def take_kernel(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
 def exactly(monkeypatch: pytest.MonkeyPatch, inputs: Inputs, part: str, softcap: float | None) -> Partial:
     """The reference in float64 throughout."""
 
-    def soften(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
-        scores = scores.double()
+    def soften(products: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        scores, cap = products.double(), scoring.softcap
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
     with monkeypatch.context() as patch:

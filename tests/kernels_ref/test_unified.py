@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bias_builders import Leading, Window
-from kernels_ref import Implementation, StepParts, reference, sdpa, unified_attention
+from kernels_ref import Implementation, Softmax, StepParts, reference, sdpa, unified_attention
 from kernels_ref.sdpa import decode, prefill, short
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 
@@ -116,6 +119,48 @@ def test_half_precision_stays_close_to_the_exact_result_of_the_same_inputs(
     # Values are of size 1 and weights sum to 1: a few roundings of half an epsilon each.
     assert error.max() < 4 * torch.finfo(dtype).eps
     assert error.mean() < torch.finfo(dtype).eps / 2
+
+
+@QUICK
+@given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
+def test_fast_softmax_stays_close_to_the_exact_one_and_hides_the_same(scenario: Scenario) -> None:
+    """Scores are rounded to bfloat16, so weights are off by an epsilon of the largest score."""
+    world = World(scenario, torch.bfloat16)
+    q, k, v, step = world.inputs()
+    spec = world.spec(Implementation.REFERENCE, softmax=Softmax.FAST)
+    out = unified_attention(q, k, v, world.cache, step, spec)
+    expected = world.dense()
+    assert (out[: len(expected)].double() - expected).abs().max() < 0.1
+    assert (out[len(expected) :] == 0).all()
+
+
+class Exponentials(TorchDispatchMode):
+    """Collects the types of exponentials of scores; those of largest scores are as wide as a group."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self.group, self.dtypes = group, set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func.overloadpacket in (torch.ops.aten.exp, torch.ops.aten.exp_)
+            and args[0].shape[-1] > self.group
+        ):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("softmax", "dtype"), [(Softmax.EXACT, torch.float32), (Softmax.FAST, torch.bfloat16)]
+)
+def test_fast_softmax_is_in_bfloat16(softmax: Softmax, dtype: torch.dtype) -> None:
+    rows = (RowSpec(40, 1), RowSpec(30, 12), RowSpec(0, 20), RowSpec(41, 1, 2))
+    world = World(Scenario(rows, 8, Window(4, 8), 1, 1, 3, 8, (2, 1, 1, 1), False, 11), torch.bfloat16)
+    q, k, v, step = world.inputs()
+    spec = world.spec(Implementation.REFERENCE, softmax=softmax)
+    with Exponentials(group=3) as seen:
+        unified_attention(q, k, v, world.cache, step, spec)
+    assert seen.dtypes == {dtype}
 
 
 @ALL

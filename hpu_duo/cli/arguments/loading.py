@@ -54,6 +54,7 @@ def load_model(
         device=options.device,
         dtype=options.dtype,
         attention=options.attention,
+        softmax=options.softmax,
         max_model_len=options.max_model_len,
         max_num_seqs=_max_num_seqs(options, num_requests),
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -139,6 +139,12 @@ class EngineOptions(SizeOptions):
     attention: Annotated[
         str, typer.Option(help="Attention kernels: auto, reference, sdpa or triton.", rich_help_panel=ENGINE)
     ] = "auto"
+    softmax: Annotated[
+        str,
+        typer.Option(
+            help="Scores and exponentials: exact (float32) or fast (bfloat16).", rich_help_panel=ENGINE
+        ),
+    ] = "exact"
     max_num_seqs: Annotated[
         int | None,
         typer.Option(

@@ -110,7 +110,7 @@ class OneScoringEngine(opt.EngineOptions):
     decode_len: _Scored = _SCORED_LEN
 
 
-_STEP = ("device", "dtype", "graphs", "attention")
+_STEP = ("device", "dtype", "graphs", "attention", "softmax")
 _SIZES = ("max_num_batched_tokens", "block_size", "device_memory_utilization")
 Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
 Scoring = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_SIZES, "decode_len")]

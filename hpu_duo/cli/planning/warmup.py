@@ -27,7 +27,16 @@ _BUDGET = "Budget"
 _OUTPUT = "Output"
 # Where the table comes from stands among the options of the table.
 _OFFERED = Only(
-    *("device", "dtype", "graphs", "attention", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *(
+        "device",
+        "dtype",
+        "graphs",
+        "attention",
+        "softmax",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    ),
     *("max_chunk_rows", "block_size", "num_blocks", "kv_cache_bytes", "max_captured_tokens"),
     *("graph_memory_bytes", "device_memory_utilization"),
 )

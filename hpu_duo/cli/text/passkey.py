@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 # A wrong answer may take more tokens than the right one before it comes to its full stop.
 _SPARE_TOKENS = 4
 _OFFERED = Only(
-    *("device", "dtype", "graphs", "attention", "max_num_seqs", "max_num_batched_tokens", "block_size"),
+    *(
+        "device",
+        "dtype",
+        "graphs",
+        "attention",
+        "softmax",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+    ),
     *("device_memory_utilization", "fail_on_recompile", "record_steps"),
 )
 

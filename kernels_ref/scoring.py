@@ -1,0 +1,25 @@
+"""How products of queries and keys become weights."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Softmax(str, Enum):
+    """``exact``: scores and exponentials in float32. ``fast``: in bfloat16, where the model is."""
+
+    EXACT = "exact"
+    FAST = "fast"
+
+
+class Scoring(NamedTuple):
+    """What a layer's scores are made of besides queries and keys; fixed for a captured step.
+
+    Attributes:
+        softcap: bound of the scores, None when the model has none.
+        softmax: in which numbers they are computed.
+    """
+
+    softcap: float | None = None
+    softmax: Softmax = Softmax.EXACT
