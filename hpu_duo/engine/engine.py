@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 from graphs.interrupts import Deferral, interrupts_deferred
@@ -130,8 +131,8 @@ class Engine(Uncopied):
     ) -> str:
         """Queue the samples of one prompt, with parameters of their own; messages call it by its name."""
         with interrupts_deferred(), self._turns:
-            public_id = self._samples.free_id(self._num_added) if request_id is None else request_id
-            if self._samples.is_live(public_id) or self._deliveries.is_expected(public_id):
+            public_id = self._free_id() if request_id is None else request_id
+            if self._is_in_use(public_id):
                 raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
             requests = self._intake.requests(public_id, self._num_added, prompt_token_ids, each, name)
             # Everything that may fail comes before anything changes.
@@ -141,6 +142,14 @@ class Engine(Uncopied):
             self._num_added += 1
             self._samples.add(public_id, states)
         return public_id
+
+    def _is_in_use(self, request_id: str) -> bool:
+        return self._samples.is_live(request_id) or self._deliveries.is_expected(request_id)
+
+    def _free_id(self) -> str:
+        """Return a name that is not in use, by the number of requests so far."""
+        names = (f"request-{number}" for number in count(self._num_added))
+        return next(name for name in names if not self._is_in_use(name))
 
     def abort(self, request_id: str) -> bool:
         """End all samples of a request early; False if no unfinished request has this id.
@@ -272,6 +281,7 @@ class Engine(Uncopied):
     ) -> list[RequestOutput] | None:
         """What the requests of a call have got, after a step if that is nothing; None when all have ended."""
         with interrupts_deferred() as deferral, self._turns:
+            self._stepper.check_between_steps()
             while waiting and self._has_rows(None if widths is None else widths[len(call)]):
                 request_id = waiting.popleft()()
                 self._deliveries.expect(request_id, call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count
 
 from hpu_duo.engine.output_text import SampleState
 
@@ -41,11 +40,6 @@ class LiveSamples:
     def is_live(self, request_id: str) -> bool:
         """Whether a request has samples that have not ended."""
         return request_id in self._names
-
-    def free_id(self, first: int) -> str:
-        """A name for a request that no live one has, numbered from ``first`` on."""
-        names = (f"request-{number}" for number in count(first))
-        return next(name for name in names if name not in self._names)
 
     def __len__(self) -> int:
         return len(self._states)

@@ -68,6 +68,11 @@ class Stepper:
             self.deliveries.report(state.abort())
         return bool(states)
 
+    def check_between_steps(self) -> None:
+        """Raise RuntimeError if the caller, a host sampler say, is itself run by a step."""
+        if self._is_stepping:
+            raise RuntimeError("expected no step to be asked for by what a step runs, got one in another")
+
     def advance(self, deferral: Deferral) -> None:
         """Run one step, and deliver what it adds to requests.
 
@@ -75,10 +80,9 @@ class Stepper:
             deferral: of interrupts, lifted while the device runs.
 
         Raises:
-            RuntimeError: what a step runs asks for another step.
+            RuntimeError: the caller is itself run by a step.
         """
-        if self._is_stepping:
-            raise RuntimeError("expected no step to be asked for by what a step runs, got one in another")
+        self.check_between_steps()
         self._is_stepping = True
         try:
             self._advance(deferral)

@@ -114,7 +114,7 @@ class StepRecorder:
     def __init__(self, path: str | Path, origin: Callable[[], Mapping[str, Any]]) -> None:
         self.path = Path(path)
         self._origin: Callable[[], Mapping[str, Any]] | None = origin
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         if self.path.is_file() and self.path.stat().st_size:
             with _opened(self.path) as file:
                 if not _line(file).startswith(_FORMAT):
@@ -128,18 +128,19 @@ class StepRecorder:
         """Append a step that has run.
 
         Raises:
-            OSError: it cannot be written whole. The file ends before it then, and so do all later calls: with
-                a step missing, those behind it would be others.
+            OSError: it cannot be written whole.
+            Exception: ``origin`` has raised it. Either way the file ends before this step, and every later
+                call raises the same: a recording with a step missing could not be replayed.
         """
         if self._file is None:
             raise self._error or OSError(f"the recording in {self.path} has been closed")
-        data = _bytes(message, token_ids)
-        if self._origin is not None:
-            data = b"%s%d\n%s\n" % (_FORMAT, VERSION, json.dumps(self._origin()).encode()) + data
         start = self._file.tell()
         try:
+            data = _bytes(message, token_ids)
+            if self._origin is not None:
+                data = b"%s%d\n%s\n" % (_FORMAT, VERSION, json.dumps(self._origin()).encode()) + data
             self._write(data)
-        except OSError as error:
+        except Exception as error:
             os.ftruncate(self._file.fileno(), start)
             self.close()
             self._error = error

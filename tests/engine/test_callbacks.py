@@ -17,16 +17,16 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 OUTER, INNER = prompts_of([9, 5])
 
 
-def drain(engine: Engine, _: RequestOutput) -> None:
+def drain(engine: Engine, _: RequestOutput | None = None) -> None:
     while engine.has_unfinished:
         engine.step()
 
 
-def generate(engine: Engine, _: RequestOutput) -> None:
+def generate(engine: Engine, _: RequestOutput | None = None) -> None:
     engine.generate([INNER], PARAMS)
 
 
-def score(engine: Engine, _: RequestOutput) -> None:
+def score(engine: Engine, _: RequestOutput | None = None) -> None:
     engine.score([INNER], [[[4, 5], [6]]])
 
 
@@ -133,6 +133,43 @@ def test_a_name_stays_in_use_while_its_call_is_under_way(tiny: Tiny) -> None:
     [[done], _] = engine.generate([OUTER, INNER], PARAMS, on_output)
     assert len(done.token_ids) == 8
     assert len(refusals) == 2
+    assert_holds_nothing(served)
+
+
+def test_a_callback_may_add_requests_without_a_name_whatever_names_are_in_use(tiny: Tiny) -> None:
+    served = tiny.load()
+    engine = served.engine
+    # The next name by number is taken, so the names of the call are ahead of the numbers.
+    engine.add_request(INNER, PARAMS, request_id="request-1")
+    added: list[str] = []
+
+    def on_output(output: RequestOutput) -> None:
+        if output.is_finished and not added:
+            added.append(engine.add_request(INNER, PARAMS))
+
+    short = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    engine.generate([OUTER, INNER], [PARAMS, short], on_output)
+    drain(engine)
+    assert len(added) == 1
+    assert_holds_nothing(served)
+
+
+@pytest.mark.parametrize("ask", [generate, score])
+def test_a_call_within_a_step_is_refused_and_leaves_nothing_behind(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, ask: Callable[..., None]
+) -> None:
+    served = tiny.load()
+    engine, run = served.engine, served.engine.runner.run
+
+    def run_and_ask(*args: object) -> object:
+        with pytest.raises(RuntimeError, match="step"):
+            ask(engine)
+        return run(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.runner, "run", run_and_ask)
+    [[done]] = engine.generate([OUTER], PARAMS)
+    assert len(done.token_ids) == 8
+    assert not engine.has_unfinished
     assert_holds_nothing(served)
 
 

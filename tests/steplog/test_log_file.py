@@ -154,5 +154,20 @@ def test_a_full_disk_ends_the_recording_before_the_step_and_costs_no_token(
     assert served.stats().num_unrecorded_steps == served.stats().num_steps - 2
 
 
+def test_a_recording_whose_beginning_failed_does_not_begin_later(tmp_path: Path) -> None:
+    may_fail = [True]
+
+    def origin() -> dict[str, str]:
+        if may_fail:
+            raise ValueError(f"the checkpoint is gone, {may_fail.pop()}")
+        return {"model": "m"}
+
+    recorder = StepRecorder(tmp_path / "steps", origin)
+    for number in range(3):
+        with pytest.raises(ValueError, match="the checkpoint is gone"):
+            recorder.add(message(number), tokens(number))
+    assert (tmp_path / "steps").stat().st_size == 0
+
+
 def _params() -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
