@@ -62,6 +62,10 @@ class HeadConfig:
         sparsity: share of key/value heads that stream; or
         threshold: heads with a score above it are retrieval heads.
         sink, recent: window of the streaming heads; None = the pattern's own.
+        max_layer_kinds: most kinds of layers, each of which is compiled for every bucket. Where a pattern has
+            more, the fewest streaming heads become retrieval heads with which it has not (see
+            ``hpu_duo.heads.counts``), so that ``sparsity`` is a lower bound on retrieval heads. None = 4 on
+            HPU, or one for each structure that layers have anyway where that is more; no bound elsewhere.
         tie_break, balance: see ``HeadPattern.binarise``. Not "per_rank": one engine drives one device,
             and its heads are not cut into slices.
     """
@@ -71,6 +75,7 @@ class HeadConfig:
     threshold: float | None = None
     sink: int | None = None
     recent: int | None = None
+    max_layer_kinds: int | None = None
     tie_break: Literal["stable", "reference"] = "stable"
     balance: Literal["global", "per_layer"] = "global"
 
@@ -81,6 +86,8 @@ class HeadConfig:
                 f"expected pattern to be a HeadPattern or a directory, got {type(self.pattern).__name__}"
             )
         self._check_cut()
+        if self.max_layer_kinds is not None:
+            check_at_least("max_layer_kinds", self.max_layer_kinds, 1)
         if self.pattern is None:
             given = [n for n in ("sparsity", "threshold", "sink", "recent") if getattr(self, n) is not None]
             if given:

@@ -72,6 +72,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         threshold: float | None = None,
         sink: int | None = None,
         recent: int | None = None,
+        max_layer_kinds: int | None = None,
         tie_break: Literal["stable", "reference"] = "stable",
         balance: Literal["global", "per_layer"] = "global",
         device: str | torch.device = "auto",
@@ -111,6 +112,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 format, or None: all of them.
             sparsity, threshold: how to cut the pattern's scores; one of them.
             sink, recent: window of the streaming heads instead of the pattern's own.
+            max_layer_kinds: most kinds of layers that the pattern may make; see ``HeadConfig``. None = 4 on
+                HPU, no bound elsewhere.
             tie_break, balance: see ``HeadPattern.binarise``.
             device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.sim``).
             dtype, torch_dtype: "auto", "float32", "bfloat16" or "float16"; two names of one argument.
@@ -162,6 +165,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 threshold=threshold,
                 sink=sink,
                 recent=recent,
+                max_layer_kinds=max_layer_kinds,
                 tie_break=tie_break,
                 balance=balance,
             ),

@@ -102,7 +102,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     fix_frequencies(model, max_len)
     with _autocast_on_meta():
         layers = read_layers(model)
-    pattern = resolve_pattern(config.heads, layers)
+    pattern = resolve_pattern(config.heads, layers, max_len, HPU)
     layouts, windows = assign_heads(layers, pattern, max_len)
     cache, budget = _cache(config.cache, model, hardware)
     memory = plan_memory(

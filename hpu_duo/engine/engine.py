@@ -305,7 +305,8 @@ class Engine(Uncopied):
     def stats(self) -> EngineStats:
         """A snapshot of what has been done and what is held."""
         with interrupts_deferred(), self._turns:
-            return EngineStats.of(self._stepper.telemetry.counters, self.scheduler, self.runner, self.notes)
+            counters = self._stepper.telemetry.counters
+            return EngineStats.of(counters, self.scheduler, self.runner, self.pattern, self.notes)
 
     def _has_rows(self, wanted: int | None) -> bool:
         """Whether so many more samples could run now; one alone is never kept waiting."""

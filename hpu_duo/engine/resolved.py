@@ -10,6 +10,8 @@ from graphs import StepLimits
 if TYPE_CHECKING:
     from hpu_duo.engine.runner import Runner
     from hpu_duo.engine.scheduler import Scheduler
+    from hpu_duo.heads import HeadPattern
+    from hpu_duo.kv.plan import MemoryPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,10 @@ class Resolved:
         trims_chunks: whether prompts end at the borders of buckets.
         limits: what steps may hold.
         num_retrieval_heads, num_streaming_heads: KV heads of all layers.
+        num_layer_kinds: of which each is compiled for every bucket.
+        num_promoted_heads: retrieval heads that the head pattern would let stream, were it not for
+            ``max_layer_kinds``.
+        promoted_bytes: what blocks hold of these heads, beyond their rings.
         kv_bytes, graph_bytes: memory of the stores, and memory set aside for graphs.
     """
 
@@ -42,12 +48,19 @@ class Resolved:
     limits: StepLimits
     num_retrieval_heads: int
     num_streaming_heads: int
+    num_layer_kinds: int
+    num_promoted_heads: int
+    promoted_bytes: int
     kv_bytes: int
     graph_bytes: int
 
     @classmethod
-    def of(cls, runner: Runner, scheduler: Scheduler) -> Resolved:
-        """The choices of the engine that these two make up."""
+    def of(cls, runner: Runner, scheduler: Scheduler, pattern: HeadPattern | None) -> Resolved:
+        """The choices of the engine that these make up.
+
+        Args:
+            pattern: which heads retrieve; None if all do.
+        """
         graphs, specs = runner.graphs, runner.model.specs
         return cls(
             device=str(runner.device),
@@ -62,6 +75,9 @@ class Resolved:
             limits=scheduler.limits,
             num_retrieval_heads=sum(spec.num_retrieval for spec in specs),
             num_streaming_heads=sum(spec.num_streaming for spec in specs),
+            num_layer_kinds=len(runner.model.kinds),
+            num_promoted_heads=0 if pattern is None else pattern.num_promoted,
+            promoted_bytes=_promoted_bytes(runner.store.plan, scheduler.limits, pattern),
             kv_bytes=runner.store.num_bytes,
             graph_bytes=runner.store.plan.graph_bytes,
         )
@@ -73,3 +89,14 @@ class Resolved:
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.items().items())
+
+
+def _promoted_bytes(memory: MemoryPlan, limits: StepLimits, pattern: HeadPattern | None) -> int:
+    if pattern is None or pattern.promoted is None:
+        return 0
+    ring_slots = min(pattern.sink + pattern.recent, limits.max_model_len) + limits.decode_len - 1
+    slots = (memory.num_blocks + 1) * memory.block_size - (memory.max_num_seqs + 1) * ring_slots
+    elements = sum(
+        int(row.sum()) * layer.elements_per_head for row, layer in zip(pattern.promoted, memory.layers)
+    )
+    return slots * elements * memory.dtype_bytes

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hpu_duo.engine.runner import Runner, StepResult
     from hpu_duo.engine.scheduler import Scheduler
     from hpu_duo.engine.step_plan import StepPlan
+    from hpu_duo.heads import HeadPattern
     from hpu_duo.kv.leases import KVLeases
     from hpu_duo.kv.plan import MemoryPlan
 
@@ -73,7 +74,12 @@ class EngineStats:
 
     @classmethod
     def of(
-        cls, counters: StepCounters, scheduler: Scheduler, runner: Runner, notes: tuple[str, ...] = ()
+        cls,
+        counters: StepCounters,
+        scheduler: Scheduler,
+        runner: Runner,
+        pattern: HeadPattern | None,
+        notes: tuple[str, ...] = (),
     ) -> EngineStats:
         """Collect the counters, and what is held now."""
         leases, memory, graphs = scheduler.leases, runner.store.plan, runner.graphs.counters
@@ -103,7 +109,7 @@ class EngineStats:
             host_s=counters.host_s,
             device_s=counters.device_s,
             bytes_copied=runner.executor.bytes_copied,
-            resolved=Resolved.of(runner, scheduler),
+            resolved=Resolved.of(runner, scheduler, pattern),
             notes=notes,
         )
 

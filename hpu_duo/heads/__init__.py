@@ -1,15 +1,18 @@
 """Which KV head keeps the whole context, which keeps sink and recent, and the weights reordered to match."""
 
 from hpu_duo.heads.binarise import Balance, TieBreak
+from hpu_duo.heads.counts import CountRule, fewest_promotions
 from hpu_duo.heads.layout import HeadLayout, lay_out
 from hpu_duo.heads.pattern import HeadPattern
 from hpu_duo.heads.permute import permute_heads, restore_heads
 
 __all__ = [
     "Balance",
+    "CountRule",
     "HeadLayout",
     "HeadPattern",
     "TieBreak",
+    "fewest_promotions",
     "lay_out",
     "permute_heads",
     "restore_heads",

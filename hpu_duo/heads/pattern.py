@@ -1,7 +1,7 @@
 """The head pattern: a score for every KV head, and which of them are retrieval heads."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class HeadPattern:
         recent: newest tokens that a streaming head keeps, the current one included, >= 1.
         source: where the scores came from, for logs and reports.
         retrieval: bool [L, K], True for a retrieval head; None as long as nothing has been decided.
+        promoted: bool [L, K], those of them that ``promote`` has added to what scores or a mask decided; None
+            is none. Patterns that differ in nothing else are equal.
         config: the keys of the pattern's ``config.json``, kept for ``save``; the sizes are in ``sink`` and
             ``recent``.
     """
@@ -44,6 +46,7 @@ class HeadPattern:
     source: str = "given"
     retrieval: NDArray[np.bool_] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    promoted: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         scores = np.array(self.scores, dtype=np.float32)
@@ -60,7 +63,9 @@ class HeadPattern:
         object.__setattr__(self, "recent", _count("recent", self.recent, minimum=1))
         object.__setattr__(self, "config", dict(self.config))
         if self.retrieval is not None:
-            object.__setattr__(self, "retrieval", _mask(self.retrieval, scores.shape))
+            object.__setattr__(self, "retrieval", _mask("retrieval", self.retrieval, scores.shape))
+        if self.promoted is not None:
+            object.__setattr__(self, "promoted", _mask("promoted", self.promoted, scores.shape))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HeadPattern):
@@ -108,6 +113,11 @@ class HeadPattern:
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """``(retrieval, streaming)`` KV heads of each layer; each distinct pair is a compiled shape."""
         return tuple((int(kept), self.num_kv_heads - int(kept)) for kept in self.mask.sum(axis=1))
+
+    @property
+    def num_promoted(self) -> int:
+        """Retrieval heads that ``promote`` has added."""
+        return 0 if self.promoted is None else int(self.promoted.sum())
 
     def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
         """Raise ValueError unless the pattern was made for a model of this many layers and KV heads."""
@@ -162,12 +172,39 @@ class HeadPattern:
         if threshold is not None and tie_break == "reference":
             raise ValueError("expected a sparsity with tie_break='reference', got a threshold")
         if threshold is not None:
-            return replace(self, retrieval=keep_above(self.scores, threshold))
-        assert sparsity is not None
-        sparsity = check_sparsity(sparsity)
-        if tie_break == "reference":
-            return replace(self, retrieval=keep_by_noisy_quantile(self.scores, sparsity, seed))
-        return replace(self, retrieval=keep_strongest(self.scores, sparsity, balance, num_ranks))
+            mask = keep_above(self.scores, threshold)
+        else:
+            assert sparsity is not None
+            sparsity = check_sparsity(sparsity)
+            if tie_break == "reference":
+                mask = keep_by_noisy_quantile(self.scores, sparsity, seed)
+            else:
+                mask = keep_strongest(self.scores, sparsity, balance, num_ranks)
+        return replace(self, retrieval=mask, promoted=None)
+
+    def promote(self, counts: Sequence[int]) -> "HeadPattern":
+        """The binarised pattern with more retrieval heads: ``counts[l]`` of them in layer ``l``.
+
+        Of the streaming heads of a layer those with the highest scores are promoted, of equal scores the
+        later heads, as ``binarise`` would keep them.
+
+        Raises:
+            ValueError: the pattern is raw, or a layer has more retrieval heads already, or fewer heads.
+        """
+        least = [kept for kept, _ in self.head_counts]
+        most = [self.num_kv_heads] * self.num_layers
+        is_within = [low <= count <= high for low, count, high in zip(least, counts, most)]
+        if len(counts) != self.num_layers or not all(is_within):
+            raise ValueError(f"expected counts from {least} to {self.num_kv_heads} each, got {list(counts)}")
+        mask = self.mask.copy()
+        for row, scores, count in zip(mask, self.scores, counts):
+            weakest_first = np.argsort(scores, kind="stable")
+            streaming = weakest_first[~row[weakest_first]]
+            row[streaming[self.num_kv_heads - count :]] = True
+        added = mask & ~self.mask
+        return replace(
+            self, retrieval=mask, promoted=added if self.promoted is None else added | self.promoted
+        )
 
     def shard(self, rank: int, num_ranks: int) -> "HeadPattern":
         """The pattern of the contiguous slice of KV heads that tensor-parallel ``rank`` holds."""
@@ -177,7 +214,8 @@ class HeadPattern:
         size = self.num_kv_heads // num_ranks
         columns = slice(rank * size, (rank + 1) * size)
         mask = None if self.retrieval is None else self.retrieval[:, columns]
-        return replace(self, scores=self.scores[:, columns], retrieval=mask)
+        promoted = None if self.promoted is None else self.promoted[:, columns]
+        return replace(self, scores=self.scores[:, columns], retrieval=mask, promoted=promoted)
 
     # --- Patterns from elsewhere ---
 
@@ -198,7 +236,7 @@ class HeadPattern:
             sink=config["sink_size"],
             recent=config["recent_size"],
             source=str(directory),
-            retrieval=None if retrieval is None else _mask(retrieval, scores.shape),
+            retrieval=None if retrieval is None else _mask("retrieval", retrieval, scores.shape),
             config=config,
         )
 
@@ -245,13 +283,13 @@ def _count(name: str, value: int, minimum: int) -> int:
     return number
 
 
-def _mask(values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+def _mask(name: str, values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     given = np.array(values)
     if given.shape != shape:
-        raise ValueError(f"expected retrieval of shape {list(shape)} like scores, got {list(given.shape)}")
+        raise ValueError(f"expected {name} of shape {list(shape)} like scores, got {list(given.shape)}")
     mask = given.astype(np.bool_)
     if not np.array_equal(mask, given):
-        raise ValueError("expected retrieval to hold True or False (1 or 0) only")
+        raise ValueError(f"expected {name} to hold True or False (1 or 0) only")
     mask.setflags(write=False)
     return mask
 

@@ -102,7 +102,7 @@ def assemble_around(
     max_len = served_len(text_config, config.scheduler.max_model_len)
     fix_frequencies(model, max_len)
     layers = probe(model)
-    pattern = resolve_pattern(config.heads, layers)
+    pattern = resolve_pattern(config.heads, layers, max_len, device)
     layouts, windows = assign_heads(layers, pattern, max_len)
     budget = _budget(config, runtime, 0 if first_device == device else _weight_bytes(model))
     softmax = Softmax(config.model.softmax)
@@ -138,7 +138,7 @@ def assemble_around(
     token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed)
     engine.notes, engine.pattern = frequencies_note(text_config, max_len), pattern
-    _log.info("engine of %s: %s", type(model).__name__, Resolved.of(runner, scheduler))
+    _log.info("engine of %s: %s", type(model).__name__, Resolved.of(runner, scheduler, pattern))
     return engine
 
 

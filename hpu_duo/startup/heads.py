@@ -2,19 +2,75 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from bias_builders import Window
 from hpu_duo.config import HeadConfig
-from hpu_duo.heads import HeadLayout, HeadPattern
+from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
 from hpu_duo.heads.origin import FINGERPRINT_KEY, check_origin
+from hpu_duo.limit_config import HPU_LAYER_KINDS
+from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer
 
+_log = logging.getLogger(__name__)
 
-def resolve_pattern(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> HeadPattern | None:
-    """The binarised head pattern, checked against the model; None when every head is a retrieval head."""
+
+def resolve_pattern(
+    heads: HeadConfig, layers: tuple[DecoderLayer, ...], max_len: int, device: torch.device
+) -> HeadPattern | None:
+    """The binarised head pattern, checked against the model, with as few kinds of layers as were asked for.
+
+    Args:
+        max_len: tokens of a request.
+        device: where layers will run; decides ``max_layer_kinds`` where that is open.
+
+    Returns:
+        None when every head is a retrieval head.
+
+    Raises:
+        ValueError: the pattern does not fit the model or is not cut, or layers are of more kinds than were
+            asked for whatever their heads are.
+    """
+    pattern = _binarised(heads, layers)
+    return None if pattern is None else _of_few_kinds(pattern, heads.max_layer_kinds, layers, max_len, device)
+
+
+def _of_few_kinds(
+    pattern: HeadPattern,
+    max_kinds: int | None,
+    layers: tuple[DecoderLayer, ...],
+    max_len: int,
+    device: torch.device,
+) -> HeadPattern:
+    """The pattern with the fewest promoted heads such that layers are of at most ``max_kinds`` kinds."""
+    structures = [_structure(layer, max_len) for layer in layers]
+    if max_kinds is None and device.type == "hpu":
+        max_kinds = max(HPU_LAYER_KINDS, len(set(structures)))
+    kept = [count for count, _ in pattern.head_counts]
+    # What a pattern says of a layer whose heads all have a window is not looked at.
+    has_window = [_has_window(layer, max_len) for layer in layers]
+    needed = [0 if windowed else count for windowed, count in zip(has_window, kept)]
+    chosen = fewest_promotions(needed, CountRule(max_kinds), structures)
+    promoted = pattern.promote(
+        [old if windowed else new for windowed, old, new in zip(has_window, kept, chosen)]
+    )
+    if promoted.num_promoted:
+        _log.info(
+            "%d of %d streaming heads retrieve, so that layers are of at most %d kinds (max_layer_kinds)",
+            promoted.num_promoted,
+            pattern.mask.size - int(pattern.mask.sum()),
+            max_kinds,
+        )
+    return promoted
+
+
+def _binarised(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> HeadPattern | None:
     if heads.pattern is None:
         return None
     pattern = _read(heads.pattern)
@@ -35,6 +91,20 @@ def resolve_pattern(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> Head
     return pattern.binarise(
         sparsity=heads.sparsity, threshold=heads.threshold, tie_break=heads.tie_break, balance=heads.balance
     )
+
+
+def _structure(layer: DecoderLayer, max_len: int) -> Hashable:
+    """What tells layers apart beside their numbers of heads."""
+    call = layer.call
+    window = call.sliding_window if _has_window(layer, max_len) else None
+    attention = (call.num_heads, call.num_kv_heads, call.head_dim, call.scale, call.softcap, window)
+    return LayerKind(layer.module, attention)
+
+
+def _has_window(layer: DecoderLayer, max_len: int) -> bool:
+    """Whether all heads of a layer stream: a window no shorter than any request is full attention."""
+    window = layer.call.sliding_window
+    return window is not None and window < max_len
 
 
 def check_pattern(heads: HeadConfig, model: str | Path) -> tuple[str, ...]:
@@ -72,7 +142,8 @@ def assign_heads(
     for index, layer in enumerate(layers):
         call = layer.call
         order = tuple(range(call.num_kv_heads))
-        if call.sliding_window is not None and call.sliding_window < max_len:
+        if _has_window(layer, max_len):
+            assert call.sliding_window is not None
             layouts.append(HeadLayout(order, 0, call.num_heads))
             windows.append(Window(0, call.sliding_window).validate())
         elif pattern is not None:

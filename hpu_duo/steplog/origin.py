@@ -34,7 +34,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
         table, None without one. heads: the head pattern, None if all retrieve.
     """
     runner = engine.runner
-    resolved, graphs = Resolved.of(runner, engine.scheduler), runner.graphs
+    resolved, graphs = Resolved.of(runner, engine.scheduler, engine.pattern), runner.graphs
     limits = resolved.limits
     return {
         "fingerprint": fingerprint_of(engine, config.model.path),
@@ -92,6 +92,8 @@ def options_of(origin: Mapping[str, Any]) -> dict[str, Any]:
             options["pattern"] = HeadPattern(
                 mask.astype(np.float32), heads["sink"], heads["recent"], "recorded steps", mask
             )
+            # These are the heads that the engine had in the end.
+            options["max_layer_kinds"] = len(mask)
         return options
     except (KeyError, TypeError) as error:
         raise ValueError(f"expected recorded steps to say how they are replayed, got {error}") from error

@@ -107,7 +107,7 @@ def head_arguments(path: Path | None, heads: HeadOptions | HeadPattern) -> dict[
         path, heads: see ``load_model``.
     """
     if not isinstance(heads, HeadOptions):
-        return {"pattern": heads}
+        return {"pattern": heads, "max_layer_kinds": heads.num_layers}
     own = PATTERN_DIR if path is None and heads.is_cut else None
     return {**vars(heads), "pattern": own if heads.pattern is None else heads.pattern}
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hpu_duo.cli.arguments.model_names import model_option
-from hpu_duo.limit_config import CacheConfig, SchedulerConfig
+from hpu_duo.limit_config import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 
 HEADS = "Heads"
 """Name of a panel of the help, as the next ones."""
@@ -78,6 +78,16 @@ class HeadOptions:
         typer.Option(
             help="Newest tokens that streaming heads keep.",
             show_default="the pattern's",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
+
+    max_layer_kinds: Annotated[
+        int | None,
+        typer.Option(
+            help="Most kinds of layers, each compiled for every bucket; the fewest heads that a pattern lets "
+            "stream retrieve to keep to it.",
+            show_default=f"{HPU_LAYER_KINDS} on HPU, else no bound",
             rich_help_panel=HEADS,
         ),
     ] = None

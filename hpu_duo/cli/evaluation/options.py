@@ -145,6 +145,7 @@ class Choice:
             "threshold": self.heads.threshold,
             "sink": self.heads.sink,
             "recent": self.heads.recent,
+            "max_layer_kinds": self.heads.max_layer_kinds,
             "dtype": self.engine.dtype,
             # Bytes kept are whole blocks.
             "block_size": self.engine.block_size,
