@@ -13,8 +13,8 @@ from hpu_duo.cost.model import ModelSize
 from hpu_duo.limit_config import SchedulerConfig
 
 SECONDS_PER_GRAPH = (0.7, 14.0)
-"""What warming up one graph takes: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2, documentation of
-vllm-gaudi) to 14 s each for 126 (vllm-gaudi, pull request 1160)."""
+"""What warming up one graph with one kind of layer takes: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
+documentation of vllm-gaudi) to 14 s each for 126 (vllm-gaudi, pull request 1160)."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,28 @@ class WarmUp:
 
     Attributes:
         num_graphs: buckets of the table, or the most that one may have.
-        low_s, high_s: for so many graphs.
+        num_layer_kinds: kinds of layers, each of which is compiled for every bucket.
+        low_s, high_s: for so many graphs of so many kinds.
         is_bound: whether the table has not been planned, so that ``num_graphs`` is its budget.
     """
 
     num_graphs: int
+    num_layer_kinds: int
     low_s: float
     high_s: float
     is_bound: bool
 
     @classmethod
-    def of(cls, num_graphs: int, *, is_bound: bool) -> WarmUp:
+    def of(cls, num_graphs: int, num_layer_kinds: int, *, is_bound: bool) -> WarmUp:
         """The seconds of so many graphs."""
         low, high = SECONDS_PER_GRAPH
-        return cls(num_graphs, num_graphs * low, num_graphs * high, is_bound)
+        num_recipes = num_graphs * num_layer_kinds
+        return cls(num_graphs, num_layer_kinds, num_recipes * low, num_recipes * high, is_bound)
+
+    @property
+    def num_recipes(self) -> int:
+        """What is compiled."""
+        return self.num_graphs * self.num_layer_kinds
 
 
 @dataclass(frozen=True)
@@ -69,18 +77,22 @@ class Capacity:
     Attributes:
         sparsity: share of KV heads that stream, in layers without a sliding window.
         kv_format: of keys and values.
+        num_promoted: heads that retrieve beyond that share, so that layers are of few kinds.
         points: one for each context, in the order asked for.
         warm_up: of a table for the longest of these contexts; None when not one request of it fits.
     """
 
     sparsity: float
     kv_format: Format
+    num_promoted: int
     points: tuple[CapacityPoint, ...]
     warm_up: WarmUp | None
 
     def describe(self) -> str:
         """The choice in words."""
         heads = "full attention" if self.sparsity == 0 else f"{self.sparsity:.0%} of heads streaming"
+        if self.num_promoted:
+            heads += f" less {self.num_promoted} promoted ones"
         return f"{heads}, {self.kv_format.value} keys and values"
 
 
@@ -108,7 +120,7 @@ def capacity(
         raise ValueError(f"expected contexts of 1 token or more, got {list(contexts)}")
     deployment = Deployment(model, serving, sparsity, kv_format, max(contexts))
     points = tuple(_point(deployment, context) for context in contexts)
-    return Capacity(sparsity, kv_format, points, _warm_up(deployment, num_graphs))
+    return Capacity(sparsity, kv_format, deployment.num_promoted, points, _warm_up(deployment, num_graphs))
 
 
 def _point(deployment: Deployment, context: int) -> CapacityPoint:
@@ -175,4 +187,4 @@ def _warm_up(deployment: Deployment, num_graphs: int) -> WarmUp | None:
     if deployment.count_requests(deployment.max_len) < 1:
         return None
     # A planned table may be smaller: nothing is gained by buckets that no step would use.
-    return WarmUp.of(GraphBudget(num_graphs).most_graphs, is_bound=True)
+    return WarmUp.of(GraphBudget(num_graphs).most_graphs, deployment.num_layer_kinds, is_bound=True)

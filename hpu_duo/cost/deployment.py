@@ -11,8 +11,9 @@ from hpu_duo.cost.hardware import Format, Hardware
 from hpu_duo.cost.model import ModelSize
 from hpu_duo.cost.roofline import Seconds, predict_seconds
 from hpu_duo.cost.work import Formats, Step, step_work
+from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
-from hpu_duo.limit_config import CARD_LIMITS, CacheConfig
+from hpu_duo.limit_config import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig
 
 _GIB = 1 << 30
 
@@ -32,6 +33,8 @@ class Serving:
             together; see ``hpu_duo.budget``.
         graph_memory: share of what weights leave of that, for graphs instead of the KV cache.
         sink, recent: tokens that streaming heads keep.
+        pattern: scores by which heads stream; None spreads them evenly over the layers.
+        max_layer_kinds: see ``HeadConfig``; None is no bound.
     """
 
     hardware: Hardware
@@ -44,6 +47,8 @@ class Serving:
     graph_memory: float = GRAPH_MEMORY_SHARE
     sink: int = 128
     recent: int = 256
+    pattern: HeadPattern | None = None
+    max_layer_kinds: int | None = HPU_LAYER_KINDS
 
     def __post_init__(self) -> None:
         self.hardware.check_devices(self.num_devices)
@@ -111,7 +116,31 @@ class Deployment:
     @cached_property
     def kv_layers(self) -> tuple[LayerKV, ...]:
         """What each layer keeps."""
-        return self.model.kv_layers(self.sparsity, self.serving.sink, self.serving.recent, self.max_len)
+        return self.model.kv_layers_of(self._counts, self.serving.sink, self.serving.recent, self.max_len)
+
+    @cached_property
+    def num_layer_kinds(self) -> int:
+        """Kinds of layers, each of which is compiled for every bucket."""
+        return self.model.num_kinds(self.kv_layers)
+
+    @property
+    def num_promoted(self) -> int:
+        """Retrieval heads that the share alone would let stream."""
+        return sum(self._counts) - sum(self._cut)
+
+    @cached_property
+    def _cut(self) -> tuple[int, ...]:
+        """Retrieval heads of each layer by the share alone."""
+        pattern = self.serving.pattern
+        if pattern is None:
+            return self.model.spread(self.sparsity)
+        for layer in self.model.layers:
+            pattern.check_shape(len(self.model.layers), layer.num_kv_heads)
+        return tuple(kept for kept, _ in pattern.binarise(sparsity=self.sparsity).head_counts)
+
+    @cached_property
+    def _counts(self) -> tuple[int, ...]:
+        return self.model.few_kinds(self._cut, self.serving.max_layer_kinds, self.max_len)
 
     def plan(self, num_rows: int, num_blocks: int) -> MemoryPlan:
         """The KV tensors, all devices together, for so many ring rows and blocks."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hpu_duo.cost.hardware import Format
+from hpu_duo.heads import CountRule, fewest_promotions
 from hpu_duo.heads.binarise import check_sparsity, round_half_up
 from hpu_duo.kv.plan import LayerKV
 
@@ -29,6 +31,10 @@ class AttentionSize:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"expected a window of 1 token or more, got {self.window}")
+
+    def has_window(self, max_len: int) -> bool:
+        """Whether all heads stream: a window no shorter than any request is full attention."""
+        return self.window is not None and self.window < max_len
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class ModelSize:
             counted here when the output head is the same tensor.
         max_positions: tokens of the longest request.
         experts: of mixture-of-experts layers.
+        structures: a number for each layer, equal for those that differ in their attention's sizes at most;
+            empty: all are equal.
     """
 
     name: str
@@ -82,10 +90,13 @@ class ModelSize:
     other_params: int
     max_positions: int
     experts: Experts = Experts()
+    structures: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("expected at least one layer, got none")
+        if self.structures and len(self.structures) != len(self.layers):
+            raise ValueError(f"expected {len(self.layers)} structures, got {len(self.structures)}")
         for name in ("hidden_size", "vocab_size", "matrix_params", "max_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
@@ -122,34 +133,81 @@ class ModelSize:
                     f"got {num_devices}"
                 )
 
-    def kv_layers(self, sparsity: float, sink: int, recent: int, max_len: int) -> tuple[LayerKV, ...]:
-        """What each layer keeps when a share of the KV heads streams.
+    def spread(self, sparsity: float) -> tuple[int, ...]:
+        """Retrieval heads of each layer when a share of the KV heads streams and nobody says which.
 
-        Retrieval heads are as many as a head pattern keeps of the ``n`` heads of layers without a window,
-        ``round(n * (1 - sparsity))``, spread evenly; which heads they are changes no byte. Layers with a
-        window shorter than ``max_len`` keep it whatever the sparsity.
+        As many as a head pattern keeps of the ``n`` heads of layers without a window,
+        ``round(n * (1 - sparsity))``, spread evenly: no two such layers differ by more than the rounding.
+        Layers with a window count as full.
+
+        Raises:
+            ValueError: sparsity outside 0 to 1.
+        """
+        num_retrieval = round_half_up(self.num_full_kv_heads, check_sparsity(sparsity))
+        counts: list[int] = []
+        seen = 0
+        for layer in self.layers:
+            if layer.window is not None:
+                counts.append(layer.num_kv_heads)
+                continue
+            # Heads [0, seen) hold floor(seen * share) retrieval heads: no layer is off by more than one.
+            before = seen * num_retrieval // self.num_full_kv_heads
+            seen += layer.num_kv_heads
+            counts.append(seen * num_retrieval // self.num_full_kv_heads - before)
+        return tuple(counts)
+
+    def few_kinds(self, counts: Sequence[int], max_layer_kinds: int | None, max_len: int) -> tuple[int, ...]:
+        """Retrieval heads of each layer, some promoted as an engine would: see ``hpu_duo.heads.counts``.
+
+        Args:
+            max_layer_kinds: raised to what layers have whatever their heads are; None is no bound.
+        """
+        structures = [(kind, layer, layer.has_window(max_len)) for kind, layer in self._structures]
+        if max_layer_kinds is not None:
+            max_layer_kinds = max(max_layer_kinds, len(set(structures)))
+        needed = [0 if windowed else count for count, (_, _, windowed) in zip(counts, structures)]
+        chosen = fewest_promotions(needed, CountRule(max_layer_kinds), structures)
+        return tuple(
+            old if windowed else new for old, new, (_, _, windowed) in zip(counts, chosen, structures)
+        )
+
+    def num_kinds(self, kv_layers: Sequence[LayerKV]) -> int:
+        """Kinds of layers with these heads, each of which is compiled for every bucket."""
+        return len(set(zip(self._structures, kv_layers)))
+
+    @property
+    def _structures(self) -> tuple[tuple[int, AttentionSize], ...]:
+        return tuple(zip(self.structures or (0,) * len(self.layers), self.layers))
+
+    def kv_layers(self, sparsity: float, sink: int, recent: int, max_len: int) -> tuple[LayerKV, ...]:
+        """What each layer keeps when a share of the KV heads streams, spread evenly.
 
         Raises:
             ValueError: sparsity outside 0 to 1, ``sink`` below 0, ``recent`` or ``max_len`` below 1.
         """
-        check_sparsity(sparsity)
+        return self.kv_layers_of(self.spread(sparsity), sink, recent, max_len)
+
+    def kv_layers_of(
+        self, counts: Sequence[int], sink: int, recent: int, max_len: int
+    ) -> tuple[LayerKV, ...]:
+        """What each layer keeps with so many retrieval heads; which heads they are changes no byte.
+
+        Layers with a window shorter than ``max_len`` keep it whatever the counts.
+
+        Raises:
+            ValueError: ``sink`` below 0, ``recent`` or ``max_len`` below 1.
+        """
         if sink < 0 or recent < 1 or max_len < 1:
             raise ValueError(
                 f"expected sink >= 0, recent >= 1 and max_len >= 1, got {sink}, {recent} and {max_len}"
             )
-        num_retrieval = round_half_up(self.num_full_kv_heads, sparsity)
         ring = min(sink + recent, max_len)
         kept: list[LayerKV] = []
-        seen = 0
-        for layer in self.layers:
+        for layer, count in zip(self.layers, counts, strict=True):
             num_kv, dim = layer.num_kv_heads, layer.head_dim
-            if layer.window is not None:
-                is_short = layer.window < max_len
-                kept.append(LayerKV(0, num_kv, dim, layer.window) if is_short else LayerKV(num_kv, 0, dim, 0))
-                continue
-            # Heads [0, seen) hold floor(seen * share) retrieval heads: no layer is off by more than one.
-            before = seen * num_retrieval // self.num_full_kv_heads
-            seen += num_kv
-            kept_heads = seen * num_retrieval // self.num_full_kv_heads - before
-            kept.append(LayerKV(kept_heads, num_kv - kept_heads, dim, ring if kept_heads < num_kv else 0))
+            if layer.has_window(max_len):
+                assert layer.window is not None
+                kept.append(LayerKV(0, num_kv, dim, layer.window))
+            else:
+                kept.append(LayerKV(count, num_kv - count, dim, ring if count < num_kv else 0))
         return tuple(kept)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hpu_duo.cost.model import AttentionSize, Experts, ModelSize
 from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file, refusal
+from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.rope import positions_served
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -50,6 +51,15 @@ def read_model(path: str | Path) -> ModelSize:
     except (*FILE_ERRORS, RuntimeError) as error:
         raise refusal(f"cannot size the model of {file}", error) from error
     return _count(name, model, text, layers, max_positions)
+
+
+def _structures(model: PreTrainedModel, num_layers: int) -> tuple[int, ...]:
+    """A number for each decoder layer, equal for layers with the same modules; empty if all have."""
+    stacks = (list(each) for each in model.modules() if isinstance(each, nn.ModuleList))
+    layers = next((stack for stack in stacks if len(stack) == num_layers), [])
+    numbers: dict[LayerKind, int] = {}
+    found = tuple(numbers.setdefault(LayerKind(layer, None), len(numbers)) for layer in layers)
+    return found if len(numbers) > 1 else ()
 
 
 def _layers(config: Any) -> tuple[AttentionSize, ...]:
@@ -127,6 +137,7 @@ def _count(
         other_params=num_other,
         max_positions=max_positions,
         experts=_experts(config, num_experts),
+        structures=_structures(model, len(layers)),
     )
 
 

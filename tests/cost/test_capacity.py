@@ -18,6 +18,7 @@ from hpu_duo.cost import (
     capacity,
 )
 from hpu_duo.cost.published import dense_model
+from hpu_duo.heads import CountRule, HeadPattern, fewest_promotions
 from hpu_duo.kv.plan import MemoryPlan
 from tests.cost.sizes import models, tiny
 
@@ -163,8 +164,42 @@ def test_no_more_requests_run_than_allowed() -> None:
 def test_warm_up_is_the_published_range_for_each_graph() -> None:
     warm_up = report().warm_up
     assert warm_up is not None
-    assert (warm_up.num_graphs, warm_up.is_bound) == (64, True)
+    assert (warm_up.num_graphs, warm_up.num_layer_kinds, warm_up.is_bound) == (64, 1, True)
     assert (warm_up.low_s, warm_up.high_s) == tuple(warm_up.num_graphs * each for each in SECONDS_PER_GRAPH)
+
+
+PATTERN = HeadPattern.random(32, 8, seed=0, sink=64, recent=256)
+
+
+def test_a_pattern_decides_heads_kinds_of_layers_and_recipes() -> None:
+    free, few = report(pattern=PATTERN, max_layer_kinds=None), report(pattern=PATTERN)
+    needed = [kept for kept, _ in PATTERN.binarise(sparsity=0.5).head_counts]
+    assert free.warm_up is not None
+    assert few.warm_up is not None
+    assert free.warm_up.num_layer_kinds == len(set(needed)) > 4
+    assert few.warm_up.num_layer_kinds == 4
+    assert few.warm_up.num_recipes == 4 * few.warm_up.num_graphs
+    assert few.warm_up.high_s < free.warm_up.high_s
+    assert few.num_promoted == sum(fewest_promotions(needed, CountRule(4))) - 128 > free.num_promoted == 0
+    for one, more in zip(few.points, free.points):
+        assert one.bytes_per_request > more.bytes_per_request
+    assert f"less {few.num_promoted} promoted ones" in few.describe()
+
+
+@given(models(), SPARSITIES, st.integers(1, 3000))
+def test_a_deployment_has_no_more_kinds_than_its_layers_need(
+    model: ModelSize, sparsity: float, max_len: int
+) -> None:
+    free = Deployment(model, Serving(GAUDI3, max_layer_kinds=None), sparsity, Format.BF16, max_len)
+    few = Deployment(model, Serving(GAUDI3, max_layer_kinds=1), sparsity, Format.BF16, max_len)
+    assert few.num_layer_kinds == len({(layer, layer.has_window(max_len)) for layer in model.layers})
+    assert few.num_layer_kinds <= free.num_layer_kinds
+    assert few.num_promoted >= free.num_promoted == 0
+
+
+def test_a_pattern_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="32 layers x 8 KV heads, got 2 x 8"):
+        report(pattern=HeadPattern.random(2, 8, seed=0))
 
 
 def test_without_retrieval_heads_length_costs_nothing() -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from hpu_duo.cli.app import app
 from hpu_duo.cli.planning.tables import hardware_table, print_report
 from hpu_duo.cost import GAUDI2, GAUDI3, Format, Serving, capacity
+from hpu_duo.heads import HeadPattern
 from tests.cost.sizes import LLAMA_3_1_8B, tiny
 
 Run = Callable[..., Result]
@@ -76,6 +77,19 @@ def test_json_holds_what_the_library_computes(hpu_duo: Run, config_dir: Path) ->
 def test_several_values_may_follow_one_name(hpu_duo: Run, arguments: tuple[str, ...]) -> None:
     fields = json.loads(hpu_duo(*arguments, "--json").stdout)
     assert [point["context"] for point in fields["capacities"][0]["points"]] == [100, 200, 300]
+
+
+def test_a_pattern_is_taken_with_its_window_and_told(hpu_duo: Run, tmp_path: Path) -> None:
+    HeadPattern.random(32, 8, seed=0, sink=16, recent=48).save(tmp_path)
+    fields = json.loads(hpu_duo("--pattern", tmp_path, "--sparsity", "0.5", "--json").stdout)
+    assert fields["serving"]["pattern"] == str(tmp_path)
+    assert (fields["serving"]["sink"], fields["serving"]["recent"]) == (16, 48)
+    assert fields["capacities"][0]["num_promoted"] > 0
+    assert fields["capacities"][0]["warm_up"]["num_layer_kinds"] == 4
+    words = " ".join(hpu_duo("--pattern", tmp_path, "--sparsity", "0.5").stdout.split())
+    assert "recipes" in words
+    assert "promoted heads" in words or "promoted" in words
+    assert "keep 16 first and 48 newest" in words
 
 
 def test_underscores_are_as_good_as_dashes(hpu_duo: Run) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, T5Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig, T5Config
 
 from hpu_duo.cost import AttentionSize, Experts, Format, ModelSize
 from hpu_duo.cost.published import dense_model, published_rows
@@ -97,6 +97,14 @@ def test_published_models_have_the_parameters_that_their_names_promise() -> None
         },
         abs=0.01,
     )
+
+
+def test_layers_of_other_modules_have_another_structure(tmp_path: Path) -> None:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    found = read_model(save(Qwen3MoeConfig(**sizes, **moe, vocab_size=64), tmp_path))
+    assert found.structures == (0, 1, 0)
+    assert found.num_kinds(found.kv_layers(0.0, 0, 1, 100)) == 2
 
 
 @given(models(), st.floats(0, 1), st.integers(0, 64), st.integers(1, 256), st.integers(1, 4000))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,7 +31,12 @@ def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> 
             "weight_bytes": model.weight_bytes(serving.weights),
             "max_positions": model.max_positions,
         },
-        "serving": {**asdict(serving), "hardware": hardware, "weights": serving.weights.value},
+        "serving": {
+            **asdict(replace(serving, pattern=None)),
+            "hardware": hardware,
+            "weights": serving.weights.value,
+            "pattern": None if serving.pattern is None else serving.pattern.source,
+        },
         "kv_cache_bytes": serving.kv_budget_bytes(model),
         "capacities": [{**asdict(each), "kv_format": each.kv_format.value} for each in found],
         "efficiency": asdict(FITTED),

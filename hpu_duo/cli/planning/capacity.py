@@ -12,10 +12,10 @@ from hpu_duo.budget import GRAPH_MEMORY_SHARE
 from hpu_duo.cli.arguments.capacity_choices import report_fields
 from hpu_duo.cli.arguments.model_names import model_option
 from hpu_duo.cli.arguments.options import LIMITS, DeviceMemoryUtilization, Json
-from hpu_duo.cli.planning.hardware import HardwareOptions
+from hpu_duo.cli.planning.hardware import RECENT, SINK, HardwareOptions
 from hpu_duo.cli.terminal.drawing import check_drawing
 from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.limit_config import CARD_LIMITS, CacheConfig
+from hpu_duo.limit_config import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig
 
 _HEADS = "Heads"
 
@@ -47,12 +47,37 @@ def capacity(
         list[str] | None,
         typer.Option(help="Formats of keys and values.", show_default="bf16 fp8", rich_help_panel=LIMITS),
     ] = None,
+    pattern: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a head pattern: its heads stream by their scores, and its layers are counted.",
+            show_default="heads that stream are spread evenly over the layers",
+            rich_help_panel=_HEADS,
+        ),
+    ] = None,
+    max_layer_kinds: Annotated[
+        int,
+        typer.Option(
+            help="Most kinds of layers, each compiled for every bucket; heads retrieve to keep to it.",
+            rich_help_panel=_HEADS,
+        ),
+    ] = HPU_LAYER_KINDS,
     sink: Annotated[
-        int, typer.Option(help="First tokens that streaming heads keep.", rich_help_panel=_HEADS)
-    ] = 128,
+        int | None,
+        typer.Option(
+            help="First tokens that streaming heads keep.",
+            show_default=f"the pattern's, or {SINK}",
+            rich_help_panel=_HEADS,
+        ),
+    ] = None,
     recent: Annotated[
-        int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=_HEADS)
-    ] = 256,
+        int | None,
+        typer.Option(
+            help="Newest tokens that streaming heads keep.",
+            show_default=f"the pattern's, or {RECENT}",
+            rich_help_panel=_HEADS,
+        ),
+    ] = None,
     block_size: Annotated[
         int, typer.Option(help="Tokens of one KV block.", rich_help_panel=LIMITS)
     ] = CacheConfig.block_size,
@@ -86,6 +111,8 @@ def capacity(
             context=context,
             sparsity=sparsity,
             kv_cache_dtype=kv_cache_dtype,
+            pattern=pattern,
+            max_layer_kinds=max_layer_kinds,
             sink=sink,
             recent=recent,
             device_memory_utilization=device_memory_utilization,

@@ -12,7 +12,7 @@ import typer
 from hpu_duo.budget import GRAPH_MEMORY_SHARE
 from hpu_duo.cli.arguments.capacity_choices import DEFAULT_KV_FORMATS, DEFAULT_SPARSITIES, default_contexts
 from hpu_duo.cli.arguments.options import DeviceMemoryUtilization
-from hpu_duo.limit_config import CacheConfig
+from hpu_duo.limit_config import HPU_LAYER_KINDS, CacheConfig
 
 if TYPE_CHECKING:
     from graphs import BatchShape
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 HARDWARE = "Hardware"
 """Name of a panel of the help."""
+SINK, RECENT = 128, 256
+"""Window of streaming heads without a pattern that says so."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,37 @@ class HardwareOptions:
             rich_help_panel=HARDWARE,
         ),
     ] = None
+    pattern: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a head pattern: its heads stream by their scores, and its layers are counted.",
+            show_default="heads that stream are spread evenly over the layers",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None
+    max_layer_kinds: Annotated[
+        int,
+        typer.Option(
+            help="Most kinds of layers, each compiled for every bucket; heads retrieve to keep to it.",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = HPU_LAYER_KINDS
     sink: Annotated[
-        int, typer.Option(help="First tokens that streaming heads keep.", rich_help_panel=HARDWARE)
-    ] = 128
+        int | None,
+        typer.Option(
+            help="First tokens that streaming heads keep.",
+            show_default=f"the pattern's, or {SINK}",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None
     recent: Annotated[
-        int, typer.Option(help="Newest tokens that streaming heads keep.", rich_help_panel=HARDWARE)
-    ] = 256
+        int | None,
+        typer.Option(
+            help="Newest tokens that streaming heads keep.",
+            show_default=f"the pattern's, or {RECENT}",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None
     device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
     graph_memory: Annotated[
         float,
@@ -78,8 +105,11 @@ class HardwareOptions:
             ValueError: an unknown name, or a value out of range.
         """
         from hpu_duo.cost import Format, Serving, find_hardware
+        from hpu_duo.heads import HeadPattern
 
         self._formats()
+        pattern = None if self.pattern is None else HeadPattern.load(self.pattern)
+        own = (SINK, RECENT) if pattern is None else (pattern.sink, pattern.recent)
         return Serving(
             find_hardware(hardware),
             num_devices=self.devices,
@@ -89,8 +119,10 @@ class HardwareOptions:
             max_num_batched_tokens=max_num_batched_tokens,
             device_memory_utilization=self.device_memory_utilization,
             graph_memory=self.graph_memory,
-            sink=self.sink,
-            recent=self.recent,
+            sink=own[0] if self.sink is None else self.sink,
+            recent=own[1] if self.recent is None else self.recent,
+            pattern=pattern,
+            max_layer_kinds=self.max_layer_kinds,
         )
 
     def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:

@@ -133,7 +133,7 @@ def plan(
         serving, found, kv_layers = (
             None,
             [],
-            size.kv_layers(0.0, served.sink, served.recent, size.max_positions),
+            size.kv_layers(0.0, 0, 1, size.max_positions),
         )
         if hardware is not None:
             from hpu_duo.cost import step_cost, step_limits
@@ -172,7 +172,9 @@ def plan(
         if serving is not None:
             from hpu_duo.cost import WarmUp
 
-            found[0] = replace(found[0], warm_up=WarmUp.of(len(chosen), is_bound=False))
+            found[0] = replace(
+                found[0], warm_up=WarmUp.of(len(chosen), deployment.num_layer_kinds, is_bound=False)
+            )
         measured = prior(limits, seed=_MEASURED_SEED) if traffic is None else traffic
         reports = {
             name: evaluate(

@@ -45,7 +45,7 @@ def print_report(
         ("One request alone: decode tokens/s, seconds to the first token", _alone),
     ):
         _print(console, title, _by_context(found, cell))
-    warm_up_title = "Warm-up of a planned bucket table, at published seconds per graph"
+    warm_up_title = "Warm-up of a bucket table within its budget of graphs, at published seconds per graph"
     _print(console, warm_up_title, _warm_up_table(found))
     console.print(_caveat(), style="dim", highlight=False)
 
@@ -79,21 +79,26 @@ def _warm_up_table(found: Sequence[Capacity]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("streaming", "KV"):
         table.add_column(name, style="dim")
-    table.add_column("graphs", justify="right")
-    table.add_column("minutes", justify="right")
+    for name in ("graphs", "layer kinds", "recipes", "minutes", "promoted"):
+        table.add_column(name, justify="right")
     for each in found:
         warm_up = each.warm_up
-        cells = (
-            ("-", "-")
-            if warm_up is None
-            else (_graphs(warm_up), f"{_minutes(warm_up.low_s)} to {_minutes(warm_up.high_s)}")
-        )
-        table.add_row(*_name(each), *cells)
+        cells = ("-",) * 4 if warm_up is None else _warm_up_cells(warm_up)
+        table.add_row(*_name(each), *cells, f"{each.num_promoted:,}")
     return table
 
 
+def _warm_up_cells(warm_up: WarmUp) -> tuple[str, str, str, str]:
+    return (
+        _graphs(warm_up),
+        str(warm_up.num_layer_kinds),
+        f"{warm_up.num_recipes:,}",
+        f"{_minutes(warm_up.low_s)} to {_minutes(warm_up.high_s)}",
+    )
+
+
 def _graphs(warm_up: WarmUp) -> str:
-    return f"at most {warm_up.num_graphs} (the budget)" if warm_up.is_bound else str(warm_up.num_graphs)
+    return f"at most {warm_up.num_graphs}" if warm_up.is_bound else str(warm_up.num_graphs)
 
 
 def _caveat() -> str:
