@@ -1,4 +1,4 @@
-"""Which KV heads need the whole context: documents that show it, and methods that score heads on them."""
+"""Find the KV heads that need the whole context: documents that show it, and methods of scoring heads."""
 
 from hpu_duo.builtin.haystack import BuiltinHaystack, Haystack, TextHaystack
 from hpu_duo.identify.attention import Band

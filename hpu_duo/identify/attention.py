@@ -1,8 +1,8 @@
 """Full and streaming attention with gradients, in memory that grows linearly with the text.
 
 Nothing here holds scores of all pairs of tokens: plain layers go through PyTorch's fused attention, layers
-with a soft cap or sink logits are attended block by block and computed again in the backward pass, and
-streaming attention only looks at the sink and the band of recent tokens.
+with a soft cap or sink logits are computed block by block, and again in the backward pass, and streaming
+attention reads the sink and the band of recent tokens only.
 
 Legend: B texts, T tokens, H query heads, K KV heads, G query heads of a KV head, D head size, C queries of a
 block, S keys that the block sees. Queries are ``[B, H, T, D]``, keys and values ``[B, K, T, D]``.
@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 256
-"""Queries of a block. A larger one looks at more keys in vain, a smaller one copies more of them."""
+"""Queries of a block. A larger one reads more keys that are masked, a smaller one copies more of them."""
 
 
 @dataclass(frozen=True)
 class Weighing:
-    """How a layer turns products of queries and keys into weights.
+    """The rule by which a layer turns products of queries and keys into weights.
 
     Attributes:
         scale: factor of the products.
@@ -39,7 +39,7 @@ class Weighing:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused attention computes it."""
+        """Whether PyTorch's fused attention can compute the rule."""
         return self.softcap is None and self.sinks is None
 
 
@@ -51,13 +51,13 @@ class Band:
     recent: int
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether every token of so many sees all before it."""
+        """Whether each of ``num_tokens`` tokens sees all tokens before it."""
         return self.recent >= num_tokens
 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Consecutive queries, and the fewest keys that hold all they see.
+    """Consecutive queries, and the smallest range of keys that holds all they see.
 
     Attributes:
         start, end: queries ``[start, end)``.
@@ -76,7 +76,7 @@ class QueryBlock:
         return band if self.num_sink == 0 else torch.cat([x[..., : self.num_sink, :], band], dim=-2)
 
     def visible(self, band: Band, device: torch.device) -> Tensor:
-        """Which of the keys each query sees: bool ``[C, S]``."""
+        """Mask of the keys that each query sees, bool ``[C, S]``."""
         query = torch.arange(self.start, self.end, device=device).unsqueeze(1)
         key = torch.arange(self.first, self.end, device=device)
         in_band = (key <= query) & ((key > query - band.recent) | (key < band.sink))

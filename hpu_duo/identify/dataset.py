@@ -1,7 +1,7 @@
 """Documents that hide passkeys and end with all of them asked back: what retrieval heads are found with.
 
 Document number i is a pure function of the settings, the haystack and the tokenizer, whatever came before
-it, so a run can be resumed or shared among processes without a word about data. Only
+it, so a run can be resumed, or shared among processes, without exchanging data. Only
 ``random.Random.random`` is drawn from, which gives the same numbers on every platform.
 
 Source: the multi-passkey data of DuoAttention (Xiao et al. 2024, arXiv:2410.10819), with texts of our own.
@@ -25,7 +25,7 @@ from hpu_duo.identify.forms import Form
 
 @dataclass(frozen=True)
 class DatasetSettings:
-    """What the documents look like; the defaults are the paper's, except for the form of the texts.
+    """Sizes and form of the documents; the defaults are the paper's, except for the form of the texts.
 
     Attributes:
         min_length, max_length: tokens of a document before the first question; questions and answers, which
@@ -94,7 +94,7 @@ class _Passkey:
 
 @dataclass(frozen=True)
 class _Draft:
-    """What is drawn of a document before its filler; ``rng`` goes on with that."""
+    """The draws of a document that come before those of its filler, which ``rng`` continues with."""
 
     length: int
     passkeys: tuple[_Passkey, ...]
@@ -161,7 +161,7 @@ class PasskeyDataset:
                 )
 
     def check_filler(self, length: int, max_positions: int | None) -> None:
-        """Raise ValueError unless the haystack has so many tokens before it repeats, and the model room."""
+        """Raise ValueError unless the haystack has that many tokens before it repeats, and they fit the model."""
         with_start = len(self._encoder.start) + length
         if max_positions is not None and with_start > max_positions:
             raise ValueError(
@@ -172,7 +172,7 @@ class PasskeyDataset:
             raise ValueError(f"expected a haystack of at least {length} tokens, got one of {num_tokens}")
 
     def _num_haystack_tokens(self, enough: int) -> int:
-        """Tokens of the haystack's text, counted no further than they are enough."""
+        """Count the tokens of the haystack's text, up to ``enough`` of them."""
         total = 0
         for piece in islice(self._haystack.pieces(random.Random(0)), self._haystack.num_pieces):
             total += len(self._encoder.encode(" " + piece))
@@ -197,7 +197,7 @@ class PasskeyDataset:
         return _Draft(length, tuple(passkeys), tuple(self._depths(rng)), rng)
 
     def fingerprint(self) -> dict[str, str]:
-        """What the documents depend on besides the settings."""
+        """Digests of the inputs that the documents depend on, besides the settings."""
         words = self.settings.form.texts.words
         return {"haystack": self._haystack.fingerprint, "tokenizer": self._encoder.fingerprint(words)}
 

@@ -57,7 +57,7 @@ class Encoder:
             seen[ids] = word
 
     def fingerprint(self, words: Iterable[str]) -> str:
-        """Equal for tokenizers that give these words the same tokens and have the same special tokens."""
+        """Return a digest of the special tokens, and of the tokens of these words."""
         tokens = [self.start, self.end, *(self.encode(" " + word) for word in words)]
         return hashlib.sha256(repr(tokens).encode()).hexdigest()
 

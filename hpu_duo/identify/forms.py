@@ -1,4 +1,4 @@
-"""How a passkey is hidden in a text and asked for."""
+"""Texts that hide a passkey in a document and ask for it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SPELLING = (
 
 @dataclass(frozen=True)
 class PasskeyForm:
-    """The texts around passkeys; ``{label}`` says whose passkey it is, ``{words}`` what it is.
+    """The texts around passkeys; ``{label}`` names the passkey, ``{words}`` is its value.
 
     Attributes:
         opening, closing: around the document, before the first question.
         needle: the sentence that hides a passkey.
-        question, answer: what asks for it, and the right continuation, whose tokens are the passkey's tokens.
+        question, answer: the question for it, and the right answer, whose tokens are the passkey's tokens.
         separator: after each answer.
-        labels: what tells passkeys of a document apart, in the order in which they are used.
-        words: what passkeys are made of.
+        labels: names that tell the passkeys of a document apart, in the order in which they are used.
+        words: vocabulary of the passkeys.
         repeats: whether a word may occur twice in a document; without, no answer is ambiguous.
         shuffles: whether a document takes any of the labels, or the first ones in order.
         ends: whether an answer ends with the end-of-text token.
@@ -67,7 +67,7 @@ class Form(str, Enum):
     ORDINALS = "ordinals"
     """For models in general: "the third passkey", words of the spelling alphabet."""
     NAMES = "names"
-    """What the built-in model was trained on: "the passkey for Ada", words that never repeat."""
+    """For the built-in model, which was trained on it: "the passkey for Ada", words that never repeat."""
 
     @property
     def texts(self) -> PasskeyForm:

@@ -23,7 +23,7 @@ from hpu_duo.modeling.probe import DecoderLayer, probe
 
 @dataclass(frozen=True)
 class Teaching:
-    """What the unchanged model makes of a text.
+    """Outputs of the unchanged model for one text.
 
     Attributes:
         hidden: ``[N, hidden]``, last hidden states at the wanted positions.
@@ -38,9 +38,9 @@ class GatedModel:
     """Runs one text at a time, as it is or with gates.
 
     Attributes:
-        layers: its decoder layers, and what each asks of its attention.
-        calls: the latter by identity of the attention module.
-        num_layers, num_kv_heads: of the gates.
+        layers: the decoder layers, each with its recorded attention call.
+        calls: the attention calls by identity of the attention module.
+        num_layers, num_kv_heads: shape of the gates.
 
     Raises:
         ValueError: the model cannot be served, or its layers differ in KV heads.
@@ -71,9 +71,9 @@ class GatedModel:
         return cls(model, layers)
 
     def gated_layers(self, num_tokens: int) -> tuple[bool, ...]:
-        """Which layers have gates: those without a window, or with one that holds so many tokens.
+        """Say for each layer whether it has gates: it has no window, or one of at least ``num_tokens`` tokens.
 
-        The others stream with all heads, whatever a pattern says of them.
+        In the other layers all heads stream, whatever a pattern says of them.
         """
         windows = [layer.call.sliding_window for layer in self.layers]
         return tuple(window is None or window >= num_tokens for window in windows)

@@ -1,7 +1,7 @@
-"""What attention does during identification: once as the model would, once with gates.
+"""Attention during identification: once as in the unchanged model, once with gates.
 
-Both take the place of a step in the attention call that the engine uses, so whatever model the engine can
-serve can be identified.
+Both replace the step in the attention call that the engine uses, so every model that the engine can serve
+can be identified.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hpu_duo.modeling.attention import AttentionCall, Trial
 
 
 class FullFrom(str, Enum):
-    """Whose full attention a gate mixes in."""
+    """The model whose full attention a gate mixes in."""
 
     TEACHER = "teacher"
-    """The unchanged model's, as the published code does: no backward pass through full attention."""
+    """The unchanged model, as in the published code: no backward pass through full attention."""
     OWN = "own"
-    """That of the gated model on its own hidden states, as the paper's formula reads."""
+    """The gated model on its own hidden states, as in the paper's formula."""
 
 
 def weighing_of(call: AttentionCall, sinks: Tensor | None) -> Weighing:
-    """How the layer of this call weighs keys."""
+    """Return the rule by which the layer of this call weighs keys."""
     return Weighing(call.scale, call.softcap, sinks)
 
 
@@ -39,7 +39,7 @@ def attend_as_model(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks:
 
 
 class TeacherAttention(Trial):
-    """The model's own attention; keeps what it gave in each of the layers named.
+    """The model's own attention; keeps the outputs of the layers named.
 
     Attributes:
         outputs: ``[B, T, H, D]`` by identity of the attention module.
@@ -61,11 +61,11 @@ class GatedAttention(Trial):
     """``gate * full + (1 - gate) * streaming`` for each KV head, and its query heads with it.
 
     Args:
-        calls: what each layer asks of its attention.
-        gates: ``[K]`` in [0, 1] by identity of the attention module; layers that have none attend as the
+        calls: the recorded attention call of each layer.
+        gates: ``[K]`` in [0, 1] by identity of the attention module; layers without gates attend as the
             model does.
-        band: what streaming heads see.
-        teacher: outputs of ``TeacherAttention`` on the same text; None mixes in the own full attention.
+        band: keys that streaming heads see.
+        teacher: outputs of ``TeacherAttention`` on the same text; None mixes in the gated model's own.
     """
 
     def __init__(

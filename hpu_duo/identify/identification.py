@@ -1,4 +1,4 @@
-"""From a checkpoint to a head pattern: the methods, what they are asked, and the files they leave."""
+"""From a checkpoint to a head pattern: the methods, their settings, and the files they write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PICTURE_FILE = "heads.png"
 
 
 class Method(str, Enum):
-    """How heads are scored."""
+    """Method of scoring heads."""
 
     OPTIMISE = "optimise"
     """Gates trained on the distance to the unchanged model."""
@@ -46,19 +46,19 @@ class Method(str, Enum):
 
 @dataclass(frozen=True)
 class IdentifyRequest:
-    """What is to be done.
+    """Settings of one run.
 
     Attributes:
         model: directory of a transformers checkpoint with a tokenizer.
         output: directory for the pattern; made if need be.
-        method: how heads are scored.
+        method: the method of scoring heads.
         dataset: the documents.
         haystack: file of the filler text; None for the built-in text.
         sink, recent: tokens that streaming heads see.
-        training: of ``OPTIMISE``.
+        training: settings of ``OPTIMISE``.
         num_samples: texts of the other methods.
-        dtype, device: where and in what the model runs; see ``HPUDuoModel``.
-        resume: go on with what ``output`` holds.
+        dtype, device: of the model; see ``HPUDuoModel``.
+        resume: continue the run whose files ``output`` holds.
     """
 
     model: Path
@@ -84,7 +84,7 @@ class IdentifyRequest:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: units done of all, and the losses of the last step where there are any."""
+    """Progress of a run: units done, units in all, and the losses of the last step where there are any."""
 
     done: int
     total: int
@@ -95,8 +95,8 @@ class Identification:
     """One run, checked and ready to go.
 
     Args:
-        request: what is to be done.
-        workers: processes that do it together.
+        request: settings of the run.
+        workers: processes that share the run.
 
     Raises:
         ValueError: something asked for cannot be done, or the output holds files that would be overwritten;
@@ -149,7 +149,7 @@ class Identification:
         return self._scores if self._training is None else self._training.gates
 
     def run(self) -> Iterator[Progress]:
-        """Do what remains, telling how far it is after each step or sample."""
+        """Do the remaining steps or samples, and yield the progress after each."""
         self._make_output()
         if self._training is not None:
             for losses in self._training.run():
@@ -167,7 +167,7 @@ class Identification:
             yield Progress(done, self.total)
 
     def save_state(self) -> None:
-        """Leave the state on disk so that the run can be resumed from here, if it is an optimisation."""
+        """Write the state of an optimisation, so that the run can be resumed from here."""
         if self._training is not None:
             self._training.save()
 
@@ -214,7 +214,7 @@ def _check_output(request: IdentifyRequest) -> None:
 
 
 def _config_fields(request: IdentifyRequest, dtype: str, dataset: PasskeyDataset) -> dict[str, Any]:
-    """config.json: keys of the published files where they have one, and all that the scores depend on."""
+    """config.json: the keys of the published files, and all settings that the scores depend on."""
     data = request.dataset
     fields: dict[str, Any] = {
         NAME_KEY: model_name(request.model),

@@ -1,6 +1,6 @@
-"""Identification by looking: scores read off the unchanged model's attention, without gradients.
+"""Identification by measurement: scores read off the unchanged model's attention, without gradients.
 
-Legend: as in ``attention``; N queries that are looked at.
+Legend: as in ``attention``; N queries that are measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def distant_mass(q: Tensor, k: Tensor, positions: Tensor, weighing: Weighing, ba
 
 
 def mean_qk_score(q: Tensor, k: Tensor, weighing: Weighing) -> Tensor:
-    """How far back attention reaches when content is averaged away and positions remain.
+    """Reach of attention by position alone, with the content of the text averaged away.
 
     Args:
         q, k: ``[1, H or K, T, D]``, the same mean query and mean key at each position, rotated by it.
@@ -79,7 +79,7 @@ class _Profile(Trial):
 
 
 class _MeanScore(Trial):
-    """Takes the place of one layer's attention: notes the score, gives zeros."""
+    """Replaces one layer's attention: notes the score and returns zeros."""
 
     def __init__(self, call: AttentionCall) -> None:
         self._call = call
@@ -107,11 +107,11 @@ def profile_scores(model: GatedModel, dataset: PasskeyDataset, index: int, band:
 def mean_qk_scores(model: GatedModel, dataset: PasskeyDataset, index: int) -> Gates:
     """Mean-q/k score of each KV head ``[L, K]`` on filler text ``index``; layers with a window get 0.
 
-    The attention module is run once more on the average of its inputs: what it then hands to attention is
-    its mean query and mean key at every position, whatever the family does to them. Query heads of a KV head
+    The attention module is run once more on the average of its inputs: it then passes its mean query and mean
+    key at every position to attention, whatever the family computes on the way. Query heads of a KV head
     are averaged.
 
-    Source: kvpress (NVIDIA), DuoAttention press with scores made on the fly.
+    Source: kvpress (NVIDIA), DuoAttention press with on-the-fly scores.
     """
     scores: dict[int, Tensor] = {}
     ids = torch.from_numpy(dataset.filler(index, MEAN_QK_TOKENS))
@@ -135,7 +135,7 @@ def measured(
     """Average ``score`` over samples, shared by the processes.
 
     Yields:
-        How many samples are done, and the average ``[L, K]`` once all are.
+        The number of samples done, and the average ``[L, K]`` once all are.
     """
     share = workers.share(num_samples)
     rows = []

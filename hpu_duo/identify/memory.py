@@ -1,9 +1,9 @@
-"""What the optimisation of gates holds on a device, computed from sizes alone.
+"""Device memory of the optimisation of gates, computed from sizes alone.
 
-A text of T tokens leaves two things behind in each layer until the backward pass reaches it: the layer's
-input, and the teacher's attention output. On top comes one layer that is run again and differentiated. All of
-it grows linearly with T. The counts of that layer are upper bounds that were read off runs at small sizes; a
-test counts live tensors and holds them to it.
+For a text of T tokens each layer keeps two tensors until the backward pass reaches it: its input, and the
+teacher's attention output. The layer that is run again and differentiated comes on top. All of it grows
+linearly with T. The counts for that layer are upper bounds, measured in runs at small sizes; a test
+counts live tensors against them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """All of it; allocators and libraries come on top."""
+        """Bytes in all; allocators and libraries come on top."""
         return self.weights + self.stored + self.layer
 
 

@@ -1,4 +1,4 @@
-"""What the gates are to minimise, and the rule by which they move.
+"""The loss of the gates, and the rule by which they are updated.
 
 Gates, gradients and moments are float64 arrays ``[L, K]`` on the host: they are few, sums of them then come
 out the same on every device, and JSON carries them without loss.
@@ -79,11 +79,11 @@ class AdamState:
 
     @classmethod
     def initial(cls, gates: Gates) -> AdamState:
-        """No step taken."""
+        """Return the state before the first step."""
         return cls(0, gates, np.zeros_like(gates), np.zeros_like(gates))
 
     def stepped(self, gradient: Gates, lr: float) -> AdamState:
-        """One step of AdamW without weight decay, then gates cut to [0, 1].
+        """Return the state after one more step of AdamW without weight decay, then gates cut to [0, 1].
 
         Source: Loshchilov and Hutter 2019 (arXiv:1711.05101), with PyTorch's defaults.
         """

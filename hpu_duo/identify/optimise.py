@@ -25,13 +25,13 @@ from hpu_duo.identify.workers import Workers
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How gates are trained; the defaults are those of the published code.
+    """Settings of the training of gates; the defaults are those of the published code.
 
     Attributes:
         schedule: steps and learning rates.
         penalty_weight: factor of the L1 of the gates.
         loss: mean (the code's) or sum (the paper's).
-        full_from: whose full attention a gate mixes in.
+        full_from: the model whose full attention a gate mixes in.
         batch_size: texts of a step, over all processes.
         initial: gates before the first step.
         save_every: steps between two states on disk.
@@ -64,10 +64,10 @@ class GateTraining:
     Args:
         model: frozen; gets one gate for each KV head.
         dataset: text ``i`` of step ``s`` is its document ``s * batch_size + i``.
-        band: what streaming heads see.
+        band: keys that streaming heads see.
         settings: of the training.
-        run: what the run is, as JSON values, to know its state again.
-        directory: where the state is kept.
+        run: description of the run, as JSON values; the state on disk must match it.
+        directory: of the state on disk.
         workers: processes that share each batch.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where an optimisation stands, in a file that survives being killed at any moment."""
+"""State of an optimisation, in a file that is whole even if the process is killed at any moment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepLosses:
         step: steps done with it.
         distillation: distance to the unchanged model.
         penalty: L1 of the gates, before its weight.
-        total: what was minimised.
+        total: the loss that was minimised.
     """
 
     step: int
@@ -37,10 +37,10 @@ class StepLosses:
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything that the rest of a run depends on, besides what ``run`` names.
+    """All that the rest of a run depends on, besides its settings.
 
     Attributes:
-        run: what was asked for, as JSON values; a state belongs to no other run.
+        run: settings, as JSON values; the state of a run fits no other one.
         adam: gates and moments.
         losses: of every step so far.
     """

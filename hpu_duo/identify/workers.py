@@ -19,7 +19,7 @@ from hpu_duo.device import Member, own_device
 class Workers:
     """This process among all of them.
 
-    What is exchanged is a few numbers for each text, so it goes through the hosts whatever the device is.
+    Processes exchange a few numbers for each text, through their hosts whatever the device is.
 
     Attributes:
         rank, size: number of this process, and of processes.
@@ -36,7 +36,7 @@ class Workers:
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Which of ``count`` texts are this process's; ValueError unless all get equally many."""
+        """Return the texts of this process, out of ``count``; ValueError unless all get equally many."""
         if count % self.size:
             raise ValueError(f"expected a batch that {self.size} processes divide, got {count} texts")
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
@@ -44,7 +44,7 @@ class Workers:
     def gather(self, own: NDArray[np.float64]) -> NDArray[np.float64]:
         """Rows of all processes in the order of ranks, the same in each: ``[n, ...]`` to ``[size * n, ...]``.
 
-        Every process then sums the same numbers in the same order, so how many there are changes no bit.
+        Every process then sums the same numbers in the same order, so the number of processes changes no bit.
         """
         if self.size == 1:
             return own
@@ -59,7 +59,7 @@ class Workers:
         return np.concatenate([part.numpy() for part in parts])
 
     def wait(self) -> None:
-        """Return when every process is here."""
+        """Wait until every process has called this."""
         if self.size > 1:
             dist.barrier()
 
@@ -73,7 +73,7 @@ def joined_workers(member: Member | None = None) -> Iterator[Workers]:
     """The processes that this one was started with, by ``run_processes`` or ``torchrun``, or this one alone.
 
     Args:
-        member: what ``run_processes`` gave this process.
+        member: the argument that ``run_processes`` gave this process.
     """
     if member is not None:
         with member.joined("gloo"):
