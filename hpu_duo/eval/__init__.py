@@ -1,8 +1,8 @@
-"""What a head pattern costs in accuracy and saves in bytes, measured through the decode path.
+"""Measure what a head pattern costs in accuracy and saves in bytes, through the decode path.
 
-Everything here asks the engine to *decode*: prompts are prefilled but for their last token, and answers, also
-given ones, come one token per step from the cache. So what a pattern leaves out of the cache is really
-missing. Scoring a text inside its own prefill would let every pattern look lossless.
+All evaluations ask the engine to *decode*: prompts are prefilled but for their last token, and answers, given
+ones too, are decoded from the cache. So tokens that a pattern leaves out of the cache are really missing.
+Scoring a text inside its own prefill would let every pattern look lossless.
 """
 
 from hpu_duo.eval.curve import CurvePoint, CurveTask, binarised, curve_points

@@ -1,4 +1,4 @@
-"""Whether full attention can do what a head pattern failed at."""
+"""A control: the answers of full attention where a head pattern failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpu_duo.eval.passkey import PasskeyResult, PasskeyTask, passkey_accuracy
 from hpu_duo.eval.subject import Subject
 
 FAILS_BELOW = 0.5
-"""Share of exact answers. With fewer, a task says little about the heads that were left out."""
+"""Share of exact answers. Below it the model itself may be unable to do the task, whatever its heads keep."""
 
 
 def full_attention(
@@ -17,17 +17,18 @@ def full_attention(
     tasks: Mapping[int, Sequence[PasskeyTask]],
     load: Callable[[], Subject] | None,
 ) -> dict[int, PasskeyResult]:
-    """What full attention answers at the lengths where fewer than half of the answers were exact.
+    """Answers of full attention at the lengths where fewer than half of the answers were exact.
 
-    One document of each task is asked again, which tells a model that cannot do it from heads that cannot.
+    One document of each task is asked again, to tell a model that cannot do the task from a pattern that
+    cannot.
 
     Args:
-        measured: the answers of each length, in tokens.
+        measured: result by length in tokens.
         tasks: the tasks of each length.
-        load: the same model with full attention, called if there is a doubt; None if it was measured itself.
+        load: loads the same model with full attention, called if it is needed; None if that was measured.
 
     Raises:
-        ValueError: the model cannot be loaded so.
+        ValueError: the model cannot be loaded with full attention.
     """
     doubtful = {length: one for length, one in measured.items() if one.accuracy < FAILS_BELOW}
     if load is None or not doubtful:

@@ -1,4 +1,4 @@
-"""Accuracy against KV budget: which heads to keep, how many, and how much the others should remember."""
+"""Accuracy against KV budget: the choice and number of retrieval heads, and the windows of the others."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class CurvePoint:
 
     Attributes:
         label: the curve it belongs to; several points of one label and share are several seeds.
-        seed: which of them.
-        sweep: "share", "sink" or "recent": what varies along its curve.
+        seed: number of its seed.
+        sweep: the quantity that varies along its curve: "share", "sink" or "recent".
         pattern: binarised.
     """
 
@@ -37,7 +37,7 @@ class CurvePoint:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What tells the point from the others in a file of results."""
+        """Fields that identify the point in a file of results."""
         return {
             "label": self.label,
             "seed": self.seed,
@@ -52,10 +52,10 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class CurveTask:
-    """What to measure.
+    """Patterns, shares and windows to measure.
 
     Attributes:
-        patterns: ``(label, scores)``; patterns of equal label are seeds of one method, in order.
+        patterns: pairs of label and scores; patterns of equal label are seeds of one method, in order.
         shares: shares of retrieval heads in (0, 1).
         num_random: random choices of heads per share.
         sinks, recents: windows to sweep, each with the other one as the first pattern has it.
@@ -122,11 +122,11 @@ def curve_points(
 ) -> Iterator[dict[str, Any]]:
     """Measure the points that ``results`` does not have yet; yields every record in order.
 
-    Points whose heads and windows are the same, such as a low share of two methods that agree, are measured
-    once, and the record says so by being equal.
+    Points with the same heads and windows, such as a low share of two methods that agree, are measured once,
+    and have equal records.
 
     Args:
-        load: the model with a binarised pattern.
+        load: loads the model with a binarised pattern.
 
     Raises:
         ValueError: the task does not fit the model, or a pattern is of another one.
@@ -147,8 +147,8 @@ def curve_points(
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per curve and budget: mean, least and greatest accuracy over the seeds.
 
-    Seeds answer the same questions, so the interval of the mean is that of one seed's number of answers. How
-    much seeds differ from each other is between the least and the greatest.
+    Seeds answer the same questions, so the interval of the mean is computed for one seed's number of answers.
+    The least and the greatest show how much seeds differ.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:

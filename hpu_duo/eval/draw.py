@@ -36,7 +36,7 @@ class Draw:
         return choice(self._rng, options)
 
     def sample(self, options: Sequence[T], count: int) -> list[T]:
-        """So many of the options, each at most once.
+        """Choose ``count`` of the options, each at most once.
 
         Raises:
             ValueError: there are fewer.
@@ -48,7 +48,7 @@ class Draw:
         return self.sample(options, len(options))
 
     def digits(self, count: int) -> str:
-        """A number of so many digits, the first of them not zero."""
+        """A number of ``count`` digits, the first of them not zero."""
         return str(1 + self.below(9)) + "".join(str(self.below(10)) for _ in range(count - 1))
 
     def uuid(self) -> str:

@@ -1,4 +1,4 @@
-"""What a share that was counted in a sample says about the share itself."""
+"""Confidence intervals of shares that were counted in a sample."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _Z = 1.959964
 def wilson(share: float, count: int) -> tuple[float, float]:
     """The 95 % interval of Wilson, 1927, for a share among ``count`` independent answers.
 
-    For scores between 0 and 1 that are not only 0 or 1 it is on the safe side: none of them varies more than
-    right and wrong answers with the same mean do.
+    It is conservative for scores between 0 and 1: right and wrong answers have the largest variance of all
+    scores with the same mean.
 
     Args:
         share: mean of the sample, in [0, 1].

@@ -37,20 +37,20 @@ NAME = "hpu-duo"
 _LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HARNESS_RUN: ContextVar[list[KVByTask] | None] = ContextVar("_HARNESS_RUN", default=None)
-"""Of the models that ``run_harness`` lets the harness make."""
+"""KV bytes of the models that the harness makes during ``run_harness``."""
 
 
 class HPUDuoLM(TemplateLM):
-    """A checkpoint with a head pattern, as the harness wants it.
+    """A checkpoint with a head pattern, as a model of the harness.
 
     Args:
         pretrained: directory of a checkpoint; None is the built-in model, which also brings its pattern when
             its heads are to be cut.
         pattern, sparsity, threshold, sink, recent: which heads stream; see ``HPUDuoModel.from_pretrained``.
         max_length: most tokens of context and continuation; None is what the model holds.
-        max_gen_toks: of an answer whose task does not say.
+        max_gen_toks: most tokens of an answer, for tasks that set no limit.
         batch_size: requests that run at the same time; "auto" is 8.
-        max_batch_size: taken for the harness's sake, and without effect.
+        max_batch_size: accepted because the harness passes it; without effect.
         add_bos_token: put the tokenizer's beginning-of-text token in front of contexts.
         truncate: cut contexts that are too long at their beginning, as other wrappers do, instead of refusing
             them.
@@ -119,7 +119,7 @@ class HPUDuoLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context is scored after: its beginning token if there is one."""
+        """Token before a text without context: the beginning token, or else the one that ends a text."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -130,12 +130,12 @@ class HPUDuoLM(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """Most tokens of an answer whose task does not say."""
+        """Most tokens of an answer, for tasks that set no limit."""
         return self._max_gen_toks
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's caches of prompts."""
+        """Name of the tokenizer, for the harness's caches of prompts."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -167,7 +167,7 @@ class HPUDuoLM(TemplateLM):
         return (self.tokenizer.chat_template or "") if chat_template else ""
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the harness's report: tokens and KV bytes of each task's requests, with their answers."""
+        """Tokens and KV bytes of each task's requests with their answers, for the harness's report."""
         return {"kv_cache": self.kv.rows()}
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -282,7 +282,7 @@ def register() -> None:
 def run_harness(arguments: Sequence[str]) -> list[dict[str, Any]]:
     """Run the harness's own command line, with ``--model hpu-duo`` known.
 
-    Its default device is the first GPU, whatever the machine has; here it is the best one there is.
+    The harness's default device is the first GPU; here it is the best device that the machine has.
 
     Returns:
         KV bytes of each task, as in ``KVByTask.rows``; none if the harness made no such model.

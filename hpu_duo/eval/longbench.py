@@ -18,12 +18,12 @@ from hpu_duo.eval.metrics import Metric
 
 @dataclass(frozen=True)
 class DatasetKind:
-    """What LongBench says about one data set.
+    """Metric and prompt of one data set, as LongBench defines them.
 
     Attributes:
         metric: compares an answer with one reference.
         max_new_tokens: of an answer.
-        form: which of our prompts it gets.
+        form: name of the prompt, one of ours.
         is_first_line: only the first line of the answer counts.
     """
 
@@ -73,7 +73,7 @@ class LongBenchItem:
 
     Attributes:
         dataset: names metric and prompt.
-        context, input: the long text, and what is asked about it.
+        context, input: the long text, and the question about it.
         answers: references, any of which will do.
         classes: names of the classes, for classification.
         length: words or characters of the context, as the file says; 0 if it does not.

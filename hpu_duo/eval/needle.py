@@ -14,7 +14,7 @@ from hpu_duo.eval.subject import Subject
 
 @dataclass(frozen=True)
 class NeedleGrid:
-    """The cells to fill.
+    """A grid of tasks, one per depth and length.
 
     Attributes:
         lengths: tokens of the documents, one column each.
@@ -22,7 +22,7 @@ class NeedleGrid:
         num_documents: documents per cell.
         passkey_words: words of the needle.
         seed: of the documents; those of one length share their filler text across depths.
-        text: what the documents are written with.
+        text: source of the documents' text and of the needles' words.
     """
 
     lengths: tuple[int, ...]

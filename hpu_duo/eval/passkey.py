@@ -20,16 +20,16 @@ _FIRST_SEED = 2**41
 
 @dataclass(frozen=True)
 class PasskeyTask:
-    """What is asked.
+    """Documents to write, and the passkeys to hide in them.
 
     Attributes:
         num_tokens: length of a document, without its questions.
-        num_documents: how many.
-        num_passkeys: hidden in each document, each asked once.
-        passkey_words: words of each.
-        seed: documents of other seeds are others.
+        num_documents: documents.
+        num_passkeys: passkeys of each document; each is asked for once.
+        passkey_words: words of each passkey.
+        seed: of the documents.
         depths: where the passkeys of each document lie, fractions in [0, 1]; None draws them.
-        text: what the documents are written with.
+        text: source of the documents' text and of the passkeys' words.
     """
 
     num_tokens: int
@@ -81,7 +81,7 @@ class PasskeyResult:
             decoding would give just these.
         num_answer_tokens, num_right: the same for single tokens of the answers.
         logprob: mean natural log-probability of an answer token.
-        kv: what is kept of the documents at the end of each answer.
+        kv: bytes that are kept of the documents at the end of each answer.
     """
 
     num_answers: int
@@ -110,7 +110,8 @@ class PasskeyResult:
     def report_fields(self) -> dict[str, Any]:
         """Counts, shares with their 95 % intervals, and bytes, for a row of a report.
 
-        Tokens of one answer depend on each other, so their share is known no better than that of the answers.
+        Tokens of one answer depend on each other, so the number of answers decides the interval of their
+        share as well.
         """
         return {
             "num_answers": self.num_answers,
@@ -124,7 +125,7 @@ class PasskeyResult:
 
     @classmethod
     def total(cls, parts: Iterable[PasskeyResult]) -> PasskeyResult:
-        """All answers of several."""
+        """Add up several results."""
         found = list(parts)
         num_tokens = sum(one.num_answer_tokens for one in found)
         return cls(
@@ -138,7 +139,7 @@ class PasskeyResult:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> PasskeyResult:
-        """What ``record_fields`` has put into a line of results."""
+        """Read the counts from a line of results, as ``record_fields`` has written them."""
         return cls(**{name: record[name] for name in _COUNTS}, kv=KVBytes.of_record(record))
 
 
@@ -200,8 +201,8 @@ class _AskedDocument:
 def _asked(subject: Subject, written: PasskeyDocument) -> _AskedDocument:
     """A document with its questions and answers, each tokenised as one text.
 
-    Where a question changes the last tokens of the document, a full stop and a new line say that become one
-    token, these belong to the question.
+    If a question changes the last tokens of the document (a full stop and a new line, say, that become one
+    token), these belong to the question.
     """
     ids = subject.encode(written.text, is_start=True)
     told = [subject.behind(written.text, question(one) + one.answer) for one in written.passkeys]
@@ -224,7 +225,7 @@ def passkey_accuracy(subject: Subject, task: PasskeyTask) -> PasskeyResult:
 
 
 def count_answers(scored: Sequence[tuple[ContinuationScore, int]], kv: KVBytes) -> PasskeyResult:
-    """Sum up scores whose last so many tokens are an answer."""
+    """Count the answers in scores, each given with the number of its last tokens that are the answer."""
     right = [score.is_likeliest[-size:] for score, size in scored]
     logprob = sum(sum(score.logprobs[-size:]) for score, size in scored)
     num_tokens = sum(size for _, size in scored)

@@ -1,4 +1,4 @@
-"""What passkey documents are written with: the text around the passkeys, and the words of the passkeys."""
+"""The text around the passkeys of a document, and the words of the passkeys."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 _BUILTIN = BuiltinHaystack()
 _MOST_WORDS = 2000
-"""Tokens of low ids are the frequent ones; more words than these would be ever rarer ones."""
+"""Most words taken from a tokenizer: tokens of low ids are the frequent ones."""
 _WORD = re.compile(r"[^a-z]?([a-z]{4,12})")
 """A token with its mark of a word's beginning: one character, whichever it is."""
 
 
 class WordSource(str, Enum):
-    """Where the words of passkeys come from."""
+    """Source of the words of passkeys."""
 
     BUILTIN = "builtin"
     """The list that the built-in model was trained on."""
@@ -64,7 +64,7 @@ class PasskeyText:
 
 
 BUILTIN_TEXT = PasskeyText()
-"""What the built-in model was trained on."""
+"""Text and words that the built-in model was trained on."""
 
 
 @lru_cache(maxsize=1)  # Looking through a vocabulary takes a while, and each cell of a grid asks for it.

@@ -1,4 +1,4 @@
-"""Perplexity of a text, token by token through the decode path."""
+"""Perplexity of a text through the decode path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PerplexityResult:
     Attributes:
         num_prefix: tokens that were prefilled and not scored.
         windows: ``(first position, tokens, sum of natural log-probabilities)`` of each part, in order.
-        kv: what is kept at the end of each part; the last is the end of the stream.
+        kv: bytes that are kept at the end of each part; the last part ends with the stream.
     """
 
     num_prefix: int
@@ -30,7 +30,7 @@ class PerplexityResult:
 
     @property
     def perplexity(self) -> float:
-        """Of all scored tokens."""
+        """Perplexity of all scored tokens."""
         return math.exp(-sum(logprob for _, _, logprob in self.windows) / self.num_tokens)
 
     @property

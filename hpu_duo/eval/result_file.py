@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FINGERPRINT = "model_fingerprint"
-"""Setting that tells one model's files from another's."""
+"""Name of the setting that identifies the model."""
 _FORMAT = "hpu-duo eval 2"
 
 
@@ -18,18 +18,19 @@ class ResultsNotWrittenError(Exception):
 
 
 class ResultFile:
-    """A file of JSON lines: what was asked for, then one record per finished piece.
+    """A file of JSON lines: the settings, then one record per finished piece of work.
 
-    An existing file is gone on with only if its first line asks for exactly the same. A last line that a kill
-    left half written is cut off; everything else that is not understood is refused and left as it is.
+    An existing file is continued only if its first line holds exactly the same settings. A last line that a
+    kill left half written is cut off; a file with anything else that cannot be read is refused and left as it
+    is.
 
     Args:
         path: created with its directory if it does not exist.
         kind: the evaluation.
-        settings: everything that decides the results, as JSON can hold it.
+        settings: everything that the results depend on, as JSON values.
 
     Raises:
-        ValueError: the file is of something else, or a line other than the last cannot be read. Nothing has
+        ValueError: the file is of other settings, or a line other than the last cannot be read. Nothing has
             been written then.
     """
 
@@ -71,7 +72,7 @@ class ResultFile:
         self.records.append(json.loads(line))
 
     def _write(self, data: bytes) -> int:
-        """Put the data behind the whole lines; returns the size of the file."""
+        """Append the data after the last whole line; returns the size of the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: after a failure nothing is left that closing the file would try to write again.
         with self.path.open("r+b" if self.path.exists() else "x+b", buffering=0) as file:

@@ -21,13 +21,13 @@ TokenCounter = Callable[[str], int]
 
 @dataclass(frozen=True)
 class RulerSample:
-    """One prompt and what its answer must hold.
+    """One prompt, and the texts that its answer must hold.
 
     Attributes:
         task: one of ``RULER_TASKS``.
         index: number of the sample.
         input: the prompt, without ``answer_prefix``.
-        answer_prefix: how the answer begins; it follows the prompt.
+        answer_prefix: beginning of the answer; it follows the prompt.
         outputs: texts that the answer must hold.
         length: tokens of the prompt, its prefix and the longest answer.
         max_new_tokens: of an answer.

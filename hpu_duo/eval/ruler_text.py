@@ -15,7 +15,7 @@ _CHUNK = 64
 
 
 class Filler:
-    """Pieces of text, of which a longer haystack begins with those of a shorter one.
+    """Pieces of text; a longer haystack begins with the pieces of a shorter one.
 
     Args:
         kind: "noise" (one remark over and over), "text" (sentences) or "needles" (made by ``piece``).

@@ -1,4 +1,4 @@
-"""A loaded model under test: text in, decoded answers and scores out, with the bytes that took."""
+"""A loaded model under test: text in, decoded answers and scores out, and the bytes kept for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RECORDED = ("kv_num_tokens", "held_bytes", "full_bytes", "kv_num_texts")
 
 @dataclass(frozen=True)
 class KVBytes:
-    """What the cache keeps of texts at their ends, as sums over the texts.
+    """Tokens and bytes in the cache at the ends of texts, as sums over the texts.
 
     Attributes:
         num_tokens: tokens of the texts, answers included, in the cache.
@@ -38,13 +38,13 @@ class KVBytes:
 
     @classmethod
     def total(cls, parts: Iterable[KVBytes]) -> KVBytes:
-        """The sums over several."""
+        """Add up several sums."""
         counts = [(one.num_tokens, one.held, one.full, one.num_texts) for one in parts]
         return cls(*map(sum, zip(*counts, strict=True)))
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> KVBytes:
-        """What ``record_fields`` has put into a line of results."""
+        """Read the sums from a line of results, as ``record_fields`` has written them."""
         return cls(*(record[name] for name in _RECORDED))
 
     @property
@@ -95,7 +95,7 @@ class Subject:
         """Token ids of a text.
 
         Args:
-            is_start: add what the tokenizer puts in front of a text.
+            is_start: add the special tokens that the tokenizer puts in front of a text.
 
         Raises:
             ValueError: the tokenizer gives no tokens, or its unknown token.
@@ -103,10 +103,11 @@ class Subject:
         return encode_known(self.tokenizer, text, is_start=is_start)
 
     def behind(self, text: str, added: str) -> tuple[int, list[int]]:
-        """Token ids of what is added to a text, as the tokenizer has them in the whole.
+        """Encode a text together with an addition to it, and compare with the tokens of the text alone.
 
         Returns:
-            How many of the text's last tokens are others in the whole, and the whole's tokens from there on.
+            The number of last tokens of the text that the addition changes, and the tokens of the whole from
+            the first of them on.
         """
         # Tokens depend on what is near: the end of the text stands for all of it, from a space on.
         end = text[-_NEAR:]
@@ -139,7 +140,7 @@ class Subject:
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
     ) -> tuple[list[list[ContinuationScore]], list[list[KVBytes]]]:
-        """See ``HPUDuoModel.score``; and what is kept of each prompt with each of its continuations."""
+        """Scores as ``HPUDuoModel.score`` gives them, and the bytes kept for each prompt and continuation."""
         kv = [
             # The last token of a text is never written to the cache.
             [self.kv_bytes(len(prompt) + len(one) - 1) for one in each]
@@ -150,11 +151,11 @@ class Subject:
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], stop: Sequence[str] = ()
     ) -> tuple[list[str], list[KVBytes]]:
-        """Greedy answers, every token of them decoded; and what is kept of each prompt with its answer.
+        """Greedy answers, every token decoded, and the bytes kept for each prompt with its answer.
 
         Args:
-            max_new_tokens: for each prompt.
-            stop: texts that end an answer and are left out.
+            max_new_tokens: limit for each prompt.
+            stop: texts that end an answer; they are left out of it.
         """
         params = [
             SamplingParams(temperature=0.0, max_tokens=most, stop=tuple(stop), decoded_prompt_tokens=1)
@@ -165,7 +166,7 @@ class Subject:
     def completed(
         self, prompts: Sequence[Sequence[int]], done: Sequence[Sequence[Completion]]
     ) -> tuple[list[str], list[KVBytes]]:
-        """The texts of the only samples, and what is kept of each prompt with its sample at the end."""
+        """Texts of prompts with one sample each, and the bytes kept for each prompt with its sample."""
         kv = [
             self.kv_bytes(len(prompt) + len(samples[0].token_ids) - 1)
             for prompt, samples in zip(prompts, done, strict=True)
@@ -173,16 +174,16 @@ class Subject:
         return [samples[0].text for samples in done], kv
 
     def kv_bytes(self, num_tokens: int) -> KVBytes:
-        """What is kept of a text with so many tokens in the cache; other requests add nothing to it.
+        """Bytes kept for a text with ``num_tokens`` tokens in the cache.
 
-        Nor do the slots that a ring has besides when several tokens are scored together.
+        Neither other requests count, nor the slack of rings for scoring several tokens together.
         """
         plan = self.model.engine.runner.store.plan.without_slack
         return KVBytes(num_tokens, plan.bytes_per_request(num_tokens), plan.full_attention_bytes(num_tokens))
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two lists begin with alike."""
+    """Length of the longest common prefix of two lists."""
     least = min(len(one), len(other))
     return next((at for at in range(least) if one[at] != other[at]), least)
 
@@ -191,11 +192,11 @@ def encode_known(tokenizer: PreTrainedTokenizerBase, text: str, *, is_start: boo
     """Token ids of a text that the tokenizer can really encode.
 
     Args:
-        is_start: add what the tokenizer puts in front of a text; what it puts behind one is left out.
+        is_start: add the special tokens that the tokenizer puts in front of a text; never those behind it.
 
     Raises:
-        ValueError: there are no tokens, or the unknown token stands for something in the text. Where the text
-            itself has that token written out, and in front of a text, it is a token like others.
+        ValueError: there are no tokens, or part of the text became the unknown token. That token is accepted
+            where the text spells it out, and in front of a text.
     """
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     shown = text if len(text) <= 60 else text[:57] + "..."

@@ -9,7 +9,7 @@ from hpu_duo.eval.subject import KVBytes
 
 
 class KVByTask:
-    """What the cache keeps of the requests of each task, as far as they have run.
+    """Bytes kept in the cache for the requests of each task that have run.
 
     Requests that the harness answers from its own cache do not run.
     """
@@ -18,7 +18,7 @@ class KVByTask:
         self._of: dict[str, KVBytes] = {}
 
     def add(self, tasks: Iterable[str | None], kv: Iterable[KVBytes]) -> None:
-        """Take in what is kept of requests, each of one task."""
+        """Add the bytes of requests, each with the name of its task."""
         for task, one in zip(tasks, kv, strict=True):
             name = task or "no task"
             self._of[name] = KVBytes.total([self._of[name], one]) if name in self._of else one

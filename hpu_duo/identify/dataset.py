@@ -161,7 +161,7 @@ class PasskeyDataset:
                 )
 
     def check_filler(self, length: int, max_positions: int | None) -> None:
-        """Raise ValueError unless the haystack has that many tokens before it repeats, and they fit the model."""
+        """Raise ValueError unless the haystack holds ``length`` tokens unrepeated, and the model as well."""
         with_start = len(self._encoder.start) + length
         if max_positions is not None and with_start > max_positions:
             raise ValueError(

@@ -71,7 +71,7 @@ class GatedModel:
         return cls(model, layers)
 
     def gated_layers(self, num_tokens: int) -> tuple[bool, ...]:
-        """Say for each layer whether it has gates: it has no window, or one of at least ``num_tokens`` tokens.
+        """Say for each layer whether it has gates: it has no window, or one of ``num_tokens`` tokens.
 
         In the other layers all heads stream, whatever a pattern says of them.
         """

@@ -1,4 +1,4 @@
-"""Everything that shapes a graph, by name, and the versions of what made it."""
+"""Everything that shapes a graph, by name, and the versions of the software that made it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHAPE_NO_GRAPH = frozenset(
 
 
 def configuration_of(engine: Engine) -> Configuration:
-    """What an engine runs, as far as it shapes a graph: flat, and of what JSON holds."""
+    """Collect the settings of an engine that shape a graph, as a flat mapping of JSON values."""
     runner = engine.runner
     model = runner.model.model
     limits = engine.scheduler.limits
@@ -51,7 +51,7 @@ def configuration_of(engine: Engine) -> Configuration:
 
 
 def known_before_loading(config: EngineConfig) -> Configuration:
-    """The part of ``configuration_of`` that follows from what was asked for, before weights are read.
+    """Return the part of ``configuration_of`` that is known before weights are read.
 
     Raises:
         ValueError: the checkpoint's configuration cannot be read.

@@ -1,4 +1,4 @@
-"""What a warm-up will take, before it starts, and a bound on it."""
+"""Estimates of a warm-up, made before it starts, and its budget."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Prior:
-    """What one graph takes where nothing has been measured.
+    """Assumed cost of one graph, where nothing has been measured.
 
     Attributes:
-        low_s, high_s: seconds of one graph; of one kind of layer in it where ``kept.is_per_kind``.
-        kept: memory.
-        source: where the seconds are from.
+        low_s, high_s: seconds of one graph, or of one kind of layer in it where ``kept.is_per_kind``.
+        kept: memory that it keeps.
+        source: origin of the seconds.
     """
 
     low_s: float
@@ -51,18 +51,18 @@ PRIORS = {
     "hpu-compile": Prior(0.7, 14.0, KEPT["hpu-compile"], _GAUDI),
     "hpu-graph": Prior(0.7, 14.0, KEPT["hpu-graph"], _GAUDI),
 }
-"""By the name of the capture backend."""
+"""Priors by the name of the capture backend."""
 
 UNKNOWN = Prior(0.7, 14.0, UNKNOWN_KEPT, "nothing is known of this backend; the figures of Gaudi")
 
 ROUTE_S = (0.02, 0.25)
-"""One way of sampling, where each operator is compiled: 12 of them take 1 to 3 s on Gaudi (vllm-gaudi, pull
-request 129)."""
+"""Seconds of one way of sampling, low and high, where each operator is compiled: 12 of them take 1 to 3 s on
+Gaudi (vllm-gaudi, pull request 129)."""
 
 
 @dataclass(frozen=True)
 class GraphEstimate:
-    """One bucket: between ``low_s`` and ``high_s`` seconds, and bytes that stay."""
+    """Estimate of one bucket: ``low_s`` to ``high_s`` seconds, and the bytes that its graph keeps."""
 
     shape: BatchShape
     low_s: float
@@ -73,13 +73,13 @@ class GraphEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A whole warm-up.
+    """Estimate of a whole warm-up.
 
     Attributes:
-        graphs: in the order in which they will be captured.
-        other_s: seconds for what steps do around their graphs, low and high.
-        transient_bytes: the most that intermediates of one step take at any moment.
-        source: where seconds of graphs that have not been measured come from.
+        graphs: estimates in the order of capture.
+        other_s: seconds for the work of steps around their graphs, low and high.
+        transient_bytes: peak size of the intermediates of one step.
+        source: origin of the seconds of graphs that have not been measured.
     """
 
     graphs: tuple[GraphEstimate, ...]
@@ -89,12 +89,12 @@ class Estimate:
 
     @property
     def low_s(self) -> float:
-        """Seconds if every graph is quick."""
+        """Seconds in all, by the low figures."""
         return sum(graph.low_s for graph in self.graphs) + self.other_s[0]
 
     @property
     def high_s(self) -> float:
-        """Seconds if every graph is slow; budgets are held against these."""
+        """Seconds in all, by the high figures, which are compared with budgets."""
         return sum(graph.high_s for graph in self.graphs) + self.other_s[1]
 
     @property
@@ -109,17 +109,17 @@ class Estimate:
 
     @property
     def num_measured(self) -> int:
-        """Graphs whose figures are those of an earlier warm-up."""
+        """Graphs whose figures were measured in an earlier warm-up."""
         return sum(graph.is_measured for graph in self.graphs)
 
 
 @dataclass(frozen=True)
 class WarmUpBudget:
-    """What a warm-up may take at most; None is no bound.
+    """Bounds on a warm-up; None is no bound.
 
     Args:
-        max_graphs: buckets to capture.
-        max_seconds: for all of it.
+        max_graphs: captured buckets.
+        max_seconds: seconds of the whole warm-up.
         max_gib: GiB that graphs keep, with the intermediates of the largest step.
 
     Raises:
@@ -140,10 +140,10 @@ class WarmUpBudget:
                 raise ValueError(f"expected {name} to be a number above 0, got {value!r}")
 
     def check(self, estimate: Estimate) -> None:
-        """Refuse a warm-up that may take more.
+        """Refuse a warm-up that may exceed the budget.
 
         Raises:
-            ValueError: it may; the message names each bound with the estimate.
+            ValueError: it may; the message names each bound that is exceeded, with the estimate.
         """
         beyond = []
         if self.max_graphs is not None and len(estimate.graphs) > self.max_graphs:
@@ -163,12 +163,12 @@ class WarmUpBudget:
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """What one graph of an engine takes, as far as it can be told without having captured any.
+    """Cost of one graph of an engine, as far as it is known before any has been captured.
 
     Attributes:
         prior: of the backend.
-        num_units: what the prior's figures are multiplied by: kinds of layers, where they are captured apart.
-        sizes: of a step.
+        num_units: factor of the prior's figures: the kinds of layers, where each is captured on its own.
+        sizes: sizes of a step.
         max_captured_tokens: longer buckets are run and not captured, so they keep nothing; None = no limit.
     """
 
@@ -179,7 +179,7 @@ class GraphCosts:
 
     @classmethod
     def of(cls, engine: Engine) -> GraphCosts:
-        """Of what an engine serves."""
+        """Return the costs for an engine."""
         graphs, kinds = engine.runner.graphs, engine.runner.model.kinds
         prior = PRIORS.get(graphs.backend.name, UNKNOWN)
         num_units = len(kinds) if prior.kept.is_per_kind else 1
@@ -192,11 +192,11 @@ class GraphCosts:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of one graph, low and high."""
+        """Seconds of one graph, low and high."""
         return self.prior.low_s * self.num_units, self.prior.high_s * self.num_units
 
     def kept_bytes(self, shape: BatchShape) -> int:
-        """What the graph of a bucket keeps: code, results, and the working memory where it has its own."""
+        """Bytes that the graph of a bucket keeps: code, results, and working memory of its own."""
         memory = GraphMemory(self.prior.kept, self.num_units, self.sizes, self.max_captured_tokens)
         return memory.kept_bytes(shape)
 
@@ -206,12 +206,12 @@ def estimate_of(
 ) -> Estimate:
     """Estimate a warm-up.
 
-    Seconds and bytes of a bucket that was measured are taken from there; seconds of the others are then
-    between the mean and the largest of those, and otherwise between the figures of the backend's prior.
+    A bucket that an earlier warm-up measured has those seconds and bytes. The seconds of other buckets lie
+    between the mean and the largest measured ones, or, if none was measured, between those of the prior.
 
     Args:
-        num_routes: ways of sampling that are run, for all numbers of rows together.
-        earlier: of the same configuration and the same software.
+        num_routes: ways of sampling that are run, over all numbers of rows.
+        earlier: an earlier warm-up of the same configuration and software.
     """
     records = earlier.graphs if earlier is not None else ()
     seen = [record.seconds for record in records if record.seconds is not None]

@@ -15,10 +15,10 @@ from hpu_duo.warmup.configuration import configuration_of, known_before_loading,
 
 @dataclass(frozen=True)
 class GivenBuckets:
-    """A table, with the manifest it is of, if any, which says what it is for.
+    """A table of buckets, and the manifest that it comes from, if any.
 
     Attributes:
-        table: None leaves the shapes to the way of capturing.
+        table: the buckets; None leaves the choice to the capture backend.
         manifest: of an earlier warm-up.
         own_cost: see ``GraphConfig``.
     """
@@ -29,7 +29,7 @@ class GivenBuckets:
 
     @classmethod
     def read(cls, buckets: BucketTable | str | Path | None, block_size: int) -> GivenBuckets:
-        """What was asked for; paths are read.
+        """Read the argument ``buckets`` of ``from_pretrained``: a table, None, or the path of a table or manifest.
 
         Raises:
             ValueError: a file is neither a table nor a manifest.
@@ -43,13 +43,13 @@ class GivenBuckets:
         return cls(manifest.table(cost), manifest, own_cost=False)
 
     def complete(self, config: EngineConfig) -> EngineConfig:
-        """The configuration, with what it leaves open as the manifest has it, and whose cost ranks the table.
+        """Fill in the settings that a configuration leaves open with those of the manifest.
 
-        Free memory, for example, is another each time, and the number of blocks with it.
+        The number of blocks, for example, would otherwise follow from the memory that happens to be free. The
+        result also says whose cost function ranks the table.
 
         Raises:
-            ValueError: what was asked for is not what the manifest is for, as far as can be told without
-                weights.
+            ValueError: a setting differs from the manifest's, as far as is known before weights are read.
         """
         config = replace(config, graph=replace(config.graph, own_cost=self.own_cost))
         if self.manifest is None:

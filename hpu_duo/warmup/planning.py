@@ -26,9 +26,9 @@ def plan_within(
     """Choose the buckets that pad least for the limits of an engine, by the cost of a step of its model.
 
     Args:
-        num_graphs: at most so many.
-        budget: what their warm-up may take, by the estimates of ``GraphCosts``.
-        recordings: what ``record_shapes`` wrote, to plan for; without any, for ``hpu_duo.simulate.prior``.
+        num_graphs: most buckets.
+        budget: bounds on their warm-up, by the estimates of ``GraphCosts``.
+        recordings: files of ``record_shapes`` to plan for; without any, ``hpu_duo.simulate.prior`` is used.
 
     Raises:
         ValueError: the budget does not hold the smallest table, a recording cannot be read, or it has shapes

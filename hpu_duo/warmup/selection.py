@@ -1,4 +1,4 @@
-"""Which buckets of a table are warmed up, and whether the table has all that it should."""
+"""Select the buckets of a table to warm up, and check that the table is complete."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def parse_phases(text: str) -> tuple[Phase, ...]:
 
 
 def select(table: BucketTable, phases: Collection[Phase] | None) -> tuple[BatchShape, ...]:
-    """The buckets of some phases, or of all, the most expensive first.
+    """Return the buckets of some phases, or of all, the most expensive first.
 
-    The largest comes first because what does not fit into memory should fail at once, and because smaller
-    graphs then find allocations that they can use.
+    The largest comes first so that a lack of memory shows at once, and so that smaller graphs find
+    allocations that they can use.
 
     Raises:
         ValueError: the table has no bucket of one of the phases.

@@ -1,8 +1,8 @@
-"""Tables that a model fills at their first use, and whether something changed them.
+"""Tables that a model fills at their first use, and a check that nothing has changed them.
 
-A rotary embedding may keep its cosines, or the frequencies of long texts, once a step has needed them.
-Filled while a device compiles and launches nothing, such a table holds garbage, and every later step reads
-it.
+A rotary embedding may keep its cosines, or the frequencies of long texts, once a step has needed them. If
+such a table is filled while a device compiles and launches nothing, it holds garbage, which every later
+step reads.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Digests = Mapping[str, str]
 
 
 def digest_tables(model: nn.Module) -> Digests:
-    """A digest of each tensor that the modules of a model hold beside weights and KV stores, by its path."""
+    """Return a digest of each tensor of a model that is neither weight nor KV store, by its path."""
     return {name: _digest(tensor) for name, tensor in _tables(model)}
 
 
 def check_unchanged(before: Digests, after: Digests) -> None:
-    """Refuse tables that were made or changed between two looks at them.
+    """Refuse tables that were made or changed between two digests.
 
     Raises:
-        RuntimeError: some were; the message names them.
+        RuntimeError: a table was; the message names it.
     """
     touched = sorted(name for name in after if before.get(name) != after[name])
     if touched:
@@ -51,7 +51,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""What every module has; parameters, buffers and children are among it."""
+"""Attributes that every module has, its parameters, buffers and children among them."""
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

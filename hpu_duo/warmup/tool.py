@@ -1,4 +1,4 @@
-"""Warm an engine up: estimate, refuse what exceeds the budget, capture, measure, write down."""
+"""Warm an engine up: estimate, compare with the budget, capture, measure, write the manifest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpu_duo.warmup.selection import check_holds_everything, select
 from hpu_duo.warmup.tables import check_unchanged, digest_tables
 
 Progress: TypeAlias = Callable[[int, int, GraphRecord], None]
-"""Called after each graph with (done, total, what it cost)."""
+"""Called after each graph with (done, total, its record)."""
 
 
 class WarmUpStoppedError(ValueError):
@@ -29,15 +29,15 @@ class WarmUpStoppedError(ValueError):
 
 @dataclass(frozen=True)
 class WarmUpReport:
-    """What a warm-up did.
+    """Result of a warm-up.
 
     Attributes:
-        estimate: what had been expected.
-        records: the graphs in order, those that had been captured before without costs.
+        estimate: made before the start.
+        records: the graphs in order; those that had been captured before have no costs.
         num_captured: graphs that were captured now.
-        seconds: for everything, tables and sampling included.
-        is_dry_run: nothing was done.
-        notes: what the user should know, in sentences.
+        seconds: of the whole warm-up, tables and sampling included.
+        is_dry_run: whether only the estimate was made.
+        notes: sentences for the user.
     """
 
     estimate: Estimate
@@ -52,15 +52,15 @@ class WarmUp:
     """A warm-up of an engine's table, prepared and checked; ``run`` does it.
 
     Args:
-        engine: whose buckets are captured.
-        table: buckets for ``run`` to take in place of the engine's, which must not have captured any.
-        on_miss: what happens to shapes that the table does not hold; None = as the engine has it.
-        budget: what the warm-up may take.
+        engine: the engine whose buckets are captured.
+        table: replaces the engine's buckets, none of which may have been captured.
+        on_miss: policy for shapes that the table does not hold; None = the engine's.
+        budget: bounds on the warm-up.
         phases: capture the buckets of these only; None = all.
         earlier: an earlier warm-up, whose measurements go into the estimate. It must be of this
             configuration, and its measurements count only if they were made with this software.
         compile_only: build graphs without launching them, on devices that can. Steps of padding are launched
-            before, one for each phase, to fill whatever is filled at its first use.
+            before, one for each phase, to fill tables that are filled at their first use.
 
     Raises:
         ValueError: the table lacks a reachable shape and a miss would be an error, a phase has no bucket,
@@ -107,8 +107,8 @@ class WarmUp:
 
         Args:
             progress: called after each graph.
-            manifest: file to write, anew after each graph and always whole: whatever ends the warm-up, what
-                was measured until then can be read.
+            manifest: file to write, anew after each graph and always whole, so that it can be read whatever
+                ends the warm-up.
 
         Raises:
             ValueError: the budget may be exceeded, or a manifest would be empty. Nothing has been done then.
@@ -150,7 +150,7 @@ class WarmUp:
         return WarmUpReport(self.estimate, tuple(records), num_captured, seconds, False, self.notes)
 
     def dry_run(self) -> WarmUpReport:
-        """The estimate, and nothing else.
+        """Return the estimate, and do nothing else.
 
         Raises:
             ValueError: the budget may be exceeded.
@@ -159,7 +159,7 @@ class WarmUp:
         return WarmUpReport(self.estimate, (), 0, 0.0, True, self.notes)
 
     def _checked(self, earlier: Manifest | None) -> Manifest | None:
-        """The earlier manifest if its costs can be expected again."""
+        """Return the earlier manifest if its costs apply here."""
         if earlier is None:
             return None
         earlier.check(self._configuration, self._versions)
@@ -210,7 +210,7 @@ class WarmUp:
         return GraphRecord(bucket, seconds, runtime.used_bytes() - held), True
 
     def _check_spent(self, elapsed: float, grown: int, num_done: int) -> None:
-        """Stop between two graphs once what was estimated to suffice has not."""
+        """Stop between two graphs once the budget is used up, although the estimate was within it."""
         done = f"for {num_done} of {len(self.buckets)} graphs"
         seconds, gib = self._budget.max_seconds, self._budget.max_gib
         if seconds is not None and elapsed > seconds:

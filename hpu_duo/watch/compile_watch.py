@@ -1,4 +1,4 @@
-"""One object that tells what was compiled, whoever compiled it."""
+"""Compilations of an engine, counted by several sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpu_duo.watch.sources import CacheSource, DeviceSource, DynamoSource, Sourc
 
 
 class CompileWatch:
-    """Reads all sources at once.
+    """Sources of counts, read together.
 
         before = watch.snapshot()
         ...
@@ -28,10 +28,10 @@ class CompileWatch:
 
     @classmethod
     def of(cls, graphs: Callable[[], GraphCache], runtime: DeviceRuntime) -> CompileWatch:
-        """Every source that there is for an engine on a device.
+        """Return a watch with every source that there is for an engine on a device.
 
         Args:
-            graphs: the engine's cache, asked for each time.
+            graphs: returns the engine's current cache.
         """
         sources: list[Source] = [CacheSource(graphs)]
         if graphs().backend.name != "eager" or "torch._dynamo" in sys.modules:
@@ -41,15 +41,15 @@ class CompileWatch:
         return cls(sources)
 
     def snapshot(self) -> Counts:
-        """What has been seen so far."""
+        """Read the counts of all sources."""
         return Counts({source.name: source.read() for source in self.sources})
 
     @contextmanager
     def forbidding(self) -> Iterator[None]:
-        """Nothing may be compiled, or fall back to the host's CPU, inside.
+        """Forbid compilations, and fallbacks to the host's CPU, inside the context.
 
         Raises:
-            RecompileError: when the context ends, if something was; the error names it.
+            RecompileError: at the end of the context, if there were any; the error names them.
         """
         before = self.snapshot()
         yield

@@ -1,4 +1,4 @@
-"""What was compiled up to a moment, and what was compiled between two moments."""
+"""Counts of compilations up to a moment, and between two moments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Tally:
-    """What one source has seen, by name and number of times.
+    """Counts of one source, by name.
 
     Attributes:
-        graphs: what was compiled or captured for the first time.
-        recompiles: what was compiled again, or captured only after warm-up had ended.
+        graphs: first compilations and captures.
+        recompiles: later compilations of the same code, and captures after warm-up had ended.
         fallbacks: operators that ran on the host's CPU for want of a device kernel.
         misses: shapes that no bucket held.
     """
@@ -23,7 +23,7 @@ class Tally:
     misses: int = 0
 
     def __sub__(self, earlier: Tally) -> Tally:
-        """What was seen since ``earlier``, a tally of the same source."""
+        """Return the counts since ``earlier``, a tally of the same source."""
         return Tally(
             _less(self.graphs, earlier.graphs),
             _less(self.recompiles, earlier.recompiles),
@@ -39,11 +39,11 @@ def _less(later: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, int
 
 @dataclass(frozen=True)
 class Counts:
-    """What all sources have seen.
+    """Counts of all sources.
 
-    Sources look at the same events from different heights: one captured bucket may be one graph of the
-    cache, twelve of the compiler and forty of the device. So totals are not sums: each is the most that any
-    one source has seen.
+    Sources count the same events at different levels: one captured bucket may be one graph of the cache,
+    twelve of the compiler and forty of the device. So a total is not a sum, but the largest count of any
+    source.
 
     Attributes:
         tallies: by the name of the source.
@@ -52,18 +52,18 @@ class Counts:
     tallies: Mapping[str, Tally]
 
     def __sub__(self, earlier: Counts) -> Counts:
-        """What was seen since ``earlier``."""
+        """Return the counts since ``earlier``."""
         before = earlier.tallies
         return Counts({name: tally - before.get(name, Tally()) for name, tally in self.tallies.items()})
 
     @property
     def num_graphs(self) -> int:
-        """Compiled or captured for the first time."""
+        """Graphs compiled or captured for the first time."""
         return self._most(lambda tally: sum(tally.graphs.values()))
 
     @property
     def num_recompiles(self) -> int:
-        """Compiled again, or captured after warm-up."""
+        """Graphs compiled again, or captured after warm-up."""
         return self._most(lambda tally: sum(tally.recompiles.values()))
 
     @property
@@ -78,7 +78,7 @@ class Counts:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What was compiled, and what fell back, one line each. A miss alone compiles nothing."""
+        """Compilations and fallbacks, one line each. A miss alone compiles nothing."""
         return tuple(self._findings())
 
     def _findings(self) -> Iterator[str]:

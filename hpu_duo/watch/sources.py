@@ -1,4 +1,4 @@
-"""Those who can tell that something was compiled: the graph cache, the compiler, the device."""
+"""Sources of counts of compilations: the graph cache, the compiler, the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """What findings call it."""
+        """Name of the source in findings."""
         ...
 
     def read(self) -> Tally:
@@ -50,7 +50,7 @@ class CacheSource:
 class DynamoSource:
     """Functions that ``torch.compile`` compiled in this process since the first of these was made.
 
-    Regions are named after their bucket, so a recompilation says where it happened.
+    Regions are named after their bucket, so a recompilation names its bucket.
     """
 
     name = "torch.compile"
@@ -89,7 +89,7 @@ def _dynamo_log() -> _DynamoLog:
 
 
 class DeviceSource:
-    """What the device itself counts.
+    """Counts that the device itself keeps.
 
     Args:
         runtime: of the device.
