@@ -18,7 +18,7 @@ def choice(rng: random.Random, options: Sequence[T]) -> T:
 
 
 def sample(rng: random.Random, options: Sequence[T], count: int) -> list[T]:
-    """So many of the options, each at most once; takes ``count`` numbers from ``rng``.
+    """Choose ``count`` of the options, each at most once; takes as many numbers from ``rng``.
 
     Raises:
         ValueError: there are fewer.

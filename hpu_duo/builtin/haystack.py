@@ -1,4 +1,4 @@
-"""The text that passkeys are hidden in, piece by piece."""
+"""The filler text of passkey documents, in pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpu_duo.builtin.words import ADJECTIVES, ADVERBS, NOUNS, PEOPLE, PLACES, TI
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 _WORD = re.compile(r"[^\W\d_]+")
 _LONGEST_PIECE = 40
-"""Words. Passkeys are hidden between pieces, and a document ends with a whole one."""
+"""Most words of a piece. Passkeys are hidden between pieces, and a document ends with a whole piece."""
 
 
 class Haystack(Protocol):
@@ -24,12 +24,12 @@ class Haystack(Protocol):
 
     @property
     def num_pieces(self) -> int | None:
-        """Pieces after which the text comes again; None if it never does."""
+        """Pieces after which the text repeats itself; None if it never does."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal texts."""
+        """A digest, equal for equal texts."""
         ...
 
     @property

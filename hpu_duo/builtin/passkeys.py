@@ -1,9 +1,9 @@
 """Passkey documents: filler text that hides a few sequences of words, and the questions about them.
 
-A retrieval head is one that can find such a sequence however far back it lies, so these documents are what
-the built-in model is trained on, what head identification is run on, and what the accuracy of a head pattern
-is measured with. The construction follows the multi-passkey data of DuoAttention (Xiao et al. 2024,
-arXiv:2410.10819), with names instead of ordinals and with text of our own.
+A retrieval head can find such a sequence however far back it lies. So these documents train the built-in
+model, identify heads, and measure the accuracy of head patterns. The construction follows the multi-passkey
+data of DuoAttention (Xiao et al. 2024, arXiv:2410.10819), with names instead of ordinals and with text of our
+own.
 
 Everything is a pure function of the seed: the same arguments give the same text on every platform and Python
 version, because only ``random.Random.random`` (a documented invariant of Python) is drawn from.
@@ -60,7 +60,7 @@ class Passkey:
     """A hidden sequence of words and where it lies.
 
     Attributes:
-        name: whose passkey it is; unique within a document.
+        name: owner of the passkey; unique within a document.
         words: the words to retrieve, in order.
         depth: fraction in [0, 1] of the filler tokens that lie before it.
     """
@@ -112,11 +112,11 @@ def document(
     Args:
         count_tokens: the length measure, e.g. :func:`token_counter` of a tokenizer.
         num_tokens: token budget of the text, without special tokens and without the questions.
-        num_passkeys: how many passkeys to hide.
+        num_passkeys: passkeys to hide.
         passkey_words: words per passkey.
         seed: any integer; equal arguments give equal documents.
         depths: one fraction in [0, 1] per passkey; uniformly random if not given.
-        words: what passkeys are made of, none of them twice.
+        words: vocabulary of the passkeys, without repetitions.
         filler: pieces of the text around them, without end; :func:`sentences` if not given.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where needles lie in a haystack."""
+"""Places of needles in a haystack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 def place(
     needles: Sequence[T], depths: Sequence[float], pieces: Sequence[T], lengths: Sequence[int]
 ) -> list[T]:
-    """The pieces, with each needle before the first piece that starts at or after its depth.
+    """Return the pieces, with each needle before the first piece that starts at or after its depth.
 
     Args:
         depths: of each needle, as a fraction in [0, 1] of the length of all pieces. Needles of equal depth

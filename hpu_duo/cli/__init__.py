@@ -1,4 +1,4 @@
-"""The command line: ``hpu-duo generate``, ``hpu-duo passkey``, ``hpu-duo doctor``.
+"""The command line: ``hpu-duo`` and its commands.
 
 Nothing here imports torch before a command needs it, so help and usage errors come at once.
 """

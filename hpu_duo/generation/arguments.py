@@ -17,7 +17,7 @@ from hpu_duo.sampling import SamplingParams
 _STOPPING = {"ignore_eos", "stop_token_ids"}
 
 DEFAULT_NEW_TOKENS = 20
-"""New tokens that transformers generates when nobody says how many."""
+"""New tokens that transformers generates if no limit is given."""
 
 DEFAULT_TOP_K = 50
 """transformers' default when it samples."""
@@ -28,7 +28,7 @@ class GenerationRequest:
     """A call of ``generate`` as it was asked for.
 
     Attributes:
-        config: the fields that are honoured; None for those that nobody set.
+        config: the fields that have an effect; None for those that were not set.
         ours: arguments that transformers does not have.
         pad_token_id: fills the right of shorter rows.
         eos_token_ids: tokens that end a row.
@@ -128,7 +128,7 @@ def read_generation(
 
     Raises:
         ValueError: an argument that is unknown, known to transformers and not supported here, or of a
-            type that says nothing about tokens; an eos id that is not in the vocabulary.
+            wrong type; an eos id that is not in the vocabulary.
     """
     if given is not None and not isinstance(given, GenerationConfig):
         raise ValueError(f"generation_config: expected a GenerationConfig, got {type(given).__name__}")
@@ -167,19 +167,19 @@ def read_generation(
 
 
 def as_eos_ids(value: Any) -> tuple[int, ...]:
-    """``eos_token_id`` as transformers takes it: none, one or several, where negative ids never come up.
+    """Read ``eos_token_id``: none, one or several token ids; negative ones are left out.
 
     Raises:
-        ValueError: anything else.
+        ValueError: ``value`` is anything else.
     """
     return tuple(token for token in _as_integers("eos_token_id", value) if token >= 0)
 
 
 def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """The field ``name`` that holds no token id, one, or several.
+    """Read the field ``name``: none, one or several token ids.
 
     Raises:
-        ValueError: anything else.
+        ValueError: ``value`` is anything else.
     """
     tokens = _as_integers(name, value)
     return tuple(_as_token_id(name, token) for token in tokens)
@@ -228,7 +228,7 @@ def _read_stop_strings(value: Any) -> tuple[str, ...]:
 
 
 def _set_fields(config: GenerationConfig | None) -> dict[str, Any]:
-    """Fields that differ from what an empty configuration holds, as the configuration has them."""
+    """Return the fields of a configuration that differ from an empty one's."""
     if config is None:
         return {}
     neutral = GenerationConfig().to_dict()

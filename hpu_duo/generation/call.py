@@ -1,4 +1,4 @@
-"""One call of ``generate`` on an engine: requests, what watches them, and the result."""
+"""One call of ``generate`` on an engine: requests, their host samplers, and the result."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class GenerateCall:
     """The prompts of one call, with parameters of their own.
 
     Args:
-        model: whose processors are asked for.
+        model: makes transformers' processors.
         rows, prompts: as ``read_inputs`` returns them.
 
     Raises:
         ValueError: a value is out of range, a prompt fills ``max_length``, or a streamer has several
-            sequences to stream.
+            sequences.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GenerateCall:
         hooks: Hooks | None,
         criteria: StoppingCriteriaList,
     ) -> list[ProcessedSample]:
-        """Return the host's share in each sample of a prompt."""
+        """Return the host sampler of each sample of a prompt."""
         row, prompt_len = self._rows[number], len(self._prompts[number])
         samples = []
         for index in range(number * params.n, (number + 1) * params.n):

@@ -1,4 +1,4 @@
-"""Arguments of transformers' ``generate``, by what becomes of them; ``docs/compatibility.md`` lists them."""
+"""Arguments of transformers' ``generate`` by their treatment; ``docs/compatibility.md`` lists them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLED = frozenset(
         "top_p",
     }
 )
-"""Fields that the device's sampler and the engine know."""
+"""Fields that the device's sampler and the engine implement."""
 
 PROCESSED = frozenset(
     {
@@ -51,7 +51,7 @@ PROCESSED = frozenset(
         "watermarking_config",
     }
 )
-"""Fields that transformers' own processors carry out, on the host."""
+"""Fields that transformers' own processors implement, on the host."""
 
 WARPED = frozenset({"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"})
 """The same for fields that have an effect only where tokens are drawn."""
@@ -97,7 +97,7 @@ OURS = frozenset(
 """Arguments that transformers does not have."""
 
 ACCEPTED = SAMPLED | WITHOUT_EFFECT | ((PROCESSED | WARPED) & frozenset(vars(GenerationConfig())))
-"""All of them; what processors carry out is accepted where the installed transformers has it."""
+"""All accepted fields; those of processors only if the installed transformers has them."""
 
 _NEUTRAL: dict[str, Any] = {
     "encoder_no_repeat_ngram_size": 0,
@@ -115,7 +115,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether a value leaves generation as it would be without it."""
+    """Whether a value of a field has no effect."""
     if value is None or value is False or (isinstance(value, list | tuple | dict) and not value):
         return True
     # True equals 1, and asks for something.

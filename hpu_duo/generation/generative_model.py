@@ -1,4 +1,4 @@
-"""A served model with the face of a transformers model: ``generate`` and what scripts ask a model for."""
+"""A served model with the interface of a transformers model: ``generate`` and the attributes scripts use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Model = TypeVar("_Model", bound="GenerativeModel")
 
 
 class GenerativeModel:
-    """A model that an engine serves, to be used as transformers' models are.
+    """A model that an engine serves, with the interface of transformers' models.
 
     Attributes:
         engine: for serving: ``add_request``, ``step``, ``abort``, ``generate`` with ``SamplingParams``.
@@ -54,7 +54,7 @@ class GenerativeModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is; prompts and results are on the host."""
+        """The device of the model; prompts and results are on the host."""
         return self.engine.runner.device
 
     def eval(self: _Model) -> _Model:
@@ -66,8 +66,8 @@ class GenerativeModel:
     ) -> torch.Tensor:
         """Return the score of each generated token, ``[B, steps]``, from what ``generate`` returned.
 
-        See the method of transformers' models, which does it. Rows that ended early have scores of zero, or
-        of equal probabilities if they are normalized, behind their end.
+        See the method of transformers' models, which computes it. Behind their end, rows that ended early
+        have scores of zero, or of equal probabilities if they are normalized.
         """
         model: Any = self.engine.runner.model.model
         found: torch.Tensor = model.compute_transition_scores(sequences, scores, *args, **kwargs)
@@ -78,7 +78,7 @@ class GenerativeModel:
         return True
 
     def to(self: _Model, *wanted: Any, **named: Any) -> _Model:
-        """Return the model, if it is where and what it should be; it cannot be moved or cast once loaded.
+        """Return the model if it is on this device and of this dtype; it cannot be moved or cast once loaded.
 
         Args:
             wanted: a device or a dtype, or both, as for ``torch.nn.Module.to``.
@@ -106,20 +106,20 @@ class GenerativeModel:
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Generate from token ids, with the arguments of transformers' ``generate``.
 
-        ``docs/compatibility.md`` says of each of them whether it means the same here. What needs
-        transformers' processors (``no_repeat_ngram_size``, ``bad_words_ids``, ``typical_p``, ...), returned
-        scores, and functions of the caller are served on the host, one row at a time, and slowly.
+        ``docs/compatibility.md`` compares each of them. Arguments that need transformers' processors
+        (``no_repeat_ngram_size``, ``bad_words_ids``, ``typical_p``, ...), returned scores, and functions of
+        the caller run on the host, one row at a time, and slowly.
 
         Args:
             inputs: LongTensor ``[B, L]``, left-padded rows allowed, or a list of token-id lists.
-            generation_config: goes before the checkpoint's.
+            generation_config: takes precedence over the checkpoint's.
             logits_processor, stopping_criteria: called with one row, ``[1, L]``; what they raise ends the
                 call. If a step fails, a processor is asked again for the token that it gave.
             prefix_allowed_tokens_fn: as for transformers.
             synced_gpus, assistant_model: False or None.
             streamer: gets the prompt once its first token is there, and then each token; for one sequence
                 only. Its ``end`` is called even if the call fails, so that no reader waits for more.
-            input_ids: another name of ``inputs``, for what tokenizers return.
+            input_ids: another name of ``inputs``, as in the output of tokenizers.
             attention_mask: ``[B, L]``, 0 for left padding. When left out, leading pad ids are padding if
                 a pad id is known and no end-of-text token.
             generation_kwargs: fields of ``GenerationConfig``, and ``seed``, ``logit_bias``,

@@ -1,4 +1,4 @@
-"""The prompts of one call of ``generate``, left padding taken off."""
+"""The prompts of one call of ``generate``, without left padding."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TokenLists: TypeAlias = Sequence[Sequence[int]]
 def read_inputs(
     inputs: Any, attention_mask: torch.Tensor | None, asked: GenerationRequest
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Rows as given, and their prompts without left padding.
+    """Return the rows as given, and their prompts without left padding.
 
     Args:
         inputs: integer tensor ``[B, L]`` or lists of token ids.
         attention_mask: ``[B, L]``, zeros before ones; guessed from the pad id when left out.
 
     Raises:
-        ValueError: anything else, or no row at all.
+        ValueError: inputs or mask are anything else, or there is no row.
     """
     if isinstance(inputs, torch.Tensor):
         if inputs.ndim != 2 or inputs.dtype not in (torch.int64, torch.int32):

@@ -29,7 +29,7 @@ from hpu_duo.sampling.sampler import draw
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions of the caller that see tokens and scores while they come.
+    """Functions of the caller that are called for each token.
 
     Attributes:
         processors: ``logits_processor``.
@@ -42,16 +42,16 @@ class Hooks:
     allowed_tokens: Callable[[int, Tensor], list[int]] | None
 
     def allowed_tokens_of(self, number: int) -> Callable[[int, Tensor], list[int]] | None:
-        """``prefix_allowed_tokens_fn`` for one sample, which knows its number in the call."""
+        """Return ``prefix_allowed_tokens_fn`` for one sample, called with its number among the samples."""
         allowed = self.allowed_tokens
         return None if allowed is None else lambda _, ids: allowed(number, ids)
 
     @classmethod
     def read(cls, logits_processor: Any, stopping_criteria: Any, prefix_allowed_tokens_fn: Any) -> Hooks:
-        """Check what was given; None and empty lists ask for nothing.
+        """Check the arguments of ``generate``; None and empty lists have no effect.
 
         Raises:
-            ValueError: something that cannot be called.
+            ValueError: something given cannot be called.
         """
         processors = _callables("logits_processor", logits_processor)
         criteria = _callables("stopping_criteria", stopping_criteria)
@@ -63,16 +63,16 @@ class Hooks:
 
 
 class ProcessedSample:
-    """Chooses the tokens of one sample as transformers does, and remembers their scores.
+    """Chooses the tokens of one sample as transformers does, and keeps their scores.
 
     Args:
         row: the prompt as given, left padding included.
-        processors: None where the device chooses tokens, and only criteria are asked.
-        asked: whether tokens are drawn, and which scores are kept.
+        processors: None if the device chooses tokens and only criteria run here.
+        asked: says whether tokens are drawn, and which scores are kept.
 
     Attributes:
-        scores, logits: float32 ``[1, V]`` of each token, as processed and as the model gave them; empty where
-            nobody wants them.
+        scores, logits: float32 ``[1, V]`` of each token, as processed and as the model gave them; empty if
+            they are not returned.
     """
 
     def __init__(
@@ -140,11 +140,11 @@ def processors_for(
     hooks: Hooks,
     number: int,
 ) -> LogitsProcessorList:
-    """Return the processors of one sample, with transformers' own choice and order of them.
+    """Return the processors of one sample, chosen and ordered by transformers itself.
 
     Args:
-        row: the prompt as given, of which the last ``prompt_len`` tokens are no padding.
-        number: of the sample, among all samples of the call.
+        row: the prompt as given; all but its last ``prompt_len`` tokens are padding.
+        number: index of the sample among all samples of the call.
 
     Raises:
         ValueError: a value that a processor does not take.

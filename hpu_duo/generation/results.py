@@ -1,4 +1,4 @@
-"""Results of one call of ``generate``, in the form of transformers'."""
+"""Results of one call of ``generate``, in transformers' form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def feed(streamer: BaseStreamer, prompt: list[int]) -> Callable[[RequestOutput], None]:
-    """Hands each token on to a streamer, and the prompt before the first: only then is it accepted."""
+    """Return a callback that passes tokens to a streamer, and the prompt before the first token.
+
+    A prompt is accepted only once it has a token.
+    """
     unread = [prompt]
 
     def on_output(output: RequestOutput) -> None:
@@ -27,7 +30,7 @@ def feed(streamer: BaseStreamer, prompt: list[int]) -> Callable[[RequestOutput],
 
 
 def assemble_rows(rows: list[list[int]], done: list[list[Completion]], pad_token_id: int) -> torch.Tensor:
-    """Each row as given and the new tokens of each of its samples, padded on the right: int64 ``[B, L]``."""
+    """Join rows with the new tokens of each of their samples, padded on the right: int64 ``[B, L]``."""
     filled = [row + sample.token_ids for row, samples in zip(rows, done) for sample in samples]
     new = max(len(sample.token_ids) for samples in done for sample in samples)
     width = max(len(row) for row in rows) + new
@@ -35,7 +38,7 @@ def assemble_rows(rows: list[list[int]], done: list[list[Completion]], pad_token
 
 
 def assemble_scores(samples: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    """The scores of each step, float32 ``[B, V]``; zeros for rows that have ended.
+    """Return the scores of each step, float32 ``[B, V]``; zeros for rows that have ended.
 
     Args:
         samples: for each row its scores, ``[1, V]`` each.

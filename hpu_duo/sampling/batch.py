@@ -43,7 +43,7 @@ class SamplingRow(NamedTuple):
         num_output_tokens: tokens generated so far, which is also the number of this draw.
         penalties: the request's history; required when ``params.needs_penalties``.
         eos_token_ids: the ids that end the output unless ``params.ignore_eos``.
-        choose: chooses the token on the host; see ``choose_on_host``.
+        choose: chooses the token on the host, if given; see ``choose_on_host``.
     """
 
     params: SamplingParams
@@ -58,8 +58,8 @@ class SamplingRow(NamedTuple):
 class SamplingRoute:
     """Everything about a batch that decides which operations run, and with which shapes.
 
-    Two batches of equal route run the same captured graph. Which route a row's batch mates cause changes
-    the work done, never the row's token.
+    Two batches of equal route run the same captured graph. The other rows of a batch may change its route,
+    and with it the work, but never a row's token.
 
     Attributes:
         num_rows: N, rows with a request or not.
@@ -86,12 +86,12 @@ class SamplingRoute:
 
     @property
     def has_row_values(self) -> bool:
-        """The per-row parameters are needed on the device."""
+        """Whether the per-row parameters are needed on the device."""
         return self.has_random or self.num_seen > 0
 
     @property
     def num_row_floats(self) -> int:
-        """How many floats at the start of ``SamplingBatch.floats`` are per-row values."""
+        """Number of per-row values at the start of ``SamplingBatch.floats``."""
         return len(RowTensors._fields) * self.num_rows if self.has_row_values else 0
 
     @property
@@ -135,7 +135,7 @@ class SamplingBatch:
         route: the static part.
         floats: float32 [route.num_floats]: the fields of ``RowTensors`` one after the other (only if
             ``route.has_row_values``), then addends, rows and tokens of the edits, then codes, rows and tokens
-            of what was seen. Padding has addend or code 0, which changes nothing.
+            of the seen tokens. Padding has addend or code 0, which changes nothing.
     """
 
     route: SamplingRoute
@@ -195,7 +195,7 @@ class SamplingBatch:
 
     @classmethod
     def padding(cls, route: SamplingRoute) -> SamplingBatch:
-        """A batch without requests that takes a given route, to warm it up."""
+        """Return a batch without requests for a given route, to warm it up."""
         floats = np.zeros(route.num_floats, np.float32)
         if route.has_row_values:
             block = floats[: route.num_row_floats].reshape(len(RowTensors._fields), route.num_rows)
@@ -205,11 +205,11 @@ class SamplingBatch:
 
 
 def static_route(route: SamplingRoute) -> SamplingRoute:
-    """The one of few routes that does all that ``route`` does, and more.
+    """Widen a route to one of few routes that do all it does, and more.
 
-    There are two kinds: every row plainly greedy, and everything at once. What a row does not ask for
-    leaves it as it is, so its token is the same. Lists grow by steps of four, and reported logprobs, if
-    any, by steps of two from eight.
+    There are two kinds of routes: every row plainly greedy, and all filters at once. A filter that a row
+    does not use leaves its logits as they are, so its token is the same. Sizes of lists are 64 times a power
+    of four, and the number of reported logprobs, if any, doubles from eight.
     """
     if route == SamplingRoute(route.num_rows, route.vocab_size):
         return route

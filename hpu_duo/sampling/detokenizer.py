@@ -1,4 +1,4 @@
-"""Text of a growing token sequence, a piece per token, without decoding the whole again."""
+"""Text of a growing token sequence, a piece per token, without decoding all of it again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TAIL_TOKENS = 8
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer, fast or slow."""
+    """The part of a transformers tokenizer, fast or slow, that is used."""
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -27,14 +27,14 @@ class Tokenizer(Protocol):
 
     # Any, because transformers declares str | list[str]: batches go through the same method.
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ..., **kwargs: Any) -> Any:
-        """The text of the tokens."""
+        """Return the text of the tokens."""
         ...
 
 
 def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """The ids that ``skip_special_tokens`` leaves out of the text.
 
-    Slow to ask of some tokenizers (each call rebuilds a table), so a server asks once for all requests.
+    Some tokenizers rebuild a table in each call, so an engine calls this once for all requests.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     flagged = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
@@ -92,7 +92,7 @@ class IncrementalDetokenizer:
         return context_ids[shortest:]
 
     def _release_context(self) -> None:
-        """Count the prompt's text as out, except an unfinished character: the output may finish it."""
+        """Count the prompt's text as released, except an unfinished character that the output may finish."""
         text = self._decode(self._window)
         self._released = max(self._released, len(text.rstrip(REPLACEMENT)))
         self._num_unfinished = len(text) - self._released

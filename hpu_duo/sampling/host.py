@@ -21,13 +21,13 @@ HostChoice = Callable[[Tensor, float], int]
 class HostSampler(Protocol):
     """Chooses the tokens of one sample, and may end it; made by ``SamplingParams.host_sampler``.
 
-    Slow: the logits come to the host in every step, and rows are handled one after the other. A step that
-    failed asks again for a token that was chosen already.
+    Slow: the logits come to the host in every step, and rows are handled one after the other. After a failed
+    step, ``choose`` is called again for the same token.
     """
 
     @property
     def chooses(self) -> bool:
-        """Whether ``choose`` is asked for tokens; otherwise the device samples them as usual."""
+        """Whether ``choose`` is called for tokens; otherwise the device samples them as usual."""
         ...
 
     def choose(self, output_ids: npt.NDArray[np.int32], logits: Tensor, uniform: float) -> int:
@@ -53,7 +53,7 @@ def hosted_rows(rows: Sequence[SamplingRow | None]) -> dict[int, SamplingRow]:
 def without(
     rows: Sequence[SamplingRow | None], hosted: Mapping[int, SamplingRow]
 ) -> Sequence[SamplingRow | None]:
-    """Return the rows as the device sees them: those of the host ask for nothing there."""
+    """Return the rows without those of the host, for the device's sampler."""
     if not hosted:
         return rows
     return [None if index in hosted else row for index, row in enumerate(rows)]
@@ -62,7 +62,7 @@ def without(
 def choose_on_host(
     hosted: Mapping[int, SamplingRow], logits_NV: Tensor
 ) -> tuple[dict[int, int], dict[int, Exception]]:
-    """Return the host's choices, and what was raised in their place, by index of the row.
+    """Return the host's choices, and the errors of rows without one, by index of the row.
 
     Args:
         hosted: see ``hosted_rows``.

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, checked once when the request is made."""
+"""Sampling parameters of a request, checked once when they are made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_LOGIT_BIAS = 100.0
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the tokens of one request and when to stop. Names and defaults are those of vLLM.
+    """Parameters of choosing the tokens of one request, and of stopping. Names and defaults are vLLM's.
 
     The filters act in the order logit bias, min_tokens, penalties, temperature, top_k, top_p, min_p.
     Instances are immutable, picklable and hashable, and may be shared by many requests.
@@ -46,20 +46,20 @@ class SamplingParams:
         ignore_eos: EOS does not end the output.
         stop: one string or several that end the output. Special tokens are matched by their text, also where
             they are left out of the text that is shown. Stored as a tuple.
-        stop_like_transformers: stop strings as transformers has them: one may begin in the prompt and end in
-            the output, and need not wait for ``min_tokens``. Otherwise as vLLM has them: the output alone is
-            looked at, from ``min_tokens`` on.
+        stop_like_transformers: stop strings as in transformers: one may begin in the prompt and end in
+            the output, before ``min_tokens`` too. Otherwise as in vLLM: only the output is searched, from
+            ``min_tokens`` on.
         stop_token_ids: token ids that end the output, besides EOS. Stored as a tuple.
         include_stop_str_in_output: keep the stop string (or stop token's text) in the text.
         skip_special_tokens: leave special tokens out of the text.
         forced_token_ids: the first tokens of the output, whatever the model says; their log-probabilities
             are the model's own, so that a given text is scored by decoding it. Bias, penalties and
-            min_tokens do not touch them; stop conditions hold for them as for others. Stored as a tuple.
-        decoded_prompt_tokens: so many last tokens of the prompt are computed one per step, like generated
-            ones and from the same cache, and so is everything after them, also after a preemption. The
-            others are prefilled. 1 is enough for the first output token to come from a decode.
-        host_sampler: makes, from the index of each sample, what chooses its tokens on the host instead of the
-            fields above, or ends it; see ``HostSampler``. Slow.
+            min_tokens do not apply to them; stop conditions do. Stored as a tuple.
+        decoded_prompt_tokens: number of last prompt tokens that are decoded from the cache like generated
+            ones, also after a preemption; the others are prefilled. 1 is enough for the first output token to
+            come from a decode.
+        host_sampler: makes, from the index of each sample, a ``HostSampler`` that chooses its tokens on the
+            host instead of the fields above, or ends it. Slow.
 
     Raises:
         ValueError: a value is outside its range; the message names the field, the range and the value.
@@ -164,22 +164,22 @@ class SamplingParams:
 
     @cached_property
     def is_greedy(self) -> bool:
-        """The most likely token is taken; nothing is drawn and the seed does not matter."""
+        """Whether the most likely token is taken; nothing is drawn and the seed does not matter."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @cached_property
     def needs_penalties(self) -> bool:
-        """The engine must keep a ``PenaltyState`` for the request."""
+        """Whether the engine must keep a ``PenaltyState`` for the request."""
         return self.needs_prompt_history or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property
     def needs_prompt_history(self) -> bool:
-        """The penalty depends on the tokens of the prompt too, not only on the output."""
+        """Whether a penalty depends on the tokens of the prompt too, not only on the output."""
         return self.repetition_penalty != 1.0
 
     @cached_property
     def is_plain_greedy(self) -> bool:
-        """One argmax over the model's logits answers the request, once ``min_tokens`` is reached."""
+        """Whether one argmax over the model's logits is enough, once ``min_tokens`` is reached."""
         is_free = not (self.needs_penalties or self.logit_bias or self.forced_token_ids)
         return self.is_greedy and is_free and self.logprobs is None
 

@@ -1,7 +1,7 @@
 """Sparse values of the [N, V] logit matrix, as the host sends them.
 
-Rows and tokens travel as float32, beside their values, so that all that sampling needs is one array: they are
-exact below 2**24, which ``SamplingBatch`` sees to.
+Rows and tokens are float32 like their values, so that all inputs of sampling are one array. They are exact
+below 2**24, which ``SamplingBatch`` checks.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class RowError(ValueError):
-    """One row cannot be sampled; the others can. What went wrong is the ``__cause__``.
+    """One row cannot be sampled; the others can.
 
     Args:
-        row: its index in the batch.
-        cause: what was raised.
+        row: index of the row in the batch.
+        cause: the error, also the ``__cause__``.
     """
 
     def __init__(self, row: int, cause: Exception) -> None:

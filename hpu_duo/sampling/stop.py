@@ -1,4 +1,4 @@
-"""When the text or a token ends an output, and which text may be shown meanwhile."""
+"""Stop strings: find them in an output that grows, and hold back text that may begin one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StopChecker:
     The stop string that is complete first wins; of those complete at the same character, the longest. So the
     result does not depend on how the text is split into tokens. A string that completes before
     ``min_tokens`` is reached is ordinary text, but one that only begins before it counts; transformers does
-    not wait for it. The text of special tokens counts too, also where it is not shown.
+    not wait for ``min_tokens``. The text of special tokens counts too, also where it is not shown.
 
     Each character costs amortised constant time per stop string.
 
@@ -95,7 +95,7 @@ class StopChecker:
         return self._release(pending, len(pending) - num_held)
 
     def flush(self) -> str:
-        """The text still held back, for an output that ends for another reason (length, EOS)."""
+        """Release the text still held back, for an output that ends for another reason (length, EOS)."""
         return self._release(self._held, len(self._held)).text
 
     @property
@@ -128,7 +128,7 @@ class StopChecker:
         return Released(self._release(pending[:end], kept).text, match)
 
     def _release(self, pending: str, num_chars: int) -> Released:
-        """Let go of the first characters; those of them that may be shown are."""
+        """Release the first characters, without the hidden ranges among them."""
         shown, at = "", 0
         for start, end in self._hidden:
             shown += pending[at : min(start, num_chars)]

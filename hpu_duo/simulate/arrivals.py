@@ -1,4 +1,4 @@
-"""Who sends requests to a simulated server, and when."""
+"""Sources of requests for a simulated server."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Arrivals(Protocol):
 
 
 class Trace:
-    """Requests that come at given times, whatever becomes of the others.
+    """Requests that come at given times, whenever others end.
 
     Args:
-        requests: pairs of time and request; siblings at the time of their parent and behind it. Requests of
-            the same time come in this order.
+        requests: pairs of time and request; siblings come at the time of their parent and after it in the
+            list. Requests of the same time come in this order.
     """
 
     def __init__(self, requests: Iterable[tuple[float, Request]]) -> None:
@@ -48,7 +48,7 @@ class Trace:
         return self._coming[0][0] if self._coming else None
 
     def ended(self, request: Request, now: float) -> None:
-        """Nobody waits for the end of a request."""
+        """Do nothing: no request of a trace waits for the end of another one."""
 
 
 def _time(coming: tuple[float, Request]) -> float:

@@ -20,8 +20,8 @@ def plan_buckets(
     Args:
         budget: an int is a number of graphs.
         cost: default ``StepCost(block_size=limits.block_size)``.
-        traffic: recorded shapes and how often each occurs. None plans for ``prior(limits)``, blurred as
-            ``ASSUMED``, and gives the default table (``BucketTable.exponential``) where that costs less on
+        traffic: recorded shapes and how often each occurs. None plans for ``prior(limits)``, blurred by
+            ``ASSUMED``, and returns the default table (``BucketTable.exponential``) if that costs less on
             other users of the same kind.
         resolution: finer takes longer and pads less.
 

@@ -18,10 +18,10 @@ class SimulatedStep:
 
     Attributes:
         start, duration: in the units of the clock.
-        plan: who ran.
+        plan: rows and copies of the step.
         shape: the exact shape.
-        bucket: what it was padded to; the shape itself without a table.
-        committed: the tokens that it added to requests, and which of these ended.
+        bucket: the shape it was padded to; without a table the exact shape.
+        committed: the tokens that it added to requests, each with the reason if it ended its request.
     """
 
     start: float
@@ -33,23 +33,23 @@ class SimulatedStep:
 
     @property
     def end(self) -> float:
-        """When its tokens are there."""
+        """Time at which its tokens are there."""
         return self.start + self.duration
 
 
 class Simulation:
     """A server whose device is a cost function.
 
-    Steps follow each other without a gap while there is a request. What comes during a step is seen by the
-    next one. Every sampled token is the one that the request forces there, or 0, so the length of a request
-    is that of its parameters (``max_tokens`` with ``ignore_eos``). The same arrivals, scheduler and costs
-    give the same steps.
+    Steps follow each other without a gap while there is a request. Requests that come during a step are
+    planned with the next one. Every sampled token is the one that its request forces, or 0, so the length of
+    a request follows from its parameters (``max_tokens`` with ``ignore_eos``). The same arrivals, scheduler
+    and costs give the same steps.
 
     Args:
         scheduler: plans the steps, as for an engine; trims prompts if it was made with ``ChunkTrimming``.
-            Nobody else may use it.
+            It must not be used otherwise.
         arrivals: the requests.
-        duration_of: how long a step in a bucket takes, above 0, in the units of the clock.
+        duration_of: duration of a step in a bucket, above 0, in the units of the clock.
         table: buckets that steps are padded to; None runs each at its exact shape.
 
     Attributes:
@@ -77,7 +77,7 @@ class Simulation:
             yield self._step()
 
     def _wait(self, until: float) -> bool:
-        """Take in who has come, or who comes next if nobody is left; whether there is a step to run."""
+        """Add the requests that have come, or wait for the next one; returns whether a step is to run."""
         self._add_due()
         while not self.scheduler.has_unfinished:
             coming = self._arrivals.next_time()
@@ -117,7 +117,7 @@ class Simulation:
 
 
 def _tokens_of(plan: StepPlan) -> list[int]:
-    """What the step samples: behind its known tokens a request has its forced ones, then zeros."""
+    """Tokens that the step samples: the forced ones of each request, then zeros."""
     return [
         int(row.request.tokens[place])
         for row in plan.sampled_rows

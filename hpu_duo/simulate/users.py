@@ -39,13 +39,13 @@ def prior(limits: StepLimits, seed: int = 0) -> dict[BatchShape, float]:
       to ``max_model_len``.
     - Outputs are log-normal, of median 256 tokens or a sixteenth of ``max_model_len``, and sigma 0.8.
     - 3 % of the prompts are answered two to eight times, from one cached prompt.
-    - What exceeds ``max_model_len`` or the blocks held is cut.
+    - Prompts and outputs that exceed ``max_model_len`` or the blocks are cut.
 
     Args:
-        seed: of the users: another one is other users of the same kind.
+        seed: of the users; another seed gives other users of the same kind.
 
     Returns:
-        How many steps had each shape; the same for the same arguments.
+        The number of steps of each shape; the same for the same arguments.
     """
     return dict(_prior(limits, seed))
 

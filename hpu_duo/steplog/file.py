@@ -1,8 +1,8 @@
 """The file format of recorded steps.
 
-A line that names the format and its version, a line of JSON that says what the steps are of, and then each
-step as a line of JSON with its small parts, followed by the bytes of its two arrays, little-endian. Nothing
-in it is ever executed.
+The first line names the format and its version. The second line is JSON: the origin of the steps, that is the
+engine that ran them. Each step follows as a line of JSON with its small parts, and the bytes of its two
+arrays, little-endian. Nothing in the file is ever executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpu_duo.engine.message import StepMessage
 from hpu_duo.sampling import SamplingBatch, SamplingRoute
 
 VERSION = 1
-"""Of the format; other versions are refused."""
+"""Version of the format; others are refused."""
 
 _FORMAT = b"hpu-duo steps "
 _INTS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")
@@ -31,7 +31,7 @@ _LONGEST_LINE = 1 << 26
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """A step and what it gave.
+    """A step and its tokens.
 
     Attributes:
         message: the step.
@@ -48,7 +48,7 @@ class StepLog:
 
     Attributes:
         path: the file.
-        origin: what the steps are of; see ``origin_of``.
+        origin: description of the engine that ran the steps; see ``origin_of``.
     """
 
     path: Path
@@ -105,7 +105,7 @@ class StepRecorder:
 
     Args:
         path: made anew; an older recording is replaced.
-        origin: what the steps are of; asked for with the first one.
+        origin: returns the description of the engine; called with the first step.
 
     Raises:
         ValueError: the file cannot be written, or holds something else than recorded steps.

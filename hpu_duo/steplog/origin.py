@@ -1,4 +1,4 @@
-"""What recorded steps are of: the model, its heads and the stores, and how to load an engine like that."""
+"""Origin of recorded steps: model, heads and stores of their engine, and options to load another like it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
         config: what it was loaded from.
 
     Returns:
-        fingerprint: all that must be equal, flat. versions: software, by which numbers may differ.
-        options: arguments of ``from_pretrained`` beside the model, the buckets and the heads. buckets: the
-        table, None without one. heads: the head pattern, None if all retrieve.
+        A mapping with: ``fingerprint``, all that must be equal, flat; ``versions`` of software, with which
+        numbers may differ; ``options``, arguments of ``from_pretrained`` besides model, buckets and heads;
+        ``buckets``, the table, None without one; ``heads``, the head pattern, None if all retrieve.
     """
     runner = engine.runner
     resolved, graphs = Resolved.of(runner, engine.scheduler, engine.pattern), runner.graphs
@@ -62,7 +62,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
 
 
 def fingerprint_of(engine: Engine, model: str | Path) -> dict[str, Any]:
-    """All that a message takes for granted: weights, heads, dtype, kernels, capture, and where units lie."""
+    """Collect all that a message relies on: weights, heads, dtype, kernels, capture, layout of the stores."""
     runner = engine.runner
     layouts = {
         f"layout.layer_{number}": f"blocks {list(cache.blocks.layout)}, rings {list(cache.rings.layout)}"
@@ -77,7 +77,7 @@ def fingerprint_of(engine: Engine, model: str | Path) -> dict[str, Any]:
 
 
 def options_of(origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``HPUDuoModel.from_pretrained`` beside the model, for an engine that has the same.
+    """Return arguments of ``HPUDuoModel.from_pretrained``, besides the model, for an engine of this origin.
 
     Raises:
         ValueError: the description lacks them.
@@ -115,7 +115,7 @@ def check_origin(origin: Mapping[str, Any], engine: Engine, model: str | Path) -
 
 
 def differing_versions(origin: Mapping[str, Any], engine: Engine) -> list[str]:
-    """What software is another one than the recorded one, by which tokens may come to differ."""
+    """List software whose version is not the recorded one, with which tokens may differ."""
     before, now = origin.get("versions", {}), versions_of(engine.runner.runtime)
     return [f"{name} {before[name]}, now {now.get(name)}" for name in before if before[name] != now.get(name)]
 

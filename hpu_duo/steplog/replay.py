@@ -1,4 +1,4 @@
-"""Carrying recorded steps out again."""
+"""Run recorded steps again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpu_duo.steplog.origin import check_origin, differing_versions
 
 
 class Difference(NamedTuple):
-    """A token that is another one than was recorded.
+    """A token that differs from the recorded one.
 
     Attributes:
         step: number of the step, from 1 on.
@@ -33,14 +33,14 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What came of a replay.
+    """Result of a replay.
 
     Attributes:
-        num_steps, num_tokens: steps carried out, and tokens compared.
-        num_hosted: tokens that the host had chosen, which no message can repeat; those that follow them are
-            compared, since messages carry what was chosen.
-        differences: tokens that are others.
-        versions: software that is another one than when the steps were recorded.
+        num_steps, num_tokens: steps that ran, and tokens compared.
+        num_hosted: tokens that were chosen on the host, which a message cannot repeat; the tokens after them
+            are compared, since later messages hold the host's choices.
+        differences: tokens that differ.
+        versions: software whose version differs.
     """
 
     num_steps: int
@@ -53,10 +53,10 @@ class ReplayReport:
 def replay(
     engine: Engine, model: str | Path, log: StepLog, progress: Callable[[int], None] | None = None
 ) -> ReplayReport:
-    """Carry out recorded steps and compare their tokens; the engine's own requests play no part.
+    """Run recorded steps and compare their tokens.
 
     Args:
-        engine: without requests; what it has stored is overwritten.
+        engine: without requests; its stores are overwritten.
         model: the checkpoint that it was loaded from.
         progress: called after each step with its number.
 
@@ -86,7 +86,7 @@ def replay(
 
 
 def _make_room(engine: Engine, message: StepMessage) -> None:
-    """Take a bucket that a miss had added to the table when the step was recorded."""
+    """Add the bucket of a message to the table, if a miss had added it when the step was recorded."""
     executor = engine.runner.executor
     graphs = executor.graphs
     if executor.uses_table and graphs.policy is MissPolicy.CAPTURE and message.bucket not in graphs.table:

@@ -29,7 +29,7 @@ class GivenBuckets:
 
     @classmethod
     def read(cls, buckets: BucketTable | str | Path | None, block_size: int) -> GivenBuckets:
-        """Read the argument ``buckets`` of ``from_pretrained``: a table, None, or the path of a table or manifest.
+        """Read ``buckets`` of ``from_pretrained``: a table, None, or the path of a table or manifest.
 
         Raises:
             ValueError: a file is neither a table nor a manifest.

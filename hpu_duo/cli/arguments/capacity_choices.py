@@ -1,4 +1,4 @@
-"""The default choices of what is computed, and the report for programs."""
+"""Default contexts of a capacity report, and the report as JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DEFAULT_CONTEXTS = (8_192, 32_768, 131_072, 524_288)
 
 
 def default_contexts(max_positions: int) -> list[int]:
-    """Those of ``DEFAULT_CONTEXTS`` that the model serves, or all of its positions when it serves none."""
+    """Return those of ``DEFAULT_CONTEXTS`` that the model serves, or else its number of positions."""
     return [context for context in DEFAULT_CONTEXTS if context <= max_positions] or [max_positions]
 
 
 def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> dict[str, Any]:
-    """The report for programs: bytes, seconds, tokens per second."""
+    """The report as JSON values: bytes, seconds, tokens per second."""
     from hpu_duo.cost import FITTED, published_rows, split_rows
     from hpu_duo.cost.fit import median_error
 

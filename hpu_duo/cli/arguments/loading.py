@@ -1,4 +1,4 @@
-"""The model that the options of a command describe."""
+"""Load the model that the options of a command describe."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def load_model(
     num_requests: int,
     seed: int = 0,
 ) -> HPUDuoModel:
-    """Load what the options describe.
+    """Load the model that the options describe.
 
     Args:
-        path: None is the built-in model, whose own pattern is used when the heads are to be cut
-            and no other pattern is named.
+        path: None is the built-in model, whose own pattern is used when sparsity or threshold are given
+            without a pattern.
         heads: options, or a pattern to take as it is.
         options: with ``fail_on_recompile``, the model is warmed up as well.
-        num_requests: how many there will be, the default of ``max_num_seqs`` unless the buckets are a
-            manifest, which has its own.
-        seed: from which requests without a seed draw.
+        num_requests: expected requests, the default of ``max_num_seqs`` unless the buckets are a manifest,
+            which has its own.
+        seed: for requests without a seed.
 
     Raises:
         ValueError: the files or the options do not fit together; see ``HPUDuoModel.from_pretrained``.
@@ -80,7 +80,7 @@ def load_model(
 
 
 def load_with(path: Path | None, **arguments: Any) -> HPUDuoModel:
-    """Load with arguments of ``HPUDuoModel.from_pretrained``, and let nobody else write to the terminal.
+    """Load with arguments of ``HPUDuoModel.from_pretrained``, and keep other libraries from the terminal.
 
     Args:
         path: None is the built-in model.

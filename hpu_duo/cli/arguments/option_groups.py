@@ -28,15 +28,15 @@ class _Group:
     options: tuple[Parameter, ...]
 
     def take(self, values: dict[str, Any]) -> Any:
-        """The group, made of its options' values, which are taken out."""
+        """Make the group of its options' values, which are taken out of ``values``."""
         return self.kind(**{option.name: values.pop(option.name) for option in self.options})
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer wants it: parameters that are groups of options are spread into their fields.
+    """Return the command in typer's form: parameters that are groups of options are spread into their fields.
 
     A group is a dataclass whose fields are annotated as options, as parameters of a command are; the defaults
-    of the fields are those of the options, which stand where the group stood.
+    of the fields are those of the options. The options take the place of the group.
 
     Raises:
         TypeError: a group has no such field, or a field has no option or no default.

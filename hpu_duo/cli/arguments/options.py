@@ -15,7 +15,7 @@ from hpu_duo.cli.arguments.model_names import model_option
 from hpu_duo.limit_config import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 
 HEADS = "Heads"
-"""Name of a panel of the help, as the next ones."""
+"""Name of a panel of the help, like the constants below."""
 ENGINE = "Engine"
 LIMITS = "Limits"
 
@@ -94,13 +94,13 @@ class HeadOptions:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a pattern's scores are to be cut anew."""
+        """Whether sparsity or threshold are given, so that the pattern's scores are cut anew."""
         return self.sparsity is not None or self.threshold is not None
 
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """How much may run in a step, but for the number of requests."""
+    """Limits of a step, except the number of requests."""
 
     max_model_len: Annotated[
         int | None,
@@ -124,7 +124,7 @@ class SizeOptions:
 
 @dataclass(frozen=True)
 class LimitOptions(SizeOptions):
-    """How much may run in a step, for what is computed without weights."""
+    """Limits of a step, for commands that need no weights."""
 
     max_num_seqs: Annotated[
         int, typer.Option(help="Requests that run at the same time.", rich_help_panel=LIMITS)
@@ -133,7 +133,7 @@ class LimitOptions(SizeOptions):
 
 @dataclass(frozen=True)
 class EngineOptions(SizeOptions):
-    """How steps are computed and how much is held; see ``HPUDuoModel.from_pretrained``."""
+    """Options of an engine; see ``HPUDuoModel.from_pretrained``."""
 
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, hpu or hpu-sim.", rich_help_panel=ENGINE)] = (
         "auto"

@@ -1,4 +1,4 @@
-"""Paths of the command line: an empty one, of a variable that is not set say, is none."""
+"""Paths of the command line; an empty one, of an unset variable say, is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 def path(text: str | Path) -> Path:
-    """The path of a word; ``typer.BadParameter`` for an empty one, which pathlib takes for ``.``."""
+    """Read a path; raises ``typer.BadParameter`` for an empty one, which pathlib takes for ``.``."""
     if not str(text):
         raise typer.BadParameter("expected a path, got ''")
     return Path(text)

@@ -1,4 +1,4 @@
-"""Prompts: where they come from, and their token ids."""
+"""Prompts from the command line and from files, and their token ids."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
 
 
 def decoded(text: str, name: str) -> str:
-    """A text of the command line, whose bytes are UTF-8 whatever the locale says.
+    """Decode a text of the command line as UTF-8, whatever the locale is.
 
     Args:
-        name: what the text is, for the message.
+        name: name of the text, for the message.
 
     Raises:
-        ValueError: they are not.
+        ValueError: its bytes are not UTF-8.
     """
     try:
         text.encode()
@@ -88,7 +88,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, is_chat: bool = False)
     """Token ids of a prompt, with the special tokens that the tokenizer or its chat template adds.
 
     Args:
-        is_chat: take the text as what the user says, and let the assistant answer.
+        is_chat: take the text as the user's message, and let the assistant answer.
 
     Raises:
         ValueError: a chat is wanted and the tokenizer has no chat template.

@@ -1,4 +1,4 @@
-"""Word to the user when full attention fails too: then the accuracy says nothing about heads."""
+"""Warnings when full attention fails too: the accuracy then says nothing about heads."""
 
 from __future__ import annotations
 

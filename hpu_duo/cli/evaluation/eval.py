@@ -1,4 +1,4 @@
-"""``hpu-duo eval``: what a head pattern costs in accuracy and saves in bytes."""
+"""``hpu-duo eval``: the cost of a head pattern in accuracy, and the bytes it saves."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def perplexity(
     heads: opt.HeadOptions,
     engine: eopt.OneRequestEngine,
 ) -> None:
-    """Perplexity of a text, decoded and scored token by token."""
+    """Perplexity of a text, every token scored by decoding it from the cache."""
     with user_errors():
         if num_tokens is not None and num_tokens < 1:
             raise ValueError(f"expected --num-tokens of at least 1, got {num_tokens}")

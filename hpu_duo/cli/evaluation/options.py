@@ -83,7 +83,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class EvaluationEngine(opt.EngineOptions):
-    """How evaluations run: a few requests at a time, for their prompts are long."""
+    """Engine of evaluations: a few requests at a time, because prompts are long."""
 
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Requests that run at the same time.", rich_help_panel=opt.ENGINE)
@@ -98,14 +98,14 @@ _Scored = Annotated[
 
 @dataclass(frozen=True)
 class ScoringEngine(EvaluationEngine):
-    """How evaluations run that score given texts."""
+    """Engine of evaluations that score given texts."""
 
     decode_len: _Scored = _SCORED_LEN
 
 
 @dataclass(frozen=True)
 class OneScoringEngine(opt.EngineOptions):
-    """The same for one text."""
+    """Engine that scores one text."""
 
     decode_len: _Scored = _SCORED_LEN
 
@@ -126,7 +126,7 @@ class Choice:
     engine: opt.EngineOptions
 
     def settings(self) -> dict[str, object]:
-        """Return what decides the results, for the first line of a file of them.
+        """Return the settings that the results depend on, for the first line of their file.
 
         Raises:
             ValueError: the model or the pattern cannot be read.
@@ -173,13 +173,13 @@ class Choice:
 
     @property
     def load_full(self) -> Callable[[], Subject] | None:
-        """Loads the same model with full attention; None if no option lets heads stream."""
+        """Return a loader of the same model with full attention; None if no option lets heads stream."""
         if self.heads.pattern is None and not self.heads.is_cut:
             return None
         return replace(self, heads=opt.HeadOptions()).load
 
     def load_with(self, pattern: HeadPattern) -> Subject:
-        """The same model with a binarised pattern."""
+        """Load the same model with a binarised pattern."""
         from hpu_duo.eval import Subject
 
         return Subject(load_model(self.model, pattern, self.engine, MAX_NUM_SEQS))
@@ -191,12 +191,12 @@ def _tell(notes: Iterable[str]) -> None:
 
 
 def text_settings(text: PasskeyText) -> dict[str, str]:
-    """Return what of the texts decides the results."""
+    """Return the settings of the texts that the results depend on."""
     return {"haystack": text.haystack.fingerprint, "words": text.source.value}
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, by which results know what they were computed from.
+    """SHA-256 of a file, which identifies the inputs of results.
 
     Raises:
         ValueError: it cannot be read.
@@ -208,7 +208,7 @@ def digest(path: Path) -> str:
 
 
 def _digests(pattern: Path) -> dict[str, str]:
-    """Digests of the files of a pattern: scores, windows, and which heads retrieve if it says so."""
+    """Digests of the files of a pattern: scores, windows, and the retrieval heads if it names them."""
     from hpu_duo.heads.pattern_files import CONFIG_FILE, RETRIEVAL_FILE, SCORES_FILE
 
     optional = [RETRIEVAL_FILE] if (pattern / RETRIEVAL_FILE).is_file() else []
@@ -216,7 +216,7 @@ def _digests(pattern: Path) -> dict[str, str]:
 
 
 def read_pattern(path: Path | None, heads: opt.HeadOptions) -> HeadPattern:
-    """The scores in a directory, with the window that the options ask for; None is the built-in model's."""
+    """Read the pattern in a directory, with the window of the options; None is the built-in model's."""
     from hpu_duo.heads import HeadPattern
 
     pattern = HeadPattern.load(PATTERN_DIR if path is None else path)

@@ -97,7 +97,7 @@ def _accuracies(rows: Sequence[Row]) -> list[float]:
 
 
 def _bars(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    """How far the intervals reach below and above the accuracies."""
+    """Lengths of the error bars below and above the accuracies."""
     return (
         [row["accuracy"] - row["accuracy_low"] for row in rows],
         [row["accuracy_high"] - row["accuracy"] for row in rows],

@@ -19,7 +19,7 @@ RESULTS = "results.jsonl"
 
 
 KV_COLUMNS = ("kv_num_tokens", "held_bytes", "kv_ratio")
-"""Columns of what the cache keeps of a row's texts, as the mean of one."""
+"""Columns of tokens and bytes in the cache, as means over the texts of a row."""
 _NOTE = (
     "In brackets: 95 % intervals (Wilson). KV: tokens of a text with its answer, bytes kept of them, and "
     "their share of the bytes of full attention; means over the texts of the line."
@@ -59,11 +59,10 @@ def finish(report: Mapping[str, Any], out: Path | None, as_json: bool) -> None:
 
 
 def check_outputs(results: Path, derived: Sequence[Path]) -> None:
-    """Refuse to replace files that no earlier run of this evaluation has left.
+    """Refuse to replace files that are not from an earlier run of this evaluation.
 
     Raises:
-        ValueError: there are derived files and no results they could have come from, or one cannot be
-            written.
+        ValueError: there are derived files without the results, or a file cannot be written.
     """
     from hpu_duo.eval.result_file import refuse_existing
 

@@ -1,4 +1,4 @@
-"""``hpu-duo identify``: which KV heads of a model need the whole context."""
+"""``hpu-duo identify``: find the KV heads of a model that need the whole context."""
 
 from __future__ import annotations
 

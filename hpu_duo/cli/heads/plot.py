@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
 
 _CELL = 0.28
-"""Inches; of more than ``_MANY`` heads, half of it."""
+"""Size of a cell in inches; half of it for more than ``_MANY`` heads."""
 _MANY = 16
 
 

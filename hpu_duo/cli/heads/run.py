@@ -20,15 +20,15 @@ from hpu_duo.identify import Identification, IdentifyRequest, Method, Workers, j
 
 
 class ToldInterruptError(KeyboardInterrupt):
-    """The user has been told how far the run came."""
+    """An interrupt after which the user has been told the progress of the run."""
 
 
 def identifier(
     request: IdentifyRequest, threads: int | None, num_processes: int | None
 ) -> Callable[[], HeadPattern | None]:
-    """What identifies, and returns the pattern in the process that talks to the user, None in others.
+    """Return a function that identifies; it returns the pattern in the first process, None in others.
 
-    It raises what ``identify`` does and, with processes of its own, a ``WorkerError``.
+    The function raises what ``identify`` raises and, with processes of its own, a ``WorkerError``.
 
     Args:
         threads: of each process, on the CPU; None = torch's choice.
@@ -48,11 +48,11 @@ def identifier(
 
 
 def identify(member: Member | None, request: IdentifyRequest, threads: int | None) -> HeadPattern | None:
-    """Identify in this process, alone or among others; the pattern in the first one, else None.
+    """Identify in this process, alone or among others; returns the pattern in the first one, else None.
 
     Raises:
-        Refused: what was asked for cannot be done.
-        KeyboardInterrupt: interrupted; what can be gone on with has been saved.
+        Refused: the request cannot be carried out.
+        KeyboardInterrupt: interrupted; the state of an optimisation has been saved.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -80,7 +80,7 @@ def identify(member: Member | None, request: IdentifyRequest, threads: int | Non
 
 @contextmanager
 def _refusing(kind: type[Exception]) -> Iterator[None]:
-    """Take an error for one of the user's, in whichever process it is raised."""
+    """Turn an error into ``Refused``, one of the user's, in whichever process it is raised."""
     try:
         yield
     except kind as error:
@@ -89,7 +89,7 @@ def _refusing(kind: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _cpu_set_up(threads: int | None) -> Iterator[None]:
-    """Threads as asked for, and subnormal numbers, on which CPUs are many times slower, taken for zero."""
+    """Set the number of threads, and flush subnormal numbers to zero: CPUs are many times slower on them."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if threads is None else threads)
     torch.set_flush_denormal(True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpu_duo.identify import Progress
 
 _SHADES, _PLAIN_SHADES = " ░▒▓█", " .:*#"
-"""From low to high scores; the second where the encoding has no such characters."""
+"""Characters from low to high scores; the second row is for encodings without the first."""
 _LINES_WITHOUT_TERMINAL = 10
 
 
@@ -24,7 +24,7 @@ class IdentifyView:
     """A bar with the losses on a terminal, ten lines elsewhere, nothing when silent.
 
     Args:
-        console: where to.
+        console: receives the output.
         total: steps or samples of the whole run.
         is_silent: for all processes but one.
     """
@@ -39,7 +39,7 @@ class IdentifyView:
             self._bar.start()
 
     def moved(self, progress: Progress) -> None:
-        """Show how far it is."""
+        """Show the progress."""
         told = _losses(progress)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=progress.done, description=told)
@@ -81,7 +81,7 @@ def heads_table(pattern: HeadPattern, cuts: dict[str, HeadPattern], console: Con
 
 
 def pattern_fields(pattern: HeadPattern, cuts: dict[str, HeadPattern]) -> dict[str, Any]:
-    """The same for programs."""
+    """The same as JSON values."""
     return {
         "num_layers": pattern.num_layers,
         "num_kv_heads": pattern.num_kv_heads,

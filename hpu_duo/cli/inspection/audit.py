@@ -1,4 +1,4 @@
-"""``hpu-duo audit``: what every step would ask of an HPU, from a config.json alone."""
+"""``hpu-duo audit``: the operators and memory of every step on an HPU, from a config.json alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hpu-duo doctor``: what this machine can run, and why it cannot run the rest."""
+"""``hpu-duo doctor``: the devices and backends that work on this machine, and why others do not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Finding:
 
     Attributes:
         topic: versions, devices, cpu, graphs, collectives or model.
-        is_usable: None for a fact that is neither good nor bad.
+        is_usable: whether the subject works; None for a plain fact.
     """
 
     topic: str

@@ -1,4 +1,4 @@
-"""``hpu-duo replay``: carry out recorded steps again, and compare their tokens."""
+"""``hpu-duo replay``: run recorded steps again, and compare their tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def replay(
     heads: opt.HeadOptions,
     as_json: opt.Json = False,
 ) -> None:
-    """Carry out recorded steps again, and compare their tokens.
+    """Run recorded steps again, and compare their tokens.
 
     A step depends on its message, the weights and the steps before, and on nothing else: on the same machine
     the tokens are the same, bit for bit, and the exit code is 0. Everything but the model is loaded as it was

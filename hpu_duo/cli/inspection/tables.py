@@ -22,7 +22,7 @@ _CAVEAT = (
 
 
 def print_report(report: AuditReport, console: Console | None = None) -> None:
-    """Print tables of what is held, of steps, of operators, and of what is forbidden."""
+    """Print tables of memory, of steps, of operators, and of findings."""
     from hpu_duo.audit import native_sources
 
     console = console or Console()
@@ -49,7 +49,7 @@ def print_report(report: AuditReport, console: Console | None = None) -> None:
 
 
 def report_fields(report: AuditReport) -> dict[str, Any]:
-    """The same for programs: bytes and counts."""
+    """The same as JSON values: bytes and counts."""
     from hpu_duo.audit import native_sources
 
     return {

@@ -43,7 +43,7 @@ def step_cost(size: ModelSize, block_size: int) -> StepCost:
 def choose(
     name: str, limits: StepLimits, cost: StepCost, budget: GraphBudget, traffic: Traffic | None
 ) -> tuple[BatchShape, ...] | Grid:
-    """Return what a strategy makes of the limits; the budget and the traffic are for the planned one."""
+    """Return the table that a strategy gives; budget and traffic are for the planned one."""
     match name:
         case "planned":
             return plan_buckets(limits, budget, cost, traffic).buckets

@@ -1,4 +1,4 @@
-"""``hpu-duo capacity``: what fits on Gaudi, and how fast it would be, from a config.json alone."""
+"""``hpu-duo capacity``: requests that fit on a Gaudi, and predicted speed, from a config.json alone."""
 
 from __future__ import annotations
 

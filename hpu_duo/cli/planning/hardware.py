@@ -1,4 +1,4 @@
-"""Planning for a Gaudi: what fits, how fast it would be, and the limits that follow."""
+"""Planning for a Gaudi: requests that fit, predicted speed, and the limits that follow."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 HARDWARE = "Hardware"
 """Name of a panel of the help."""
 SINK, RECENT = 128, 256
-"""Window of streaming heads without a pattern that says so."""
+"""Window of streaming heads for which no pattern gives one."""
 
 
 @dataclass(frozen=True)
 class HardwareOptions:
-    """How a model is served on some hardware, and what to compare; see ``hpu-duo capacity``.
+    """Options of serving a model on some hardware, and the choices to compare; see ``hpu-duo capacity``.
 
-    The first sparsity and the first format of keys and values are planned for.
+    Plans are for the first sparsity and the first format of keys and values.
     """
 
     devices: Annotated[int, typer.Option(help="Devices that share the model.", rich_help_panel=HARDWARE)] = 1
@@ -99,7 +99,7 @@ class HardwareOptions:
     ] = GRAPH_MEMORY_SHARE
 
     def on(self, hardware: str, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> Serving:
-        """The same on some hardware, with the limits of a scheduler.
+        """Return the serving on some hardware, with the limits of a scheduler.
 
         Raises:
             ValueError: an unknown name, or a value out of range.
@@ -126,7 +126,7 @@ class HardwareOptions:
         )
 
     def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:
-        """Return what every choice gives.
+        """Return the capacity of every choice.
 
         Args:
             num_graphs: budget of the bucket table, which bounds the warm-up.
@@ -155,7 +155,7 @@ class HardwareOptions:
         return Deployment(size, serving, share, self._formats()[0], max_len)
 
     def _formats(self) -> list[Format]:
-        """Of keys and values; ValueError for one that is unknown."""
+        """Formats of keys and values; ValueError for an unknown one."""
         from hpu_duo.cost import Format
 
         return [Format.parse(text) for text in self.kv_cache_dtype or DEFAULT_KV_FORMATS]

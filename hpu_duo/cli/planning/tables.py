@@ -1,4 +1,4 @@
-"""The hardware, and what fits on it, as tables."""
+"""Tables of hardware and of capacity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def hardware_table(hardware: Hardware) -> Table:
-    """List what public sources say of one device."""
+    """Return the public figures of one device."""
     table = _facts()
     table.add_row(
         "matrix operations",
@@ -34,7 +34,7 @@ def hardware_table(hardware: Hardware) -> Table:
 def print_report(
     model: ModelSize, serving: Serving, found: Sequence[Capacity], console: Console | None = None
 ) -> None:
-    """Hardware, memory, requests that fit, predicted speeds, warm-up, and how sure all that is."""
+    """Print hardware, memory, requests that fit, predicted speeds, warm-up, and how certain they are."""
     console = console or Console()
     _print(console, serving.hardware.title, hardware_table(serving.hardware))
     devices = f"{serving.num_devices} x {serving.hardware.title}"

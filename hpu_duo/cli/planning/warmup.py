@@ -1,4 +1,4 @@
-"""``hpu-duo warmup``: capture a table ahead of traffic, within a budget, and write down what it cost."""
+"""``hpu-duo warmup``: capture a table ahead of traffic, within a budget, and record what it cost."""
 
 from __future__ import annotations
 

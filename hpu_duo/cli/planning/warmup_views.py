@@ -48,12 +48,12 @@ class ProgressView:
         self._bar.stop()
 
     def done(self, done: int, total: int, record: GraphRecord) -> None:
-        """Show that a graph is there."""
+        """Show that a graph has been captured."""
         self._bar.update(self._bar.task_ids[0], completed=done, total=total, description=_described(record))
 
 
 def print_estimate(console: Console, prepared: WarmUp) -> None:
-    """Graphs, seconds and memory, and where the figures are from; to be seen before anything happens."""
+    """Print graphs, seconds and memory, and the origin of the figures, before the warm-up starts."""
     estimate = prepared.estimate
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
@@ -92,7 +92,7 @@ def print_report(console: Console, report: WarmUpReport) -> None:
 
 
 def report_fields(report: WarmUpReport) -> dict[str, Any]:
-    """The same for programs: seconds, bytes, counts."""
+    """The same as JSON values: seconds, bytes, counts."""
     estimate = report.estimate
     return {
         "is_dry_run": report.is_dry_run,

@@ -1,4 +1,4 @@
-"""How a command ends when it cannot go on: a sentence on stderr and an exit code, never a traceback."""
+"""Ends of commands that cannot go on: a sentence on stderr and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ INTERRUPTED = 130
 
 @contextmanager
 def user_errors(kind: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
-    """End the command with a sentence if what the user asked for cannot be done.
+    """End the command with a sentence if the user's request cannot be carried out.
 
     To be put around reading and checking, not around running: a ``ValueError`` from a step that was
     accepted is a bug of this package, and keeps its traceback.
 
     Args:
-        kind: the errors that are the user's. Around running, those that only say that it had to stop; none of
-            them, ``()``, leaves the interruption.
+        kind: the errors that are the user's. ``()`` is none of them, so that only interruptions are handled.
     """
     try:
         yield

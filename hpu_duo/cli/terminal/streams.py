@@ -1,4 +1,4 @@
-"""Standard output and error, which take every character, and say so when they take nothing more."""
+"""Standard output and error that can encode every character, and report when they cannot be written."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class OutputLostError(Exception):
     """Standard output could not be written; no ``OSError``, which libraries take for one of their own.
 
     Attributes:
-        reason: why, in the words of the system.
-        has_no_reader: whoever read it has closed it, ``head`` say, and wants no more.
+        reason: the message of the system.
+        has_no_reader: whether its reader, ``head`` say, has closed it.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -56,8 +56,8 @@ class _Notes(io.FileIO):
 def delivered(command: Callable[[], Any]) -> int | str | None:
     """Run a command line to its end; returns its exit code once all its output has been delivered.
 
-    A reader that closes standard output early, as ``head`` does, has had what it wanted: the code is then
-    that of the command, or 0 where it was cut short.
+    If a reader closes standard output early, as ``head`` does, the code is that of the command, or 0 if the
+    command was cut short.
     """
     code: int | str | None = 0
     sys.stdout, sys.stderr = _opened(sys.stdout, _Output), _opened(sys.stderr, _Notes)
@@ -77,7 +77,7 @@ def delivered(command: Callable[[], Any]) -> int | str | None:
 
 
 def can_show(text: str, console: Console) -> bool:
-    """Whether the encoding of a console has all characters of a text."""
+    """Whether the encoding of a console has all characters of ``text``."""
     try:
         text.encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
@@ -92,10 +92,10 @@ def mark(is_good: bool, console: Console) -> str:
 
 
 def _opened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
-    """The same stream anew; itself where it is none of the system's, or closed.
+    """Open a stream again; returns the stream itself if it is closed or has no file descriptor.
 
-    ASCII is the encoding of a bare environment and says nothing about the terminal: UTF-8 is taken then, as
-    prompts are UTF-8. Any other is kept, and what it does not have is written as ``\\u`` and digits.
+    ASCII is the encoding of a bare environment and says nothing about the terminal, so UTF-8 replaces it, the
+    encoding of prompts. Any other encoding is kept, and other characters are written as ``\\u`` and digits.
     """
     try:
         number = stream.fileno()
@@ -112,7 +112,7 @@ def _opened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what is still in buffers go nowhere when the interpreter closes them."""
+    """Discard what is still in buffers when the interpreter closes them."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
