@@ -11,8 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("hpu_duo", "graphs", "kernels_ref", "bias_builders")
-OPTIONAL = ("triton", "habana_frameworks", "optimum", "matplotlib", "fastapi", "ray", "lm_eval")
-LEAVES = ("kernels_ref.triton", "graphs.backends.hpu", "hpu_duo.eval.lm_eval_adapter")
+OPTIONAL = ("triton", "habana_frameworks", "optimum", "matplotlib", "fastapi", "ray", "lm_eval", "aiohttp")
+LEAVES = (
+    "kernels_ref.triton",
+    "graphs.backends.hpu",
+    "hpu_duo.eval.lm_eval_adapter",
+    "hpu_duo.load.client",
+    "hpu_duo.load.measure",
+)
 """The only modules that may need an optional package to be imported at all."""
 
 READS_ENVIRONMENT = ("hpu_duo.device.habana", "hpu_duo.device.processes")

@@ -19,6 +19,7 @@ from hpu_duo.cli.inspection.replay import replay
 from hpu_duo.cli.planning.capacity import capacity
 from hpu_duo.cli.planning.plan import plan
 from hpu_duo.cli.planning.warmup import warmup
+from hpu_duo.cli.serving.bench import bench_app
 from hpu_duo.cli.terminal.streams import delivered
 from hpu_duo.cli.text.generate import generate
 from hpu_duo.cli.text.passkey import passkey
@@ -48,6 +49,7 @@ app.command()(identify)
 app.add_typer(pattern_app, name="pattern")
 app.command()(audit)
 app.add_typer(eval_app, name="eval")
+app.add_typer(bench_app, name="bench")
 refuse_empty_paths(app)
 
 

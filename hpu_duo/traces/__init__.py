@@ -1,0 +1,27 @@
+"""Requests as they come to a server: read from published traces, or drawn at random.
+
+Nothing here knows an engine, a model or a network; the load generator and simulations take their requests
+from here.
+"""
+
+from hpu_duo.traces.arrival import Arrival, at_times, in_order, no_longer_than, scaled
+from hpu_duo.traces.file import TraceFile, TraceFormat, read_trace
+from hpu_duo.traces.prompts import PromptIds
+from hpu_duo.traces.rate import Rate
+from hpu_duo.traces.readers.mooncake import write_mooncake
+from hpu_duo.traces.synthetic import RandomLengths
+
+__all__ = [
+    "Arrival",
+    "PromptIds",
+    "RandomLengths",
+    "Rate",
+    "TraceFile",
+    "TraceFormat",
+    "at_times",
+    "in_order",
+    "no_longer_than",
+    "read_trace",
+    "scaled",
+    "write_mooncake",
+]
