@@ -16,6 +16,7 @@ from hpu_duo.cli.heads.pattern import app as pattern_app
 from hpu_duo.cli.inspection.audit import audit
 from hpu_duo.cli.inspection.doctor import doctor
 from hpu_duo.cli.inspection.replay import replay
+from hpu_duo.cli.inspection.selftest import selftest
 from hpu_duo.cli.planning.capacity import capacity
 from hpu_duo.cli.planning.plan import plan
 from hpu_duo.cli.planning.warmup import warmup
@@ -41,6 +42,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(passkey)
 app.command()(doctor)
+app.command()(selftest)
 app.command(cls=ManyValues)(capacity)
 app.command(cls=ManyValues)(plan)
 app.command()(warmup)

@@ -1,7 +1,13 @@
-"""Efficiencies fitted to published speeds, and how far the model then is from others of them."""
+"""Efficiencies fitted to published speeds, and how far the model then is from others of them.
+
+    python -m hpu_duo.cost.fit selftest.json [...]
+
+fits them again with rows that ``hpu-duo selftest`` measured.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -81,3 +87,35 @@ def leave_one_model_out(rows: Sequence[PublishedRow]) -> dict[str, float]:
         efficiency = fit([row for row in rows if row.model.name != name])
         errors[name] = median_error([row for row in rows if row.model.name == name], efficiency)
     return errors
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fit to the published rows and those of files, and print what changes."""
+    # The constants in use are the result of this module.
+    from hpu_duo.cost.fitted import FITTED
+    from hpu_duo.cost.measured import read_rows
+    from hpu_duo.cost.published import published_rows
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("files", nargs="+", help="JSON reports of hpu-duo selftest")
+    measured: list[PublishedRow] = []
+    try:
+        for row in [row for file in parser.parse_args(arguments).files for row in read_rows(file)]:
+            try:
+                measured.append(row.published())
+            except ValueError as error:
+                print(f"left out: {error}")
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"constants in use: {FITTED}")
+    for each in measured:
+        off = relative_error(each, FITTED)
+        print(
+            f"{each.model.name}, {each.batch} x ({each.input_len} + {each.output_len}): predicted {off:+.0%}"
+        )
+    if measured:
+        print(f"fitted with them: {fit([*published_rows(), *measured])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Every kernel implementation that runs on the device, against the reference on the CPU."""
+
+from __future__ import annotations
+
+from hpu_duo.selftest.finding import Notes
+from hpu_duo.selftest.steps import record_steps, run_uncaptured, worst_by_phase
+from hpu_duo.selftest.subject import Subject
+
+TOLERANCES = {"float32": 1e-3, "bfloat16": 6e-2}
+"""Largest relative error of logits by dtype: a wrong mask, scale or index is off by far more."""
+
+_IMPLEMENTATIONS = {
+    "cpu": ("reference", "sdpa"),
+    "cuda": ("reference", "triton"),
+    "hpu": ("reference",),
+    "hpu-sim": ("reference",),
+}
+
+
+def compare_kernels(subject: Subject, notes: Notes) -> None:
+    """Carry out the same steps with every implementation and dtype, and compare logits by phase.
+
+    Steps run uncaptured: what is at fault here is a kernel or an operator and no graph.
+    """
+    steps = record_steps(subject)
+    for name in _IMPLEMENTATIONS[subject.kind]:
+        for dtype, tolerance in TOLERANCES.items():
+            notes.begin(f"{name} in {dtype}")
+            try:
+                model = subject.load(attention=name, dtype=dtype, graphs="eager", buckets=steps.table)
+            except ValueError as error:
+                notes.check(f"{name}, {dtype}", False, f"refused: {error}")
+                continue
+            for phase, off in worst_by_phase(model, steps, run_uncaptured).items():
+                notes.check(
+                    f"{name}, {dtype}, {phase}",
+                    off <= tolerance,
+                    f"logits are within {off:.1e} of the reference on CPU; expected {tolerance:.0e}",
+                    relative_error=off,
+                    tolerance=tolerance,
+                )

@@ -1,0 +1,67 @@
+"""The stages in order. A new one is a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from hpu_duo.selftest.capture import capture
+from hpu_duo.selftest.exchange import exchange
+from hpu_duo.selftest.finding import Notes
+from hpu_duo.selftest.generation import compare_generation
+from hpu_duo.selftest.kernels import compare_kernels
+from hpu_duo.selftest.machine import describe_machine
+from hpu_duo.selftest.operators import compare_operators
+from hpu_duo.selftest.subject import Subject
+from hpu_duo.selftest.timing import time_steps
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the test.
+
+    Attributes:
+        name: by which it is asked for.
+        title: for reports.
+        run: does it; an exception says that it could not be finished.
+        is_lazy: the mode of an HPU that it needs; None = any.
+    """
+
+    name: str
+    title: str
+    run: Callable[[Subject, Notes], None]
+    is_lazy: bool | None = None
+
+
+_CAPTURED_BY = {
+    "hpu": ("hpu-compile", "hpu-graph"),
+    "cuda": ("cuda",),
+    "cpu": ("replay", "compile"),
+}
+"""Capture backends of a device; where none is named, the device's own."""
+
+
+def stages_of(device: str) -> tuple[Stage, ...]:
+    """Everything that is tested of a device.
+
+    Args:
+        device: type of device, such as "hpu" or "hpu-sim".
+    """
+    return (
+        Stage("machine", "Environment and versions", describe_machine),
+        Stage("operators", "Operators against the CPU", compare_operators),
+        Stage("kernels", "Kernel implementations against the reference", compare_kernels),
+        *(
+            Stage(
+                f"capture-{name}" if name != "auto" else "capture",
+                f"Capture, replay and recompilation{'' if name == 'auto' else ' with ' + name}",
+                partial(capture, backend=name),
+                {"hpu-graph": True, "hpu-compile": False}.get(name),
+            )
+            for name in _CAPTURED_BY.get(device, ("auto",))
+        ),
+        Stage("generation", "A short generation against the CPU", compare_generation),
+        Stage("timing", "Seconds of steps by bucket", time_steps),
+        Stage("exchange", "Exchange between cards", exchange),
+    )

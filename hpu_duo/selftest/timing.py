@@ -1,0 +1,133 @@
+"""Seconds of captured steps beside the prediction, and a row of measured speed for the cost model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from graphs import BatchShape
+from hpu_duo.cost import FITTED, Formats, ModelSize, Step, find_hardware, predict_seconds, step_work
+from hpu_duo.cost.measured import MeasuredRow
+from hpu_duo.cost.read_model import read_model
+from hpu_duo.selftest.finding import Notes
+from hpu_duo.selftest.subject import SIMULATED, Subject
+
+if TYPE_CHECKING:
+    from hpu_duo.llm import HPUDuoModel
+
+ROW = "row"
+"""Name of the value that holds a measured row."""
+_NUM_REPEATS = 5
+_MAX_LEN = 2048
+
+
+class _Effort(NamedTuple):
+    num_buckets: int
+    input_len: int
+    output_len: int
+
+
+_EFFORT = _Effort(8, 128, 64)
+_SMALL_EFFORT = _Effort(3, 16, 4)
+"""On the simulated device, which is slow and whose times mean nothing."""
+
+
+def time_steps(subject: Subject, notes: Notes) -> None:
+    """Capture a few buckets of the default table, cheap ones and dear ones, and time their replays.
+
+    Steps of padding are timed: shapes, and so the work of a captured step, do not depend on what is in them.
+    Predictions are the cost model's, where the accelerator is known; they are told and not judged.
+    """
+    from hpu_duo.llm import HPUDuoModel
+
+    notes.begin(f"loading {subject.model}")
+    limits: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": _MAX_LEN}
+    model = HPUDuoModel.from_pretrained(
+        subject.model, device=subject.device, dtype="bfloat16", graphs="auto", on_miss="capture", **limits
+    )
+    size = read_model(subject.model)
+    runner = model.engine.runner
+    block_size = model.engine.scheduler.limits.block_size
+    effort = _EFFORT if subject.kind != SIMULATED else _SMALL_EFFORT
+    for bucket in _spread(runner.graphs.table.by_cost or (runner.executor.largest,), effort.num_buckets):
+        notes.begin(f"bucket {bucket}")
+        seconds = _replay_seconds(model, bucket)
+        predicted = _prediction(subject, size, bucket, block_size)
+        detail = f"{seconds * 1e3:.2f} ms"
+        if predicted is not None:
+            detail += f"; predicted {predicted * 1e3:.2f} ms, {seconds / predicted:.2f} times"
+        notes.fact(str(bucket), detail, seconds=seconds, predicted_s=predicted)
+    if size.experts.num_params:
+        notes.fact("throughput", "not measured: rows of the cost model are of dense models")
+        return
+    notes.begin("a batch of equal requests")
+    row = _throughput_row(subject, model, effort)
+    work = f"{row.batch} requests of {row.input_len} + {row.output_len} tokens"
+    notes.fact("throughput", f"{row.tokens_per_s:.0f} output tokens/s: {work}", **{ROW: row.as_json()})
+
+
+def _spread(buckets: tuple[BatchShape, ...], num: int) -> list[BatchShape]:
+    """At most so many buckets, evenly from the cheapest to the most expensive."""
+    most = min(len(buckets), num)
+    places = {round(place * (len(buckets) - 1) / max(1, most - 1)) for place in range(most)}
+    return [buckets[place] for place in sorted(places)]
+
+
+def _replay_seconds(model: HPUDuoModel, bucket: BatchShape) -> float:
+    runner = model.engine.runner
+    message = runner.builder.padding(bucket)
+
+    def step() -> None:
+        runner.executor.execute(message)
+        runner.runtime.synchronize()
+
+    step()
+    return median(_timed(step) for _ in range(_NUM_REPEATS))
+
+
+def _timed(step: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def _prediction(subject: Subject, size: ModelSize, bucket: BatchShape, block_size: int) -> float | None:
+    if subject.hardware is None:
+        return None
+    num_blocks = bucket.num_shared_blocks + bucket.num_unique_blocks
+    rows = bucket.num_logits if not bucket.phase.causal else 1
+    new_tokens = max(1, bucket.query_len // rows)
+    step = Step(rows, num_blocks * block_size // rows, new_tokens)
+    kv_layers = size.kv_layers(0.0, 0, 1, _MAX_LEN)
+    work = step_work(size, kv_layers, Formats(), step)
+    return predict_seconds(work, find_hardware(subject.hardware), 1, FITTED).total
+
+
+def _throughput_row(subject: Subject, model: HPUDuoModel, effort: _Effort) -> MeasuredRow:
+    from hpu_duo.sampling import SamplingParams
+
+    engine = model.engine
+    batch = engine.scheduler.limits.max_num_seqs
+    params = SamplingParams(max_tokens=effort.output_len, temperature=0.0, ignore_eos=True)
+
+    def serve() -> None:
+        for _ in range(batch):
+            engine.add_request([3] * effort.input_len, params)
+        while engine.has_unfinished:
+            engine.step()
+
+    serve()  # what is compiled at its first use is compiled now
+    seconds = _timed(serve)
+    config = engine.runner.model.model.config.get_text_config()
+    return MeasuredRow.of(
+        config,
+        device=subject.device,
+        hardware=subject.hardware,
+        name=subject.model.resolve().name,
+        input_len=effort.input_len,
+        output_len=effort.output_len,
+        batch=batch,
+        tokens_per_s=batch * effort.output_len / seconds,
+    )

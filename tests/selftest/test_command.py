@@ -1,0 +1,92 @@
+"""The command from end to end on the CPU and on the simulated HPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hpu_duo.cli.app import app
+from hpu_duo.cost.fit import main as fit_main
+
+runner = CliRunner()
+
+
+def test_chosen_stages_on_the_simulated_device(tmp_path: Path) -> None:
+    arguments = ["selftest", "--device", "hpu-sim", "--only", "machine,generation", "--output", str(tmp_path)]
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "selftest.json").read_text(encoding="utf-8"))
+    assert [stage["name"] for stage in report["stages"]] == ["machine", "generation"]
+    assert report["is_ok"]
+    assert "The device is simulated" in (tmp_path / "selftest.md").read_text(encoding="utf-8")
+
+
+def test_a_device_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    arguments = ["selftest", "--device", "cuda", "--only", "machine,generation", "--output", str(tmp_path)]
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 1
+    report = json.loads((tmp_path / "selftest.json").read_text(encoding="utf-8"))
+    failed = [finding for finding in report["stages"][0]["findings"] if finding["is_ok"] is False]
+    assert [finding["name"] for finding in failed] == ["device: cuda"]
+    assert "device 'cuda' was asked for, but" in report["stages"][1]["error"]
+
+
+def test_bad_options_are_refused() -> None:
+    for option, value, told in (
+        ("--only", "nonsense", "expected stages among"),
+        ("--hardware", "gaudi9", "expected hardware gaudi2 or gaudi3"),
+    ):
+        done = runner.invoke(app, ["selftest", "--device", "cpu", option, value])
+        assert done.exit_code != 0
+        assert told in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["hpu-sim", "cpu"])
+def test_all_stages_pass(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["selftest", "--device", device, "--hardware", "gaudi3", "--output", str(tmp_path)]
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    fit_main([str(tmp_path / "selftest.json")])
+    assert f"was measured on {device}, which is no Gaudi" in capsys.readouterr().out
+
+
+def test_measured_rows_of_a_card_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "vocab_size": 128256,
+    }
+    row = {
+        "device": "hpu",
+        "hardware": "gaudi3",
+        "model": "Llama-3.1-8B",
+        "sizes": sizes,
+        "input_len": 128,
+        "output_len": 64,
+        "batch": 8,
+        "tokens_per_s": 900.0,
+    }
+    path = tmp_path / "selftest.json"
+    path.write_text(json.dumps({"rows": [row]}), encoding="utf-8")
+    fit_main([str(path)])
+    output = capsys.readouterr().out
+    assert "Llama-3.1-8B, 8 x (128 + 64): predicted" in output
+    assert "fitted with them: Efficiency(" in output
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": [{"device": "hpu"}]}'])
+def test_a_file_that_is_no_report_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "selftest.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit):
+        fit_main([str(path)])
+    assert "expected measured rows of hpu-duo selftest" in capsys.readouterr().err
