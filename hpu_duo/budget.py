@@ -1,14 +1,14 @@
-"""How much of a device's memory one engine may take: one rule for engine, audit and cost model."""
+"""The memory of a device that one engine may take: one rule for engine, audit and cost model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 DEVICE_MEMORY_UTILIZATION = 0.9
-"""Share of a device's memory that one engine may fill unless told otherwise, as in vLLM."""
+"""Share of a device's memory that one engine may fill by default, as in vLLM."""
 
 GRAPH_MEMORY_SHARE = 0.1
-"""Share of what weights leave that graphs get at most unless told otherwise, as in vllm-gaudi."""
+"""Largest share for graphs of the memory beside weights, by default, as in vllm-gaudi."""
 
 
 def check_utilization(share: float) -> None:
@@ -26,9 +26,9 @@ class DeviceBudget:
     together. Of a device that others use as well, graphs and cache take at most that share of what is free.
 
     Attributes:
-        total_bytes: of the device.
-        held_bytes: what the engine's process holds before graphs and cache, weights included.
-        free_bytes: what nobody holds then.
+        total_bytes: memory of the device.
+        held_bytes: memory of the engine's process before graphs and cache are made, weights included.
+        free_bytes: memory that is free then.
         utilization: the share, above 0 and at most 1.
     """
 
@@ -44,7 +44,7 @@ class DeviceBudget:
     def of_own_device(
         cls, total_bytes: int, weight_bytes: int, utilization: float = DEVICE_MEMORY_UTILIZATION
     ) -> DeviceBudget:
-        """The budget of a device that holds nothing but the weights."""
+        """Return the budget of a device that holds nothing but the weights."""
         return cls(total_bytes, weight_bytes, total_bytes - weight_bytes, utilization)
 
     @property
@@ -54,9 +54,9 @@ class DeviceBudget:
         return max(0, min(own, int(self.utilization * self.free_bytes)))
 
     def graph_bytes(self, share: float = GRAPH_MEMORY_SHARE) -> int:
-        """A share of that for graphs."""
+        """Return the bytes for graphs, a share of ``left_bytes``."""
         return int(share * self.left_bytes)
 
     def kv_bytes(self, graph_bytes: int) -> int:
-        """Return the bytes left for the KV cache beside so many for graphs, 0 or more."""
+        """Return the bytes left for the KV cache beside ``graph_bytes``, 0 or more."""
         return max(0, self.left_bytes - graph_bytes)

@@ -1,4 +1,4 @@
-"""What a user may set, checked and frozen."""
+"""Settings of a user, checked and frozen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["CacheConfig", "EngineConfig", "GraphConfig", "HeadConfig", "ModelCon
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint, and how it is held.
+    """Settings of the checkpoint, its device and its kernels.
 
     Attributes:
         path: directory of a transformers checkpoint.
@@ -55,7 +55,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Which heads stream.
+    """Settings of the head pattern.
 
     Attributes:
         pattern: scores (or a directory that holds them), or None: every head is a retrieval head.
@@ -115,19 +115,19 @@ class HeadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """How steps are captured.
+    """Settings of the capture of steps.
 
     Attributes:
         backend: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto" (see
             ``graphs.backends.best_name``), or a capture backend of your own.
         table: buckets; None = the exponential default, or with "eager" the exact shape of each step.
-        on_miss: what happens to a step that no bucket holds.
+        on_miss: policy for a step that no bucket holds.
         max_captured_tokens: buckets with more query tokens run as they are written; None = none do.
         memory_bytes: device memory that is set aside for graphs before the KV cache is sized; None = as
             estimated, see ``hpu_duo.startup.graph_memory``.
         fail_on_recompile: a step that compiles or captures anything raises ``RecompileError``.
-        own_cost: rank the buckets of ``table`` by the cost that the table itself has; False = by what a step
-            of this model costs, as in the default table. Buckets from a file come without a cost.
+        own_cost: rank the buckets of ``table`` by the table's own cost function; False = by the cost of a
+            step of this model, as in the default table. Buckets from a file have no cost function.
     """
 
     backend: str | CaptureBackend = "eager"
@@ -157,7 +157,7 @@ class GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything a user may set."""
+    """All settings of a user."""
 
     model: ModelConfig
     heads: HeadConfig = field(default_factory=HeadConfig)

@@ -1,7 +1,7 @@
-"""How much may run and be cached, as a user asks for it; every default of such a number stands here.
+"""Limits of steps and of the cache, as a user sets them, with the only definition of each default.
 
-Without torch, so that the command line knows the defaults before it is needed. What an engine makes of the
-wishes is one ``graphs.StepLimits``.
+Imports no torch, so that the command line can show the defaults at once. An engine resolves these settings to
+one ``graphs.StepLimits``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, check_utilization
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How much is cached.
+    """Limits of the KV cache.
 
     Attributes:
         block_size: tokens of a block.
         num_blocks: blocks to hold; or
-        kv_cache_bytes: bytes that all stores may take. With neither, as much as ``max_num_seqs``
-            requests of ``max_model_len`` tokens need, but at most what the next one leaves.
+        kv_cache_bytes: bytes that all stores may take. Without either, as much as ``max_num_seqs``
+            requests of ``max_model_len`` tokens need, within ``device_memory_utilization``.
         device_memory_utilization: share of the device's memory that weights, graphs and stores may take
             together, vLLM's ``gpu_memory_utilization``; see ``hpu_duo.budget``.
     """
@@ -44,16 +44,16 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """How much runs in one step.
+    """Limits of one step.
 
     Attributes:
         max_num_seqs: requests that run at the same time.
         max_num_batched_tokens: query tokens of a step; longer prompts are cut into chunks.
         max_model_len: tokens of prompt and output together; None = what the model and the cache hold.
         max_chunk_rows: prompts that may continue with several tokens in the same step.
-        decode_len: most tokens that a request decodes in a step. More than 1 where they are known
-            beforehand, as those of a score are: they are verified together. Rings have ``decode_len - 1``
-            slots more then.
+        decode_len: most tokens that a request decodes in a step. It decodes more than 1 if they are known
+            beforehand, as those of a score are, and verifies them together. Rings have ``decode_len - 1``
+            slots of slack.
         trim_chunks: leave the end of a prompt to the next step where that pads less; needs a table of
             buckets. See ``hpu_duo.engine.trimming``.
     """
@@ -93,4 +93,4 @@ HPU_LAYER_KINDS = 4
 every bucket. A published pattern cut at 50 % has 7 to 16 numbers of retrieval heads per layer."""
 
 CARD_LIMITS = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192)
-"""What the cost model assumes of a server that has a Gaudi for itself."""
+"""Limits that the cost model assumes for a server with a Gaudi of its own."""

@@ -1,4 +1,4 @@
-"""``HPUDuoModel``: load a checkpoint, generate, in transformers' habits."""
+"""``HPUDuoModel``: load a checkpoint and generate, with the interface of transformers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
     call gets its own outputs. Streamers and callbacks may call it too.
 
     Attributes:
-        engine_config: what ``from_pretrained`` was asked for.
+        engine_config: the arguments of ``from_pretrained``, checked.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         Args:
             path: directory with config.json, safetensors and, for text, a tokenizer; or the id of such a
                 model on the Hugging Face hub, which is downloaded to its cache, with its token.
-            pattern: which heads retrieve: a ``HeadPattern``, a directory in DuoAttention's published
-                format, or None: all of them.
-            sparsity, threshold: how to cut the pattern's scores; one of them.
+            pattern: a ``HeadPattern``, a directory in DuoAttention's published format, or None: all heads
+                retrieve.
+            sparsity, threshold: cut of the pattern's scores; one of the two.
             sink, recent: window of the streaming heads instead of the pattern's own.
             max_layer_kinds: most kinds of layers that the pattern may make; see ``HeadConfig``. None = 4 on
                 HPU, no bound elsewhere.
@@ -129,18 +129,18 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
                 backend of your own. None of them falls back to another one.
             buckets: table of shapes, or a file with one, such as ``hpu-duo plan`` writes; None = the
-                default for ``graphs``. A manifest of ``hpu-duo warmup`` will do too, if it was written for
-                this configuration; ``max_model_len`` and the number of blocks are then those of the
-                manifest where they are not given.
+                default for ``graphs``. A manifest of ``hpu-duo warmup`` is accepted too, if it was written
+                for this configuration; ``max_model_len`` and the number of blocks are then the manifest's if
+                they are not given.
             on_miss: "error", "capture" or "eager".
             max_captured_tokens: buckets with more query tokens, long prefills that is, run uncaptured.
             graph_memory_bytes: device memory to set aside for graphs; None = as estimated.
             fail_on_recompile: a step outside of warm-up that compiles or captures anything raises
                 ``RecompileError``, which names it.
             record_shapes: file to which the exact shape of every step is appended, to plan from.
-            record_steps: file to which every step is written, in place of what it holds: a debugging tool,
+            record_steps: file to which every step is written, replacing older recordings: a debugging tool,
                 see ``hpu_duo.steplog``.
-            seed: from which requests of ``engine`` without a seed draw.
+            seed: base of the seeds of requests of ``engine`` without one.
 
         Raises:
             ValueError: a file is missing or unreadable, the architecture cannot be served, or an
@@ -225,12 +225,11 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             progress: called after each graph with (done, total, ``graphs.manifest.GraphRecord``).
             table: take these buckets in place of those that the model was loaded with; nothing may have been
                 captured yet.
-            budget: refuse to begin what may take more.
+            budget: refuse a warm-up that may exceed it.
             phases: only the buckets of these phases, such as ``"--u,cs-"``. Those left out are captured when
                 they are needed, and counted as late.
-            manifest: file in which to write down the table, what each graph cost, and the configuration that
-                both are for. If it holds a manifest of this configuration, its costs make the estimate
-                better.
+            manifest: file to write the table, the cost of each graph, and their configuration to. If it
+                holds a manifest of this configuration, its costs improve the estimate.
             replay: manifest whose table is warmed up, exactly; it must be of this configuration.
             compile_only: build graphs without launching them, on HPU.
             dry_run: estimate and check only.

@@ -19,7 +19,7 @@ _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 
 
 class RequestStatus(Enum):
-    """Where a request stands.
+    """State of a request.
 
     ``WAITING``: queued. ``FOLLOWING``: waits for its parent's prompt, to fork its cache. ``RUNNING``: has
     a row. ``FINISHED``: has a finish reason and holds nothing.
@@ -45,7 +45,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """What the model, not the caller, says about tokens.
+    """Limits of tokens that the model sets, not the caller.
 
     Attributes:
         max_model_len: tokens of prompt and output together that the model may see.
@@ -65,8 +65,8 @@ class Request:
     ``num_computed_tokens``, ``append``), ``KVLeases`` writes ``row``, ``block_table`` and ``num_blocks``.
 
     Attributes:
-        tokens: int32 ``[capacity]``; prompt, then outputs, valid up to ``num_tokens``; then drafts of what
-            comes next, ``num_drafts`` of them.
+        tokens: int32 ``[capacity]``; prompt, then outputs, valid up to ``num_tokens``; then ``num_drafts``
+            drafts of the next tokens.
         num_prompt_tokens, num_tokens: tokens of the prompt; of prompt and outputs.
         num_computed_tokens: leading tokens whose keys and values are in the cache.
         arrival: rank in order of arrival; -1 until the scheduler has it.
@@ -79,9 +79,9 @@ class Request:
         prompt_token_ids: at least one token.
         params: only ``max_tokens`` (None is up to ``max_model_len``), ``min_tokens``, ``ignore_eos`` and
             ``stop_token_ids`` are read here.
-        limits: the model's side.
+        limits: the model's limits.
         sampling_seed: seed of this sequence's random numbers.
-        name: what messages call it; None is its id.
+        name: of the request in error messages; None is its id.
 
     Raises:
         ValueError: the prompt is empty, has a token outside the vocabulary, or leaves no room for a token
@@ -143,10 +143,10 @@ class Request:
         sampling_seed: int,
         params: SamplingParams | None = None,
     ) -> Request:
-        """Another sample of the same prompt, with this request as its parent.
+        """Make another sample of the same prompt, with this request as its parent.
 
         Args:
-            params: None is the parent's.
+            params: default the parent's.
 
         Raises:
             ValueError: this request is itself a sibling, or ``sample_index`` is below 1.
@@ -198,16 +198,16 @@ class Request:
 
     @property
     def num_drafts(self) -> int:
-        """Tokens behind the known ones that are expected to be sampled next: those that are forced.
+        """Drafts: forced tokens behind the known ones, which will be sampled next.
 
-        The last of them is not counted, since nothing that follows it is known.
+        The last forced token is not counted: no token behind it is known.
         """
         if self.params.host_sampler is not None:
             return 0
         return max(0, len(self.params.forced_token_ids) - self.num_output_tokens - 1)
 
     def num_next_tokens(self, decode_len: int = 1) -> int:
-        """Most tokens that the next step may compute: what is left to prefill, or to decode.
+        """Return the most tokens that the next step may compute: the rest of the prefill, or of a decode.
 
         Args:
             decode_len: most tokens that are decoded in a step, drafts included.
@@ -215,7 +215,7 @@ class Request:
         num_left = self._num_prefilled - self.num_computed_tokens
         if not self.params.decoded_prompt_tokens:
             num_left = self.num_uncomputed_tokens
-            # A prompt of one token, or what is left of one, is decoded.
+            # A prompt of one token, or the last token of one, is decoded.
             if num_left == 1:
                 num_left = 0
         if num_left > 0:
@@ -229,7 +229,7 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def append(self, token: int) -> FinishReason | None:
-        """Add a sampled token; say whether it ends the request.
+        """Add a sampled token; returns the reason if it ends the request.
 
         A stop token ends it once ``min_tokens`` tokens have been sampled, this one included. The token
         itself stays in the outputs.
@@ -246,7 +246,7 @@ class Request:
         return FinishReason.LENGTH if self.num_tokens == len(self.tokens) else None
 
     def reserve_block_table(self, num_blocks: int) -> None:
-        """Make room for ``num_blocks`` entries in ``block_table``; what it holds is kept."""
+        """Make room for ``num_blocks`` entries in ``block_table``; its entries are kept."""
         if num_blocks > len(self.block_table):
             table = np.zeros(num_blocks, dtype=np.int32)
             table[: len(self.block_table)] = self.block_table
@@ -260,10 +260,10 @@ class Request:
 
 
 def token_array(name: str, tokens: Sequence[int] | NDArray[np.int32]) -> np.ndarray:
-    """Tokens as an array, of whatever type and shape they have.
+    """Convert tokens to an array of any dtype and shape.
 
     Raises:
-        ValueError: they are lists of different lengths, which no array holds.
+        ValueError: they are lists of different lengths.
     """
     try:
         return np.asarray(tokens)

@@ -1,4 +1,4 @@
-"""Objects of which there is one: copies would share what must not be shared."""
+"""Objects that cannot be copied or pickled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Uncopied:
     """A part of a loaded model: its stores, captured graphs and patched layers belong to one process."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse ``copy.copy``, ``copy.deepcopy`` and pickling, all of which ask here.
+        """Refuse ``copy.copy``, ``copy.deepcopy`` and pickling, all of which call this.
 
         Raises:
             TypeError: always.

@@ -1,4 +1,4 @@
-"""Whether results could be written: asked before the work that they are the results of."""
+"""Checks, made before work begins, that its results can be written."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def check_directory(name: str, directory: Path) -> None:
-    """Find out whether files can be made in a directory, which is made later with its parents if need be.
+    """Check that files can be made in a directory, which is made later with its parents if need be.
 
     Args:
-        name: what the directory is to the user, for the message.
+        name: of the directory in the message.
 
     Raises:
         ValueError: they cannot.
@@ -24,14 +24,14 @@ def check_directory(name: str, directory: Path) -> None:
 
 
 def check_file(name: str, file: Path, *, makes_parents: bool = False) -> None:
-    """Find out whether a file can be written, anew or in place of one that is there.
+    """Check that a file can be written, anew or in place of an existing one.
 
     Args:
-        name: what the file is to the user, for the message.
+        name: of the file in the message.
         makes_parents: whether its directory is made later if it does not exist.
 
     Raises:
-        ValueError: it cannot, or there is something else than a file.
+        ValueError: it cannot, or the path is no file.
     """
     expected = f"expected {name} to be a file in a directory that can be written to, got {file}"
     try:
@@ -48,7 +48,7 @@ def check_file(name: str, file: Path, *, makes_parents: bool = False) -> None:
 
 
 def _make_a_file(directory: Path) -> None:
-    """Make a nameless file there, or in the nearest parent that exists: permissions alone do not tell."""
+    """Make a nameless file there, or in the nearest parent that exists: permissions alone are not enough."""
     above = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     with tempfile.TemporaryFile(dir=above):
         pass

@@ -19,10 +19,10 @@ class StepBatch:
     """One step, flattened and split, not yet padded.
 
     Attributes:
-        rows: who runs.
+        rows: the rows.
         token_ids: new tokens of all rows, int32 ``[sum(num_new)]``.
         num_samples: logits that each row wants, those of its last new tokens, int32 ``[n]``.
-        shared, unique: who reads which context block.
+        shared, unique: the context blocks of each part, and the rows that read them.
         shape: the exact shape; a bucket must hold it.
     """
 
@@ -35,14 +35,14 @@ class StepBatch:
 
     @classmethod
     def of(cls, plan: StepPlan, block_size: int) -> StepBatch:
-        """A planned step."""
+        """Lay out a planned step."""
         token_ids = np.concatenate([row.request.tokens[row.start : row.end] for row in plan.rows])
         num_samples = np.array([row.num_samples for row in plan.rows], np.int32)
         return flatten(rows_of(plan), token_ids, block_size, num_samples)
 
     @classmethod
     def empty(cls) -> StepBatch:
-        """A step without rows, for warming a bucket up: filled in, it is padding throughout."""
+        """Return a step without rows, which is all padding, to warm a bucket up."""
         nothing, none = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
         rows = StepRows(nothing, nothing, nothing, nothing, nothing)
         unique = UniquePart(nothing, none, none)
@@ -51,11 +51,11 @@ class StepBatch:
 
 
 class RowCounts(NamedTuple):
-    """How many rows of each kind a step has in a bucket.
+    """Numbers of rows of each kind that a step has in a bucket.
 
     Attributes:
         rows: requests, hence entries of the plan's arrays by row (N).
-        logits: rows of logits: for each row as many as a decode row has tokens.
+        logits: rows of logits: ``decode_len`` for each row.
         ring_rows: leading rows of the ring stores that the unique part reads.
     """
 
@@ -65,7 +65,7 @@ class RowCounts(NamedTuple):
 
     @classmethod
     def of(cls, bucket: BatchShape, decode_len: int) -> RowCounts:
-        """What follows from the bucket's number of rows with logits."""
+        """Return the counts of a bucket."""
         rows = bucket.num_logits
         return cls(rows, rows * decode_len, rows)
 
@@ -76,7 +76,7 @@ class StepGeometry:
 
     Attributes:
         block_size: slots of a block.
-        trash_block, trash_row: where padding is written and read.
+        trash_block, trash_row: block and ring row that padding reads and writes.
         max_chunk_rows: rings gathered for prompt rows with context (C).
         decode_len: most new tokens of a decode row (M).
     """
@@ -89,7 +89,7 @@ class StepGeometry:
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:
-        """The stores that hold what the limits allow."""
+        """Return the sizes of the stores for given limits."""
         return cls(
             limits.block_size,
             limits.num_blocks,
@@ -151,7 +151,7 @@ def flatten(
 
 
 def rows_of(plan: StepPlan) -> StepRows:
-    """Who runs in a planned step, with the blocks that are leased to them."""
+    """Return the rows of a planned step, with their block tables."""
     rows = plan.rows
     tables = [row.request.block_table[: row.request.num_blocks] for row in rows]
     return StepRows(

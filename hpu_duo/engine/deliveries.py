@@ -1,4 +1,4 @@
-"""Outputs on their way to whoever asked for them."""
+"""Delivery of outputs to the calls that they belong to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hpu_duo.engine.outputs import Completions, RequestOutput
 
 
 class Deliveries:
-    """Puts each output where its caller looks for it: with the call it is for, or with the next ``step``."""
+    """Keeps each output for its caller: for the ``generate`` that it belongs to, or for the next ``step``."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Completions] = {}
@@ -37,7 +37,7 @@ class Deliveries:
         return bool(self._unreported)
 
     def swap(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Outputs for ``step``; ``outputs`` takes their place."""
+        """Return the outputs for ``step``, and keep ``outputs`` in their place."""
         unreported, self._unreported = self._unreported, outputs
         return unreported
 

@@ -44,18 +44,18 @@ class Engine(Uncopied):
     Any thread may call any method at any time. One step runs at a time and serves the requests of all
     threads, so concurrent calls of ``generate`` are batched together; threads take turns, and each gets the
     outputs of its own requests. Callbacks run between steps and may call every method too. Requests without
-    a seed get one by order of arrival, which threads leave to chance.
+    a seed get one by order of arrival, which is not fixed between threads.
 
     Args:
         runner: the device side.
-        scheduler: who runs when.
-        limits: what the model says about tokens.
+        scheduler: plans the steps.
+        limits: the model's limits of tokens.
         tokenizer: for text and stop strings; without it outputs carry token ids only.
-        seed: from which requests without a seed get theirs.
+        seed: base of the seeds of requests without one.
 
     Attributes:
-        notes: what a user should know of how the model was loaded; ``stats`` has them too.
-        pattern: which heads retrieve, binarised; None if all do.
+        notes: remarks for the user on how the model was loaded; ``stats`` has them too.
+        pattern: the binarised head pattern; None if all heads retrieve.
     """
 
     def __init__(
@@ -77,22 +77,22 @@ class Engine(Uncopied):
 
     @property
     def recorder(self) -> ShapeRecorder | None:
-        """What the shape of every step is written to, if anything."""
+        """Recorder of the shape of every step, if any."""
         return self._stepper.telemetry.recorder
 
     @recorder.setter
     def recorder(self, recorder: ShapeRecorder | None) -> None:
-        """Write them there from now on."""
+        """Record shapes there from now on."""
         self._stepper.telemetry.recorder = recorder
 
     @property
     def step_recorder(self) -> StepSink | None:
-        """What every step is written to, if anything."""
+        """Recorder of every step, if any."""
         return self._stepper.telemetry.step_recorder
 
     @step_recorder.setter
     def step_recorder(self, recorder: StepSink | None) -> None:
-        """Write them there from now on."""
+        """Record steps there from now on."""
         self._stepper.telemetry.step_recorder = recorder
 
     @property
@@ -113,8 +113,8 @@ class Engine(Uncopied):
         """Queue a prompt; returns its id.
 
         Args:
-            request_id: by which outputs name the request; a new one when left out.
-            name: what error messages call it, ``request`` and its id when left out.
+            request_id: name of the request in outputs; default a new one.
+            name: of the request in error messages; default ``request`` and its id.
 
         Raises:
             ValueError: the prompt is empty, too long for the model or the cache, or has tokens outside
@@ -166,10 +166,10 @@ class Engine(Uncopied):
         Requests of a ``generate`` that is under way are served too, and reported there.
 
         An error that belongs to one request, while its row is built, sampled or turned into text, ends that
-        request with finish reason ``error``. If the step as a whole fails, what was raised goes on to the
-        caller, outputs that could not be returned come with the next step, and the requests compute their
-        tokens anew in it. After two failures, or one for want of a bucket, the requests that had a part in
-        them are run one by one, and who fails alone ends with that error.
+        request with finish reason ``error``. If the step as a whole fails, its error goes on to the caller,
+        outputs that could not be returned come with the next step, and the requests compute their tokens
+        again in it. After two failures, or one for lack of a bucket, the requests of the failed steps run one
+        by one, and a request that fails alone ends with that error.
         """
         outputs: list[RequestOutput] = []
         try:
@@ -184,7 +184,7 @@ class Engine(Uncopied):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Keep the steps of other threads waiting meanwhile."""
+        """Make the steps of other threads wait until the context ends."""
         with interrupts_deferred() as deferral, self._turns, deferral.lifted():
             yield
 
@@ -221,11 +221,11 @@ class Engine(Uncopied):
         prompts: Sequence[Prompt],
         continuations: Sequence[Sequence[Prompt]],
     ) -> list[list[ContinuationScore]]:
-        """How likely given continuations are, found by decoding them.
+        """Compute the log-probabilities of given continuations by decoding them.
 
-        Each prompt is prefilled but for its last token. That one and the continuation are then decoded,
-        ``decode_len`` tokens per step, whatever the model says, so every probability comes from a decode that
-        reads the cache as generation would; what a head pattern leaves out of the cache is missing here too.
+        Each prompt is prefilled but for its last token. That token and the continuation are then decoded,
+        ``decode_len`` tokens per step, with forced outputs. So every probability comes from a decode that
+        reads the cache as generation would; tokens that a head pattern leaves out of the cache are missing.
         Continuations of one prompt share its prefill when there are at least as many rows as continuations.
 
         Args:
@@ -279,7 +279,7 @@ class Engine(Uncopied):
     def _outputs_of(
         self, call: Completions, waiting: deque[partial[str]], widths: Sequence[int] | None
     ) -> list[RequestOutput] | None:
-        """What the requests of a call have got, after a step if that is nothing; None when all have ended."""
+        """Return the new outputs of a call, after a step if there are none; None once all have ended."""
         with interrupts_deferred() as deferral, self._turns:
             self._stepper.check_between_steps()
             while waiting and self._has_rows(None if widths is None else widths[len(call)]):
@@ -292,9 +292,9 @@ class Engine(Uncopied):
             return call.take_mail()
 
     def _advance_for(self, call: Completions, deferral: Deferral) -> None:
-        """Run one step; a failure that another call's request may have caused is passed over.
+        """Run one step; an error that a request of another call may have caused is not raised.
 
-        If it comes again, the requests are tried one by one, and each call gets the errors of its own.
+        If it comes again, the requests run one by one, and each call gets the errors of its own requests.
         """
         try:
             self._stepper.advance(deferral)
@@ -303,13 +303,13 @@ class Engine(Uncopied):
                 raise
 
     def stats(self) -> EngineStats:
-        """A snapshot of what has been done and what is held."""
+        """Return a snapshot of counts and memory."""
         with interrupts_deferred(), self._turns:
             counters = self._stepper.telemetry.counters
             return EngineStats.of(counters, self.scheduler, self.runner, self.pattern, self.notes)
 
     def _has_rows(self, wanted: int | None) -> bool:
-        """Whether so many more samples could run now; one alone is never kept waiting."""
+        """Whether ``wanted`` more samples find rows now; True if there are no others, and for None."""
         taken = len(self._samples)
         return wanted is None or not taken or taken + wanted <= self.runner.store.plan.max_num_seqs
 

@@ -25,11 +25,11 @@ from kernels_ref import StepParts, StepTensors, prepare_step
 
 
 class StepOutput(NamedTuple):
-    """What a message gave, on the host.
+    """Results of a message, on the host.
 
     Attributes:
-        token_ids: int32 ``[S]``, of ``message.sampled``; what stands for ``message.hosted`` means nothing.
-        logprobs: with one entry per token, when the message asked.
+        token_ids: tokens of ``message.sampled``, int32 ``[S]``; those of ``message.hosted`` are undefined.
+        logprobs: one entry per token, if the message asks for them.
         logits: of all rows, float ``[N * M, V]``, if the message has rows for the host.
     """
 
@@ -42,14 +42,14 @@ _NOTHING = StepOutput(np.zeros(0, np.int32))
 
 
 class Executor(Uncopied):
-    """Owns model, stores, input buffer and captured graphs; knows no request.
+    """Owns model, stores, input buffer and captured graphs; knows nothing of requests.
 
     Args:
         graphs: executables by bucket.
         use_table: messages come in the buckets of ``graphs``; otherwise in exact shapes. ``uses_table`` says
             so later.
         largest: the bucket that the input buffer must hold.
-        runtime: what is particular about the device.
+        runtime: the device's runtime.
         fail_on_recompile: a step that compiles anything raises; warm-up does not.
 
     Attributes:
@@ -135,7 +135,7 @@ class Executor(Uncopied):
         return self._forward(message)
 
     def copy_in(self, message: StepMessage) -> dict[str, torch.Tensor]:
-        """The integers of a message on the device, by field name."""
+        """Copy the integers of a message to the device; returns them by field name."""
         self.bytes_copied += message.ints.nbytes
         return self.inputs.copy_in(message.bucket, message.ints)
 
@@ -166,10 +166,10 @@ def bucket_step(
     bucket: BatchShape,
     runners: Mapping[Hashable, Callable[..., Any]],
 ) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
-    """What is captured for a bucket: inputs on the device to logits ``[N * M, V]``.
+    """Return the function that is captured for a bucket: from inputs on the device to logits ``[N * M, V]``.
 
     Args:
-        runners: what runs the layers of each kind of ``model.kinds``.
+        runners: functions that run the layers of each kind of ``model.kinds``.
     """
     parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
 
@@ -188,7 +188,7 @@ def bucket_step(
 
 
 def read(tokens: SampledTokens) -> SampledTokens:
-    """The same on the host, by one device-to-host copy."""
+    """Copy sampled tokens to the host, in one device-to-host copy."""
     if tokens.logprobs is None:
         return SampledTokens(tokens.token_ids.cpu(), None)
     sampled, rank, top_ids, top = tokens.logprobs

@@ -1,4 +1,4 @@
-"""From a prompt and parameters to the samples that an engine serves, or a refusal."""
+"""Checks prompts and parameters, and makes the samples that an engine serves."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Prompt = Sequence[int] | np.ndarray
 
 
 class Intake:
-    """Makes samples, changing nothing.
+    """Makes samples; holds no request.
 
     Args:
-        limits: what the model says about tokens.
+        limits: the model's limits of tokens.
         tokenizer: for text and stop strings; None for token ids only.
-        seed: from which requests without a seed get theirs.
+        seed: base of the seeds of requests without one.
     """
 
     def __init__(self, limits: TokenLimits, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> None:
@@ -42,12 +42,12 @@ class Intake:
         each: Sequence[SamplingParams],
         name: str | None = None,
     ) -> list[Request]:
-        """The samples of one prompt, as the scheduler sees them.
+        """Make a request for each sample of one prompt.
 
         Args:
-            number: of the prompt, in order of arrival; gives requests without a seed one of their own.
+            number: of the prompt, in order of arrival; part of the seed of requests without one.
             each: parameters of each sample.
-            name: what messages call it; None is its id.
+            name: of the request in error messages; None is its id.
 
         Raises:
             ValueError: the prompt or the parameters do not fit the model, or stop strings have no tokenizer.
@@ -77,7 +77,7 @@ class Intake:
         return [first, *siblings]
 
     def states(self, request_id: str, requests: Sequence[Request]) -> list[SampleState]:
-        """Return what the engine keeps for each sample besides."""
+        """Make the engine's state of each sample."""
         return [
             SampleState(request, request_id, self._eos, self._tokenizer, self._special_ids)
             for request in requests

@@ -15,12 +15,12 @@ class LiveSamples:
         self._names: dict[str, list[str]] = {}
 
     def add(self, request_id: str, states: Sequence[SampleState]) -> None:
-        """Take in all samples of a request."""
+        """Add all samples of a request."""
         self._names[request_id] = [state.request.request_id for state in states]
         self._states.update((state.request.request_id, state) for state in states)
 
     def remove(self, name: str) -> None:
-        """Forget a sample, and its request with the last of them."""
+        """Remove a sample, and its request with the last of them."""
         request_id = self._states.pop(name).public_id
         self._names[request_id].remove(name)
         if not self._names[request_id]:

@@ -1,7 +1,7 @@
-"""One step as plain data: all that the device side is told of it.
+"""One step as plain data: all that the device side needs besides weights and stores.
 
-Whoever has the same weights and stores, and was told of the steps before, carries out the same step: another
-process, or the same one a second time.
+An executor with the same weights and stores that has executed the same messages before gives the same tokens,
+in another process too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpu_duo.kv.copies import CopyLists, padded_size
 from hpu_duo.sampling import SamplingBatch
 
 BLOCK_COPIES = "block_copies"
-"""Name of a field of the integers, as the next one."""
+"""Name of a field of the integers, like the next constant."""
 ROW_COPIES = "row_copies"
 
 
@@ -31,10 +31,10 @@ class StepMessage:
         ints: int32, the arrays of ``message_fields`` one after the other: copies within the stores, and the
             step itself.
         num_block_copies, num_row_copies: how many of the copies in ``ints`` to carry out before the step
-            writes anything, padding included; the others mean nothing.
-        sampling: how to sample, with one float32 array; None samples nothing.
-        sampled: rows of logits whose tokens somebody waits for, int32 ``[S]``, in order.
-        hosted: rows of logits whose tokens are chosen on the host, so that logits are needed there.
+            writes anything, padding included; the rest of ``ints`` is undefined.
+        sampling: parameters of sampling, with one float32 array; None samples nothing.
+        sampled: rows of logits whose tokens are returned, int32 ``[S]``, in order.
+        hosted: rows of logits whose tokens are chosen on the host, so that logits are copied there.
     """
 
     shape: BatchShape
@@ -58,7 +58,7 @@ def message_fields(geometry: StepGeometry, bucket: BatchShape) -> dict[str, tupl
 
 
 def most_copies(geometry: StepGeometry) -> int:
-    """Blocks, and as many rows, that may be copied in a step.
+    """Return the most blocks, and as many rows, that may be copied in a step.
 
     A row is copied to when it moves, or when a sample forks, and only the latter copies a block as well.
     """
@@ -70,7 +70,7 @@ def write_copies(
 ) -> tuple[int, int]:
     """Write copies into their fields, padded by copies of trash; returns the padded numbers of both kinds.
 
-    What lies behind them is not read.
+    The rest of the fields is not read.
     """
     return (
         _write(fields[BLOCK_COPIES], copies.blocks, geometry.trash_block),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SampleState:
-    """What the engine keeps for one sample besides its ``Request``: penalties, text, stop strings."""
+    """State of one sample besides its ``Request``: penalties, text, stop strings."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SampleState:
             self._text = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context, special_ids)
 
     def sampling_row(self, number: int = 0) -> SamplingRow:
-        """How to sample the next token, or the one so many behind it if those before it are as expected."""
+        """Return the sampling of the next token, or of the one behind ``number`` drafts."""
         request, choose = self.request, None
         if self._host is not None and self._host.chooses:
             choose = partial(self._host.choose, request.output_token_ids)
@@ -52,7 +52,7 @@ class SampleState:
         )
 
     def take(self, committed: CommittedToken, logprob: TokenLogprob | None) -> RequestOutput:
-        """Account for a sampled token; the output says if it ended the sample, by token or by text."""
+        """Take in a sampled token; the output says whether it ended the sample, by token or by text."""
         request, token, reason, number, _ = committed
         # Further tokens of the same step have been appended to the request already.
         outputs = request.output_token_ids[: number + 1]
@@ -89,7 +89,7 @@ class SampleState:
     def _push(
         self, token: int, num_tokens: int, reason: FinishReason | None, shows: bool
     ) -> tuple[str, str | None]:
-        """Text to show now, and the stop string that is complete."""
+        """Return the text to show now, and the stop string that it completes."""
         if self._text is None:
             return "", None
         text = self._text.push(token) if shows else ""
@@ -108,7 +108,7 @@ class SampleState:
 
 
 def _text_before(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """The end of the prompt's text, as much as a stop string may begin in."""
+    """Return the end of the prompt's text, in which a stop string may begin."""
     params = request.params
     if tokenizer is None or not params.stop_like_transformers:
         return ""

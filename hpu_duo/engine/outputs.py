@@ -35,13 +35,13 @@ class RequestOutput:
 
     Attributes:
         request_id: as given to ``add_request``; samples of one prompt share it.
-        sample_index: which of the ``n`` samples.
+        sample_index: index of the sample among ``n``.
         token_ids: new tokens; at most one.
-        text: text that they settle, empty without a tokenizer.
+        text: text that they complete, empty without a tokenizer.
         logprobs: one entry per token when asked for.
         finish_reason: set in the last output of a sample.
         stop_reason: the stop string or stop token that ended it.
-        error: what ended it, with finish reason ``error``.
+        error: the error that ended it, with finish reason ``error``.
     """
 
     request_id: str
@@ -61,7 +61,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How likely a model finds one given continuation of a prompt.
+    """Log-probabilities of one given continuation of a prompt.
 
     Attributes:
         logprobs: natural logarithm of the probability of each token, given the prompt and the tokens before.
@@ -73,7 +73,7 @@ class ContinuationScore:
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation."""
+        """Log-probability of the whole continuation."""
         return math.fsum(self.logprobs)
 
     @property
@@ -95,7 +95,7 @@ class Completion:
     stop_reason: str | int | None = None
 
     def add(self, output: RequestOutput) -> None:
-        """Append what a step added."""
+        """Append the output of a step."""
         self.token_ids += output.token_ids
         self.text += output.text
         self.logprobs += output.logprobs
@@ -104,11 +104,10 @@ class Completion:
 
 
 class Completions:
-    """Outputs that the requests of one call have been given so far.
+    """Outputs of the requests of one call so far.
 
     Attributes:
-        mail: outputs of these requests that steps have made and ``take_mail`` has not taken. Any thread's
-            step puts them here.
+        mail: outputs that ``take_mail`` has not taken yet. Steps of any thread put them here.
 
     Args:
         on_output: called with each of their outputs.
@@ -120,7 +119,7 @@ class Completions:
         self._samples: dict[str, dict[int, Completion]] = {}
 
     def expect(self, request_id: str) -> None:
-        """Take in a request, behind those that are there."""
+        """Add a request, behind the others."""
         self._samples[request_id] = {}
 
     def take_mail(self) -> list[RequestOutput]:
@@ -129,7 +128,7 @@ class Completions:
         return mail
 
     def add(self, outputs: Iterable[RequestOutput]) -> None:
-        """Append what steps gave these requests, and call ``on_output``.
+        """Append outputs to the samples, and call ``on_output``.
 
         Raises:
             Exception: the error that ended one of them.

@@ -26,14 +26,14 @@ from hpu_duo.watch import CompileWatch
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave.
+    """Result of a step.
 
     Attributes:
         message: the step.
         token_ids: int32 ``[plan.num_samples]``, row after row.
         logprobs: CPU tensors with one entry per ``token_ids``, when some request asked.
         build_s: seconds spent on the host to build the message.
-        errors: by ring row, of those that could not be sampled; their tokens mean nothing.
+        errors: errors of rows that could not be sampled, by ring row; their tokens are undefined.
     """
 
     message: StepMessage
@@ -54,7 +54,7 @@ class StepResult:
 
 
 class Runner(Uncopied):
-    """A builder of messages, and what executes them.
+    """A builder of messages, and the executor that runs them.
 
     Args:
         executor: the device side.
@@ -108,7 +108,7 @@ class Runner(Uncopied):
 
     @property
     def store(self) -> KVStore:
-        """Where keys and values are."""
+        """The stores of keys and values."""
         return self.executor.store
 
     @property
@@ -118,22 +118,22 @@ class Runner(Uncopied):
 
     @property
     def watch(self) -> CompileWatch:
-        """What counts compilations."""
+        """The counts of compilations."""
         return self.executor.watch
 
     @property
     def runtime(self) -> DeviceRuntime:
-        """What is particular about the device."""
+        """The device's runtime."""
         return self.executor.runtime
 
     @property
     def device(self) -> torch.device:
-        """Where steps run."""
+        """The device that steps run on."""
         return self.executor.device
 
 
 def _finish(built: BuiltStep, output: StepOutput) -> tuple[npt.NDArray[np.int32], dict[int, Exception]]:
-    """The tokens once the host has chosen those that are its to choose, and errors by row of logits."""
+    """Return the tokens, those of hosted rows chosen here, and the errors by row of logits."""
     token_ids, errors = output.token_ids, dict(built.errors)
     if output.logits is not None:
         chosen, failed = choose_on_host(built.hosted, output.logits)

@@ -1,4 +1,4 @@
-"""Who runs in the next step, first come first served, and what a finished step means for everybody."""
+"""The scheduler: plans steps, first come first served, and takes in their results."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Scheduler:
 
     Samples of one prompt: siblings wait for the prompt of their parent and then fork its cache up to the
     last prompt token, which each of them computes again to sample a first token of its own. A sibling that
-    cannot fork at that moment, or whose parent lost its place before, becomes an ordinary request.
+    cannot fork at that moment, or whose parent was preempted before, becomes an ordinary request.
 
     Args:
         limits: what a step may hold; a request has limits of its own for its length.
-        num_postponed: how many tokens of its last row a plan should leave to the next step, such as
-            ``ChunkTrimming.num_postponed``; None = none ever. Not asked while a request waits.
+        num_postponed: number of tokens of its last row that a plan should leave to the next step, such as
+            ``ChunkTrimming.num_postponed``; None = always 0. Not called while a request waits.
     """
 
     def __init__(self, limits: StepLimits, num_postponed: Callable[[StepPlan], int] | None = None) -> None:
@@ -68,7 +68,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no row yet, or no longer; siblings that wait for their parent included."""
+        """Requests without a row, siblings that wait for their parent included."""
         return len(self._unfinished) - len(self._running)
 
     @property
@@ -77,7 +77,7 @@ class Scheduler:
         return sum(request.num_computed_tokens for request in self._running)
 
     def get(self, request_id: str) -> Request | None:
-        """The unfinished request of that name, if there is one."""
+        """The unfinished request of this id, if there is one."""
         return self._unfinished.get(request_id)
 
     def add(self, request: Request) -> None:
@@ -110,10 +110,10 @@ class Scheduler:
         """Decide the next step and lease what it needs; None when there is nothing to do.
 
         Args:
-            alone: an unfinished request that has the step for itself; the others that run lose their cache.
+            alone: an unfinished request to run alone; other running requests are preempted.
 
-        If ``num_postponed`` fails, every running request loses its cache, as in ``discard``, and what was
-        raised goes on to the caller.
+        If ``num_postponed`` raises, every running request loses its cache, as in ``discard``, and the error
+        goes on to the caller.
 
         Raises:
             ValueError: the previous plan has not been committed.
@@ -155,8 +155,8 @@ class Scheduler:
         Args:
             plan: the plan that ``plan`` returned last.
             token_ids: ``num_samples`` for each row of ``plan.sampled_rows``, row after row.
-            num_accepted: how many of its tokens each of these rows takes, 1 or more; None = all. What a row
-                has computed behind the last one is taken back.
+            num_accepted: number of its tokens that each of these rows takes, 1 or more; None = all. The
+                cached tokens behind the last one are taken back.
 
         Raises:
             ValueError: another plan, or other numbers of tokens; nothing has changed then.
@@ -236,7 +236,7 @@ class Scheduler:
         self._restart(request)
 
     def _restart(self, request: Request) -> None:
-        """Take everything a running request holds; it keeps its tokens and waits for its turn again."""
+        """Take row and blocks from a running request, which keeps its tokens and waits again."""
         self._running.remove(request)
         self.leases.close(request)
         request.num_computed_tokens = 0
@@ -248,7 +248,7 @@ class Scheduler:
             self._restart(request)
 
     def _isolate(self, request: Request) -> None:
-        """Let a request that waits or runs be the only one that runs."""
+        """Make a waiting or running request the only one that runs."""
         self._restart_running(but=request)
         if request.status is RequestStatus.WAITING:
             self._open(request)
@@ -273,7 +273,7 @@ class Scheduler:
             num_blocks_due -= request.num_blocks
 
     def _trim(self, step: StepDraft, plan: StepPlan) -> StepPlan:
-        # Whoever waits would take the tokens that are left free.
+        # Waiting requests would take the tokens that are left free.
         if self._num_postponed is None or self._waiting:
             return plan
         postponed = self._num_postponed(plan)

@@ -1,4 +1,4 @@
-"""Scoring a given text as a request: its tokens are forced, its log-probabilities are the answer."""
+"""Score a given text as a request: its tokens are forced, and their log-probabilities are the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpu_duo.sampling import SamplingParams
 
 
 def forced(tokens: Sequence[int] | np.ndarray) -> SamplingParams:
-    """Parameters that decode exactly these tokens, and report how likely each was and which was likeliest.
+    """Return parameters that decode exactly these tokens, and report the log-probabilities of them.
 
     Raises:
         ValueError: not a list of one or more integers.
@@ -33,7 +33,7 @@ def forced(tokens: Sequence[int] | np.ndarray) -> SamplingParams:
 
 
 def score_of(sample: Completion) -> ContinuationScore:
-    """What the log-probabilities of a decoded continuation say."""
+    """Return the score of a decoded continuation, from its log-probabilities."""
     return ContinuationScore(
         tuple(one.logprob for one in sample.logprobs),
         tuple(one.token_id in one.top for one in sample.logprobs),

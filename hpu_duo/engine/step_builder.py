@@ -1,4 +1,4 @@
-"""From a planned step, and how to sample from it, to the message that the device side carries out."""
+"""Build the message of a planned step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow, hosted_rows, 
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """A message, and what stays on the host.
+    """A message, and the data that stays on the host.
 
     Attributes:
-        hosted: how to choose the tokens of ``message.hosted``.
-        errors: by row of logits, of those that cannot be sampled; their tokens mean nothing.
+        hosted: sampling of the rows in ``message.hosted``.
+        errors: errors of rows that cannot be sampled, by row of logits; their tokens are undefined.
     """
 
     message: StepMessage
@@ -35,8 +35,8 @@ class StepBuilder:
 
     Args:
         geometry: the sizes of the stores.
-        largest: a bucket that no other one needs more room than.
-        bucket_of: the shape to pad a step to.
+        largest: a bucket whose arrays are the largest.
+        bucket_of: returns the shape to pad a step to.
         vocab_size: width of the logits.
         is_static: the device compiles each route of sampling; see ``static_route``.
     """
@@ -55,11 +55,11 @@ class StepBuilder:
         self._host = HostInputs(partial(message_fields, geometry), largest)
 
     def build(self, plan: StepPlan, sampling: Mapping[int, Sequence[SamplingRow]]) -> BuiltStep:
-        """Lay a plan out.
+        """Build the message of a plan.
 
         Args:
-            sampling: how to sample each token of the ring rows of ``plan.sampled_rows``; tokens of those that
-                are left out mean nothing.
+            sampling: sampling of each token, by the ring rows of ``plan.sampled_rows``; tokens of ring rows
+                without it are undefined.
 
         Raises:
             GraphMissError: no bucket holds the step, and that is an error.
@@ -83,10 +83,10 @@ class StepBuilder:
         return BuiltStep(message, hosted, errors)
 
     def padding(self, bucket: BatchShape, num_copies: int = 0) -> StepMessage:
-        """A step without rows, which reads and writes trash only: to warm a bucket up.
+        """Build a step without rows, which reads and writes trash only, to warm a bucket up.
 
         Args:
-            num_copies: of either kind, from trash to trash.
+            num_copies: number of copies of each kind, from trash to trash.
         """
         trash = (self._geometry.trash_block, self._geometry.trash_row)
         copies = CopyLists(*(np.full((2, num_copies), unit, np.int32) for unit in trash))
@@ -110,7 +110,7 @@ class StepBuilder:
         )
 
     def _sampling(self, given: Sequence[SamplingRow | None]) -> tuple[SamplingBatch, dict[int, Exception]]:
-        """How to sample all rows but those that fail, and why they do."""
+        """Build the sampling of all rows; returns also the errors of rows that are left out."""
         rows, errors = list(given), dict[int, Exception]()
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What one step computes."""
+"""The plan of one step: its rows, the copies before it, and their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ScheduledRow(NamedTuple):
     """The share of one request in a step: tokens ``[start, start + num_new_tokens)`` of it.
 
     Attributes:
-        request: whose tokens.
+        request: the request.
         ring_row: its ring row during this step.
         start: tokens that are in the cache before the step.
         num_new_tokens: tokens to compute, 1 or more.
@@ -51,7 +51,7 @@ class StepPlan:
             within each kind.
         decode_len: most new tokens of a decode row.
         moves: device copies, to carry out one after the other before the step writes anything.
-        preempted: requests that lost their place while this step was planned, the latest arrival first.
+        preempted: requests that were preempted while this step was planned, the latest arrival first.
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -101,7 +101,7 @@ class CommittedToken(NamedTuple):
 
 
 class StepDraft:
-    """A step while it is being planned: who has which share, and what is left of the budgets.
+    """A step while it is being planned: the share of each request, and the rest of the budgets.
 
     Args:
         max_num_tokens: query tokens of the step.
@@ -118,7 +118,7 @@ class StepDraft:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has a share."""
+        """Whether no request has a share."""
         return not self._shares
 
     def share_of(self, request: Request) -> int:
@@ -133,9 +133,9 @@ class StepDraft:
         self._num_free_chunk_rows -= self._is_chunk(request, num_new_tokens)
 
     def preempt(self, request: Request) -> None:
-        """Note that the request loses its place, and take back the share it may have had.
+        """Note that the request is preempted, and take back the share it may have.
 
-        To be called while the request still says how much of it is computed.
+        To be called before ``num_computed_tokens`` of the request is reset.
         """
         num_new_tokens = self._shares.pop(request, 0)
         self.num_free_tokens += num_new_tokens
@@ -149,7 +149,7 @@ class StepDraft:
         self.num_free_tokens += num_tokens
 
     def finish(self, moves: tuple[Copy, ...]) -> StepPlan:
-        """The plan, once ``moves`` have given every request the row it has during the step."""
+        """Return the plan. ``moves`` have given every request its row for the step."""
         kinds: tuple[list[Request], ...] = ([], [], [])
         for request, num_new_tokens in self._shares.items():
             kinds[self._kind(request, num_new_tokens)].append(request)

@@ -1,4 +1,4 @@
-"""Buckets captured, and operators compiled, before there are requests."""
+"""Warm-up of single buckets: capture them, and compile operators, before there are requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepWarmUp:
 
     @torch.inference_mode()
     def touch(self, bucket: BatchShape) -> None:
-        """Run padding through an uncaptured step, so that what is made at its first use is made."""
+        """Run padding through an uncaptured step, so that tables that are made at their first use exist."""
         executor = self._executor
         with executor.runtime.step():
             bucket_step(executor.model, executor.geometry, bucket, {})(self._padding(bucket))
@@ -53,10 +53,10 @@ class StepWarmUp:
 
     @torch.inference_mode()
     def finish(self, captured: Iterable[BatchShape]) -> None:
-        """Run what steps do around their graphs, where each operator is compiled, and end the warm-up.
+        """End the warm-up, after running the operators around graphs where the device compiles each of them.
 
         Args:
-            captured: buckets to run it with; one for each number of rows is enough.
+            captured: the captured buckets; one for each number of rows is run.
         """
         executor = self._executor
         if executor.runtime.compiles_operators and executor.uses_table:

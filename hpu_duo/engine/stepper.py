@@ -26,13 +26,13 @@ class Stepper:
     All methods are called with interrupts deferred, by one thread at a time.
 
     Attributes:
-        samples: those that have not ended.
-        deliveries: where outputs go.
+        samples: the samples that have not ended.
+        deliveries: receives the outputs.
         telemetry: recorders of steps and their shapes.
 
     Args:
         runner: the device side.
-        scheduler: who runs when.
+        scheduler: plans the steps.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
@@ -57,7 +57,7 @@ class Stepper:
     def abort(self, request_id: str) -> bool:
         """End all samples of a request; False if no unfinished request has this id.
 
-        What a step runs may ask for it too; the request ends behind the step then.
+        Called from within a step, by a host sampler say, it ends the request after the step.
         """
         states = self.samples.of(request_id)
         if self._is_stepping:
@@ -123,7 +123,7 @@ class Stepper:
     def _sampling_rows(
         self, plan: StepPlan
     ) -> tuple[dict[int, tuple[SamplingRow, ...]], dict[int, Exception]]:
-        """How to sample each token, and why that cannot be said, by ring row."""
+        """Return the sampling of each token by ring row, and the errors of rows without it."""
         rows, errors = dict[int, tuple[SamplingRow, ...]](), dict[int, Exception]()
         for row in plan.sampled_rows:
             try:
@@ -134,10 +134,10 @@ class Stepper:
         return rows, errors
 
     def _take(self, plan: StepPlan, result: StepResult, errors: Mapping[int, Exception]) -> None:
-        """Commit a step that has run; what it sampled waits to be collected.
+        """Commit a step that has run; its tokens wait for ``_collect``.
 
         Args:
-            errors: of ring rows; their requests end.
+            errors: errors by ring row; these requests end.
         """
         logprobs = logprobs_of(plan, result)
         self.telemetry.note(plan, result, self._scheduler.leases, self._runner.store.plan)
@@ -148,7 +148,7 @@ class Stepper:
             self._uncollected.append((committed, logprobs.get(committed.sample)))
 
     def _collect(self) -> None:
-        """Turn sampled tokens into outputs, one by one, so that an interruption loses none of the others."""
+        """Turn sampled tokens into outputs, one by one, so that an interrupt loses no other token."""
         while self._uncollected:
             committed, logprob = self._uncollected.popleft()
             request = committed.request

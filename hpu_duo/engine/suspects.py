@@ -1,4 +1,4 @@
-"""Finding the request that makes steps fail."""
+"""Find the request that makes steps fail."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOST_FAILURES = 2
 
 
 class Suspects:
-    """Requests of failing steps, to be run alone one after the other: who fails alone is at fault.
+    """Requests of failing steps, to be run alone one after the other: the one that fails alone is at fault.
 
     A request is suspect after two failing steps without a token between them. A step that no bucket holds
-    would be planned again as it is, so its requests are suspect at once.
+    would be planned again in the same shape, so its requests are suspect at once.
 
     Attributes:
         last_failed: requests of the last step, if it has failed.
@@ -46,7 +46,7 @@ class Suspects:
         return None
 
     def clear(self, plan: StepPlan) -> None:
-        """Note that a step has not failed: whom it gave a token is not suspect any more."""
+        """Note that a step has not failed: requests that it gave a token are no longer suspect."""
         if not self._num_failures:
             return
         alone = self.alone

@@ -1,4 +1,4 @@
-"""Records about steps; nothing here makes a step fail."""
+"""Counts and records of steps, whose errors make no step fail."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class StepSink(Protocol):
-    """What steps may be written to, such as ``hpu_duo.steplog.StepRecorder``."""
+    """A recorder of steps, such as ``hpu_duo.steplog.StepRecorder``."""
 
     def add(self, message: StepMessage, token_ids: npt.NDArray[np.int32]) -> None:
-        """Take in a step that has run, and the tokens of ``message.sampled``."""
+        """Record a step that has run, and the tokens of ``message.sampled``."""
         ...
 
 
@@ -48,7 +48,7 @@ class Telemetry:
     def note(self, plan: StepPlan, result: StepResult, leases: KVLeases, memory: MemoryPlan) -> None:
         """Account for a step that has run, before anything of it is given back.
 
-        What goes wrong here, such as a full disk, is counted and logged once.
+        Errors, of a full disk say, are counted, and the first one is logged.
         """
         is_noted = self._try(lambda: self.counters.count(plan, result, leases, memory))
         if self.recorder is not None:
@@ -58,7 +58,7 @@ class Telemetry:
         self.counters.num_unrecorded_steps += not is_noted
 
     def _try(self, note: Callable[[], None]) -> bool:
-        """Note one thing, and say whether that was possible; it takes nothing from the others."""
+        """Call ``note``; returns whether it succeeded."""
         try:
             note()
         except Exception as error:

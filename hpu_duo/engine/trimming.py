@@ -16,12 +16,12 @@ class ChunkTrimming:
     A step with a few more query tokens than a bucket has is padded to the next larger bucket. Two choices are
     compared by the cost of their buckets: the step as planned and a decode of all others after it, or the
     step cut to the query tokens of a smaller bucket and the same decodes with the rest of the prompt after
-    it. Both compute the same tokens. The shape of the step itself is exact, that of the one after it an
-    estimate: no request ends or arrives.
+    it. Both compute the same tokens. The shape of the step itself is exact; that of the step after it is an
+    estimate, for which no request ends or arrives.
 
-    Only a chunk that ends its prompt is cut, only while nobody waits for admission, and at least half of it
-    remains, so that a prompt of ``n`` tokens takes at most ``log2(n)`` steps more. Which steps compute a
-    token changes none of the tokens.
+    Only a chunk that ends its prompt is cut, only while no request waits for admission, and at least half of
+    it remains, so that a prompt of ``n`` tokens takes at most ``log2(n)`` steps more. The tokens are the same
+    whichever steps compute them.
 
     Args:
         table: the buckets that steps are padded to.
@@ -62,7 +62,7 @@ class ChunkTrimming:
         return float("inf") if isinstance(bucket, Miss) else self.table.cost(bucket)
 
     def _following_cost(self, plan: StepPlan, shape: BatchShape, postponed: int) -> float:
-        """Of a token of every other request, and of what is left of the last one's prompt."""
+        """Cost of the next step: a decode of every other row, and the rest of the last row's prompt."""
         last = plan.rows[-1]
         others = sum(row.wants_token for row in plan.rows[:-1])
         query_len = others + postponed
