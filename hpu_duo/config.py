@@ -139,11 +139,12 @@ class GraphConfig:
     own_cost: bool = True
 
     def __post_init__(self) -> None:
-        members = ("name", "problem", "capture", "region")
-        if not isinstance(self.backend, str) and not all(hasattr(self.backend, name) for name in members):
+        members = ("name", "num_first_runs", "problem", "capture", "region")
+        missing = [name for name in members if not hasattr(self.backend, name)]
+        if missing and not isinstance(self.backend, str):
             raise ValueError(
                 f"expected graphs to be auto, {', '.join(BACKEND_NAMES)} or a capture backend, "
-                f"got {self.backend!r}"
+                f"got {self.backend!r}, which lacks {', '.join(missing)}"
             )
         if self.table is not None and not isinstance(self.table, BucketTable):
             raise ValueError(f"expected buckets to be a BucketTable, got {type(self.table).__name__}")

@@ -27,6 +27,16 @@ class NamedStreamer(TextStreamer):
         return "streamer"
 
 
+class HalfBackend:
+    """A capture backend that lacks ``num_first_runs``, which warm-up reads."""
+
+    name = "half"
+    problem = capture = region = staticmethod(lambda *_: None)
+
+    def __repr__(self) -> str:
+        return "half"
+
+
 STREAMER = NamedStreamer(None)
 THREE = torch.tensor([[5, 6, 7]])
 TOO_LONG = list(range(5, 90)) * 2
@@ -84,6 +94,7 @@ TOO_LONG = list(range(5, 90)) * 2
         ({"pattern": RAW, "sparsity": 0.5, "balance": "per_rank"}, "per_rank.*ranks.*one device"),
         ({"graphs": None}, "graphs.*eager.*None"),
         ({"graphs": 5}, "graphs.*eager.*5"),
+        ({"graphs": HalfBackend()}, "capture backend, got half, which lacks num_first_runs"),
         ({"buckets": 5}, "buckets.*BucketTable.*int"),
         ({"seed": None}, "seed.*integer.*None"),
         ({"seed": "x"}, "seed.*integer.*'x'"),
