@@ -30,11 +30,6 @@ class Ring(NamedTuple):
     window: Window
     slack: int = 0
 
-    @classmethod
-    def of(cls, window: Window, num_slots: int) -> Ring:
-        """The ring of so many slots."""
-        return cls(window, num_slots - window.size)
-
     @property
     def size(self) -> int:
         """Slots."""

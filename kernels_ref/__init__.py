@@ -1,21 +1,26 @@
 """Attention as partial triples: reference implementations and the composition of one layer."""
 
+from kernels_ref.groups import Blocks, GroupKind, HeadGroup, Owner, Rings
 from kernels_ref.impl import Implementation
 from kernels_ref.partial import FLOOR, Partial, empty, merge, normalise
 from kernels_ref.scoring import Scoring, Softmax
-from kernels_ref.step import RingKind, Step, StepParts, StepTensors, prepare_step
-from kernels_ref.unified import LayerCache, LayerSpec, unified_attention
+from kernels_ref.step import Step, StepParts, StepTensors, prepare_step
+from kernels_ref.unified import LayerCache, LayerSpec, stores_of, unified_attention
 from kernels_ref.units import KVUnits, NewKV, UnitLayout, as_units, of_stores
 
 __all__ = [
     "FLOOR",
+    "Blocks",
+    "GroupKind",
+    "HeadGroup",
     "Implementation",
     "KVUnits",
     "LayerCache",
     "LayerSpec",
     "NewKV",
+    "Owner",
     "Partial",
-    "RingKind",
+    "Rings",
     "Scoring",
     "Softmax",
     "Step",
@@ -28,5 +33,6 @@ __all__ = [
     "normalise",
     "of_stores",
     "prepare_step",
+    "stores_of",
     "unified_attention",
 ]

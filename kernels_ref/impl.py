@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from bias_builders import Window
 from kernels_ref.partial import Partial
 from kernels_ref.scoring import Scoring
-from kernels_ref.step import BlockStep, RingStep, StepTensors
+from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV
+
+if TYPE_CHECKING:
+    from kernels_ref.groups import BlockStep, RingStep
 
 
 class Implementation(str, Enum):

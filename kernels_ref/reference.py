@@ -8,14 +8,19 @@ holds an infinity.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from bias_builders import Window, causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import FLOOR, Partial, attend, empty, finish, merge, widened
 from kernels_ref.scoring import Scoring, Softmax
-from kernels_ref.step import BlockStep, RingStep, StepTensors
+from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, gather_units
+
+if TYPE_CHECKING:
+    from kernels_ref.groups import BlockStep, RingStep
 
 __all__ = ["causal", "finish", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings", "write_kv"]
 

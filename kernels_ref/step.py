@@ -6,28 +6,21 @@ for prompt rows, NS/NU shared/unique blocks, R rows of the ring stores (row R is
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from bias_builders import (
-    Held,
-    Leading,
-    Ring,
-    Seen,
-    Window,
-    leading_visible,
-    ring_slot,
-    slot_position,
-    stays_in_ring,
-)
-from kernels_ref.index import gather, index_dtype, write_indices
+from kernels_ref.index import gather
+from kernels_ref.partial import fold
 from kernels_ref.units import UnitLayout
 
-RingKind: TypeAlias = tuple[Window, UnitLayout]
-"""What layers share that share a ``RingStep``: what their streaming heads see, and where they keep it."""
+if TYPE_CHECKING:
+    from kernels_ref.groups import GroupKind
+
+PlanKey: TypeAlias = tuple[tuple[Hashable, ...], UnitLayout]
+"""What groups share that share what a step derives for them: the key of their kind, and where units lie."""
 
 
 class StepTensors(NamedTuple):
@@ -68,43 +61,11 @@ class StepTensors(NamedTuple):
     owner: torch.Tensor
 
 
-class BlockStep(NamedTuple):
-    """What layers with retrieval heads derive from a step, once.
-
-    What is for a part that does not run is empty.
-
-    Attributes:
-        tails: what the tokens of a row see of its tails, ``[N, T, M]``.
-    """
-
-    tails: Leading
-
-
-class RingStep(NamedTuple):
-    """What the layers of one window and one layout derive from a step, once.
-
-    What is for a part that does not run is empty.
-
-    Attributes:
-        index_before: where to write before attention: tokens of decode rows; ``[Q * Ks]``.
-        index_after: where to write after attention: tokens of prompt rows that the ring
-            keeps; everything else goes to the trash row; ``[Q * Ks]``.
-        seen: what the tokens of decode rows see of their ring.
-        chunk_position: positions held by the gathered rings before the step, -1 = empty, ``[C, W]``.
-    """
-
-    index_before: torch.Tensor
-    index_after: torch.Tensor
-    seen: Seen
-    chunk_position: torch.Tensor
-
-
 @dataclass(frozen=True)
 class StepParts:
     """Which parts run; fixed for a captured step.
 
-    ``shared`` covers shared blocks and the rings of prompt rows, ``unique`` unique blocks
-    and the rings of decode rows.
+    ``shared`` covers shared blocks and the rows of prompts, ``unique`` unique blocks and the rows of decodes.
     """
 
     causal: bool
@@ -121,9 +82,7 @@ class Step(NamedTuple):
         decode_len: M.
         row_token: flat index of each token of the N rows, any valid index where there is none, ``[N * M]``.
         decode_slot: place of each token among those, ``N * M`` for tokens of other rows, ``[Q]``.
-        blocks: for retrieval heads.
-        block_index: where retrieval heads write, by layout; ``[Q * Kr]``.
-        rings: for streaming heads.
+        plans: what each kind of head group has derived from the step, by kind and layout of the store.
     """
 
     parts: StepParts
@@ -131,9 +90,7 @@ class Step(NamedTuple):
     decode_len: int
     row_token: torch.Tensor
     decode_slot: torch.Tensor
-    blocks: BlockStep
-    block_index: dict[UnitLayout, torch.Tensor]
-    rings: dict[RingKind, RingStep]
+    plans: dict[PlanKey, Any]
 
 
 def prepare_step(
@@ -141,39 +98,29 @@ def prepare_step(
     tensors: StepTensors,
     *,
     decode_len: int,
-    block_layouts: Collection[UnitLayout],
-    ring_kinds: Collection[RingKind],
+    stores: Mapping[GroupKind, Sequence[UnitLayout]],
 ) -> Step:
-    """Derive on the device, once a step, what all layers of a kind need.
+    """Derive on the device, once a step, what all layers need.
 
     Args:
         decode_len: most tokens of a decode row (M).
-        block_layouts: the distinct layouts of block stores; without any, no layer has blocks.
-        ring_kinds: the distinct windows and layouts of ring stores.
+        stores: the kinds of head groups, with the distinct layouts of their stores.
     """
-    rows = _DecodeRows.of(parts, tensors, decode_len)
-    layouts_of: dict[Ring, list[UnitLayout]] = {}
-    for window, layout in ring_kinds:
-        layouts_of.setdefault(Ring.of(window, layout.num_slots), []).append(layout)
-    rings = {
-        (ring.window, layout): step
-        for ring, layouts in layouts_of.items()
-        for layout, step in _ring_steps(parts, tensors, rows, ring, layouts).items()
+    rows = DecodeRows.of(parts, tensors, decode_len)
+    plans = {
+        (kind.key, layout): plan
+        for kind, layouts in stores.items()
+        for layout, plan in kind.prepare(parts, tensors, rows, layouts).items()
     }
-    num_slots = next((layout.num_slots for layout in block_layouts), 0)
-    return Step(
-        parts,
-        tensors,
-        decode_len,
-        rows.token,
-        rows.slot,
-        _block_step(parts, tensors, rows, num_slots),
-        write_indices(tensors.write_block, tensors.write_offset, block_layouts),
-        rings,
-    )
+    return Step(parts, tensors, decode_len, rows.token, rows.slot, plans)
 
 
-class _DecodeRows(NamedTuple):
+def of_rows(q_QKGD: torch.Tensor, step: Step) -> torch.Tensor:
+    """Queries of decode rows, all tokens of a row in its heads, ``[N, K, M * G, D]``."""
+    return fold(gather(q_QKGD, step.row_token), step.decode_len)
+
+
+class DecodeRows(NamedTuple):
     """Decode rows of a step.
 
     Attributes:
@@ -188,7 +135,8 @@ class _DecodeRows(NamedTuple):
     end: torch.Tensor
 
     @classmethod
-    def of(cls, parts: StepParts, t: StepTensors, decode_len: int) -> _DecodeRows:
+    def of(cls, parts: StepParts, t: StepTensors, decode_len: int) -> DecodeRows:
+        """Those of a step, which has other rows too if the causal part runs."""
         no_row = t.row_start.shape[0]
         row = torch.where(t.causal_row < no_row, no_row, t.row) if parts.causal else t.row
         if decode_len == 1:
@@ -201,50 +149,3 @@ class _DecodeRows(NamedTuple):
         begins = torch.cat([t.row_start, t.row_start.new_zeros(1)])
         place = row * decode_len + t.positions - gather(begins, row)
         return cls(row, torch.where(row < no_row, place, no_row * decode_len), token, end)
-
-
-def _block_step(parts: StepParts, t: StepTensors, rows: _DecodeRows, num_slots: int) -> BlockStep:
-    """``BlockStep`` of blocks of ``num_slots`` slots, empty for 0."""
-    tails = t.tail_start[:, :0, None]
-    if parts.unique and num_slots:
-        tails = leading_visible(t.tail_start[:, :, None], rows.end[:, None], num_slots)
-    return BlockStep(Leading(tails))
-
-
-def _ring_steps(
-    parts: StepParts,
-    t: StepTensors,
-    rows: _DecodeRows,
-    ring: Ring,
-    layouts: Collection[UnitLayout],
-) -> dict[UnitLayout, RingStep]:
-    """``RingStep`` by layout of the store."""
-    no_row = t.row_start.shape[0]
-    trash_row = next(iter(layouts)).num_units - 1
-    slot = ring_slot(t.positions, ring)
-    before = after = dict.fromkeys(layouts, slot.new_empty(0, dtype=index_dtype(slot.device)))
-    seen: Seen = Leading(rows.end[:0, None])
-    chunk_position = t.row_start.new_empty(0, ring.size)
-    if parts.unique:
-        row = torch.where(rows.row < no_row, rows.row, trash_row)
-        before = write_indices(row, slot, layouts)
-        seen = _ring_seen(t, rows, ring)
-    if parts.causal:
-        # One more entry, for the row number of padding.
-        start, num_new = (torch.cat([x, x.new_zeros(1)]) for x in (t.row_start, t.row_num_new))
-        stays = stays_in_ring(t.positions, gather(start + num_new, t.row), ring)
-        row = torch.where((t.causal_row < no_row) & stays, t.causal_row, trash_row)
-        after = write_indices(row, slot, layouts)
-        if parts.shared:
-            chunk_position = slot_position(gather(start, torch.clamp(t.chunk_row, max=no_row)), ring)
-    return {k: RingStep(before[k], after[k], seen, chunk_position) for k in layouts}
-
-
-def _ring_seen(t: StepTensors, rows: _DecodeRows, ring: Ring) -> Seen:
-    """What decode rows see of their rings once their tokens are written."""
-    if rows.end.shape[1] == 1 and not ring.slack:
-        # A ring then holds what its token sees, and nothing else.
-        return Leading(torch.clamp(rows.end, max=ring.size)[:, None])
-    stored = torch.clamp(rows.end.amax(dim=1), min=0)
-    begin = torch.clamp(rows.end - ring.window.recent, min=0)
-    return Held(slot_position(stored, ring)[:, None], begin, rows.end, ring.window.sink)

@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu_suite.cases import Heads, RowSize, lay_out
 from benchmarks.gpu_suite.results import Key, Point, Results
 from benchmarks.gpu_suite.shapes import Sizes
+from kernels_ref import Blocks
 from kernels_ref.triton.launch import DeviceLimits, blocks_per_program
 from kernels_ref.triton.stream_k_choice import choose, num_workers
 
@@ -106,9 +107,9 @@ def works(sizes: Sizes) -> Iterator[tuple[str, Work]]:
     """Plans to compare: batches as they grow side by side, alone, in a larger bucket, and half shared."""
     for name, contexts in (("one row", (sizes.unique_context,)), *sizes.ragged):
         rows = [RowSize(context - 1, 1) for context in contexts]
-        step = lay_out(rows, sizes.block_size, torch.device("cpu"), heads=Heads(1, 1, 16)).step
-        tails = step.blocks.tails.visible.flatten()
-        work = Work(step.tensors.owner.numpy(), (tails > 0).numpy())
+        layout = lay_out(rows, sizes.block_size, torch.device("cpu"), heads=Heads(1, 1, 16))
+        tails = layout.plans[Blocks()].tails.visible.flatten()
+        work = Work(layout.tensors.owner.numpy(), (tails > 0).numpy())
         yield name, work
         nobody = np.full(len(work.owner), work.num_rows, np.int32)
         yield f"{name}, bucket twice as large", Work(np.concatenate([work.owner, nobody]), work.has_tail)

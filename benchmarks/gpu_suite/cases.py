@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from bias_builders import StepRows, Window
 from hpu_duo.engine.batch import StepGeometry, fill, flatten
-from kernels_ref import Step, StepParts, StepTensors, UnitLayout, prepare_step
+from kernels_ref import Blocks, GroupKind, Rings, Step, StepParts, StepTensors, UnitLayout, prepare_step
 
 
 class RowSize(NamedTuple):
@@ -37,10 +37,12 @@ class Layout:
     Attributes:
         num_blocks: blocks in the store, without the trash block.
         step: prepared, on the device.
+        plans: what each kind of head group has derived from it.
     """
 
     num_blocks: int
     step: Step
+    plans: dict[GroupKind, Any]
 
     @property
     def tensors(self) -> StepTensors:
@@ -72,15 +74,18 @@ def lay_out(
     fill(host, batch, batch.shape, geometry)
     tensors = StepTensors(**{name: torch.from_numpy(host[name]).to(device) for name in StepTensors._fields})
     phase = batch.shape.phase
-    rings = [] if window is None else [(window, ring_layout(len(sizes), window, heads))]
+    stores: dict[GroupKind, tuple[UnitLayout, ...]] = {
+        Blocks(): (UnitLayout.dense(sum(need) + 1, heads.num_kv, block_size),)
+    }
+    if window is not None:
+        stores[Rings(window)] = (ring_layout(len(sizes), window, heads),)
     step = prepare_step(
         StepParts(phase.causal, phase.shared, phase.unique),
         tensors,
         decode_len=1,
-        block_layouts=[UnitLayout.dense(sum(need) + 1, heads.num_kv, block_size)],
-        ring_kinds=rings,
+        stores=stores,
     )
-    return Layout(sum(need), step)
+    return Layout(sum(need), step, {kind: step.plans[kind.key, layout] for kind, (layout,) in stores.items()})
 
 
 def ring_layout(num_rows: int, window: Window, heads: Heads) -> UnitLayout:

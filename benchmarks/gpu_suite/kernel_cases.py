@@ -13,7 +13,7 @@ from benchmarks.gpu_suite.cases import Heads, Layout, RowSize
 from benchmarks.gpu_suite.rivals import Dense
 from benchmarks.gpu_suite.shapes import ModelShape, Sizes
 from bias_builders import Window
-from kernels_ref import KVUnits, NewKV, Partial, Scoring, Step, as_units, of_stores, reference
+from kernels_ref import Blocks, KVUnits, NewKV, Partial, Rings, Scoring, as_units, of_stores, reference
 from kernels_ref.triton import availability, launch, parts
 from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.stream_k_choice import choose
@@ -89,9 +89,9 @@ def _unique(
     q, t = cases.queries(len(contexts), heads, dtype, device), layout.tensors
     ours, notes = _ours(
         device,
-        partial(reference.unique_blocks, q, of_stores(k, v), t, layout.step.blocks, Scoring()),
-        split=partial(_run_unique, "split", q, k, v, layout.step),
-        stream_k=partial(_run_unique, "stream_k", q, k, v, layout.step),
+        partial(reference.unique_blocks, q, of_stores(k, v), t, layout.plans[Blocks()], Scoring()),
+        split=partial(_run_unique, "split", q, k, v, layout),
+        stream_k=partial(_run_unique, "stream_k", q, k, v, layout),
     )
     limits = launch.device_limits(device)
     is_chosen = choose(len(contexts), t.owner.shape[0], heads.num_kv, limits)
@@ -111,14 +111,14 @@ def _unique(
     )
 
 
-def _run_unique(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> Partial:
+def _run_unique(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> Partial:
     """One of the two kernels of the unique part, whatever the rule says."""
     from kernels_ref.triton.stream_k import stream_k
     from kernels_ref.triton.unique_blocks import split_unique_blocks
 
     run: Callable[..., Triple] = stream_k if name == "stream_k" else split_unique_blocks
-    t = step.tensors
-    return Partial(*run(q, k, v, t.owner, t.tail_block, step.blocks.tails.visible, 0.0))
+    t, blocks = layout.tensors, layout.plans[Blocks()]
+    return Partial(*run(q, k, v, t.owner, t.tail_block, blocks.tails.visible, 0.0))
 
 
 def _stores(
@@ -198,7 +198,7 @@ def _unique_rings(
     rows = [RowSize(4 * window.size, 1)] * num_rows
     layout = cases.lay_out(rows, sizes.block_size, device, heads=heads, window=window)
     units = _rings(num_rows, window, heads, dtype, device)
-    ring = layout.step.rings[window, units.layout]
+    ring = layout.plans[Rings(window)]
     arguments = (cases.queries(num_rows, heads, dtype, device), units, ring, Scoring())
     ours, notes = _ours(
         device,
@@ -222,7 +222,7 @@ def _shared_rings(
     start = 4 * window.size
     layout = cases.lay_out([RowSize(start, chunk)], sizes.block_size, device, heads=heads, window=window)
     units = _rings(1, window, heads, dtype, device)
-    ring = layout.step.rings[window, units.layout]
+    ring = layout.plans[Rings(window)]
     q = cases.queries(chunk, heads, dtype, device)
     arguments = (q, units, layout.tensors, ring, window, Scoring())
     ours, notes = _ours(

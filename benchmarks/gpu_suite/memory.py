@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu_suite.results import Key, Point, Results
 from benchmarks.gpu_suite.shapes import ModelShape, Sizes
+from bias_builders import Window
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.plan import LayerKV, MemoryPlan, head_groups
 
 FULL = "full attention"
 DUO = "DuoAttention"
@@ -29,13 +30,11 @@ def make_pattern(model: ModelShape) -> HeadPattern:
 def kv_plan(model: ModelShape, system: str, num_tokens: int, block_size: int, dtype_bytes: int) -> MemoryPlan:
     """The stores that hold one request of ``num_tokens`` tokens, and no more."""
     if system == FULL:
-        layers = (LayerKV(model.num_kv_heads, 0, model.head_dim, 0),) * model.num_layers
+        counts = ((model.num_kv_heads, 0),) * model.num_layers
     else:
-        ring = model.sink + model.recent
-        layers = tuple(
-            LayerKV(retrieval, streaming, model.head_dim, ring if streaming else 0)
-            for retrieval, streaming in make_pattern(model).head_counts
-        )
+        counts = make_pattern(model).head_counts
+    window = Window(model.sink, model.recent)
+    layers = tuple(LayerKV(head_groups(*count, window), model.head_dim) for count in counts)
     return MemoryPlan(layers, dtype_bytes, block_size, 1, num_blocks=-(-num_tokens // block_size))
 
 

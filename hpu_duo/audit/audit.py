@@ -127,5 +127,5 @@ def _routes(structure: Structure, buckets: tuple[BatchShape, ...]) -> Iterator[t
 
 
 def _recipes(structure: Structure) -> tuple[LayerRecipe, ...]:
-    counts = Counter((spec.num_retrieval, spec.num_streaming, spec.window) for spec in structure.model.specs)
-    return tuple(LayerRecipe(*key, num_layers) for key, num_layers in counts.most_common())
+    counts = Counter(spec.groups for spec in structure.model.specs)
+    return tuple(LayerRecipe(groups, num_layers) for groups, num_layers in counts.most_common())

@@ -10,6 +10,7 @@ from bias_builders import Window
 from hpu_duo.audit.native import Engine, NativeOperator, native_operators
 from hpu_duo.audit.tracer import Finding, FindingKey, Severity, Tally
 from hpu_duo.audit.work import Work
+from kernels_ref import HeadGroup, Rings
 
 _NO_WORK = Work()
 
@@ -67,15 +68,28 @@ class LayerRecipe:
     """Layers that a region-wise compiler compiles once for each bucket.
 
     Attributes:
-        num_retrieval, num_streaming: KV heads of each kind (Kr, Ks).
-        window: sink and recent tokens of the streaming heads, None without any.
+        groups: their KV heads.
         num_layers: that have them.
     """
 
-    num_retrieval: int
-    num_streaming: int
-    window: Window | None
+    groups: tuple[HeadGroup, ...]
     num_layers: int
+
+    @property
+    def num_retrieval(self) -> int:
+        """KV heads that see the whole text (Kr)."""
+        return sum(group.num_heads for group in self.groups if group.kind.reach is None)
+
+    @property
+    def num_streaming(self) -> int:
+        """The other ones (Ks)."""
+        return sum(group.num_heads for group in self.groups) - self.num_retrieval
+
+    @property
+    def window(self) -> Window | None:
+        """Sink and recent tokens of the streaming heads, None without any."""
+        kinds = (group.kind for group in self.groups)
+        return next((kind.window for kind in kinds if isinstance(kind, Rings)), None)
 
 
 @dataclass(frozen=True)

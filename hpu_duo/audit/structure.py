@@ -29,7 +29,7 @@ from hpu_duo.modeling.probe import read_layers
 from hpu_duo.modeling.rope import fix_frequencies, served_len
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.assembly import layer_spec
-from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern
+from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern, ring_slack
 from hpu_duo.startup.memory import plan_memory
 from hpu_duo.startup.tables import check_table, default_table, resolve_limits
 from kernels_ref import Implementation
@@ -103,12 +103,11 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     with _autocast_on_meta():
         layers = read_layers(model)
     pattern = resolve_pattern(config.heads, layers, max_len, HPU)
-    layouts, windows = assign_heads(layers, pattern, max_len)
+    heads = assign_heads(layers, pattern, max_len, ring_slack(scheduler))
     cache, budget = _cache(config.cache, model, hardware)
     memory = plan_memory(
         layers,
-        layouts,
-        windows,
+        heads,
         cache,
         scheduler,
         max_len,
@@ -120,7 +119,9 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     with mode:
         _move(model)
         store = KVStore(memory, dtype, HPU)
-        specs = [layer_spec(*each, Implementation.REFERENCE) for each in zip(layers, layouts, windows)]
+        specs = [
+            layer_spec(layer, each.groups, Implementation.REFERENCE) for layer, each in zip(layers, heads)
+        ]
         step_model = StepModel(model, layers, specs, store.layers, live)
     table = config.graph.table
     if table is None:

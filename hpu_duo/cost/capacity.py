@@ -10,6 +10,7 @@ from graphs.planner import GraphBudget
 from hpu_duo.cost.deployment import Deployment, Serving
 from hpu_duo.cost.hardware import Format
 from hpu_duo.cost.model import ModelSize
+from hpu_duo.kv.plan import widest_row
 from hpu_duo.limit_config import SchedulerConfig
 
 SECONDS_PER_GRAPH = (0.7, 14.0)
@@ -174,7 +175,7 @@ def step_cost(deployment: Deployment) -> StepCost:
     model, hardware = deployment.model, deployment.serving.hardware
     return StepCost(
         block_size=deployment.serving.block_size,
-        ring_width=max(layer.ring_size for layer in deployment.kv_layers),
+        ring_width=widest_row(group for layer in deployment.kv_layers for group in layer.groups),
         hidden_size=model.hidden_size,
         num_layers=len(model.layers),
         vocab_size=model.vocab_size,

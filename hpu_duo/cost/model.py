@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from bias_builders import Window
 from hpu_duo.cost.hardware import Format
 from hpu_duo.heads import CountRule, fewest_promotions
 from hpu_duo.heads.binarise import check_sparsity, round_half_up
-from hpu_duo.kv.plan import LayerKV
+from hpu_duo.kv.plan import LayerKV, head_groups
 
 
 @dataclass(frozen=True)
@@ -201,13 +202,15 @@ class ModelSize:
             raise ValueError(
                 f"expected sink >= 0, recent >= 1 and max_len >= 1, got {sink}, {recent} and {max_len}"
             )
-        ring = min(sink + recent, max_len)
+        # A sink takes a slot and a score, as any other token does.
+        ring = Window(0, min(sink + recent, max_len))
         kept: list[LayerKV] = []
         for layer, count in zip(self.layers, counts, strict=True):
             num_kv, dim = layer.num_kv_heads, layer.head_dim
             if layer.has_window(max_len):
                 assert layer.window is not None
-                kept.append(LayerKV(0, num_kv, dim, layer.window))
+                groups = head_groups(0, num_kv, Window(0, layer.window))
             else:
-                kept.append(LayerKV(count, num_kv - count, dim, ring if count < num_kv else 0))
+                groups = head_groups(count, num_kv - count, ring)
+            kept.append(LayerKV(groups, dim))
         return tuple(kept)

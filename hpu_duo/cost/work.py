@@ -111,9 +111,9 @@ def step_work(model: ModelSize, kv_layers: tuple[LayerKV, ...], formats: Formats
     scores = kv_bytes = 0.0
     for (layer, kv), count in Counter(zip(model.layers, kv_layers)).items():
         group = layer.num_heads // layer.num_kv_heads
-        windows = ((kv.num_retrieval_heads, None), (kv.num_streaming_heads, kv.ring_size))
-        layer_scores = step.num_rows * group * sum(num * step.scores(window) for num, window in windows)
-        keys = step.num_rows * sum(num * step.keys(window) for num, window in windows)
+        reaches = [(each.num_heads, each.kind.reach) for each in kv.groups]
+        layer_scores = step.num_rows * group * sum(num * step.scores(reach) for num, reach in reaches)
+        keys = step.num_rows * sum(num * step.keys(reach) for num, reach in reaches)
         # One product of head_dim for the score, one for the value it weighs.
         ops[formats.kv] += count * 2.0 * layer_scores * kv.elements_per_head
         scores += count * layer_scores

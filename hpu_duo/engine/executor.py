@@ -175,13 +175,7 @@ def bucket_step(
 
     def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
-        prepared = prepare_step(
-            parts,
-            tensors,
-            decode_len=geometry.decode_len,
-            block_layouts=model.block_layouts,
-            ring_kinds=model.ring_kinds,
-        )
+        prepared = prepare_step(parts, tensors, decode_len=geometry.decode_len, stores=model.stores)
         return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 
     return step

@@ -28,7 +28,7 @@ class Resolved:
         max_captured_tokens: buckets with more query tokens run uncaptured; None = all are captured.
         trims_chunks: whether prompts end at the borders of buckets.
         limits: what steps may hold.
-        num_retrieval_heads, num_streaming_heads: KV heads of all layers.
+        num_retrieval_heads, num_streaming_heads: KV heads of all layers, by whether they see the whole text.
         num_layer_kinds: of which each is compiled for every bucket.
         num_promoted_heads: retrieval heads that the head pattern would let stream, were it not for
             ``max_layer_kinds``.
@@ -74,7 +74,7 @@ class Resolved:
             trims_chunks=scheduler.trims_chunks,
             limits=scheduler.limits,
             num_retrieval_heads=sum(spec.num_retrieval for spec in specs),
-            num_streaming_heads=sum(spec.num_streaming for spec in specs),
+            num_streaming_heads=sum(spec.num_kv_heads - spec.num_retrieval for spec in specs),
             num_layer_kinds=len(runner.model.kinds),
             num_promoted_heads=0 if pattern is None else pattern.num_promoted,
             promoted_bytes=_promoted_bytes(runner.store.plan, scheduler.limits, pattern),

@@ -2,7 +2,7 @@
 
 from hpu_duo.heads.binarise import Balance, TieBreak
 from hpu_duo.heads.counts import CountRule, fewest_promotions
-from hpu_duo.heads.layout import HeadLayout, lay_out
+from hpu_duo.heads.layout import HeadLayout
 from hpu_duo.heads.pattern import HeadPattern
 from hpu_duo.heads.permute import permute_heads, restore_heads
 
@@ -13,7 +13,6 @@ __all__ = [
     "HeadPattern",
     "TieBreak",
     "fewest_promotions",
-    "lay_out",
     "permute_heads",
     "restore_heads",
 ]

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from bias_builders import Window
+from kernels_ref import Blocks, GroupKind, HeadGroup, Owner, Rings
+
 _GIB = 1 << 30
+
+
+def head_groups(
+    num_retrieval: int, num_streaming: int, window: Window | None, slack: int = 0
+) -> tuple[HeadGroup, ...]:
+    """The groups of a layer of retrieval heads, which keep blocks, and streaming heads, which keep rings.
+
+    Args:
+        num_retrieval, num_streaming: KV heads of each, 0 or more.
+        window: of the streaming heads; only needed if there are any.
+        slack: slots of a ring beside those of its window.
+
+    Raises:
+        ValueError: there are no heads, or streaming heads without a window.
+    """
+    if min(num_retrieval, num_streaming) < 0 or num_retrieval + num_streaming < 1:
+        raise ValueError(
+            f"expected 1 KV head or more, got {num_retrieval} retrieval and {num_streaming} streaming heads"
+        )
+    groups = [HeadGroup(num_retrieval, Blocks())] if num_retrieval else []
+    if num_streaming:
+        if window is None:
+            raise ValueError(f"expected a window for {num_streaming} streaming heads, got none")
+        groups.append(HeadGroup(num_streaming, Rings(window, slack)))
+    return tuple(groups)
+
+
+def widest_row(groups: Iterable[HeadGroup]) -> int:
+    """Most tokens that a token sees of what its row keeps; 0 where rows keep nothing."""
+    return max((group.kind.reach or 0 for group in groups if group.kind.owner is Owner.ROW), default=0)
 
 
 @dataclass(frozen=True)
@@ -13,29 +47,18 @@ class LayerKV:
     """What one layer keeps per token.
 
     Attributes:
-        num_retrieval_heads: KV heads that keep every token, in blocks.
-        num_streaming_heads: KV heads that keep ``ring_slots`` tokens, in a ring row per request.
+        groups: its KV heads.
         head_dim: elements of a key.
-        ring_size: sink + recent of this layer, in tokens; a sliding-window layer has its window here.
         value_head_dim: elements of a value; None means ``head_dim``.
-        ring_slack: tokens that a ring holds besides, because they can be taken back.
     """
 
-    num_retrieval_heads: int
-    num_streaming_heads: int
+    groups: tuple[HeadGroup, ...]
     head_dim: int
-    ring_size: int
     value_head_dim: int | None = None
-    ring_slack: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_retrieval_heads", "num_streaming_heads", "ring_size", "ring_slack"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if self.num_retrieval_heads + self.num_streaming_heads < 1:
-            raise ValueError("a layer must have at least one KV head, got 0 retrieval and 0 streaming heads")
-        if self.num_streaming_heads and self.ring_size < 1:
-            raise ValueError(f"{self.num_streaming_heads} streaming heads need ring_size >= 1, got 0")
+        if not self.groups:
+            raise ValueError("a layer must have at least one KV head, got no group of them")
         if self.head_dim < 1 or (self.value_head_dim is not None and self.value_head_dim < 1):
             raise ValueError(
                 f"head_dim and value_head_dim must be 1 or more, "
@@ -43,30 +66,36 @@ class LayerKV:
             )
 
     @property
-    def ring_slots(self) -> int:
-        """Tokens that a ring holds."""
-        return self.ring_size + self.ring_slack
+    def num_heads(self) -> int:
+        """KV heads of all groups."""
+        return sum(group.num_heads for group in self.groups)
 
     @property
     def elements_per_head(self) -> int:
         """Elements of one token's key and value in one head."""
         return self.head_dim + (self.head_dim if self.value_head_dim is None else self.value_head_dim)
 
+    @property
+    def without_slack(self) -> LayerKV:
+        """The same without slots that hold what no token sees."""
+        groups = tuple(replace(group, kind=group.kind.without_slack) for group in self.groups)
+        return replace(self, groups=groups)
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """The size of every KV tensor, and what it holds.
 
-    Per layer the block store is ``[num_blocks + 1, Kr, block_size, D]`` and the ring store is
-    ``[max_num_seqs + 1, Ks, ring_slots, D]``, each once for keys and once for values; the one block and
-    the one row extra are the trash that padding points at. All figures are whole bytes, without rounding.
+    Each group of each layer has a store ``[num_units, K, num_slots, D]`` for keys and one for values, with
+    ``num_blocks + 1`` units where blocks own them, and ``max_num_seqs + 1`` where rows do; the one extra is
+    the trash that padding points at. All figures are whole bytes, without rounding.
 
     Attributes:
         layers: one entry per decoder layer.
         dtype_bytes: bytes of one element.
         block_size: tokens per block.
-        max_num_seqs: ring rows that can be leased.
-        num_blocks: blocks that can be leased; irrelevant when no layer has a retrieval head.
+        max_num_seqs: rows that can be leased.
+        num_blocks: blocks that can be leased; irrelevant when no group keeps blocks.
         graph_bytes: device memory that is left free for captured graphs; no store is in it.
     """
 
@@ -103,8 +132,7 @@ class MemoryPlan:
     ) -> MemoryPlan:
         """The plan with the most blocks whose ``total_bytes`` is at most ``kv_cache_bytes``.
 
-        Every ring row is paid for first, then blocks take the rest. Without retrieval heads there are
-        no blocks.
+        Every row is paid for first, then blocks take the rest. Where no group keeps blocks there are none.
 
         Raises:
             ValueError: the budget does not hold all rows and one block per row (and the trash of both).
@@ -122,32 +150,37 @@ class MemoryPlan:
 
     @cached_property
     def uses_blocks(self) -> bool:
-        """Whether any layer has a retrieval head."""
-        return any(layer.num_retrieval_heads for layer in self.layers)
+        """Whether any group of heads keeps blocks."""
+        return any(group.kind.owner is Owner.BLOCK for layer in self.layers for group in layer.groups)
 
     @cached_property
-    def bytes_per_token(self) -> int:
-        """Bytes one token takes in the blocks of all layers."""
-        return self.dtype_bytes * sum(
-            layer.num_retrieval_heads * layer.elements_per_head for layer in self.layers
-        )
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        return self.block_size * self.bytes_per_token
+        return self._unit_bytes(Owner.BLOCK)
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of one ring row in all layers."""
-        return self.dtype_bytes * sum(
-            layer.num_streaming_heads * layer.ring_slots * layer.elements_per_head for layer in self.layers
+        """Bytes of one row in all layers."""
+        return self._unit_bytes(Owner.ROW)
+
+    def num_units(self, kind: GroupKind) -> int:
+        """Units of a store of this kind, the trash included."""
+        return 1 + (self.num_blocks if kind.owner is Owner.BLOCK else self.max_num_seqs)
+
+    def _unit_bytes(self, owner: Owner) -> int:
+        return sum(
+            group.kind.unit_bytes(
+                group.num_heads, layer.elements_per_head * self.dtype_bytes, self.block_size
+            )
+            for layer in self.layers
+            for group in layer.groups
+            if group.kind.owner is owner
         )
 
     @property
     def without_slack(self) -> MemoryPlan:
-        """The same for rings that hold what their windows show, and no more."""
-        return replace(self, layers=tuple(replace(layer, ring_slack=0) for layer in self.layers))
+        """The same without slots that hold what no token sees."""
+        return replace(self, layers=tuple(layer.without_slack for layer in self.layers))
 
     @property
     def total_bytes(self) -> int:
@@ -176,10 +209,7 @@ class MemoryPlan:
         return (
             num_tokens
             * self.dtype_bytes
-            * sum(
-                (layer.num_retrieval_heads + layer.num_streaming_heads) * layer.elements_per_head
-                for layer in self.layers
-            )
+            * sum(layer.num_heads * layer.elements_per_head for layer in self.layers)
         )
 
 

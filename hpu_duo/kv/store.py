@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.reserved import reserved_zeros
 from hpu_duo.uncopied import Uncopied
-from kernels_ref import KVUnits, LayerCache, UnitLayout, as_units
+from kernels_ref import HeadGroup, KVUnits, Owner, as_units
 from kernels_ref.index import gather, index_dtype
 
 
 class KVStore(Uncopied):
-    """Block and ring stores, zeroed; see ``MemoryPlan`` for their shapes.
+    """The stores of all groups of heads, zeroed; see ``MemoryPlan`` for their shapes.
 
     They are allocated once. On a CPU a block takes memory from its first use on.
 
@@ -25,31 +23,35 @@ class KVStore(Uncopied):
     def __init__(self, plan: MemoryPlan, dtype: torch.dtype, device: torch.device) -> None:
         assert dtype.itemsize == plan.dtype_bytes, f"plan is for {plan.dtype_bytes} bytes, not {dtype}"
         self.plan = plan
-        self.layers = tuple(self._allocate(index, dtype, device) for index in range(len(plan.layers)))
+        self.layers = tuple(
+            tuple(self._allocate(layer, group, dtype, device) for group in layer.groups)
+            for layer in plan.layers
+        )
+        self._units: dict[Owner, list[KVUnits]] = {owner: [] for owner in Owner}
+        for layer, cache in zip(plan.layers, self.layers):
+            for group, units in zip(layer.groups, cache):
+                self._units[group.kind.owner].append(units)
 
-    def _allocate(self, index: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        plan, layer = self.plan, self.plan.layers[index]
-        num_blocks = plan.num_blocks + 1 if layer.num_retrieval_heads else 0
-        num_rows = plan.max_num_seqs + 1 if layer.num_streaming_heads else 0
-        blocks = UnitLayout.dense(num_blocks, layer.num_retrieval_heads, plan.block_size)
-        rings = UnitLayout.dense(num_rows, layer.num_streaming_heads, layer.ring_slots)
-
-        def units(layout: UnitLayout) -> KVUnits:
-            shape = (layout.num_units * layout.unit_stride, layer.head_dim)
-            k, v = (reserved_zeros(shape, dtype, device) for _ in range(2))
-            return as_units(k, v, layout)
-
-        return LayerCache(units(blocks), units(rings))
+    def _allocate(
+        self, layer: LayerKV, group: HeadGroup, dtype: torch.dtype, device: torch.device
+    ) -> KVUnits:
+        num_units = self.plan.num_units(group.kind)
+        layout = group.kind.layout(num_units, group.num_heads, self.plan.block_size)
+        shape = (layout.num_units * layout.unit_stride, layer.head_dim)
+        k, v = (reserved_zeros(shape, dtype, device) for _ in range(2))
+        return as_units(k, v, layout)
 
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        return self.layers[0].blocks.k.device
+        return self.layers[0][0].k_flat.device
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the tensors take."""
-        return sum(flat.nbytes for layer in self.layers for units in layer for flat in _flat(units))
+        return sum(
+            flat.nbytes for layer in self.layers for units in layer for flat in (units.k_flat, units.v_flat)
+        )
 
     def carry_out(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy blocks and rows within the stores; every source is read before anything is written.
@@ -58,19 +60,13 @@ class KVStore(Uncopied):
             blocks, rows: int32 ``[2, n]``, on the device: sources, and the destinations below them. Only
                 trash may be a destination twice.
         """
-        if blocks.shape[1]:
-            self._copy([layer.blocks for layer in self.layers], blocks)
-        if rows.shape[1]:
-            self._copy([layer.rings for layer in self.layers], rows)
+        for owner, copies in ((Owner.BLOCK, blocks), (Owner.ROW, rows)):
+            if copies.shape[1]:
+                self._copy(owner, copies)
 
-    def _copy(self, units: Sequence[KVUnits], copies: torch.Tensor) -> None:
+    def _copy(self, owner: Owner, copies: torch.Tensor) -> None:
         source, target = copies.unbind()
         target = target.to(index_dtype(target.device))
-        for each in units:
-            for store in (each.k, each.v):
-                if store.shape[0]:
-                    store.index_copy_(0, target, gather(store, source))
-
-
-def _flat(units: KVUnits) -> tuple[torch.Tensor, torch.Tensor]:
-    return units.k_flat, units.v_flat
+        for units in self._units[owner]:
+            for store in (units.k, units.v):
+                store.index_copy_(0, target, gather(store, source))

@@ -117,29 +117,21 @@ class AttentionLayer(nn.Module):
     vectors; the units that attention reads are views of them which a layer makes itself.
     """
 
-    k_blocks: torch.Tensor
-    v_blocks: torch.Tensor
-    k_ring: torch.Tensor
-    v_ring: torch.Tensor
-
     def __init__(self, spec: LayerSpec, cache: LayerCache) -> None:
         super().__init__()
         self.spec = spec
-        self.block_layout, self.ring_layout = cache.blocks.layout, cache.rings.layout
-        stores = {
-            "k_blocks": cache.blocks.k_flat,
-            "v_blocks": cache.blocks.v_flat,
-            "k_ring": cache.rings.k_flat,
-            "v_ring": cache.rings.v_flat,
-        }
-        for name, flat in stores.items():
-            self.register_buffer(name, flat, persistent=False)
+        # A pair of buffers for each group of heads, and where units lie in both.
+        self.stores = tuple((f"k_{i}", f"v_{i}", units.layout) for i, units in enumerate(cache))
+        for (k_name, v_name, _), units in zip(self.stores, cache):
+            self.register_buffer(k_name, units.k_flat, persistent=False)
+            self.register_buffer(v_name, units.v_flat, persistent=False)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        blocks = as_units(self.k_blocks, self.v_blocks, self.block_layout)
-        cache = LayerCache(blocks, as_units(self.k_ring, self.v_ring, self.ring_layout))
+        cache = tuple(
+            as_units(getattr(self, key), getattr(self, value), layout) for key, value, layout in self.stores
+        )
         return unified_attention(q, k, v, cache, step, self.spec, sinks)
 
 

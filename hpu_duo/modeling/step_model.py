@@ -16,7 +16,7 @@ from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.uncopied import Uncopied
-from kernels_ref import LayerCache, LayerSpec, RingKind, Step, UnitLayout
+from kernels_ref import LayerCache, LayerSpec, Step, stores_of
 
 LayerRunner = Callable[..., Any]
 
@@ -44,8 +44,7 @@ class StepModel(Uncopied):
 
     Attributes:
         specs: attention of each layer.
-        block_layouts: the distinct layouts of block stores with heads.
-        ring_kinds: the distinct windows and layouts of ring stores with heads.
+        stores: the kinds of head groups of all layers, with the distinct layouts of their stores.
         live: what tells linears on a CPU which rows of a step are padding.
         kinds: distinct kinds of layers; layers of one kind run the same compiled region.
     """
@@ -63,7 +62,7 @@ class StepModel(Uncopied):
         self._runners: dict[Hashable, LayerRunner] = {}
         # Where it is not given, transformers counts it anew in each step, as int64.
         self._takes_cache_position = "cache_position" in signature(model.forward).parameters
-        self._mask = placeholder_mask(caches[0].blocks.k.device)
+        self._mask = placeholder_mask(caches[0][0].k_flat.device)
         kinds: dict[LayerKind, LayerKind] = {}
         for layer, spec, cache in zip(layers, specs, caches):
             setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache))
@@ -72,14 +71,7 @@ class StepModel(Uncopied):
             kind = kinds.setdefault(kind, kind)
             layer.module.forward = ServedLayer(self._runners, kind, layer.module)
         self.kinds = tuple(kinds)
-        block_layouts: set[UnitLayout] = set()
-        ring_kinds: set[RingKind] = set()
-        for spec, cache in zip(specs, caches):
-            if spec.num_retrieval:
-                block_layouts.add(cache.blocks.layout)
-            if spec.window is not None:
-                ring_kinds.add((spec.window, cache.rings.layout))
-        self.block_layouts, self.ring_kinds = tuple(sorted(block_layouts)), tuple(sorted(ring_kinds))
+        self.stores = stores_of(specs, caches)
 
     def logits(
         self,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from bias_builders import Window
 from graphs import CaptureBackend, GraphCache, MissPolicy, make_backend
 from graphs.backends import best_name
 from graphs.backends.replay import ReplayBackend
@@ -23,7 +22,7 @@ from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
-from hpu_duo.heads import HeadLayout, permute_heads
+from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.file_weights import leave_files, plain_bytes
@@ -36,11 +35,11 @@ from hpu_duo.modeling.row_fusion import fuse_rows
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
 from hpu_duo.startup.graph_memory import plan_with_graphs
-from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern
+from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern, ring_slack
 from hpu_duo.startup.kernels import check_softmax, choose_kernels
 from hpu_duo.startup.memory import plan_memory
 from hpu_duo.startup.tables import StepTables
-from kernels_ref import Implementation, LayerSpec, Softmax, rowwise
+from kernels_ref import HeadGroup, Implementation, LayerSpec, Softmax, rowwise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,16 +102,16 @@ def assemble_around(
     fix_frequencies(model, max_len)
     layers = probe(model)
     pattern = resolve_pattern(config.heads, layers, max_len, device)
-    layouts, windows = assign_heads(layers, pattern, max_len)
+    heads = assign_heads(layers, pattern, max_len, ring_slack(config.scheduler))
     budget = _budget(config, runtime, 0 if first_device == device else _weight_bytes(model))
     softmax = Softmax(config.model.softmax)
     impl = choose_kernels(config.model.attention, device, layers)
     check_softmax(softmax, impl)
-    specs = [layer_spec(*each, impl, softmax) for each in zip(layers, layouts, windows)]
+    specs = [layer_spec(layer, each.groups, impl, softmax) for layer, each in zip(layers, heads)]
 
     def plan_of(graph_bytes: int) -> MemoryPlan:
         sizes = (config.cache, config.scheduler, max_len, dtype)
-        return plan_memory(layers, layouts, windows, *sizes, budget=budget, graph_bytes=graph_bytes)
+        return plan_memory(layers, heads, *sizes, budget=budget, graph_bytes=graph_bytes)
 
     tables = StepTables(config, specs, text_config, max_len, backend, runtime.compiles_operators)
     if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
@@ -125,7 +124,11 @@ def assemble_around(
     else:
         memory = plan_of(config.graph.memory_bytes)
 
-    permute_heads([layer.attention for layer in layers], layouts, [layer.call.head_dim for layer in layers])
+    permute_heads(
+        [layer.attention for layer in layers],
+        [each.layout for each in heads],
+        [layer.call.head_dim for layer in layers],
+    )
     live = LiveRows()
     _pack(config, model, layers, dtype, device, backend, live)
     runtime.place(model)
@@ -181,19 +184,16 @@ def _pack(
 
 def layer_spec(
     layer: DecoderLayer,
-    layout: HeadLayout,
-    window: Window | None,
+    groups: tuple[HeadGroup, ...],
     impl: Implementation,
     softmax: Softmax = Softmax.EXACT,
 ) -> LayerSpec:
-    """What the kernels need to know of a layer whose heads are laid out."""
+    """What the kernels need to know of a layer whose heads are in groups."""
     return LayerSpec(
-        num_retrieval=layout.num_retrieval,
-        num_streaming=layout.num_streaming,
-        group_size=layout.group_size,
+        groups=groups,
+        group_size=layer.call.num_heads // layer.call.num_kv_heads,
         head_dim=layer.call.head_dim,
         scale=layer.call.scale,
-        window=window,
         softcap=layer.call.softcap,
         impl=impl,
         softmax=softmax,

@@ -1,4 +1,4 @@
-"""Choice of the heads that retrieve and of those that stream: an engine's pattern and windows."""
+"""Choice of the heads that retrieve and of those that stream: an engine's pattern and groups of heads."""
 
 from __future__ import annotations
 
@@ -6,19 +6,35 @@ import logging
 from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from bias_builders import Window
-from hpu_duo.config import HeadConfig
+from hpu_duo.config import HeadConfig, SchedulerConfig
 from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
 from hpu_duo.heads.origin import FINGERPRINT_KEY, check_origin
+from hpu_duo.kv.plan import head_groups
 from hpu_duo.limit_config import HPU_LAYER_KINDS
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer
+from kernels_ref import HeadGroup
 
 _log = logging.getLogger(__name__)
+
+
+class HeadAssignment(NamedTuple):
+    """What becomes of the heads of one layer.
+
+    Attributes:
+        layout: their order.
+        groups: in this order.
+    """
+
+    layout: HeadLayout
+    groups: tuple[HeadGroup, ...]
 
 
 def resolve_pattern(
@@ -130,28 +146,36 @@ def _read(pattern: HeadPattern | str | Path) -> HeadPattern:
 
 
 def assign_heads(
-    layers: tuple[DecoderLayer, ...], pattern: HeadPattern | None, max_len: int
-) -> tuple[list[HeadLayout], list[Window | None]]:
-    """Return the heads of each layer that stream, and their window.
+    layers: tuple[DecoderLayer, ...], pattern: HeadPattern | None, max_len: int, slack: int
+) -> list[HeadAssignment]:
+    """The groups of heads of each layer, and their order.
 
     A sliding-window layer streams with all heads and no sink, whatever the pattern says of it;
     unless its window is no shorter than any request, for then it is a layer of full attention.
+
+    Args:
+        slack: slots of a ring beside those of its window.
     """
-    layouts: list[HeadLayout] = []
-    windows: list[Window | None] = []
+    assigned: list[HeadAssignment] = []
     for index, layer in enumerate(layers):
         call = layer.call
-        order = tuple(range(call.num_kv_heads))
+        streams, window = np.zeros(call.num_kv_heads, np.bool_), None
         if _has_window(layer, max_len):
             assert call.sliding_window is not None
-            layouts.append(HeadLayout(order, 0, call.num_heads))
-            windows.append(Window(0, call.sliding_window).validate())
+            streams, window = ~streams, Window(0, call.sliding_window)
         elif pattern is not None:
-            layout = HeadLayout.from_mask(pattern.mask[index], call.num_heads)
-            layouts.append(layout)
+            streams = ~pattern.mask[index]
             window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
-            windows.append(window if layout.num_streaming else None)
-        else:
-            layouts.append(HeadLayout(order, call.num_kv_heads, call.num_heads))
-            windows.append(None)
-    return layouts, windows
+        num_streaming = int(streams.sum())
+        groups = head_groups(call.num_kv_heads - num_streaming, num_streaming, window, slack)
+        layout = HeadLayout.by_group(streams.astype(np.int32), call.num_heads)
+        assigned.append(HeadAssignment(layout, groups))
+    return assigned
+
+
+def ring_slack(scheduler: SchedulerConfig) -> int:
+    """Slots of a ring beside those of its window.
+
+    The first token that a row decodes in a step still sees what the last one of it replaces.
+    """
+    return scheduler.decode_len - 1

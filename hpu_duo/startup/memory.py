@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from bias_builders import Window
 from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import CacheConfig, SchedulerConfig
-from hpu_duo.heads import HeadLayout
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.startup.heads import HeadAssignment
 
 
 def plan_memory(
     layers: tuple[DecoderLayer, ...],
-    layouts: list[HeadLayout],
-    windows: list[Window | None],
+    heads: Sequence[HeadAssignment],
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     max_len: int,
@@ -30,6 +29,7 @@ def plan_memory(
     """The sizes of all stores, within the engine's share of the device unless the user has named a size.
 
     Args:
+        heads: of each layer.
         budget: of the device.
         graph_bytes: how much is set aside for graphs before anything else.
 
@@ -37,16 +37,7 @@ def plan_memory(
         ValueError: a size that was named does not fit into what is free, or nothing useful into the share.
     """
     free_bytes = budget.free_bytes - graph_bytes
-    kv = tuple(
-        LayerKV(
-            layout.num_retrieval,
-            layout.num_streaming,
-            layer.call.head_dim,
-            window.size if window else 0,
-            ring_slack=ring_slack(scheduler) if window else 0,
-        )
-        for layer, layout, window in zip(layers, layouts, windows)
-    )
+    kv = tuple(LayerKV(each.groups, layer.call.head_dim) for layer, each in zip(layers, heads))
     sizes: dict[str, Any] = {
         "dtype_bytes": dtype.itemsize,
         "block_size": cache.block_size,
@@ -71,14 +62,6 @@ def plan_memory(
             f"{budget.total_bytes} bytes leaves beside {budget.held_bytes} in use by this process, with "
             f"{budget.free_bytes} bytes free"
         ) from None
-
-
-def ring_slack(scheduler: SchedulerConfig) -> int:
-    """Slots of a ring beside those of its window.
-
-    The first token that a row decodes in a step still sees what the last one of it replaces.
-    """
-    return scheduler.decode_len - 1
 
 
 def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:

@@ -9,17 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bias_builders import tails_per_row
 from graphs import BatchShape
 from hpu_duo.engine.batch import RowCounts
 from hpu_duo.modeling.experts import copies_weights, experts_at_a_time
-from kernels_ref import LayerSpec
-from kernels_ref.reference import QUERY_SLICE, shared_chunk, unique_chunk
+from kernels_ref import GroupKind, LayerSpec, StepParts
+from kernels_ref.groups import HeadSizes, PartSizes
 
 _FLOAT32 = 4
-_SCORE_COPIES = 4
-"""Scores, masked scores, weights, and the product's own copy of them."""
-
 _PARTIAL_COPIES = 4
 """A partial sum is merged with the next one into a third, and then normalised."""
 
@@ -32,10 +28,8 @@ class StepSizes:
         hidden_size, vocab_size: of the model.
         intermediate_size: widest activation between two layers' norms, for all experts of a token together.
         num_heads, num_kv_heads, head_dim: of the layer with most heads.
-        num_block_heads, num_block_kv_heads: of those the heads that keep blocks, in the layer with most.
-        num_ring_heads: query heads that keep a ring, in the layer with most.
+        groups: the distinct groups of heads of all layers, with their sizes.
         block_size: slots of a block.
-        ring_width: slots of the widest ring.
         dtype_bytes: of an activation.
         decode_len: most tokens of a decode row.
         num_experts, experts_per_token, expert_size: of a mixture of experts and of one of them, 0 without.
@@ -47,11 +41,8 @@ class StepSizes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    num_block_heads: int
-    num_block_kv_heads: int
-    num_ring_heads: int
+    groups: frozenset[tuple[GroupKind, HeadSizes]]
     block_size: int
-    ring_width: int
     dtype_bytes: int
     decode_len: int = 1
     num_experts: int = 0
@@ -73,20 +64,21 @@ class StepSizes:
         Args:
             specs: of its layers.
             config: transformers' configuration of its text part.
-            decode_len: most tokens of a decode row; rings have as many slots more, but one.
+            decode_len: most tokens of a decode row.
         """
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
             vocab_size=config.vocab_size,
-            num_heads=max((spec.num_retrieval + spec.num_streaming) * spec.group_size for spec in specs),
-            num_kv_heads=max(spec.num_retrieval + spec.num_streaming for spec in specs),
+            num_heads=max(spec.num_kv_heads * spec.group_size for spec in specs),
+            num_kv_heads=max(spec.num_kv_heads for spec in specs),
             head_dim=max(spec.head_dim for spec in specs),
-            num_block_heads=max(spec.num_retrieval * spec.group_size for spec in specs),
-            num_block_kv_heads=max(spec.num_retrieval for spec in specs),
-            num_ring_heads=max(spec.num_streaming * spec.group_size for spec in specs),
+            groups=frozenset(
+                (group.kind, HeadSizes(group.num_heads, spec.group_size, spec.head_dim, dtype_bytes))
+                for spec in specs
+                for group in spec.groups
+            ),
             block_size=block_size,
-            ring_width=max((spec.window.size + decode_len - 1 for spec in specs if spec.window), default=0),
             dtype_bytes=dtype_bytes,
             decode_len=decode_len,
             **_experts(config),
@@ -127,53 +119,17 @@ class StepSizes:
         query_len, heads, dim = shape.query_len, self.num_heads, self.head_dim
         projected = 2 * query_len * (heads + 2 * self.num_kv_heads) * dim * self.dtype_bytes
         partials = _PARTIAL_COPIES * query_len * heads * (dim + 2) * _FLOAT32
-        parts = (self._causal_bytes(shape), self._shared_bytes(shape), self._unique_bytes(shape))
-        return projected + partials + max(parts)
-
-    def _causal_bytes(self, shape: BatchShape) -> int:
-        if not shape.phase.causal:
-            return 0
-        # Heads of one kind are done before those of the other begin.
-        heads = max(self.num_block_heads, self.num_ring_heads)
-        return _SCORE_COPIES * min(QUERY_SLICE, shape.query_len) * shape.query_len * heads * _FLOAT32
-
-    def _shared_bytes(self, shape: BatchShape) -> int:
-        if not shape.phase.shared:
-            return 0
-        rings = min(QUERY_SLICE, shape.query_len) * self.num_ring_heads * self.ring_width * _FLOAT32
-        if not (shape.num_shared_blocks and self.num_block_heads):
-            return _SCORE_COPIES * rings
-        scores = shape.query_len * self.num_block_heads * self.block_size * _FLOAT32
-        keys = self.num_block_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
-        query_heads = shape.query_len * self.num_block_heads
-        chunk = min(shape.num_shared_blocks, shared_chunk(query_heads, self.block_size, keys))
-        return max(_SCORE_COPIES * chunk * scores + self._gathered_bytes(chunk), _SCORE_COPIES * rings)
-
-    def _unique_bytes(self, shape: BatchShape) -> int:
-        if not shape.phase.unique:
-            return 0
-        # Whole blocks are read where they lie; tails, a block or two of each row, are gathered.
-        rows, _, ring_rows = RowCounts.of(shape, self.decode_len)
-        per_slot = self.decode_len * self.num_block_heads * _FLOAT32
-        chunk = min(shape.num_unique_blocks, self._unique_chunk(rows))
-        blocks = chunk * per_slot * (_SCORE_COPIES * self.block_size + rows + 3 * self.head_dim)
-        num_tails = rows * tails_per_row(self.decode_len)
-        tails = _SCORE_COPIES * num_tails * per_slot * self.block_size + self._gathered_bytes(num_tails)
-        ring_heads = self.decode_len * self.num_ring_heads
-        rings = _SCORE_COPIES * ring_rows * ring_heads * self.ring_width * _FLOAT32
-        return max(blocks, tails, rings)
-
-    def _unique_chunk(self, rows: int) -> int:
-        if not self.num_block_heads:
-            return 0
-        keys = self.num_block_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
-        heads = self.decode_len * self.num_block_heads
-        return unique_chunk(rows, heads, self.block_size, self.head_dim, keys)
-
-    def _gathered_bytes(self, num_blocks: int) -> int:
-        """Keys and values of some blocks, once as they were stored and once with unused slots cleared."""
-        slots = num_blocks * self.num_block_kv_heads * self.block_size
-        return 4 * slots * self.head_dim * self.dtype_bytes
+        # Heads of one group are done before those of the next begin.
+        sizes = PartSizes(
+            StepParts(shape.phase.causal, shape.phase.shared, shape.phase.unique),
+            query_len,
+            shape.num_shared_blocks,
+            shape.num_unique_blocks,
+            RowCounts.of(shape, self.decode_len).ring_rows,
+            self.decode_len,
+            self.block_size,
+        )
+        return projected + partials + max(kind.transient_bytes(each, sizes) for kind, each in self.groups)
 
 
 def _experts(config: Any) -> dict[str, int]:

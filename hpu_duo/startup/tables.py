@@ -17,7 +17,7 @@ from graphs import (
 )
 from hpu_duo.config import EngineConfig, SchedulerConfig
 from hpu_duo.engine.batch import StepGeometry
-from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.plan import MemoryPlan, widest_row
 from hpu_duo.startup.graph_memory import KEPT, UNKNOWN, GraphMemory, staged_bytes
 from hpu_duo.startup.sizes import StepSizes
 from kernels_ref import Implementation, LayerSpec
@@ -148,7 +148,7 @@ def model_cost(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any)
         return SkippingCost(text_config.vocab_size / (12 * text_config.hidden_size * len(specs)))
     return StepCost(
         block_size=limits.block_size,
-        ring_width=max((spec.window.size for spec in specs if spec.window), default=0),
+        ring_width=widest_row(group for spec in specs for group in spec.groups),
         hidden_size=text_config.hidden_size,
         num_layers=len(specs),
         vocab_size=text_config.vocab_size,

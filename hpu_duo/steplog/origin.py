@@ -65,7 +65,7 @@ def fingerprint_of(engine: Engine, model: str | Path) -> dict[str, Any]:
     """Collect all that a message relies on: weights, heads, dtype, kernels, capture, layout of the stores."""
     runner = engine.runner
     layouts = {
-        f"layout.layer_{number}": f"blocks {list(cache.blocks.layout)}, rings {list(cache.rings.layout)}"
+        f"layout.layer_{number}": ", ".join(str(list(units.layout)) for units in cache)
         for number, cache in enumerate(runner.store.layers)
     }
     return {

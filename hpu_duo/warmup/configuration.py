@@ -120,10 +120,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _attention_text(spec: LayerSpec) -> str:
-    window = "" if spec.window is None else f", sink {spec.window.sink}, recent {spec.window.recent}"
     softmax = "" if spec.softmax is Softmax.EXACT else f", {spec.softmax.value} softmax"
     softcap = "" if spec.softcap is None else f", softcap {spec.softcap:g}"
     return (
-        f"{spec.impl.value}: {spec.num_retrieval} retrieval and {spec.num_streaming} streaming heads x "
-        f"{spec.group_size} queries x {spec.head_dim}, scale {spec.scale:.6g}{window}{softcap}{softmax}"
+        f"{spec.impl.value}: heads {' and '.join(map(str, spec.groups))}, x {spec.group_size} queries x "
+        f"{spec.head_dim}, scale {spec.scale:.6g}{softcap}{softmax}"
     )

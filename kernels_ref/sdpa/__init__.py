@@ -15,12 +15,13 @@ import torch
 
 from bias_builders import Held, Window, seen_mask
 from kernels_ref import reference
+from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.partial import Partial, finish
 from kernels_ref.scoring import Scoring
 from kernels_ref.sdpa import decode, prefill, short
 from kernels_ref.sdpa.operators import register
 from kernels_ref.sdpa.store import write_kv
-from kernels_ref.step import BlockStep, RingStep, StepTensors
+from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV
 from kernels_ref.x86 import rows
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Leading, leading_slots
+from kernels_ref.groups import BlockStep
 from kernels_ref.partial import FLOOR, Partial, merge
 from kernels_ref.reference import soften
 from kernels_ref.scoring import Scoring
-from kernels_ref.step import BlockStep, StepTensors
+from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, gather_units
 
 MAX_SLOTS = 1024

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Held, Window
+from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.partial import Partial
 from kernels_ref.scoring import Scoring
-from kernels_ref.step import BlockStep, RingStep, StepTensors
+from kernels_ref.step import StepTensors
 from kernels_ref.triton import operators
 from kernels_ref.triton.checks import (
     check_flat,

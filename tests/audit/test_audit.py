@@ -26,6 +26,7 @@ from hpu_duo.cost import GAUDI2
 from hpu_duo.engine.executor import bucket_step
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.step_model import run_layer
+from kernels_ref import Blocks, HeadGroup, Rings
 from tests.audit.conftest import BUCKETS, TINY, edit_config, engine_config
 from tests.modeling.families import LENGTH_DEPENDENT
 
@@ -37,7 +38,10 @@ def test_a_config_alone_is_audited_without_forbidden_or_unknown_operators(struct
     assert report.unknown == ()
     assert {step.name for step in report.buckets} == set(BUCKETS)
     assert seen == [(done, len(report.steps)) for done in range(len(report.steps))]
-    assert report.recipes == (LayerRecipe(1, 1, Window(8, 24), 2), LayerRecipe(2, 0, None, 1))
+    assert report.recipes == (
+        LayerRecipe((HeadGroup(1, Blocks()), HeadGroup(1, Rings(Window(8, 24)))), 2),
+        LayerRecipe((HeadGroup(2, Blocks()),), 1),
+    )
     assert report.num_layer_kinds == 2
     assert report.peak_transient_bytes == max(step.peak_transient_bytes for step in report.steps)
 

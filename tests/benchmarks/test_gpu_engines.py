@@ -34,6 +34,7 @@ from benchmarks.gpu_suite.shapes import LLAMA_2_7B, LLAMA_3_8B, REAL, TOY, Model
 from bias_builders import Window, sees_streaming
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE
+from kernels_ref import Blocks
 from kernels_ref.triton.launch import DeviceLimits
 from kernels_ref.triton.stream_k_choice import num_workers
 
@@ -69,7 +70,7 @@ def test_a_placed_context_holds_what_a_prefill_would_hold(
             leases.append(_lease(engine))
             engine.step()
             shapes.append(engine.stats().steps["--u"])
-            used = engine.runner.store.layers[0].rings.k if system == DUO else None
+            used = engine.runner.store.layers[0][-1].k if system == DUO else None
             assert used is None or bool(torch.isfinite(used).all())
     assert leases[0] == leases[1]
     # The last chunk of a prompt may be one token, and then looks like a decode.
@@ -145,7 +146,7 @@ def test_ragged_batches_lay_every_full_block_in_the_slice_and_own_it_once(
     rows = [RowSize(context - 1, 1) for context in contexts]
     layout = lay_out(rows, 128, CPU, heads=Heads(1, 1, 16))
     owners = torch.bincount(layout.tensors.owner, minlength=len(contexts))[: len(contexts)]
-    tails = layout.step.blocks.tails.visible.flatten()
+    tails = layout.plans[Blocks()].tails.visible.flatten()
     assert (owners * 128 + tails).tolist() == list(contexts)
 
 

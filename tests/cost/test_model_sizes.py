@@ -14,6 +14,8 @@ from hpu_duo.cost import AttentionSize, Experts, Format, ModelSize
 from hpu_duo.cost.published import dense_model, published_rows
 from hpu_duo.cost.read_model import read_model
 from hpu_duo.heads import HeadPattern
+from hpu_duo.kv.plan import LayerKV
+from kernels_ref import Owner
 from tests.cost.sizes import LLAMA_3_1_8B, models, tiny
 from tests.modeling.families import FAMILIES
 
@@ -113,16 +115,21 @@ def test_as_many_heads_stream_as_a_head_pattern_would_have(
 ) -> None:
     kept = model.kv_layers(sparsity, sink, recent, max_len)
     for layer, kv in zip(model.layers, kept, strict=True):
-        assert kv.num_retrieval_heads + kv.num_streaming_heads == layer.num_kv_heads
+        assert kv.num_heads == layer.num_kv_heads
         if layer.window is not None:
-            assert kv.num_streaming_heads == (layer.num_kv_heads if layer.window < max_len else 0)
-        if kv.num_streaming_heads:
-            assert kv.ring_size == (min(sink + recent, max_len) if layer.window is None else layer.window)
+            assert num_streaming(kv) == (layer.num_kv_heads if layer.window < max_len else 0)
+        if num_streaming(kv):
+            ring = min(sink + recent, max_len) if layer.window is None else layer.window
+            assert kv.groups[-1].kind.reach == ring
     full = [kv for layer, kv in zip(model.layers, kept) if layer.window is None]
-    num_full = sum(kv.num_retrieval_heads + kv.num_streaming_heads for kv in full)
+    num_full = sum(kv.num_heads for kv in full)
     if num_full:
         pattern = HeadPattern.random(1, num_full, seed=0).binarise(sparsity=sparsity)
-        assert sum(kv.num_retrieval_heads for kv in full) == int(pattern.mask.sum())
+        assert num_full - sum(map(num_streaming, full)) == int(pattern.mask.sum())
+
+
+def num_streaming(layer: LayerKV) -> int:
+    return sum(group.num_heads for group in layer.groups if group.kind.owner is Owner.ROW)
 
 
 @pytest.mark.parametrize(

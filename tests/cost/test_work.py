@@ -19,7 +19,7 @@ from hpu_duo.cost import (
     predict_seconds,
     step_work,
 )
-from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.plan import MemoryPlan, widest_row
 from tests.cost.sizes import models, tiny
 
 STEPS = st.builds(
@@ -50,7 +50,7 @@ def test_a_decode_step_reads_the_bytes_that_the_memory_plan_holds(
 ) -> None:
     """With blocks of one token and full rings, every byte held is read once per step."""
     layers = model.kv_layers(sparsity, 16, 48, 4000)
-    longest_ring = max(layer.ring_size for layer in layers)
+    longest_ring = widest_row(group for layer in layers for group in layer.groups)
     context += longest_ring
     plan = MemoryPlan(layers, kv.num_bytes, block_size=1, max_num_seqs=1, num_blocks=1)
     work = step_work(model, layers, Formats(kv=kv), Step(num_rows, context - 1))

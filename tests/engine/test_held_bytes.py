@@ -9,9 +9,10 @@ import torch
 from transformers import LlamaConfig
 
 from hpu_duo import HeadPattern, HPUDuoModel
-from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny
+from tests.kv.layers import layer_kv
 from tests.modeling.families import BASE, BLOCK, prompts_of, save_random
 
 LAYERS, KV_HEADS, HEAD_DIM, FLOAT = 2, 2, 8, 4
@@ -53,7 +54,7 @@ def test_kv_bytes_are_those_of_the_tensors(tiny: Tiny) -> None:
 
 def test_half_of_the_heads_streaming_at_32k_tokens_hold_less_than_0_51_of_full_attention() -> None:
     """Llama-3-8B's shape, with the window that its published pattern was trained for."""
-    layer = LayerKV(num_retrieval_heads=4, num_streaming_heads=4, head_dim=128, ring_size=64 + 256)
+    layer = layer_kv(4, 4, 128, 64 + 256)
     plan = MemoryPlan((layer,) * 32, dtype_bytes=2, block_size=128, max_num_seqs=1, num_blocks=256)
     assert plan.bytes_per_request(32768) / plan.full_attention_bytes(32768) < 0.51
 

@@ -27,8 +27,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, E, bias=bias)
 
 
-SWAPPED = HeadLayout(kv_order=(2, 0, 1, 3), num_retrieval=1, num_heads=H)
-IDENTITY = HeadLayout(kv_order=(0, 1, 2, 3), num_retrieval=2, num_heads=H)
+SWAPPED = HeadLayout(kv_order=(2, 0, 1, 3), num_heads=H)
+IDENTITY = HeadLayout(kv_order=(0, 1, 2, 3), num_heads=H)
 
 
 @settings(max_examples=30, deadline=None)
@@ -41,7 +41,7 @@ def test_every_head_moves_with_its_channels(order: list[int], group_size: int, h
     num_kv_heads, num_heads = len(order), len(order) * group_size
     module = Attention(num_heads, num_kv_heads, head_dim)
     old = {key: value.clone() for key, value in module.state_dict().items()}
-    permute_heads([module], [HeadLayout(tuple(order), 0, num_heads)], head_dim)
+    permute_heads([module], [HeadLayout(tuple(order), num_heads)], head_dim)
     new = module.state_dict()
 
     for to, source in enumerate(order):
@@ -197,7 +197,7 @@ def test_a_second_permutation_is_refused() -> None:
 
 def test_only_the_order_that_was_applied_can_be_restored() -> None:
     module = Attention()
-    other = HeadLayout(kv_order=(3, 0, 1, 2), num_retrieval=1, num_heads=H)
+    other = HeadLayout(kv_order=(3, 0, 1, 2), num_heads=H)
     with pytest.raises(ValueError, match=r"head order \(3, 0, 1, 2\), got None"):
         restore_heads([module], [other], D)
     permute_heads([module], [SWAPPED], D)

@@ -16,16 +16,21 @@ from bias_builders import StepRows, Window
 from graphs.shape import BatchShape, Phase
 from hpu_duo.engine.batch import StepGeometry, fill, flatten
 from kernels_ref import (
+    Blocks,
+    HeadGroup,
+    Implementation,
     KVUnits,
-    LayerCache,
     LayerSpec,
+    Rings,
     Softmax,
     StepParts,
     StepTensors,
     UnitLayout,
     as_units,
     prepare_step,
+    stores_of,
 )
+from kernels_ref.groups import BlockStep, RingStep
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,12 @@ class World:
         self.queries = torch.randn(
             int(self.rows.num_new.sum()), self.num_heads, s.head_dim, generator=self.gen
         ).to(dtype)
-        self.cache = self._stores(dtype)
+        self.blocks, self.rings = self._stores(dtype)
+        self.groups = (
+            *([HeadGroup(s.kr, Blocks())] if s.kr else []),
+            *([HeadGroup(s.ks, Rings(s.window, s.slack))] if s.ks else []),
+        )
+        self.cache = (*([self.blocks] if s.kr else []), *([self.rings] if s.ks else []))
 
     def _tables(self, rng: np.random.Generator) -> tuple[list[list[int]], int]:
         s = self.s
@@ -144,7 +154,7 @@ class World:
                 content[i][: same * s.block_size] = content[0][: same * s.block_size]
         return keys, values
 
-    def _stores(self, dtype: torch.dtype) -> LayerCache:
+    def _stores(self, dtype: torch.dtype) -> tuple[KVUnits, KVUnits]:
         s = self.s
         blocks = self._units(self.num_blocks + 1, s.kr, s.block_size, dtype)
         rings = self._units(self.max_rows + 1, s.ks, s.window.size + s.slack, dtype)
@@ -159,7 +169,7 @@ class World:
                         blocks[which][table[p // s.block_size], :, p % s.block_size] = vector[: s.kr]
                     slot = p if p < s.window.sink else s.window.sink + (p - s.window.sink) % turning
                     rings[which][ring, :, slot] = vector[s.kr :]
-        return LayerCache(blocks, rings)
+        return blocks, rings
 
     def _units(self, num_units: int, num_heads: int, num_slots: int, dtype: torch.dtype) -> KVUnits:
         layout = UnitLayout.dense(num_units, num_heads, num_slots)
@@ -176,9 +186,8 @@ class World:
 
     def spec(self, impl: object, softcap: float | None = None, softmax: Softmax = Softmax.EXACT) -> LayerSpec:
         s = self.s
-        window = s.window if s.ks else None
-        sizes = (s.kr, s.ks, s.group, s.head_dim, s.head_dim**-0.5)
-        return LayerSpec(*sizes, window, softcap, impl, softmax)  # type: ignore[arg-type]
+        sizes = (s.group, s.head_dim, s.head_dim**-0.5)
+        return LayerSpec(self.groups, *sizes, softcap, impl, softmax)  # type: ignore[arg-type]
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, object]:
         """Padded queries, keys, values and the prepared step."""
@@ -202,8 +211,7 @@ class World:
             StepParts(phase.causal, phase.shared, phase.unique),
             tensors,
             decode_len=s.decode_len,
-            block_layouts=[self.cache.blocks.layout] if s.kr else [],
-            ring_kinds=[self.ring_kind] if s.ks else [],
+            stores=stores_of([self.spec(Implementation.REFERENCE)], [self.cache]),
         )
         extra = s.pad[0]
         q = torch.cat(
@@ -211,10 +219,11 @@ class World:
         )
         return q, self.new(self.keys, extra), self.new(self.values, extra), step
 
-    @property
-    def ring_kind(self) -> tuple[Window, UnitLayout]:
-        """Key of the step's ``RingStep``."""
-        return self.s.window, self.cache.rings.layout
+    def plans(self, step: object) -> tuple[BlockStep, RingStep]:
+        """What both kinds of groups have derived from a step."""
+        keys = ((group.kind.key, units.layout) for group, units in zip(self.groups, self.cache))
+        blocks, rings = (step.plans[key] for key in keys)  # type: ignore[attr-defined]
+        return blocks, rings
 
     def sees(self, head: int, query: int, key: int) -> bool:
         """The token rule of a key/value head, written without the code under test."""

@@ -19,7 +19,6 @@ from graphs.backends.toolchain import cpu_compile_problem
 from kernels_ref import (
     Implementation,
     KVUnits,
-    LayerCache,
     NewKV,
     Scoring,
     Step,
@@ -27,10 +26,10 @@ from kernels_ref import (
     of_stores,
     unified_attention,
 )
+from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.impl import kernels
 from kernels_ref.index import gather
 from kernels_ref.partial import Partial
-from kernels_ref.step import BlockStep, RingStep
 from kernels_ref.triton import availability, launch, operators
 from kernels_ref.triton.launch import DeviceLimits
 from tests.kernels_ref.scenario import RowSpec, Scenario, World
@@ -113,7 +112,7 @@ def small_step() -> tuple[World, torch.Tensor, torch.Tensor, torch.Tensor, Step]
 
 def operator_calls() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     world, q, k, v, step = small_step()
-    t, ring, plan = step.tensors, step.rings[world.ring_kind], step.blocks
+    t, (plan, ring) = step.tensors, world.plans(step)
     blocks, rings = world.cache
     stores, ring_stores = (blocks.k, blocks.v), (rings.k, rings.v)
     q = q.unflatten(1, (-1, SMALL.group))
@@ -138,7 +137,7 @@ def operator_calls() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         (operators.held_rings, (gather(streaming, step.row_token), *ring_stores, *held, 0.0)),
         (
             operators.write_kv,
-            (blocks.k_flat, blocks.v_flat, step.block_index[blocks.layout], k[:, :2], v[:, :2]),
+            (blocks.k_flat, blocks.v_flat, plan.write_index, k[:, :2], v[:, :2]),
         ),
         (operators.finish, (full, [], list(of_rows), step.decode_slot, None)),
     ]  # fmt: skip
@@ -161,7 +160,7 @@ def test_a_compiled_layer_equals_the_layer_and_writes_stores_in_place() -> None:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stores: list[torch.Tensor]) -> torch.Tensor:
         blocks, rings = (as_units(*stores[2 * i : 2 * i + 2], layout) for i, layout in enumerate(layouts))
-        return unified_attention(q, k, v, LayerCache(blocks, rings), step, spec)
+        return unified_attention(q, k, v, (blocks, rings), step, spec)
 
     flats = [flat for units in world.cache for flat in (units.k_flat, units.v_flat)]
     eager, compiled = ([flat.clone() for flat in flats] for _ in range(2))
@@ -185,13 +184,13 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
     world = World(CHECKED)
     q, k, v, step = world.inputs()
     assert isinstance(step, Step)
-    t, ring, plan = step.tensors, step.rings[world.ring_kind], step.blocks
+    t, (plan, ring) = step.tensors, world.plans(step)
     q = q.unflatten(1, (-1, 2))
     arguments: dict[str, Any] = {"k": k[:, :1], "v": v[:, :1], "q": q[:, :1], **t._asdict(), **ring._asdict()}
     arguments["q_rows"] = gather(q[:, :1], step.row_token)
     arguments.update(tails=plan.tails.visible)
     arguments.update(visible=ring.seen.visible)
-    for kind, units in world.cache._asdict().items():
+    for kind, units in zip(("blocks", "rings"), world.cache):
         arguments.update({f"{kind}.{name}": x for name, x in units._asdict().items()})
     change(arguments)
     a = arguments
@@ -199,7 +198,7 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
         KVUnits(*(a[f"{kind}.{name}"] for name in KVUnits._fields)) for kind in ("blocks", "rings")
     )
     a["seen"] = Leading(a["visible"])
-    plan, new = BlockStep(Leading(a["tails"])), NewKV(a["k"], a["v"])
+    plan, new = BlockStep(plan.write_index, Leading(a["tails"])), NewKV(a["k"], a["v"])
     t = type(t)(*(a[name] for name in t._fields))
     ring = type(ring)(*(a[name] for name in ring._fields))
     match part:
@@ -214,7 +213,7 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
         case "unique_rings":
             RUN.unique_rings(a["q_rows"], rings, ring, Scoring())
         case _:
-            RUN.write_kv(blocks, step.block_index[blocks.layout], new)
+            RUN.write_kv(blocks, plan.write_index, new)
 
 
 def edit(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, Any]], None]:

@@ -90,10 +90,10 @@ class Inputs:
         q = (q * s.head_dim**-0.5).unflatten(1, (-1, s.group))
         self.q, self.k, self.v = q.to(device), k.to(device), v.to(device)
         self.cache = on_device(world.cache, device)
-        blocks, rings = self.cache.blocks, self.cache.rings
+        blocks, rings = self.cache
+        self.plan, self.ring = world.plans(self.step)
         new = NewKV(self.k[:, : s.kr], self.v[:, : s.kr])
-        write_kv(blocks, self.step.block_index[blocks.layout], new)
-        self.ring = self.step.rings[world.ring_kind]
+        write_kv(blocks, self.plan.write_index, new)
         write_kv(rings, self.ring.index_before, NewKV(self.k[:, s.kr :], self.v[:, s.kr :]))
 
     def attend(self, run: Kernels, part: str, softcap: float | None, dtype: torch.dtype) -> Partial:
@@ -101,7 +101,7 @@ class Inputs:
         s, t = self.scenario, self.t
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
         blocks, rings = (as_units(x.k_flat.to(dtype), x.v_flat.to(dtype), x.layout) for x in self.cache)
-        kr, plan = s.kr, self.step.blocks
+        kr, plan = s.kr, self.plan
         full = q[:, :kr], NewKV(k[:, :kr], v[:, :kr])
         streaming = q[:, kr:], NewKV(k[:, kr:], v[:, kr:])
         rows = self.step.row_token, s.decode_len

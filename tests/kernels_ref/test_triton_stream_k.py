@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu_suite.cases import Heads, RowSize, lay_out, queries, random
 from bias_builders import Window
-from kernels_ref import Implementation, Scoring, normalise, of_stores, reference, unified_attention
+from kernels_ref import Blocks, Implementation, Scoring, normalise, of_stores, reference, unified_attention
 from kernels_ref.partial import FLOOR, Partial
 from kernels_ref.triton import availability
 from kernels_ref.triton.launch import INTERPRETER, DeviceLimits, Triple
@@ -289,10 +289,9 @@ def test_long_ragged_contexts_on_a_gpu_equal_the_reference(contexts: tuple[int, 
     shape = (layout.num_blocks + 1, 8, 128, 128)
     k, v = (random(shape, torch.bfloat16, DEVICE, seed) for seed in (1, 2))
     q, t = queries(len(contexts), heads, torch.bfloat16, DEVICE), layout.tensors
-    out = Partial(*stream_k(q, k, v, t.owner, t.tail_block, layout.step.blocks.tails.visible, 0.0))
-    exact = reference.unique_blocks(
-        q.float(), of_stores(k.float(), v.float()), t, layout.step.blocks, Scoring()
-    )
+    blocks = layout.plans[Blocks()]
+    out = Partial(*stream_k(q, k, v, t.owner, t.tail_block, blocks.tails.visible, 0.0))
+    exact = reference.unique_blocks(q.float(), of_stores(k.float(), v.float()), t, blocks, Scoring())
     got, expected = normalise(out, torch.float32), normalise(exact, torch.float32)
     assert (got - expected).abs().max() < 4 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
 

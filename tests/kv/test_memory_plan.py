@@ -6,12 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from kernels_ref import Rings
+from tests.kv.layers import layer_kv
 
 
 def _layers() -> st.SearchStrategy[tuple[LayerKV, ...]]:
     heads = st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(any)
     layer = st.builds(
-        lambda heads, *sizes: LayerKV(*heads, *sizes),
+        lambda heads, *sizes: layer_kv(*heads, *sizes),
         heads,
         st.integers(1, 16),
         st.integers(1, 32),
@@ -27,14 +29,11 @@ def _allocate(plan: MemoryPlan) -> int:
     for layer in plan.layers:
         value_dim = layer.value_head_dim or layer.head_dim
         for dim in (layer.head_dim, value_dim):
-            blocks = (plan.num_blocks + 1, layer.num_retrieval_heads, plan.block_size, dim)
-            rings = (
-                plan.max_num_seqs + 1,
-                layer.num_streaming_heads,
-                layer.ring_size + layer.ring_slack,
-                dim,
-            )
-            total += np.empty(blocks, dtype=np.uint8).nbytes + np.empty(rings, dtype=np.uint8).nbytes
+            for group in layer.groups:
+                units, slots = plan.num_blocks, plan.block_size
+                if isinstance(group.kind, Rings):
+                    units, slots = plan.max_num_seqs, group.kind.window.size + group.kind.slack
+                total += np.empty((units + 1, group.num_heads, slots, dim), dtype=np.uint8).nbytes
     return total * plan.dtype_bytes
 
 
@@ -62,7 +61,7 @@ def test_a_budget_is_used_up_to_less_than_one_block(
 
 
 def test_a_budget_one_byte_too_small_says_what_is_needed_and_what_came() -> None:
-    layers = (LayerKV(2, 2, 64, 320),)
+    layers = (layer_kv(2, 2, 64, 320),)
     needed = MemoryPlan(layers, 2, 128, 8, 8).total_bytes
     with pytest.raises(
         ValueError, match=rf"needs at least {needed} bytes \(.* GiB\).*got {needed - 1} bytes"
@@ -73,32 +72,32 @@ def test_a_budget_one_byte_too_small_says_what_is_needed_and_what_came() -> None
 
 
 def test_a_request_keeps_whole_blocks_and_one_row() -> None:
-    plan = MemoryPlan((LayerKV(1, 3, 8, 20), LayerKV(4, 0, 8, 20)), 2, 16, 4, 10)
+    plan = MemoryPlan((layer_kv(1, 3, 8, 20), layer_kv(4, 0, 8, 20)), 2, 16, 4, 10)
     per_token_and_head = 2 * 8 * 2
-    assert plan.bytes_per_token == 5 * per_token_and_head
+    assert plan.block_bytes == 16 * 5 * per_token_and_head
     assert plan.bytes_per_request(17) == 2 * 16 * 5 * per_token_and_head + 3 * 20 * per_token_and_head
     assert plan.bytes_per_request(0) == plan.row_bytes
 
 
 def test_full_attention_keeps_every_token_in_every_head() -> None:
-    plan = MemoryPlan((LayerKV(1, 3, 8, 20), LayerKV(4, 0, 8, 20)), 2, 16, 4, 10)
+    plan = MemoryPlan((layer_kv(1, 3, 8, 20), layer_kv(4, 0, 8, 20)), 2, 16, 4, 10)
     assert plan.full_attention_bytes(17) == 17 * 8 * (2 * 8 * 2)
 
 
 def test_the_saving_approaches_the_share_of_retrieval_heads() -> None:
-    plan = MemoryPlan(tuple(LayerKV(4, 4, 128, 320) for _ in range(32)), 2, 128, 1, 8192)
+    plan = MemoryPlan(tuple(layer_kv(4, 4, 128, 320) for _ in range(32)), 2, 128, 1, 8192)
     ratio = plan.full_attention_bytes(1 << 20) / plan.bytes_per_request(1 << 20)
     assert ratio == pytest.approx(2.0, rel=1e-3)
 
 
 def test_layers_may_keep_rings_of_different_sizes() -> None:
-    plan = MemoryPlan((LayerKV(0, 2, 8, 20), LayerKV(0, 2, 8, 100)), 2, 16, 4, 0)
+    plan = MemoryPlan((layer_kv(0, 2, 8, 20), layer_kv(0, 2, 8, 100)), 2, 16, 4, 0)
     assert plan.row_bytes == 2 * (20 + 100) * 16 * 2
 
 
 def test_without_retrieval_heads_there_are_no_blocks_and_no_bound_on_tokens() -> None:
     plan = MemoryPlan.from_budget(
-        (LayerKV(0, 2, 8, 20),), dtype_bytes=2, block_size=16, max_num_seqs=4, kv_cache_bytes=10**6
+        (layer_kv(0, 2, 8, 20),), dtype_bytes=2, block_size=16, max_num_seqs=4, kv_cache_bytes=10**6
     )
     assert (plan.uses_blocks, plan.num_blocks, plan.max_tokens) == (False, 0, None)
     assert plan.total_bytes == 5 * plan.row_bytes
@@ -107,15 +106,15 @@ def test_without_retrieval_heads_there_are_no_blocks_and_no_bound_on_tokens() ->
 
 @pytest.mark.parametrize(
     ("heads", "message"),
-    [((0, 0, 8, 4), "at least one KV head"), ((1, 1, 8, 0), "ring_size >= 1"), ((-1, 1, 8, 4), "got -1")],
+    [((0, 0, 8, 4), "1 KV head or more"), ((1, 1, 8, 0), "recent >= 1"), ((-1, 1, 8, 4), "got -1")],
 )
 def test_impossible_layers_are_refused(heads: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LayerKV(*heads)
+        layer_kv(*heads)
 
 
 def test_impossible_plans_are_refused() -> None:
-    layer = LayerKV(1, 1, 8, 4)
+    layer = layer_kv(1, 1, 8, 4)
     with pytest.raises(ValueError, match="num_blocks"):
         MemoryPlan((layer,), 2, 16, 4, 0)
     with pytest.raises(ValueError, match="block_size must be 1 or more, got 0"):

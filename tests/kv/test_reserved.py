@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.reserved import reserved_zeros
 from hpu_duo.kv.store import KVStore
+from tests.kv.layers import layer_kv
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -32,7 +33,7 @@ def test_reserved_memory_is_zeros_that_can_be_written(shape: tuple[int, ...], dt
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_store_takes_memory_block_by_block() -> None:
     plan = MemoryPlan(
-        (LayerKV(4, 4, 64, 128),), dtype_bytes=2, block_size=128, max_num_seqs=256, num_blocks=1024
+        (layer_kv(4, 4, 64, 128),), dtype_bytes=2, block_size=128, max_num_seqs=256, num_blocks=1024
     )
     before = resident_bytes()
     store = KVStore(plan, torch.bfloat16, CPU)
@@ -40,9 +41,9 @@ def test_a_store_takes_memory_block_by_block() -> None:
     assert resident_bytes() - before < 8 * MIB
     trash = torch.tensor([[plan.num_blocks], [plan.num_blocks]], dtype=torch.int32)
     store.carry_out(trash, trash[:, :0])
-    store.layers[0].blocks.k[:64].fill_(1)
+    store.layers[0][0].k[:64].fill_(1)
     assert resident_bytes() - before < 16 * MIB
-    assert store.layers[0].blocks.k[64:].count_nonzero() == 0
+    assert store.layers[0][0].k[64:].count_nonzero() == 0
 
 
 def test_a_store_that_the_system_refuses_is_named_by_its_size() -> None:

@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpu_duo.kv.copies import BlockCopy, Copy, CopyLists, RowCopy, copy_sizes, padded_size
-from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
+from kernels_ref import Owner
+from tests.kv.layers import layer_kv
 
 NUM_BLOCKS, NUM_ROWS = 5, 3
 PLAN = MemoryPlan(
-    (LayerKV(2, 1, 4, 3), LayerKV(0, 3, 4, 3), LayerKV(3, 0, 4, 3)),
+    (layer_kv(2, 1, 4, 3), layer_kv(0, 3, 4, 3), layer_kv(3, 0, 4, 3)),
     dtype_bytes=4,
     block_size=2,
     max_num_seqs=NUM_ROWS,
@@ -57,10 +59,10 @@ def test_copies_at_once_equal_copies_one_by_one(copies: list[Copy], num_padding:
     )
     store.carry_out(*map(torch.from_numpy, padded))
     for copy in copies:
-        for layer in expected.layers:
-            units = layer.blocks if isinstance(copy, BlockCopy) else layer.rings
-            for tensor in (units.k, units.v):
-                if len(tensor):
+        owner = Owner.BLOCK if isinstance(copy, BlockCopy) else Owner.ROW
+        for layer, cache in zip(PLAN.layers, expected.layers):
+            for group, units in zip(layer.groups, cache):
+                for tensor in (units.k, units.v) if group.kind.owner is owner else ():
                     tensor[copy.dst] = tensor[copy.src].clone()
     assert all(got.equal(wanted) for got, wanted in zip(tensors(store), tensors(expected)))
 

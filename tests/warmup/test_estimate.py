@@ -12,6 +12,8 @@ from graphs import BatchShape, BucketTable
 from graphs.manifest import GraphRecord, Manifest
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.warmup import PRIORS, GraphCosts, StepSizes, WarmUpBudget, estimate_of, plan_within
+from kernels_ref import Blocks
+from kernels_ref.groups import HeadSizes
 from tests.engine.tiny import PATTERN, Tiny
 from tests.modeling.families import save_random
 from tests.warmup.live_bytes import LiveBytes
@@ -23,11 +25,8 @@ SIZES = StepSizes(
     num_heads=32,
     num_kv_heads=8,
     head_dim=128,
-    num_block_heads=32,
-    num_block_kv_heads=8,
-    num_ring_heads=0,
+    groups=frozenset({(Blocks(), HeadSizes(8, 4, 128, 2))}),
     block_size=128,
-    ring_width=0,
     dtype_bytes=2,
 )
 """Llama-3.1-8B in bfloat16."""

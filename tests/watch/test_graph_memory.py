@@ -8,14 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bias_builders import Window
 from graphs import BatchShape, BucketTable
 from graphs.backends.cuda import CudaBackend
 from hpu_duo.budget import DeviceBudget
-from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.startup.graph_memory import KEPT, GraphMemory, plan_with_graphs
 from hpu_duo.startup.sizes import StepSizes
+from kernels_ref import Blocks, Rings
+from kernels_ref.groups import HeadSizes
 from tests.engine.tiny import PATTERN, Tiny
 from tests.graphs.operator_graph import OperatorRecorder
+from tests.kv.layers import layer_kv
 
 MIB = 1 << 20
 SIZES = StepSizes(
@@ -25,11 +29,8 @@ SIZES = StepSizes(
     num_heads=8,
     num_kv_heads=4,
     head_dim=64,
-    num_block_heads=8,
-    num_block_kv_heads=4,
-    num_ring_heads=0,
+    groups=frozenset({(Blocks(), HeadSizes(4, 2, 64, 2))}),
     block_size=16,
-    ring_width=0,
     dtype_bytes=2,
 )
 LONG, SHORT = BatchShape.parse("c--/q512/s0/u0/l1"), BatchShape.parse("--u/q4/s0/u8/l4")
@@ -54,7 +55,7 @@ def test_code_is_counted_for_each_kind_of_layer_where_those_are_captured_apart()
     assert two - one == KEPT["compile"].code_bytes
 
 
-LAYERS = (LayerKV(2, 0, 8, 0),) * 2
+LAYERS = (layer_kv(2, 0, 8, 0),) * 2
 
 
 @given(
@@ -129,11 +130,13 @@ def test_an_estimated_reserve_covers_the_graphs_of_the_table_and_the_staged_inpu
         num_heads=4,
         num_kv_heads=2,
         head_dim=config.hidden_size // 4,
-        num_block_heads=2,
-        num_block_kv_heads=1,
-        num_ring_heads=2,
+        groups=frozenset(
+            {
+                (Blocks(), HeadSizes(1, 2, config.hidden_size // 4, 4)),
+                (Rings(Window(2, 6)), HeadSizes(1, 2, config.hidden_size // 4, 4)),
+            }
+        ),
         block_size=8,
-        ring_width=8,
         dtype_bytes=4,
     )
     pool = max(sizes.transient_bytes(bucket) for bucket in table)

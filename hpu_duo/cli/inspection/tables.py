@@ -166,7 +166,12 @@ def _step_fields(step: StepAudit) -> dict[str, Any]:
 
 def _recipe_fields(recipe: LayerRecipe) -> dict[str, Any]:
     window = None if recipe.window is None else recipe.window._asdict()
-    return {**asdict(recipe), "window": window}
+    return {
+        "num_retrieval": recipe.num_retrieval,
+        "num_streaming": recipe.num_streaming,
+        "window": window,
+        "num_layers": recipe.num_layers,
+    }
 
 
 def _operator_fields(use: OperatorUse) -> dict[str, Any]:

@@ -167,9 +167,8 @@ def graph_bytes(
     """Bytes that the graph of a bucket keeps on HPU at worst: its results and intermediates of its own.
 
     Args:
-        kv_layers: the heads that keep blocks and rings, of each layer.
+        kv_layers: the groups of heads of each layer.
     """
-    from bias_builders import Window
     from hpu_duo.modeling.loading import read_config
     from hpu_duo.startup.graph_memory import KEPT, GraphMemory
     from hpu_duo.startup.sizes import StepSizes
@@ -177,12 +176,10 @@ def graph_bytes(
 
     specs = [
         LayerSpec(
-            num_retrieval=kv.num_retrieval_heads,
-            num_streaming=kv.num_streaming_heads,
+            groups=kv.groups,
             group_size=layer.num_heads // layer.num_kv_heads,
             head_dim=layer.head_dim,
             scale=layer.head_dim**-0.5,
-            window=Window(0, kv.ring_size) if kv.num_streaming_heads else None,
             softcap=None,
             impl=Implementation.REFERENCE,
         )

@@ -1,0 +1,127 @@
+"""Heads that keep every token of a request, in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from bias_builders import Leading, leading_visible, tails_per_row
+from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
+from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
+from kernels_ref.index import write_indices
+from kernels_ref.partial import Partial, unfold
+from kernels_ref.reference import shared_chunk, unique_chunk
+from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
+from kernels_ref.units import KVUnits, UnitLayout
+
+if TYPE_CHECKING:
+    from kernels_ref.impl import Kernels
+
+
+class BlockStep(NamedTuple):
+    """What a step derives once for all stores of blocks of one layout.
+
+    What is for a part that does not run is empty.
+
+    Attributes:
+        write_index: where the new tokens go, ``[Q * K]``.
+        tails: what the tokens of a row see of its tails, ``[N, T, M]``.
+    """
+
+    write_index: torch.Tensor
+    tails: Leading
+
+
+@dataclass(frozen=True)
+class Blocks(GroupKind):
+    """All tokens, in blocks: what retrieval heads keep.
+
+    The causal part meets new keys of the same prompt, the shared part blocks that several rows read, or a
+    prompt row, and the unique part the blocks of decode rows.
+    """
+
+    name: ClassVar[str] = "blocks"
+    owner: ClassVar[Owner] = Owner.BLOCK
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Its name: there is one kind of them."""
+        return (self.name,)
+
+    @property
+    def reach(self) -> int | None:
+        """None: a token sees all of them."""
+        return None
+
+    def describe(self) -> str:
+        """Nothing, since there are no numbers."""
+        return ""
+
+    def num_slots(self, block_size: int) -> int:
+        """Those of a block."""
+        return block_size
+
+    def prepare(
+        self, parts: StepParts, tensors: StepTensors, rows: DecodeRows, layouts: Collection[UnitLayout]
+    ) -> dict[UnitLayout, BlockStep]:
+        """See ``BlockStep``."""
+        t, num_slots = tensors, next(iter(layouts)).num_slots
+        tails = t.tail_start[:, :0, None]
+        if parts.unique:
+            tails = leading_visible(t.tail_start[:, :, None], rows.end[:, None], num_slots)
+        index = write_indices(t.write_block, t.write_offset, layouts)
+        return {layout: BlockStep(index[layout], Leading(tails)) for layout in layouts}
+
+    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+        """Write first: decode rows find their new keys in their blocks."""
+        t, parts = step.tensors, step.parts
+        plan: BlockStep = step.plans[self.key, units.layout]
+        q_QKGD, new, sinks_KG, scoring = inputs
+        run.write_kv(units, plan.write_index, new)
+        of_tokens: list[Partial] = []
+        if parts.causal:
+            of_tokens.append(run.causal(q_QKGD, new, t, None, scoring))
+        if parts.shared and t.shared_block.shape[0]:
+            of_tokens.append(run.shared_blocks(q_QKGD, units, t, scoring))
+        decoded = None
+        if parts.unique:
+            decoded = run.unique_blocks(of_rows(q_QKGD, step), units, t, plan, scoring)
+            decoded = unfold(decoded, step.decode_len)
+        return run.finish(q_QKGD, of_tokens, decoded, step.decode_slot, sinks_KG)
+
+    def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
+        """Scores of one chunk of blocks, and the keys and values gathered for it."""
+        return max(causal_bytes(heads, sizes), _shared_bytes(heads, sizes), _unique_bytes(heads, sizes))
+
+
+def _shared_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
+    if not (sizes.parts.shared and sizes.num_shared_blocks):
+        return 0
+    query_heads = sizes.query_len * heads.num_query_heads
+    most = shared_chunk(query_heads, sizes.block_size, heads.unit_bytes(sizes.block_size))
+    chunk = min(sizes.num_shared_blocks, most)
+    scores = SCORE_COPIES * chunk * query_heads * sizes.block_size * FLOAT32
+    return scores + _gathered_bytes(chunk, heads, sizes)
+
+
+def _unique_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
+    if not sizes.parts.unique:
+        return 0
+    # Whole blocks are read where they lie; tails, a block or two of each row, are gathered.
+    rows, block_size = sizes.num_rows, sizes.block_size
+    row_heads = sizes.decode_len * heads.num_query_heads
+    per_slot = row_heads * FLOAT32
+    most = unique_chunk(rows, row_heads, block_size, heads.head_dim, heads.unit_bytes(block_size))
+    chunk = min(sizes.num_unique_blocks, most)
+    blocks = chunk * per_slot * (SCORE_COPIES * block_size + rows + 3 * heads.head_dim)
+    num_tails = rows * tails_per_row(sizes.decode_len)
+    tails = SCORE_COPIES * num_tails * per_slot * block_size + _gathered_bytes(num_tails, heads, sizes)
+    return max(blocks, tails)
+
+
+def _gathered_bytes(num_blocks: int, heads: HeadSizes, sizes: PartSizes) -> int:
+    """Keys and values of some blocks, once as they were stored and once with unused slots cleared."""
+    return 4 * num_blocks * heads.unit_bytes(sizes.block_size)

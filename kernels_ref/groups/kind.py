@@ -1,0 +1,157 @@
+"""Groups of heads, and the protocol of their kinds.
+
+A layer's key/value heads are a tuple of groups. A group has a *kind*: who keeps the keys of its heads, what a
+token sees of them, and how the parts of a step are run for them. Everything that differs between kinds is a
+method here, so that layers, stores, memory plans and estimates know groups and no kind by name.
+
+Shapes: Q query tokens, K key/value heads of the group, G query heads of each, D head size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from kernels_ref.scoring import Scoring
+from kernels_ref.units import KVUnits, NewKV, UnitLayout
+
+if TYPE_CHECKING:
+    from kernels_ref.groups.transients import HeadSizes, PartSizes
+    from kernels_ref.impl import Kernels
+    from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors
+
+
+class Owner(Enum):
+    """Whom a unit of a store is leased to, and hence how many units there are.
+
+    ``BLOCK``: to a run of tokens, by the numbers in block tables. ``ROW``: to a running request, by its row.
+    Each has one unit of trash behind all others, and a copy of a block, or of a row, reaches all its stores.
+    """
+
+    BLOCK = "block"
+    ROW = "row"
+
+
+class GroupInputs(NamedTuple):
+    """Queries, keys and values of the new tokens of a step, for the heads of one group.
+
+    Attributes:
+        q: scaled queries, ``[Q, K, G, D]``.
+        new: keys and values ``[Q, K, D]``, after rotary embedding.
+        sinks: attention-sink logit of each query head, ``[K, G]``, or None.
+        scoring: how scores become weights.
+    """
+
+    q: torch.Tensor
+    new: NewKV
+    sinks: torch.Tensor | None
+    scoring: Scoring
+
+
+class GroupKind(ABC):
+    """How the heads of a group keep their keys and attend; a frozen dataclass of plain numbers.
+
+    Equal kinds share what a step derives for them, and layers whose kinds differ are compiled apart.
+
+    Attributes:
+        name: of the kind, in plural, as reports and fingerprints show it.
+        owner: whom its units are leased to.
+    """
+
+    name: ClassVar[str]
+    owner: ClassVar[Owner]
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[Hashable, ...]:
+        """Name and numbers: plain values by which compiled code finds what a step derived for the kind."""
+
+    @property
+    @abstractmethod
+    def reach(self) -> int | None:
+        """Most tokens of its request that a token sees, itself included; None = all of them."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Its numbers in words, empty without any."""
+
+    @abstractmethod
+    def num_slots(self, block_size: int) -> int:
+        """Tokens that a unit holds."""
+
+    @property
+    def without_slack(self) -> GroupKind:
+        """The same without slots that hold what no token sees."""
+        return self
+
+    def layout(self, num_units: int, num_heads: int, block_size: int) -> UnitLayout:
+        """Where its units lie in the store of a layer.
+
+        Args:
+            num_units: with the trash, which is the last one.
+        """
+        return UnitLayout.dense(num_units, num_heads, self.num_slots(block_size))
+
+    def unit_bytes(self, num_heads: int, token_bytes: int, block_size: int) -> int:
+        """Bytes of one unit of a group of so many heads.
+
+        Args:
+            token_bytes: of the key and the value of one token in one head.
+        """
+        return num_heads * self.num_slots(block_size) * token_bytes
+
+    @abstractmethod
+    def prepare(
+        self, parts: StepParts, tensors: StepTensors, rows: DecodeRows, layouts: Collection[UnitLayout]
+    ) -> Mapping[UnitLayout, Any]:
+        """Derive on the device, once a step, what ``attend`` needs, by the layout of the store.
+
+        Args:
+            layouts: of all stores of this kind, distinct; one or more.
+        """
+
+    @abstractmethod
+    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+        """Store the new keys and values, run the parts of the step and merge them.
+
+        Args:
+            run: the kernels of the parts.
+            units: of the group in this layer; written in place.
+            step: with what ``prepare`` derived, at ``step.plans[self.key, units.layout]``.
+
+        Returns:
+            ``[Q, K, G, D]`` in the dtype of the queries; zero for padding.
+        """
+
+    @abstractmethod
+    def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
+        """The most that ``attend`` of the portable kernels takes at any moment.
+
+        Queries, keys, values and partial sums are not counted, which all kinds have alike.
+        """
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Neighbouring key/value heads of a layer, with their query heads.
+
+    Attributes:
+        num_heads: key/value heads, 1 or more.
+        kind: who keeps their keys, and what they attend to.
+    """
+
+    num_heads: int
+    kind: GroupKind
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1:
+            raise ValueError(f"expected a group of 1 head or more, got {self.num_heads}")
+
+    def __str__(self) -> str:
+        numbers = self.kind.describe()
+        return f"{self.num_heads} in {self.kind.name}{f' ({numbers})' if numbers else ''}"

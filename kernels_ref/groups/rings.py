@@ -1,0 +1,151 @@
+"""Heads that keep the first and the newest tokens of a request, in a ring of its row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from bias_builders import Held, Leading, Ring, Seen, Window, ring_slot, slot_position, stays_in_ring
+from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
+from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
+from kernels_ref.index import gather, index_dtype, write_indices
+from kernels_ref.partial import Partial, unfold
+from kernels_ref.reference import QUERY_SLICE
+from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
+from kernels_ref.units import KVUnits, UnitLayout
+
+if TYPE_CHECKING:
+    from kernels_ref.impl import Kernels
+
+
+class RingStep(NamedTuple):
+    """What a step derives once for all stores of rings of one window and one layout.
+
+    What is for a part that does not run is empty.
+
+    Attributes:
+        index_before: where to write before attention: tokens of decode rows; ``[Q * K]``.
+        index_after: where to write after attention: tokens of prompt rows that the ring
+            keeps; everything else goes to the trash row; ``[Q * K]``.
+        seen: what the tokens of decode rows see of their ring.
+        chunk_position: positions held by the gathered rings before the step, -1 = empty, ``[C, W]``.
+    """
+
+    index_before: torch.Tensor
+    index_after: torch.Tensor
+    seen: Seen
+    chunk_position: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Rings(GroupKind):
+    """The tokens of a window, in a ring: what streaming heads and sliding windows keep.
+
+    The unique part meets the rings of decode rows, the shared part those of prompt rows as they were before
+    the step, and the causal part the new keys of the same prompt.
+
+    Attributes:
+        window: what a token sees.
+        slack: slots more than that takes: tokens that can be taken back.
+    """
+
+    window: Window
+    slack: int = 0
+    name: ClassVar[str] = "rings"
+    owner: ClassVar[Owner] = Owner.ROW
+
+    def __post_init__(self) -> None:
+        self.window.validate()
+        if self.slack < 0:
+            raise ValueError(f"expected a slack of 0 slots or more, got {self.slack}")
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Window and slack, with the name of the kind."""
+        return self.name, self.window, self.slack
+
+    @property
+    def ring(self) -> Ring:
+        """Its slots, as visibility knows them."""
+        return Ring(self.window, self.slack)
+
+    @property
+    def reach(self) -> int | None:
+        """The size of the window."""
+        return self.window.size
+
+    def describe(self) -> str:
+        """What they keep, and the slack if there is any."""
+        slack = f", slack {self.slack}" if self.slack else ""
+        return f"{self.window.sink} first and {self.window.recent} newest tokens{slack}"
+
+    def num_slots(self, block_size: int) -> int:
+        """Those of the window, and the slack."""
+        return self.window.size + self.slack
+
+    @property
+    def without_slack(self) -> GroupKind:
+        """The ring that holds what its window shows, and no more."""
+        return replace(self, slack=0)
+
+    def prepare(
+        self, parts: StepParts, tensors: StepTensors, rows: DecodeRows, layouts: Collection[UnitLayout]
+    ) -> dict[UnitLayout, RingStep]:
+        """See ``RingStep``."""
+        t, ring = tensors, self.ring
+        no_row, trash_row = t.row_start.shape[0], next(iter(layouts)).num_units - 1
+        slot = ring_slot(t.positions, ring)
+        before = after = dict.fromkeys(layouts, slot.new_empty(0, dtype=index_dtype(slot.device)))
+        seen: Seen = Leading(rows.end[:0, None])
+        chunk_position = t.row_start.new_empty(0, ring.size)
+        if parts.unique:
+            row = torch.where(rows.row < no_row, rows.row, trash_row)
+            before = write_indices(row, slot, layouts)
+            seen = _seen(rows, ring)
+        if parts.causal:
+            # One more entry, for the row number of padding.
+            start, num_new = (torch.cat([x, x.new_zeros(1)]) for x in (t.row_start, t.row_num_new))
+            stays = stays_in_ring(t.positions, gather(start + num_new, t.row), ring)
+            row = torch.where((t.causal_row < no_row) & stays, t.causal_row, trash_row)
+            after = write_indices(row, slot, layouts)
+            if parts.shared:
+                chunk_position = slot_position(gather(start, torch.clamp(t.chunk_row, max=no_row)), ring)
+        return {k: RingStep(before[k], after[k], seen, chunk_position) for k in layouts}
+
+    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+        """Decode rows write first; a chunk writes once it has read what its tokens replace."""
+        t, parts = step.tensors, step.parts
+        plan: RingStep = step.plans[self.key, units.layout]
+        q_QKGD, new, sinks_KG, scoring = inputs
+        of_tokens: list[Partial] = []
+        decoded = None
+        if parts.unique:
+            run.write_kv(units, plan.index_before, new)
+            decoded = run.unique_rings(of_rows(q_QKGD, step), units, plan, scoring)
+            decoded = unfold(decoded, step.decode_len)
+        if parts.causal:
+            of_tokens.append(run.causal(q_QKGD, new, t, self.window, scoring))
+            if parts.shared:
+                of_tokens.append(run.shared_rings(q_QKGD, units, t, plan, self.window, scoring))
+            run.write_kv(units, plan.index_after, new)
+        return run.finish(q_QKGD, of_tokens, decoded, step.decode_slot, sinks_KG)
+
+    def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
+        """Scores of one slice of prompts, or of all decode rows."""
+        num_slots, per_slot = self.num_slots(sizes.block_size), heads.num_query_heads * FLOAT32
+        shared = sizes.parts.shared * min(QUERY_SLICE, sizes.query_len) * num_slots * per_slot
+        unique = sizes.parts.unique * sizes.num_rows * sizes.decode_len * num_slots * per_slot
+        return max(causal_bytes(heads, sizes), SCORE_COPIES * max(shared, unique))
+
+
+def _seen(rows: DecodeRows, ring: Ring) -> Seen:
+    """What decode rows see of their rings once their tokens are written."""
+    if rows.end.shape[1] == 1 and not ring.slack:
+        # A ring then holds what its token sees, and nothing else.
+        return Leading(torch.clamp(rows.end, max=ring.size)[:, None])
+    stored = torch.clamp(rows.end.amax(dim=1), min=0)
+    begin = torch.clamp(rows.end - ring.window.recent, min=0)
+    return Held(slot_position(stored, ring)[:, None], begin, rows.end, ring.window.sink)
