@@ -1,4 +1,4 @@
-"""Who may attend to whom: token rules, host plans (numpy) and device expansions (torch)."""
+"""Visibility of attention: token rules, host plans (numpy) and device expansions (torch)."""
 
 from bias_builders.expand import (
     Held,

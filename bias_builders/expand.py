@@ -34,8 +34,8 @@ class Held(NamedTuple):
     lie before ``end[n, m]``.
 
     Attributes:
-        position: what each slot holds, -1 = nothing, int32 ``[N, K, S]``; K may be 1 for all heads.
-        begin, end: int32 ``[N, M]``; a token that is not there has an ``end`` of 0.
+        position: position in each slot, -1 = none, int32 ``[N, K, S]``; K may be 1 for all heads.
+        begin, end: int32 ``[N, M]``; ``end`` is 0 for padding.
         sink: leading positions that every token sees.
     """
 
@@ -58,7 +58,7 @@ def seen_mask(seen: Seen, num_slots: int) -> torch.Tensor:
     """Expand the visibility of decode rows to a mask of slots.
 
     Args:
-        num_slots: of a unit (S).
+        num_slots: slots of a unit (S).
     Returns:
         bool ``[N, K, M, T * S]``, where K may be 1 for all heads; the units of a row side by side.
     """
@@ -76,7 +76,7 @@ def causal_mask(
     no_row: int,
     window: Window | None = None,
 ) -> torch.Tensor:
-    """Which new keys each new query sees.
+    """Mask of the new keys that each new query sees.
 
     Args:
         query_row, key_row: row of each token, int32 ``[q]`` and ``[k]``; ``no_row`` marks
@@ -109,7 +109,7 @@ def ring_mask(
     Args:
         query_row, query_position: int32 ``[q]``.
         ring_row: row of each gathered ring, int32 ``[C]``.
-        slot_positions: what the slots hold, -1 = empty, int32 ``[C, W]``.
+        slot_positions: positions in the slots, -1 = empty, int32 ``[C, W]``.
     Returns:
         bool ``[q, C, W]``.
     """

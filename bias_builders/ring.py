@@ -1,13 +1,13 @@
-"""Where the tokens of a streaming head lie in its ring, and what each slot holds.
+"""Slots of the tokens of a streaming head in its ring, and positions of the slots.
 
 A ring has ``sink + recent + slack`` slots. Slots ``[0, sink)`` hold the first tokens for ever; the rest
 is written round and round. Slots therefore fill in order, and once ``n`` tokens are stored, the
 leading ``min(n, size)`` slots are in use. The position held by a slot follows from ``n`` alone,
 so no table of positions is stored or copied to the device.
 
-With slack a ring holds more tokens than a window shows. So the last ``slack`` tokens can be taken back: a row
-whose ring has ``n`` tokens is, with a smaller number stored, the row as it was at any of its last ``slack``
-tokens. Slots that were written since are then said to hold what they held before, which no later token sees.
+With slack a ring holds more tokens than a window shows, so the last ``slack`` tokens can be taken back: with
+a smaller number of stored tokens, the ring is the row as it was at any of its last ``slack`` tokens.
+Slots that were written since are then taken to hold their previous tokens, which no later token sees.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Ring(NamedTuple):
     """The slots in which a streaming head keeps its tokens.
 
     Attributes:
-        window: what a token sees.
-        slack: slots more than that takes: tokens that can be taken back.
+        window: the window of a token.
+        slack: further slots, hence tokens that can be taken back.
     """
 
     window: Window
@@ -32,7 +32,7 @@ class Ring(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Slots."""
+        """Number of slots."""
         return self.window.size + self.slack
 
     @property

@@ -12,7 +12,7 @@ Int32Array = np.ndarray
 
 @dataclass(frozen=True)
 class StepRows:
-    """Which tokens of which requests a step computes, unpadded, one entry per row.
+    """The tokens and requests of a step, unpadded, one entry per row.
 
     A *row* is one running request in this step. Its new tokens lie side by side in the flat
     batch, at ``[query_start, query_start + num_new)``.

@@ -1,4 +1,4 @@
-"""Who may attend to whom, by position: the only place where attention visibility is decided.
+"""Rules of visibility, by position: the only place where attention visibility is decided.
 
 Every function works on numpy arrays and on torch tensors alike, broadcasts its arguments, and
 returns booleans. Positions are those of the original text: nothing is renumbered when a
@@ -13,7 +13,7 @@ Array = Any
 
 
 class Window(NamedTuple):
-    """What a streaming head keeps: the first ``sink`` tokens and the last ``recent`` ones.
+    """Window of a streaming head: the first ``sink`` tokens and the last ``recent`` ones.
 
     ``sink=0`` is a plain sliding window. ``recent`` counts the query token itself, as
     transformers counts ``sliding_window``.

@@ -9,7 +9,7 @@ import numpy as np
 from bias_builders.rows import Int32Array, StepRows, ranges
 
 NOWHERE = 1 << 30
-"""Position of the first slot of a block that is not there: no token sees as far."""
+"""Position of the first slot of a missing block: beyond every token's view."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class SharedPart:
 class UniquePart:
     """Blocks that exactly one decode row reads.
 
-    Those that all tokens of the row see whole are taken from the contiguous slice ``[0, NU)`` of the block
-    store without any mask. The others, its *tails*, are gathered and masked: what the row has filled only in
-    part, or fills in this step.
+    Blocks that all tokens of the row see whole are read from the contiguous slice ``[0, NU)`` of the block
+    store without any mask. The others, its *tails*, are gathered and masked: the blocks that the row has
+    filled in part, or fills in this step.
 
     Attributes:
-        owner: row entry that reads block ``b``, -1 = nobody, int32 ``[NU]``.
+        owner: row entry that reads block ``b``, -1 = none, int32 ``[NU]``.
         tail_block: block ids of each row's tails, -1 = none, int32 ``[n, T]``.
         tail_start: position of their first slots, ``NOWHERE`` = none, int32 ``[n, T]``.
     """
@@ -53,7 +53,7 @@ def tails_per_row(decode_len: int) -> int:
 
 
 def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePart]:
-    """Say for every context block of the step which part reads it.
+    """Assign every context block of the step to the part that reads it.
 
     Together with the causal part, every visible (query, key) pair falls into exactly one part. A block is
     unique when it belongs to one decode row only. A block of several rows was filled before the step, so

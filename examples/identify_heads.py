@@ -63,7 +63,7 @@ def identify(output: Path, steps: int, max_length: int) -> HeadPattern:
 
 
 def ask(model: HPUDuoModel, num_tokens: int) -> int:
-    """How many of four passkeys the model finds in one document."""
+    """Count the passkeys, out of four, that the model finds in one document."""
     tokenizer = model.tokenizer
     assert tokenizer is not None, "the built-in model has a tokenizer"
     written = document(token_counter(tokenizer), num_tokens, num_passkeys=4, passkey_words=4, seed=0)

@@ -1,4 +1,4 @@
-"""What streaming heads save and what they cost: memory and answers at several sparsities.
+"""Memory and answers with streaming heads, at several sparsities.
 
 python examples/streaming_heads.py
 
@@ -45,7 +45,7 @@ def main(
 
 
 def ask(model: HPUDuoModel, num_tokens: int, num_passkeys: int) -> int:
-    """How many passkeys of a document the model finds, all asked for in one batch."""
+    """Count the passkeys of a document that the model finds, all asked for in one batch."""
     tokenizer = model.tokenizer
     assert tokenizer is not None, "the built-in model has a tokenizer"
     written = document(token_counter(tokenizer), num_tokens, num_passkeys, passkey_words=4, seed=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def replace_file(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file so that its name stands for the old content or for all of the new.
+    """Write a UTF-8 file so that at any moment it has either all of the old content or all of the new.
 
     Raises:
         OSError: it cannot be written; names ``path``. The old content is still there, and nothing beside it.

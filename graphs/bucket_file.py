@@ -16,8 +16,8 @@ entry                   shape                                  back
 (none)                  ``c-u``, ``csu``, ``-su``              its prompt part, and its decode part
 ======================  =====================================  ==============================================
 
-A shape does not say how its query tokens are divided among prompts, so going back one prompt is written,
-which is what fills a step of chunked prefill. Mixed steps do not exist there: ``csu`` is written as
+A shape does not say how its query tokens are divided among prompts, so it is written as one prompt, as in a
+step of chunked prefill. Mixed steps do not exist there: ``csu`` is written as
 ``(1, q, s)`` and ``(l, 1, u)``, and ``-su`` as ``(q, 1, u + s)``, since a decode there reads shared
 blocks like any other.
 """
@@ -68,7 +68,7 @@ def from_shape(shape: BatchShape) -> tuple[GaudiBucket, ...]:
 
 
 def read_table(path: str | Path, cost: CostFunction | None = None) -> BucketTable:
-    """Read a table of ours, or vllm-gaudi's bucket file; the first entry says which it is.
+    """Read a table of ours, or vllm-gaudi's bucket file; the first entry decides.
 
     Args:
         cost: ranks the buckets of the table; None is the default of ``BucketTable``.

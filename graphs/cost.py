@@ -1,4 +1,4 @@
-"""What a step costs: the measure by which buckets are compared."""
+"""Cost of a step: the measure by which buckets are compared."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class BroadcastCost(Protocol):
 class StepCost:
     """Work of a step, in units of one query-key pair of one layer, which is ``4 * hidden_size`` operations.
 
-    Matrix work counts as arithmetic, what memory bounds (reading the weights once per step, reading cached
-    slots once per decoded token) as the arithmetic that could have been done meanwhile. The defaults stand
+    Matrix work counts as arithmetic. Memory traffic (reading the weights once per step, and cached slots once
+    per decoded token) counts as the arithmetic that takes as long. The defaults stand
     for an eight-billion-parameter dense model in bf16 on Gaudi 2 (432 TFLOP/s and 2.45 TB/s). The result
     ranks buckets and predicts no time.
 
@@ -96,9 +96,9 @@ class StepCost:
 class SkippingCost:
     """Work of a step whose attention skips padded blocks, in units of one query token.
 
-    That is the CPU path: its attention reads the plan, so what a bucket adds is padded query tokens
-    in the projections and padded rows of logits. Padded blocks cost only the copying of a longer
-    plan, which is counted so that equal buckets rank by size.
+    That is the CPU path: its attention reads the plan, so a bucket adds padded query tokens in the
+    projections and padded rows of logits. Padded blocks cost only the copy of a longer plan, which is counted
+    so that equal buckets rank by size.
 
     Args:
         logit: one row of logits, over one query token.

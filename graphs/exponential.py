@@ -23,7 +23,7 @@ def ladder(low: int, high: int, growth: float) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ExponentialRule:
-    """How ``BucketTable.exponential`` chooses sizes.
+    """Rule by which ``BucketTable.exponential`` chooses sizes.
 
     Args:
         growth: ratio of neighbouring sizes, above 1. Phases that combine the unique part with another one
@@ -32,8 +32,8 @@ class ExponentialRule:
             most this many times as much; 1 merges sizes of equal cost only.
         min_query: smallest query size of phases with a causal part; decodes start at 1.
         min_blocks: smallest block count.
-        merge_unique: let a bucket whose unique part has nothing to do stand in for one without that part.
-            That pays where a part without work costs next to nothing.
+        merge_unique: let a bucket with an empty unique part replace one without that part, which pays where
+            a part without work costs next to nothing.
 
     Raises:
         ValueError: a value outside these ranges.

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for work that must not be torn."""
+"""Defer Ctrl-C while work is done that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Deferral:
-    """A stretch of work that an interrupt (SIGINT) does not tear; made by ``interrupts_deferred``.
+    """A context in which interrupts (SIGINT) are deferred; made by ``interrupts_deferred``.
 
     Args:
-        handler: what handles the signal otherwise; None where nothing has to wait.
+        handler: the signal's usual handler; None if nothing is deferred.
         only_first: a second interrupt takes effect at once.
     """
 
@@ -24,7 +24,7 @@ class Deferral:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Let interrupts take effect inside, at once; one that has come already does so before."""
+        """Let interrupts take effect at once inside; one that has been deferred takes effect before."""
         if self._handler is None:
             yield
             return
@@ -36,14 +36,14 @@ class Deferral:
             signal.signal(signal.SIGINT, self.remember)
 
     def remember(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal: later."""
+        """Handle the signal: keep it for later."""
         assert self._handler is not None
         is_second, self._came = self._came is not None, (number, frame)
         if self._only_first and is_second:
             self._handler(number, frame)
 
     def let_through(self) -> None:
-        """Handle the interrupt that has come, if one has."""
+        """Handle the interrupt that was deferred, if any."""
         came, self._came = self._came, None
         if came is not None and self._handler is not None:
             self._handler(*came)
@@ -51,15 +51,15 @@ class Deferral:
 
 @contextmanager
 def interrupts_deferred(*, only_first: bool = False) -> Iterator[Deferral]:
-    """Let an interrupt (SIGINT) that comes inside take effect at the end.
+    """Defer an interrupt (SIGINT) that comes inside to the end of the context.
 
-    For short work on the host that is done whole or not at all, and for compiled code, which makes
-    another exception of what is raised in a Python function that it calls. Only the main thread is ever
-    interrupted, so in another one this does nothing; nor where no Python function handles the signal.
+    For short work on the host that must be done whole, and for compiled code, which replaces exceptions of
+    Python functions that it calls. Only the main thread is interrupted, so in other threads this does
+    nothing; nor if no Python function handles the signal.
 
     Args:
-        only_first: a second interrupt takes effect at once. For work that may take long, and that may be
-            torn if need be.
+        only_first: a second interrupt takes effect at once. For long work that may be interrupted if need
+            be.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -9,8 +9,8 @@ from graphs.shape import BatchShape, Phase
 class StepLimits:
     """The limits of the scheduler and of the stores, and the shapes that follow from them.
 
-    The one value that scheduler, bucket tables, planner, warm-up, audit and capacity go by. Nothing of it is
-    open, whatever a user has left so.
+    Shared by scheduler, bucket tables, planner, warm-up, audit and capacity. Settings that a user left open
+    (``hpu_duo.limit_config``) have values here.
 
     Args:
         max_num_seqs: running requests, hence rows of a step and ring rows.
@@ -71,7 +71,7 @@ class StepLimits:
         return self.max_num_seqs * self.decode_len
 
     def fewest_tokens(self, phase: Phase) -> int:
-        """Query tokens of the smallest step of a phase, a row that does not decode having most."""
+        """Query tokens of the smallest step of a phase."""
         if not phase.causal:
             return 1
         return self.decode_len + (2 if phase.unique else 1)

@@ -1,4 +1,4 @@
-"""What a warm-up did, in a file: the table, what each graph cost, and for which configuration that holds.
+"""Manifest of a warm-up, in a file: the table, the cost of each graph, and their configuration.
 
 A JSON object. ``configuration`` is flat: one entry for everything that shapes a graph, so that a difference
 can be named. ``digest`` is the SHA-256 of it. ``versions`` are those of the software, which invalidate
@@ -25,21 +25,21 @@ VERSION = 1
 
 _MOST_NAMED = 8
 _UNBELIEVABLE = 1 << 62
-"""Seconds and bytes from which on a file is taken for a broken one."""
+"""Seconds and bytes from which on a file counts as damaged."""
 _ABSENT = "nothing"
 
 Configuration = Mapping[str, Any]
-"""Names to what JSON holds: numbers, texts, booleans, None, or lists of them."""
+"""JSON values by name: numbers, texts, booleans, None, or lists of them."""
 
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """One bucket, and what capturing it cost when that has been measured.
+    """One bucket, and the cost of its capture if that has been measured.
 
     Args:
         shape: the bucket.
         seconds: from the first operator to the end of the first run.
-        num_bytes: by how much the device memory that the process holds grew meanwhile.
+        num_bytes: growth of the process's device memory meanwhile.
     """
 
     shape: BatchShape
@@ -54,7 +54,7 @@ class Manifest:
     Args:
         configuration: everything that shapes a graph, by name.
         versions: of the software that measured.
-        graphs: the buckets of the table, each once, those that have been captured with their costs.
+        graphs: the buckets of the table, each once; those that have been captured have costs.
     """
 
     configuration: Configuration
@@ -86,16 +86,16 @@ class Manifest:
         return BucketTable.from_strings((str(record.shape) for record in self.graphs), cost)
 
     def record_of(self, shape: BatchShape) -> GraphRecord | None:
-        """What is known of a bucket; None for one that is not in the table."""
+        """Return the record of a bucket; None for one that is not in the table."""
         return self._by_shape.get(shape)
 
     def check(self, running: Configuration, versions: Mapping[str, str], *, known_only: bool = False) -> None:
-        """Refuse to stand for another configuration.
+        """Refuse a running configuration that differs from the manifest's.
 
         Args:
-            running: the configuration that there is.
-            versions: of the running software; told where the configurations differ, and never refused.
-            known_only: compare the names that ``running`` has, because it does not know more yet.
+            running: the running configuration.
+            versions: of the running software; named in the message, and never refused.
+            known_only: compare only the names that ``running`` has.
 
         Raises:
             ValueError: it differs; the message names each differing entry with both values.
@@ -117,7 +117,7 @@ class Manifest:
         )
 
     def differing_versions(self, running: Mapping[str, str]) -> list[str]:
-        """A sentence part for each piece of ``running`` software that is not the one that measured."""
+        """Describe each piece of ``running`` software whose version differs from the manifest's."""
         return [
             f"{name} {self.versions.get(name, _ABSENT)} then, {running[name]} now"
             for name in sorted(running)
@@ -152,7 +152,7 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
 
 
 def is_manifest(path: str | Path) -> bool:
-    """Whether a file with shapes is meant as a manifest: it begins as JSON does, and no table does."""
+    """Whether a file of shapes is a manifest: it begins like JSON, as no table does."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             return file.read(4096).lstrip().startswith("{")
@@ -165,7 +165,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
     Raises:
         ValueError: the file cannot be read, is no manifest, was written by a newer version, was changed after
-            it was written, or an entry is not what it should be; the message says which.
+            it was written, or has a wrong entry; the message says which.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Which shapes an engine really ran, kept in a JSON-lines file that can be planned from.
+"""Recordings of the shapes that an engine ran, as JSON-lines files to plan from.
 
 Each line is one record, ``{"shape": "csu/q2048/s64/u512/l32", "count": 1}``: the exact shape of a step,
-before it was padded, and how many steps it stands for.
+before it was padded, and the number of steps that it stands for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from graphs.shape import BatchShape
 
 _UNBELIEVABLE = 1 << 62
-"""Steps from which on a file is taken for a broken one."""
+"""Number of steps from which on a file counts as damaged."""
 _MOST_SHOWN = 80
 
 
@@ -27,10 +27,10 @@ class ShapeRecorder:
     unfinished last line of a process that was killed while writing is removed when the file is opened.
 
     Args:
-        path: made if it does not exist; what it holds is kept.
+        path: made if it does not exist; its records are kept.
 
     Raises:
-        ValueError: the file cannot be opened for writing, or what it holds is not such a recording.
+        ValueError: the file cannot be opened for writing, or holds something else than such a recording.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -87,7 +87,7 @@ def write_shapes(path: str | Path, counts: Mapping[BatchShape, int]) -> None:
 
 
 def read_shapes(*paths: str | Path) -> dict[BatchShape, int]:
-    """How often each shape occurs in some recordings.
+    """Count each shape in some recordings.
 
     A last line without its end is being written at this moment, and is left out.
 

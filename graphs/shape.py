@@ -1,4 +1,4 @@
-"""The capture key of a step: which attention parts run, and how large each dimension is."""
+"""The capture key of a step: the attention parts that run, and the size of each dimension."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import index
 
 LARGEST_SIZE = 2**31 - 1
-"""Of any dimension: device indices are int32."""
+"""Largest size of any dimension: device indices are int32."""
 
 _LETTERS = "csu"
 _SHAPE_TEXT = re.compile(r"(?P<phase>[^/]*)/q(?P<q>\d+)/s(?P<s>\d+)/u(?P<u>\d+)/l(?P<l>\d+)", re.ASCII)
@@ -20,9 +20,9 @@ class Phase:
     that has only streaming heads runs ``csu`` with zero shared and zero unique blocks.
 
     Args:
-        causal: queries against the keys of this step (rows with several new tokens).
-        shared: queries against gathered context blocks, and the rings of rows with several new tokens.
-        unique: queries against the leading slice of the block store, and the rings of one-token rows.
+        causal: queries against the keys of this step, for prompt rows.
+        shared: queries against gathered context blocks, and the rings of prompt rows.
+        unique: queries of decode rows against the leading slice of the block store, and against their rings.
     """
 
     causal: bool = False
@@ -72,13 +72,13 @@ class BatchShape:
     """Everything that may differ between two captured steps; printed as ``csu/q2048/s64/u512/l32``.
 
     Args:
-        phase: which attention parts run.
+        phase: the attention parts that run.
         query_len: ``Q``, padded query tokens of the step, at least 1.
         num_shared_blocks: ``NS``, context blocks gathered for the shared part.
         num_unique_blocks: ``NU``, length of the slice ``[0, NU)`` of the block store that the unique part
             reads; it follows the highest block id in use, not the number of blocks in use.
-        num_logits: ``N``, rows for which logits are computed. How many logits each has, and how many ring
-            rows are processed, follows from it.
+        num_logits: ``N``, rows for which logits are computed. The number of logits of each, and of ring rows
+            that are read, follows from it.
 
     Raises:
         ValueError: a negative size, one beyond ``LARGEST_SIZE``, no query tokens, or blocks for a part that
@@ -130,7 +130,7 @@ class BatchShape:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Seven ints ``(c, s, u, Q, NS, NU, N)``: one shape holds another iff none of its levels is lower."""
+        """Seven ints ``(c, s, u, Q, NS, NU, N)``: a shape holds another unless one of them is lower."""
         parts = (int(self.phase.causal), int(self.phase.shared), int(self.phase.unique))
         return (*parts, self.query_len, self.num_shared_blocks, self.num_unique_blocks, self.num_logits)
 

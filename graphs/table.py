@@ -1,4 +1,4 @@
-"""The finite set of shapes that are captured, and the search for the one that a step should use."""
+"""The table of buckets, and the search for the bucket of a step."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -63,8 +63,8 @@ class BucketTable:
         """Build a table that covers every shape that ``limits`` make reachable, and exceeds none of them.
 
         Every bucket costs a compilation, so the full grid of geometric sizes (hundreds) is thinned to tens:
-        a size is left out when a larger bucket of its phase costs at most ``rule.slack`` times as much. What
-        survives is fine along whatever dominates a phase's cost (unique blocks in long decodes, query
+        a size is left out when a larger bucket of its phase costs at most ``rule.slack`` times as much. The
+        result is fine along the sizes that dominate a phase's cost (unique blocks in long decodes, query
         times shared blocks in long prefills) and coarse elsewhere (rows of a decode, which is bound by
         reading the weights).
 
@@ -72,7 +72,7 @@ class BucketTable:
         holds all others of that phase and, being the most expensive, survives the thinning.
 
         Args:
-            limits: what the scheduler can produce.
+            limits: of the scheduler's steps.
             rule: default ``ExponentialRule()``.
             cost: default ``StepCost(block_size=limits.block_size)``.
         """

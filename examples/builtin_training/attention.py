@@ -19,7 +19,7 @@ _FLOOR = -1e4
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Which KV heads see everything; the others see ``sink`` first and ``recent`` last tokens.
+    """KV heads that see everything; the others see the first ``sink`` and the last ``recent`` tokens.
 
     The rule: token ``p`` of a streaming head sees ``k`` if ``k < sink`` or ``p - recent < k <= p``.
 

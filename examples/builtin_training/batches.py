@@ -37,7 +37,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Task:
-    """What the documents of a batch look like; ranges are inclusive and drawn per document.
+    """Sizes of the documents of a batch; ranges are inclusive and drawn per document.
 
     Attributes:
         num_tokens: T, sequence length in tokens.

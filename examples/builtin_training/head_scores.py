@@ -1,4 +1,4 @@
-"""How much each KV head needs its full cache, measured."""
+"""Scores of KV heads: the measured gain from the full cache of each."""
 
 import random
 from typing import Any
@@ -27,7 +27,7 @@ def plan_of(retrieval_LK: Mask) -> HeadPlan:
 
 
 class HeadScorer:
-    """Measures what a set of retrieval heads is worth, and from that what each head is worth.
+    """Measures the value of sets of retrieval heads, and from it the value of each head.
 
     The value of a set is the mean probability of the right answer tokens when only its heads see everything.
     """

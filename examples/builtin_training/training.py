@@ -75,7 +75,7 @@ CURRICULUM: tuple[Stage, ...] = (
 
 @dataclass
 class Progress:
-    """Where a run is; saved with the checkpoint so that it can be resumed."""
+    """Progress of a run; saved with the checkpoint so that it can be resumed."""
 
     stage: int = 0
     step: int = 0
@@ -90,7 +90,7 @@ class Trainer:
         seed: fixes initialisation, data and the order of masks.
         checkpoint: file for resuming; read if it exists, written after every stage and every 50 steps.
         shape: sizes of the model.
-        device: where it is trained; it starts from the same weights everywhere.
+        device: of the training; the initial weights are the same on each.
         lr: factor on all learning rates.
     """
 

@@ -39,7 +39,7 @@ class Cells:
         """The finest boxes of at most about ``most`` in number.
 
         Each phase starts as one box and is halved, along the size that changes its cost most, until no
-        box costs more at its top than a small multiple of what it costs at its bottom. Cuts lie on common
+        box costs more at its top than a small multiple of its cost at the bottom. Cuts lie on common
         geometric ladders, so that boxes of different parts and phases line up and one bucket serves many.
         """
         for ratio in _RATIOS:
@@ -79,7 +79,7 @@ def reachable_corners(lowest: Levels, highest: Levels) -> tuple[Levels, Levels, 
 
 
 def _ladder(high: int) -> Levels:
-    """Where boxes may be cut: after each of these sizes."""
+    """Sizes after which boxes may be cut."""
     steps = int(np.ceil(np.log(max(high, 1)) / np.log(_GROWTH))) + 1
     points = np.unique(np.rint(_GROWTH ** np.arange(steps)).astype(np.int64))
     return np.concatenate([[0], points[points < high]])

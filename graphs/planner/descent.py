@@ -1,4 +1,4 @@
-"""Buckets moved, size by size, to where the traffic is."""
+"""Improve a table by moving its buckets, size by size, towards the traffic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BLOCKS = {1: SHARED, 2: UNIQUE}
 
 @dataclass(frozen=True)
 class Duties:
-    """What a table has to hold whatever the traffic is.
+    """Shapes that a table has to hold whatever the traffic is.
 
     Attributes:
         tops: shapes, int64 ``[n, 7]``.
@@ -37,16 +37,16 @@ class Duties:
     ceiling: Floats
 
     def met_by(self, buckets: Levels, prices: Floats) -> Bools:
-        """Which bucket does which duty, bool ``[m, n]``."""
+        """Say for each bucket and duty whether the bucket does it, bool ``[m, n]``."""
         return holds(buckets, self.tops) & (prices[:, None] <= self.ceiling[None, :])
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a table is for: shapes, and what it costs to serve them.
+    """Shapes that a table serves, and the cost of serving them.
 
-    A step costs the price of its bucket times how often it occurs, and what the price exceeds a bound by
-    costs ``strain`` times that once more.
+    The steps of a shape cost the price of their bucket times ``weight``, plus ``strain`` times the amount by
+    which the price exceeds ``bound``.
 
     Attributes:
         shapes: int64 ``[n, 7]``.
@@ -60,21 +60,21 @@ class Demand:
 
     @classmethod
     def of(cls, shapes: Levels, weight: Floats, own: Floats, worst_case: float, emphasis: float) -> Demand:
-        """Steps that cost ``own`` alone, padded by at most ``worst_case`` if that is worth it.
+        """Make the demand of steps whose own cost is ``own``, to be padded by up to ``worst_case``.
 
         Args:
-            emphasis: padding every distinct shape by as much again as the bound allows, beyond that bound,
-                counts as this many times the whole traffic. How often a shape occurs plays no part there.
+            emphasis: cost, in units of the whole traffic, of exceeding the bound for every distinct shape by
+                as much as the bound allows; independent of how often a shape occurs.
         """
         strain = emphasis * float(weight @ own) / (len(own) * own)
         return cls(shapes, weight, (1 + worst_case) * own, strain)
 
     def paid(self, prices: Floats) -> Floats:
-        """What each shape costs in buckets of these prices, float64 like ``prices``; ``[.., n]``."""
+        """Cost of each shape in buckets of these prices, float64 like ``prices``; ``[.., n]``."""
         return self.weight * prices + self.strain * np.maximum(prices - self.bound, 0.0)
 
     def select(self, rows: Levels) -> Demand:
-        """Some of the shapes."""
+        """Return the demand of some of the shapes."""
         return Demand(self.shapes[rows], self.weight[rows], self.bound[rows], self.strain[rows])
 
 
@@ -87,8 +87,8 @@ class Descent:
     of all moves, as in alternating (Lloyd) and swap heuristics for k-median.
 
     Args:
-        demand: what to serve. Some bucket holds every shape at all times.
-        candidates: where replacements come from, int64 ``[m, 7]``.
+        demand: shapes to serve; each is held by some bucket at all times.
+        candidates: replacements to try, int64 ``[m, 7]``.
     """
 
     def __init__(self, demand: Demand, candidates: Levels, cost: CostFunction) -> None:
@@ -98,16 +98,16 @@ class Descent:
         self._cost = cost
 
     def improve(self, buckets: Levels, duties: Duties, rounds: int) -> Levels:
-        """A table that is at least as good and no larger, int64 ``[m, 7]``.
+        """Return a table that is at least as good and no larger, int64 ``[m, 7]``.
 
-        Every bucket of it is the cheapest one of some shape, or does a duty that no other does. No letter of
-        its phase is without a shape that it holds and that has that letter.
+        Every bucket of it is the cheapest one of some shape, or does a duty that no other does. Every part of
+        a bucket's phase occurs in a shape that it holds.
 
         Args:
             buckets: hold all of the demand, and do all duties.
-            duties: what has to stay held, within a price.
-            rounds: how many times some buckets are replaced, unless that helped little twelve times in a
-                row. The same number gives the same table.
+            duties: shapes that must stay held, within a price.
+            rounds: number of times that some buckets are replaced, unless that helped little twelve times in
+                a row. The same number gives the same table.
         """
         chance = random.Random(0)
         best = _Table(buckets.copy(), self._demand, duties, self._cost)
@@ -149,7 +149,7 @@ class Descent:
 
 
 class _Table:
-    """Buckets while they are moved, with what every shape pays in each."""
+    """Buckets while they are moved, with the cost of every shape in each."""
 
     def __init__(self, buckets: Levels, demand: Demand, duties: Duties, cost: CostFunction) -> None:
         self.buckets = buckets
@@ -171,7 +171,7 @@ class _Table:
         return float(self.paid.min(axis=0).sum())
 
     def losses(self) -> Floats:
-        """What dropping each bucket would cost; infinite for those that nothing else stands in for."""
+        """Cost of dropping each bucket; infinite for those that no other can replace."""
         ranked = np.partition(self.paid, 1, axis=0)
         losses = np.bincount(
             self.paid.argmin(axis=0), weights=ranked[1] - ranked[0], minlength=len(self.buckets)
@@ -181,7 +181,7 @@ class _Table:
         return np.asarray(losses, dtype=np.float64)
 
     def spares(self, gone: list[int]) -> bool:
-        """Whether everything stays held without some buckets."""
+        """Whether all shapes and duties stay held without some buckets."""
         rest = np.delete(np.arange(len(self.buckets)), gone)
         return bool(self._meets[rest].any(axis=0).all() and (self.paid[rest].min(axis=0) < _LACKING).all())
 
@@ -192,7 +192,7 @@ class _Table:
         self._meets[number] = self._duties.met_by(bucket[None, :], prices)[0]
 
     def tidied(self) -> Levels:
-        """The buckets that are of use, without the parts that nothing in them has; int64 ``[k, 7]``."""
+        """Return the buckets that are used, without parts that no shape in them has; int64 ``[k, 7]``."""
         gone: list[int] = []
         for number in np.setdiff1d(np.arange(len(self.buckets)), self.paid.argmin(axis=0)).tolist():
             if self.spares([*gone, number]):
@@ -268,5 +268,5 @@ class _Table:
 
 
 def _paid(buckets: Levels, prices: Floats, demand: Demand) -> Floats:
-    """What each shape pays in each bucket, float64 ``[m, n]``; a great deal where it does not fit."""
+    """Cost of each shape in each bucket, float64 ``[m, n]``; very large where it does not fit."""
     return np.where(holds(buckets, demand.shapes), demand.paid(prices[:, None]), _LACKING)

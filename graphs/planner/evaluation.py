@@ -1,4 +1,4 @@
-"""What a table costs: on traffic, and at worst."""
+"""Padding of a table: on traffic, and at worst."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from graphs.shape import BatchShape, Phase
 
 @dataclass(frozen=True)
 class PaddingReport:
-    """How much more steps cost in a table than at their exact shapes.
+    """Excess cost of steps in a table over their exact shapes.
 
     Attributes:
-        num_buckets: graphs to capture.
+        num_buckets: buckets of the table.
         mean: cost of the padded traffic over its exact cost, minus 1; missed steps left out.
         worst: the largest padding of one step of the traffic, relative to its cost.
         worst_reachable: the same over every shape that the limits make reachable and a bucket holds.
@@ -92,10 +92,10 @@ def _worst_of_grid(grid: Grid, limits: StepLimits, cost: CostFunction) -> float:
 def _worst_of_table(
     buckets: Levels, prices: Floats, limits: StepLimits, cost: CostFunction, phase: Phase
 ) -> tuple[float, bool]:
-    """The same of a list of buckets, and whether it holds every reachable shape of a phase.
+    """The same for a list of buckets, and whether it holds every reachable shape of a phase.
 
-    For each query size the cheapest bucket of every box is a running minimum, over buckets that are ever
-    smaller in one size after another.
+    For each query size the cheapest bucket of every box is found by running minima, along one size after
+    another.
     """
     axes = {column: np.unique(buckets[:, column]) for column in (QUERY, SHARED, UNIQUE, LOGITS)}
     runs = (buckets[:, :QUERY] >= [phase.causal, phase.shared, phase.unique]).all(axis=1)

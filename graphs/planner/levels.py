@@ -45,7 +45,7 @@ def price(cost: CostFunction, levels: Levels) -> Floats:
 
 
 def holds(buckets: Levels, shapes: Levels) -> Bools:
-    """Which bucket holds which shape, bool ``[m, n]``."""
+    """Say for each bucket and shape whether the bucket holds it, bool ``[m, n]``."""
     held = np.ones((len(buckets), len(shapes)), dtype=np.bool_)
     for column in range(buckets.shape[1]):
         held &= buckets[:, column, None] >= shapes[None, :, column]

@@ -18,21 +18,20 @@ from graphs.table import BucketTable
 FINE = Resolution()
 
 RECORDED = Blur(share=0.2, spread=1.5, neighbours=1)
-"""What recorded traffic is blurred by: tomorrow's steps resemble today's, and seldom repeat them."""
+"""Blur of recorded traffic: tomorrow's steps resemble today's, and seldom repeat them."""
 
 ASSUMED = Blur(share=0.5, spread=3.0, neighbours=4)
-"""Blur of traffic that nobody recorded, since a stated workload knows nothing of the users."""
+"""Blur of assumed traffic, which may differ more from that of the users."""
 
 
 @dataclass(frozen=True)
 class GraphBudget:
-    """What capturing the table may cost.
+    """Bounds on the capture of a table.
 
     Args:
         num_graphs: buckets, at least 1.
-        seconds, seconds_per_graph: warm-up time, and what one graph takes of it; both or neither.
-        memory_bytes, bytes_of: memory of all graphs, and what the graph of a shape takes of it; both or
-            neither.
+        seconds, seconds_per_graph: warm-up time, and that of one graph; both or neither.
+        memory_bytes, bytes_of: memory of all graphs, and that of the graph of a shape; both or neither.
 
     Raises:
         ValueError: a value that is not positive, or a limit without its estimate.
@@ -73,7 +72,7 @@ class GraphBudget:
 
     @classmethod
     def of(cls, budget: GraphBudget | int) -> GraphBudget:
-        """A budget as it is, or one of so many graphs."""
+        """Return a budget as it is, or make one of a number of graphs."""
         return cls(budget) if isinstance(budget, int) else budget
 
     def check_holds(self, largest: BatchShape) -> None:
@@ -87,7 +86,7 @@ class GraphBudget:
             )
 
     def bytes_short(self, buckets: tuple[BatchShape, ...]) -> float:
-        """By how many bytes the graphs of these buckets exceed the memory; 0 when they fit."""
+        """Bytes by which the graphs of these buckets exceed the memory; 0 when they fit."""
         if self.memory_bytes is None or self.bytes_of is None:
             return 0.0
         return max(0.0, sum(map(self.bytes_of, buckets)) - self.memory_bytes)
@@ -111,10 +110,10 @@ def plan_table(
 
     Args:
         budget: an int is a number of graphs.
-        traffic: shapes, recorded or assumed, and how often each occurs.
+        traffic: shapes, recorded or assumed, with weights.
         cost: default ``StepCost(block_size=limits.block_size)``.
-        blur: how far tomorrow's traffic may be from it.
-        worst_case: padding of a step, relative to its cost, that is aimed at.
+        blur: expected difference between the traffic and tomorrow's.
+        worst_case: bound to aim at for the padding of a step, relative to its cost.
         cover_share: share of the budget that may go into the bound for shapes that are not in the traffic.
         resolution: finer takes longer and pads less.
 
@@ -165,7 +164,7 @@ def or_default(planned: BucketTable, budget: GraphBudget, limits: StepLimits, ot
     """A planned table, or the default one where that fits the budget and costs less.
 
     Args:
-        others: what both are tried on; not the traffic that was planned for, which says nothing of others.
+        others: traffic to compare both on; not that which was planned for.
     """
     default = BucketTable.exponential(limits, cost=planned.cost)
     if len(default) > budget.most_graphs or budget.bytes_short(default.buckets):

@@ -1,4 +1,4 @@
-"""The search for a table: cover everything, spend what is left where the traffic is, then move buckets."""
+"""The search for a table: cover all cells, spend the rest of the budget on the traffic, then move buckets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _EMPHASIS = 0.1
 
 @dataclass(frozen=True)
 class Resolution:
-    """How closely shapes are looked at, and how long tables are improved.
+    """Resolution of the shapes, and effort of the search.
 
     Args:
         num_cells: boxes that the reachable shapes are cut into, about.
         num_points: rows that the traffic is gathered in to propose buckets, about.
         num_rows: rows of the traffic that buckets are moved for, about.
-        rounds: how many times some buckets are replaced; at most once per bucket of the budget.
+        rounds: number of times that some buckets are replaced; at most once per bucket of the budget.
     """
 
     num_cells: int = 2000
@@ -52,11 +52,11 @@ class TableSearch:
        recorded should not fall into the most expensive bucket.
 
     Args:
-        traffic: what to plan for.
-        recorded: the part of it that is not made up, which proposes buckets of its own.
+        traffic: weighted shapes to plan for.
+        recorded: the part of it that is not from blurring; it proposes buckets of its own.
 
-    Every step takes the first of equals, and chance starts from the same seed, so the same input gives the
-    same table.
+    Every step takes the first of equals, and random choices start from the same seed, so the same input gives
+    the same table.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class TableSearch:
         self._filler_cost = np.where(held, prices[:, None], np.inf)[held.any(axis=1)]
 
     def find(self, num_buckets: int, cover_share: float, *, is_draft: bool = False) -> Levels:
-        """The best choice of at most ``num_buckets`` that the steps above find, int64 ``[m, 7]``.
+        """Find at most ``num_buckets`` buckets by the steps above, int64 ``[m, 7]``.
 
-        Every bucket has a phase that a step can have.
+        Every bucket has a reachable phase.
 
         Args:
             num_buckets: at least 2, since one phase may not hold all others.

@@ -1,4 +1,4 @@
-"""The ways others choose buckets, restated for batch shapes, to be compared with.
+"""Bucket strategies of other projects, restated for batch shapes, for comparison.
 
 The strategies of vllm-gaudi 0.26, the unified one apart, make buckets ``(batch, query, context)`` of prompts
 and of decodes; here the same rule chooses the sizes of every dimension, and the table is their product for
@@ -23,7 +23,7 @@ _UNIFIED_POINTS = 10
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination of some sizes, for each phase; too many, often, to be listed.
+    """Every combination of some sizes, for each phase; often too many to list.
 
     Attributes:
         sizes: for each reachable phase the ascending sizes of Q, NS and NU, the last of each at its limit.
@@ -37,7 +37,7 @@ class Grid:
         return sum(math.prod(map(len, sizes)) for sizes in self.sizes.values())
 
     def buckets(self) -> tuple[BatchShape, ...]:
-        """All of them."""
+        """List all combinations."""
         return tuple(
             BatchShape(phase, int(q), int(s), int(u), min(int(q), self.max_num_seqs))
             for phase, sizes in self.sizes.items()

@@ -1,4 +1,4 @@
-"""Weighted shapes: what a table is chosen for."""
+"""Traffic: weighted shapes that a table is chosen for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphs.planner.levels import QUERY, SHARED, UNIQUE, Floats, Levels, price, 
 from graphs.shape import BatchShape
 
 Traffic = Mapping[BatchShape, float]
-"""How often each exact shape occurs, in any unit."""
+"""Frequency of each exact shape, in any unit."""
 
 _GROWTHS = tuple(2.0 ** (2 ** (i / 4) / 64) for i in range(33))
 
@@ -30,12 +30,12 @@ def _halton(number: int, base: int) -> float:
 
 @dataclass(frozen=True)
 class Blur:
-    """How far traffic may be from what is known of it.
+    """Assumed difference between known traffic and that to come.
 
     Args:
         share: part of the weight of each shape that goes to reachable shapes nearby.
-        spread: their sizes are up to this many times larger or smaller, each by a factor of its own.
-        neighbours: how many of them there are for each shape.
+        spread: largest factor between the sizes of a shape and of those nearby, drawn for each size.
+        neighbours: number of shapes nearby for each shape.
     """
 
     share: float
@@ -44,10 +44,7 @@ class Blur:
 
 
 def smoothed(limits: StepLimits, traffic: Traffic, blur: Blur) -> Traffic:
-    """Traffic of which a share goes to reachable shapes nearby, so that a table does not fit it too closely.
-
-    A recording shows some of the shapes that the same users will cause tomorrow, and a guess fewer.
-    """
+    """Move a share of traffic to reachable shapes nearby, so that a table does not fit it too closely."""
     found = {shape: weight * (1 - blur.share) for shape, weight in traffic.items()}
     for number, (shape, weight) in enumerate(sorted(traffic.items())):
         for neighbour in range(blur.neighbours):
@@ -93,7 +90,7 @@ class Prototypes:
 
     Attributes:
         levels: int64 ``[n, 7]``.
-        weight: how often, float64 ``[n]``, sum 1.
+        weight: frequency, float64 ``[n]``, sum 1.
         floor: cost of the cheapest shape that a row stands for, float64 ``[n]``.
     """
 
@@ -103,7 +100,7 @@ class Prototypes:
 
     @classmethod
     def of(cls, traffic: Traffic, cost: CostFunction, most: int = 800) -> Prototypes:
-        """At most about ``most`` rows: shapes whose sizes round to the same powers of a growth are one.
+        """Make at most about ``most`` rows: shapes whose sizes round to the same powers of a growth are one.
 
         The smallest growth that gives few enough rows is taken, up to a factor of 16.
         """
@@ -118,9 +115,9 @@ class Prototypes:
         return prototypes
 
     def joins(self, cost: CostFunction) -> Levels:
-        """Every join that merging the rows two by two makes, cheapest merge first: int64 ``[2n - 1, 7]``.
+        """Merge the rows two by two, the cheapest merge first; returns every join, int64 ``[2n - 1, 7]``.
 
-        A merge costs what padding both groups to their join adds, times how often they occur.
+        A merge costs the padding of both groups to their join, times their weights.
         """
         levels, weight = self.levels.copy(), self.weight.copy()
         own = price(cost, levels)

@@ -1,4 +1,4 @@
-"""Devices: what is there, what a name means here, and what the engine asks of a device."""
+"""Devices: the usable ones, their names, and their runtimes."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def problem(name: str, lazy: bool | None = None) -> str | None:
 
 
 def usable_name(name: str | torch.device, lazy: bool | None = None) -> str:
-    """The name of a device that is usable here; "auto" becomes the first such of HPU, CUDA and CPU.
+    """Return the name of a device that is usable here; "auto" becomes the first such of HPU, CUDA and CPU.
 
-    Takes no device: a process that only starts others asks this.
+    Takes no device, so a process that only starts others can call it.
 
     Args:
-        lazy: as in ``resolve_device``, which raises what this does.
+        lazy: as in ``resolve_device``, which raises the same errors.
     """
     text = str(name)
     if text == "auto":
@@ -94,7 +94,7 @@ def usable_name(name: str | torch.device, lazy: bool | None = None) -> str:
 
 
 def resolve_device(name: str | torch.device, lazy: bool | None = None) -> torch.device:
-    """The device for a name; "auto" takes the first of HPU, CUDA and CPU that is usable.
+    """Return the device for a name; "auto" takes the first of HPU, CUDA and CPU that is usable.
 
     "hpu-sim" gives this process a simulated ``hpu:0``, see ``hpu_duo.sim``.
 
@@ -138,7 +138,7 @@ def own_device(device: torch.device, local_rank: int) -> torch.device:
     CUDA devices are taken in order; an HPU process has one device, whose card the environment chose.
 
     Args:
-        device: what ``resolve_device`` returned in this process.
+        device: as ``resolve_device`` returned it in this process.
     """
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", local_rank)
@@ -153,7 +153,7 @@ def _check_enough(kind: str, num_devices: int, num_processes: int) -> None:
 
 
 def runtime_for(device: torch.device, lazy: bool | None = None) -> DeviceRuntime:
-    """What the engine asks of a device that ``resolve_device`` returned, in the mode that it was given."""
+    """Return the runtime of a device of ``resolve_device``, in the mode that was given there."""
     match device.type:
         case "cpu":
             return CpuRuntime()

@@ -1,4 +1,4 @@
-"""Whether the devices of this machine can exchange data: what to know before anything runs on several."""
+"""A check that the devices of this machine exchange data correctly, before anything runs on several."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hpu_duo.device import (
 from hpu_duo.device.runtime import DeviceRuntime
 
 _PATTERN = 251
-"""Values that repeat: small integers, whose sums float32 holds exactly, and a prime, so that no chunk of a
-ring is like another."""
+"""Period of the values. They are small integers, whose sums float32 holds exactly. The period is a prime, so
+that no two chunks of a ring are alike."""
 _ITEM_BYTES = torch.float32.itemsize
 _NUM_TIMED = 3
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What was found out about a machine whose devices exchange data correctly.
+    """Result of the check, for a machine whose devices exchange data correctly.
 
     Attributes:
-        backend: what ``torch.distributed`` calls it.
+        backend: its name in ``torch.distributed``.
         devices: the device of each process; of HPUs, the module.
         num_bytes: size of the tensor that every device contributed to a sum.
         seconds: the shortest time that a sum took in the slowest process.
@@ -58,13 +58,13 @@ def check_collectives(
 ) -> Exchange:
     """Start processes, each with a device of its own, that sum and send tensors by the device's backend.
 
-    Every process checks every value that it ends up with.
+    Every process checks every value that it receives.
 
     Args:
         name: of the device; "auto" as in ``resolve_device``.
-        num_processes: how many, which is how many devices take part.
+        num_processes: number of processes, hence of devices.
         num_bytes: of the tensor that is summed; a positive multiple of 4, the bytes of a float32.
-        deadline_s: how long it may take in all, starting included.
+        deadline_s: most seconds in all, the start of processes included.
 
     Raises:
         ValueError: the device is not usable, there are fewer of it, or one was named for all; or no tensor
@@ -128,16 +128,16 @@ def _timed_sum(values: torch.Tensor, runtime: DeviceRuntime) -> float:
 
 
 def _values(count: int, rank: int) -> torch.Tensor:
-    """What a process contributes, on the host: float32 ``[count]``, ``rank + 1`` times a pattern."""
+    """The contribution of a process, on the host: float32 ``[count]``, ``rank + 1`` times a pattern."""
     pattern = torch.arange(_PATTERN, dtype=torch.float32) * (rank + 1)
     return pattern.repeat(count // _PATTERN + 1)[:count]
 
 
 def check_values(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare what arrived on a device with what had to, both ``[count]``.
+    """Compare received values with the expected ones, both ``[count]``.
 
     Raises:
-        RuntimeError: a value differs; says how many do, and which is the first.
+        RuntimeError: a value differs; the message gives the number of such values, and the first of them.
     """
     host = got.cpu()
     wrong = host != expected

@@ -26,12 +26,12 @@ _LAZY = "PT_HPU_LAZY_MODE"
 _PACKAGE = "habana-torch-plugin"
 _MODULE, _VISIBLE = "HLS_MODULE_ID", "HABANA_VISIBLE_MODULES"
 _INFERENCE_SWITCHES = ("hpu_inference_set_env", "hpu_set_inference_env", "hpu_set_env")
-"""What the switch to inference was called, newest name first."""
+"""Names of the switch to inference, the newest first."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of device memory: what may be used, what is in use, and the most that ever was."""
+    """Bytes of device memory: the limit, the bytes in use, and their peak."""
 
     limit: int
     in_use: int
@@ -39,19 +39,20 @@ class DeviceMemory:
 
 
 def prepare_environment(lazy: bool | None = None) -> Mapping[str, str]:
-    """Set what the vendor's packages read once, when they are first imported.
+    """Set the environment variables that the vendor's packages read once, when they are first imported.
 
     A variable that the user has set stays as it is. The mode is always set, since its default differs
     between software versions. Where the packages are imported already, as current ones are by
     ``import torch``, it is the mode that they were imported in.
 
     Args:
-        lazy: lazy mode or eager mode; None = what the user has set, or what is in use, or else eager mode.
+        lazy: lazy mode or eager mode; None = the mode that the user has set or that is in use, or else eager
+            mode.
     Returns:
         The variables and their values now.
 
     Raises:
-        ValueError: another mode than the one that is set by the user, or already in use.
+        ValueError: the user has set another mode, or it is in use already.
     """
     found = os.environ.get(_LAZY)
     in_use = _is_lazy() if "habana_frameworks.torch" in sys.modules else None
@@ -79,7 +80,7 @@ def is_available(lazy: bool | None = None) -> bool:
     """Whether the vendor's packages, which must be installed, find a device.
 
     Args:
-        lazy: see ``prepare_environment``, which raises what this does.
+        lazy: see ``prepare_environment``, which raises the same errors.
     """
     prepare_environment(lazy)
     import habana_frameworks.torch.hpu as hpu
@@ -160,12 +161,12 @@ class HabanaRuntime:
             return f"no {_PACKAGE}"
 
     def own_backend(self) -> None:
-        """There is none: ``hpu-compile`` and ``hpu-graph`` capture on a Gaudi."""
+        """Return None: ``hpu-compile`` and ``hpu-graph`` capture on a Gaudi."""
 
     def collectives(self) -> str:
-        """HCCL, which ``torch.distributed`` knows under this name once the vendor's module is imported.
+        """Import the vendor's module, which makes HCCL known to ``torch.distributed``; returns its name.
 
-        The import also reads ``LOCAL_RANK`` and ``PT_HPU_LAZY_MODE``: both have to be set before.
+        The import also reads ``LOCAL_RANK`` and ``PT_HPU_LAZY_MODE``, which must be set before.
         """
         import habana_frameworks.torch.distributed.hccl  # noqa: F401
 
@@ -183,7 +184,7 @@ class HabanaRuntime:
         self._hpu.synchronize()
 
     def free_bytes(self) -> int:
-        """The limit less what is in use."""
+        """The limit minus the bytes in use."""
         return int(self._hpu.mem_get_info()[0])
 
     def total_bytes(self) -> int:
@@ -191,7 +192,7 @@ class HabanaRuntime:
         return int(self._hpu.mem_get_info()[1])
 
     def used_bytes(self) -> int:
-        """What is in use."""
+        """Bytes in use."""
         return self.memory().in_use
 
     def compile_only(self) -> AbstractContextManager[None]:
@@ -201,12 +202,12 @@ class HabanaRuntime:
         return env_setting("PT_COMPILE_ONLY_MODE", True)
 
     def memory(self) -> DeviceMemory:
-        """What the device's allocator counts."""
+        """Read the counts of the device's allocator."""
         stats = self._hpu.memory_stats()
         return DeviceMemory(stats["Limit"], stats["InUse"], stats["MaxInUse"])
 
     def metrics(self) -> DeviceMetrics:
-        """Compilations, of graphs without names, and CPU fallbacks so far, as the vendor's packages count."""
+        """Read the vendor's counts: compilations, of graphs without names, and CPU fallbacks."""
         from habana_frameworks.torch.hpu.metrics import metric_global
 
         compilations = dict(metric_global("graph_compilation").stats())

@@ -1,6 +1,6 @@
-"""Memory of the host and of this process on it, which is also what a simulated device has.
+"""Memory of the host and of this process on it; a simulated device has the same.
 
-Containers and service managers limit memory by control groups, which ``/proc/meminfo`` does not tell. Both
+Containers and service managers limit memory by control groups, which ``/proc/meminfo`` does not show. Both
 versions are read where systems mount them. Source: kernel documentation, ``cgroup-v2.rst`` and
 ``cgroup-v1/memory.rst``.
 """
@@ -19,14 +19,14 @@ _STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes that this process could have if nobody else had any, and bytes that it could have now."""
+    """Bytes that this process may have in all, and bytes that it can have now."""
 
     total: int
     free: int
 
 
 def resident_bytes() -> int:
-    """Host memory of this process, as the system counts it; its peak where only that is told."""
+    """Host memory of this process, as the system counts it; its peak where only that is known."""
     if _STATM.is_file():
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -34,7 +34,7 @@ def resident_bytes() -> int:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Memory of the machine, what caches would give back included, within the limits of our control groups.
+    """Memory of the machine, caches that can be freed included, within the limits of our control groups.
 
     Args:
         root: directory that ``proc`` and ``sys`` lie in.
@@ -71,7 +71,7 @@ def _machine(meminfo: Path) -> HostMemory:
 
 
 def _groups(root: Path) -> Iterator[HostMemory]:
-    """The limits of the groups that this process is in, of their parents too: each of them binds."""
+    """Limits of the groups that this process is in, and of their parents: all of them apply."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -92,7 +92,7 @@ def _groups(root: Path) -> Iterator[HostMemory]:
 
 
 def _limit(group: Path, controller: _Controller) -> HostMemory | None:
-    """The limit of one group; None where it has none."""
+    """The limit of one group; None if it has none."""
     try:
         limit = (group / controller.limit).read_text().strip()
         usage = int((group / controller.usage).read_text())

@@ -1,4 +1,4 @@
-"""One process of several, from inside: how it meets the others, and what it leaves behind."""
+"""One process of several, from inside: it joins the others, and leaves its result or error behind."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 HOST = "127.0.0.1"
 GRACE_S = 20.0
-"""How long a process that was told to stop may go on, to save what it has."""
+"""Seconds that a process that was told to stop may go on, to save its state."""
 
 
 class Refused(Exception):
-    """What the user asked for cannot be done.
+    """The user's request cannot be carried out.
 
     A worker raises it instead of a ``ValueError``; ``run_processes`` raises it again in the same words.
     """
@@ -34,12 +34,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Member:
-    """One process of several, as it knows itself.
+    """One process of several.
 
     Attributes:
         rank, size: number of this process, and of processes.
-        port: of this machine, where the parent process keeps the store they meet at.
-        directory: where a process leaves its result, or why it has none.
+        port: of the parent process's store, through which the processes find each other.
+        directory: of the processes' results and errors.
     """
 
     rank: int
@@ -51,12 +51,12 @@ class Member:
     def joined(
         self, backend: str, device: torch.device | None = None, timeout_s: float | None = None
     ) -> Iterator[None]:
-        """``torch.distributed`` among all processes, inside the context; once in the life of a process.
+        """Join ``torch.distributed`` among all processes inside the context; once in the life of a process.
 
         Args:
             backend: a name that ``torch.distributed`` knows, see ``DeviceRuntime.collectives``.
-            device: what the process exchanges from, if that is a CUDA device.
-            timeout_s: how long an exchange may take; None = what torch allows.
+            device: the process's device, if that is a CUDA device.
+            timeout_s: most seconds of an exchange; None = torch's default.
         """
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         is_cuda = device is not None and device.type == "cuda"
@@ -80,7 +80,7 @@ class Member:
             dist.destroy_process_group()
 
     def report(self, error: BaseException) -> None:
-        """Leave word of what ended this process; the first one counts."""
+        """Write down the error that ended this process; only the first one is kept."""
         path = self.directory / f"{self.rank}.failure"
         if not path.exists():
             write(path, Failure(self.rank, time.time_ns(), isinstance(error, Refused), *_words(error)))
@@ -88,13 +88,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a process left word of.
+    """Error that a process has reported.
 
     Attributes:
         rank: number of the process.
-        when_ns: on the clock that all processes of a machine share.
-        is_refusal: it was a ``Refused``.
-        message, trace: in one line, and all of it.
+        when_ns: time, on a clock that all processes of a machine share.
+        is_refusal: whether it was a ``Refused``.
+        message, trace: the error in one line, and with its traceback.
     """
 
     rank: int
@@ -105,10 +105,10 @@ class Failure:
 
 
 def run_member(_: int, member: Member, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """What a new process does, in which signals are as ``run_processes`` left them.
+    """Main function of a new process, in which signals are as ``run_processes`` left them.
 
     Args:
-        _: torch's launcher gives a number to each process that is started at once, of which there is one.
+        _: number of the process, which torch's launcher passes.
         member: the process.
         work, args: see ``run_processes``.
     """
@@ -128,7 +128,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _follow_parent() -> None:
-    """End soon after the parent has, also when the main thread waits for a peer and sees no signal."""
+    """End soon after the parent has ended, also when the main thread waits for a peer and sees no signal."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a process that was started has a parent"
     wait([parent.sentinel])
@@ -138,7 +138,7 @@ def _follow_parent() -> None:
 
 
 def _words(error: BaseException) -> tuple[str, str]:
-    """A failure in one line, and all of it."""
+    """An error in one line, and with its traceback."""
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     if isinstance(error, Refused):
         return str(error), ""
@@ -146,12 +146,12 @@ def _words(error: BaseException) -> tuple[str, str]:
 
 
 def result_path(directory: Path, rank: int) -> Path:
-    """Where a process leaves its result."""
+    """Path of the result of a process."""
     return directory / f"{rank}.result"
 
 
 def write(path: Path, value: Any) -> None:
-    """Leave a value for another process of this program: whole, or, if interrupted, not at all."""
+    """Write a value for another process of this program: whole, or, if interrupted, not at all."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
         pickle.dump(value, file)
@@ -159,6 +159,6 @@ def write(path: Path, value: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    """The value that another process of this program left; nobody else can write there."""
+    """Read the value of another process of this program; others cannot write there."""
     with path.open("rb") as file:
         return pickle.load(file)

@@ -1,4 +1,4 @@
-"""Devices that plug in: modules that are imported when somebody asks for their device by its name."""
+"""Devices that plug in: modules that are imported when their device is asked for by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hpu_duo.device.runtime import DeviceRuntime
 
 PLUGGED = {"hpu-sim": "hpu_duo.sim.device"}
-"""Modules that answer as a ``PluggedDevice``, by the name of their device."""
+"""Modules that are a ``PluggedDevice``, by the name of the device."""
 
 
 class PluggedDevice(Protocol):
@@ -30,7 +30,7 @@ class PluggedDevice(Protocol):
         ...
 
     def runtime(self) -> DeviceRuntime | None:
-        """What the engine asks of the device; None before this process has taken it."""
+        """The runtime of the device; None before this process has taken it."""
         ...
 
 

@@ -51,24 +51,24 @@ def run_processes(
 ) -> list[Result]:
     """Run ``work(member, *args)`` in new processes of this machine, one for each environment.
 
-    A process has its variables before it imports anything, torch included: what the vendor's packages
-    read at import is there, also where ``import torch`` loads them. These are ``RANK``, ``LOCAL_RANK``,
+    A process has its variables before it imports anything, torch included, so that the vendor's packages find
+    them at import. These are ``RANK``, ``LOCAL_RANK``,
     ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, a fair share of the CPUs as
-    ``OMP_NUM_THREADS`` unless that is set, and then the process's own. For as long as a process takes to
-    start, they are variables of this one too.
+    ``OMP_NUM_THREADS`` unless that is set, and then the process's own. While a process
+    starts, they are variables of this one too.
 
     When one process fails, the others are interrupted, and killed if that does not help. An interrupted
-    process sees a ``KeyboardInterrupt`` and has a while to save what it has. Ctrl-C interrupts this process,
-    which interrupts the others; they also end by themselves when this one dies.
+    process sees a ``KeyboardInterrupt`` and has some seconds to save its state. Ctrl-C interrupts this
+    process, which interrupts the others; they also end by themselves when this one dies.
 
     Args:
         work: a function of a module, and ``args``: both can be pickled. A program that calls this has
             its main part under ``if __name__ == "__main__"``, since new processes import the program.
         environments: variables of each process.
-        deadline_s: how long all of it may take; None = as long as it takes.
+        deadline_s: most seconds in all; None = no limit.
 
     Returns:
-        What ``work`` returned in each process, by rank.
+        The results of ``work``, by rank.
 
     Raises:
         ValueError: there is no environment, so no process.
@@ -119,13 +119,13 @@ class _Family:
                 Path(file).unlink(missing_ok=True)
 
     def start(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        """One more process."""
+        """Start one more process."""
         context = mp.start_processes(function, args, nprocs=1, join=False, start_method="spawn")
         self.processes += context.processes
         self._error_files += context.error_files
 
     def context(self) -> mp.ProcessContext:
-        """All of them as torch's own launcher would have them."""
+        """The processes as a context of torch's own launcher."""
         return mp.ProcessContext(self.processes, self._error_files)
 
 
@@ -169,7 +169,7 @@ def _stop(processes: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables that a process started inside finds, and no SIGINT: Ctrl-C is for the parent to pass on."""
+    """Set the variables of processes started inside, and ignore SIGINT there: the parent passes Ctrl-C on."""
     # Starting the tracker would let signals through again.
     resource_tracker.ensure_running()
     with _starting:

@@ -1,4 +1,4 @@
-"""What the engine asks of a device, and the answers of CPU and CUDA."""
+"""The runtime of a device, as the engine needs it, and those of CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DeviceRuntime(Protocol):
-    """The few things that devices do differently."""
+    """The operations and properties in which devices differ."""
 
     @property
     def name(self) -> str:
@@ -34,24 +34,24 @@ class DeviceRuntime(Protocol):
     def compiles_operators(self) -> bool:
         """Whether each operator of a new shape is compiled, also outside of captured steps.
 
-        Then steps are padded to a table, sampling takes few routes, and models are looked over on CPU.
+        Then steps are padded to a table, sampling takes few routes, and models are probed on CPU.
         """
         ...
 
     def version(self) -> str:
-        """The hardware or software, as far as the time that a step takes depends on it."""
+        """Hardware and software that the duration of a step depends on."""
         ...
 
     def own_backend(self) -> CaptureBackend | None:
-        """The device's own way of capturing steps, in place of those with a name; None without one."""
+        """The device's own capture backend, which replaces the named ones; None without one."""
         ...
 
     def collectives(self) -> str:
-        """What ``torch.distributed`` calls the device's backend, which it knows from now on."""
+        """Make the device's backend known to ``torch.distributed``; returns its name there."""
         ...
 
     def step(self) -> AbstractContextManager[None]:
-        """Around everything that one engine step does on the device."""
+        """Context around all that one engine step does on the device."""
         ...
 
     def synchronize(self) -> None:
@@ -59,19 +59,19 @@ class DeviceRuntime(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Device memory that nobody uses."""
+        """Free device memory."""
         ...
 
     def total_bytes(self) -> int:
-        """Device memory that there is."""
+        """Device memory in all."""
         ...
 
     def used_bytes(self) -> int:
-        """Device memory that this process holds, what its allocator keeps for itself included."""
+        """Device memory that this process holds, its allocator's reserves included."""
         ...
 
     def compile_only(self) -> AbstractContextManager[None]:
-        """What is captured inside is built and not launched: results are garbage, stores keep what they hold.
+        """Build captured graphs without launching them: results are garbage, stores stay as they are.
 
         Raises:
             ValueError: the device has no such mode.
@@ -85,11 +85,11 @@ class DeviceRuntime(Protocol):
 
 @dataclass(frozen=True)
 class DeviceMetrics:
-    """What a device has counted since the process began.
+    """Counts of a device since the process began.
 
     Attributes:
-        compiled: how often each graph was compiled, by the name that the device has for it.
-        fallbacks: how often each operator ran on the CPU of the host.
+        compiled: compilations of each graph, by its name on the device.
+        fallbacks: runs of each operator on the CPU of the host.
     """
 
     compiled: Mapping[str, int] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Metered(Protocol):
 
     @property
     def counted_by(self) -> str:
-        """Who counts, as findings call it."""
+        """Name of the counter in findings."""
         ...
 
     def metrics(self) -> DeviceMetrics:
@@ -111,7 +111,7 @@ class Metered(Protocol):
 
 
 def no_compile_only(name: str) -> AbstractContextManager[None]:
-    """The answer of a device that launches whatever it builds.
+    """Refuse compile-only mode, for a device that launches all it builds.
 
     Raises:
         ValueError: always; the message names the device.
@@ -120,7 +120,7 @@ def no_compile_only(name: str) -> AbstractContextManager[None]:
 
 
 class CpuRuntime:
-    """Nothing to launch, nothing to wait for."""
+    """Runtime of the CPU: there is nothing to launch and nothing to wait for."""
 
     name = "cpu"
     is_lazy = False
@@ -131,21 +131,21 @@ class CpuRuntime:
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
     def own_backend(self) -> None:
-        """There is none."""
+        """Return None: there is none."""
 
     def collectives(self) -> str:
-        """Gloo is a part of torch."""
+        """Return "gloo", which is a part of torch."""
         return "gloo"
 
     def step(self) -> AbstractContextManager[None]:
-        """Nothing happens around a step."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Nothing runs behind the caller's back."""
+        """Do nothing: operators have ended when they return."""
 
     def free_bytes(self) -> int:
-        """Memory that this process can have now, what caches would give back included."""
+        """Memory that this process can have now, caches that can be freed included."""
         return host_memory().free
 
     def total_bytes(self) -> int:
@@ -157,7 +157,7 @@ class CpuRuntime:
         return resident_bytes()
 
     def compile_only(self) -> AbstractContextManager[None]:
-        """There is no such mode."""
+        """Raise ValueError: there is no such mode."""
         return no_compile_only("cpu")
 
     def place(self, module: nn.Module) -> None:
@@ -166,10 +166,10 @@ class CpuRuntime:
 
 
 class CudaRuntime:
-    """torch's own functions.
+    """Runtime of a CUDA device, by torch's own functions.
 
     Args:
-        device: which CUDA device.
+        device: the CUDA device.
     """
 
     name = "cuda"
@@ -184,14 +184,14 @@ class CudaRuntime:
         return f"{torch.cuda.get_device_name(self._device)}, CUDA {torch.version.cuda}"
 
     def own_backend(self) -> None:
-        """There is none."""
+        """Return None: there is none."""
 
     def collectives(self) -> str:
-        """NCCL is a part of torch's builds for CUDA."""
+        """Return "nccl", which is a part of torch's builds for CUDA."""
         return "nccl"
 
     def step(self) -> AbstractContextManager[None]:
-        """Nothing happens around a step."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -199,19 +199,19 @@ class CudaRuntime:
         torch.cuda.synchronize(self._device)
 
     def free_bytes(self) -> int:
-        """What the driver calls free."""
+        """Free memory, as the driver reports it."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def total_bytes(self) -> int:
-        """What the driver calls total."""
+        """Total memory, as the driver reports it."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def used_bytes(self) -> int:
-        """What the caching allocator has taken from the driver, the pools of graphs included."""
+        """Memory that the caching allocator has taken from the driver, the pools of graphs included."""
         return torch.cuda.memory_reserved(self._device)
 
     def compile_only(self) -> AbstractContextManager[None]:
-        """There is no such mode."""
+        """Raise ValueError: there is no such mode."""
         return no_compile_only("cuda")
 
     def place(self, module: nn.Module) -> None:
