@@ -24,7 +24,7 @@ HEAD_DIM, BLOCK, LAYERS = 64, 128, 12
 
 
 def forms(num_heads: int, num_kv_heads: int, context: int) -> dict[str, Callable[[], None]]:
-    """What to time, by name: all layers of one decode step."""
+    """The code to time, by name: all layers of one decode step."""
     group, num_blocks = num_heads // num_kv_heads, context // BLOCK
     q = torch.randn(1, num_kv_heads, group, HEAD_DIM, dtype=torch.bfloat16)
     slots_first = torch.randn(LAYERS, 2, num_blocks, BLOCK, num_kv_heads, HEAD_DIM, dtype=torch.bfloat16)

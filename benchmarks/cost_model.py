@@ -1,4 +1,4 @@
-"""How far the Gaudi cost model is from published speeds it was not fitted to.
+"""Errors of the Gaudi cost model on published speeds that it was not fitted to.
 
     python benchmarks/cost_model.py --out benchmarks/results/cost-model.md
 

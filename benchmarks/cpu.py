@@ -99,7 +99,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each token of ``generate`` is there; stops nothing."""
+    """Records the time of each token of ``generate``; stops nothing."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -95,7 +95,7 @@ def _device(name: str) -> torch.device:
 
 
 def _attention(name: str, device: torch.device) -> str:
-    """On CUDA "auto" is Triton or nothing: figures of the portable kernels would be taken for its."""
+    """Choose Triton or an error for "auto" on CUDA: figures of portable kernels would be mistaken for its."""
     return "triton" if name == "auto" and device.type == "cuda" else name
 
 

@@ -1,4 +1,4 @@
-"""Captured steps against the same steps as they are written: seconds of a step, and what capturing took.
+"""Captured steps against the same steps uncaptured: seconds of a step, and the cost of capturing.
 
     python -m benchmarks.gpu_graphs                          # Llama-3-8B in random weights, 32 decodes
     python -m benchmarks.gpu_graphs --model small            # small layers: the host's share is largest

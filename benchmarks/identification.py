@@ -1,4 +1,4 @@
-"""Which heads of the built-in model each method of ``hpu-duo identify`` finds, over several seeds.
+"""Heads of the built-in model that each method of ``hpu-duo identify`` finds, over several seeds.
 
     python benchmarks/identification.py                     # benchmarks/results/identification.{md,png}
     python benchmarks/identification.py --seeds 5 --work-dir build/identification

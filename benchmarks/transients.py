@@ -90,7 +90,7 @@ KINDS = (
 
 
 def small_executor(path: Path, attention: str, pattern: HeadPattern | None, max_len: int) -> Executor:
-    """What runs the steps of the small model, with stores for two requests of ``max_len`` tokens."""
+    """An executor of the small model, with stores for two requests of ``max_len`` tokens."""
     config = EngineConfig(
         model=ModelConfig(path=path, device="cpu", dtype="bfloat16", attention=attention, pack_weights=False),
         heads=HeadConfig(pattern=pattern),

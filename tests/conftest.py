@@ -1,4 +1,4 @@
-"""What all tests share: Triton's interpreter where there is no GPU, and which tests need one."""
+"""Shared by all tests: Triton's interpreter where there is no GPU, and the mark of tests that need one."""
 
 from __future__ import annotations
 

@@ -36,5 +36,5 @@ def forget() -> None:
 
 
 def calls() -> Counter[str]:
-    """What was asked of the stand-in."""
+    """Counts of calls of the stand-in."""
     return importlib.import_module("habana_frameworks.torch.calls").CALLS

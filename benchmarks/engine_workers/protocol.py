@@ -1,4 +1,4 @@
-"""What every engine worker speaks: one JSON request a line on standard input, one JSON reply a line.
+"""Protocol of the engine workers: one JSON request a line on standard input, one JSON reply a line.
 
 A worker runs in the virtual environment of its engine, so this file needs nothing but Python. Its first
 line names the engine. Requests are ``{"prompts": [[token ids]], "new": [tokens to generate],
@@ -21,7 +21,7 @@ from typing import NamedTuple, TextIO
 
 @dataclass(frozen=True)
 class Limits:
-    """What a worker is started with.
+    """Arguments of a worker.
 
     Attributes:
         model: directory of the transformers checkpoint.
@@ -61,7 +61,7 @@ class Moment(NamedTuple):
 
     @staticmethod
     def now() -> Moment:
-        """This moment."""
+        """Return the current moment."""
         return Moment(time.process_time(), time.perf_counter())
 
     def since(self, earlier: Moment) -> Moment:

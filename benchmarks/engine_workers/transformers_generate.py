@@ -8,7 +8,7 @@ import transformers
 
 
 class _First(transformers.StoppingCriteria):
-    """Notes when the first token is there; stops nothing."""
+    """Records the time of the first token; stops nothing."""
 
     def __init__(self) -> None:
         self.moment: protocol.Moment | None = None

@@ -1,4 +1,4 @@
-"""How evenly the two kernels of the unique part cut the work: counted from their plans, nothing is run."""
+"""Balance of the two kernels of the unique part, counted from their plans; nothing is run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels_ref.triton.launch import DeviceLimits, blocks_per_program
 from kernels_ref.triton.stream_k_choice import choose, num_workers
 
 H200 = DeviceLimits(num_processors=132, shared_bytes=227 << 10)
-"""What plans are counted for."""
+"""The device that plans are counted for."""
 
 SPLIT = "split"
 STREAM_K = "Stream-K"
@@ -24,7 +24,7 @@ STREAM_K = "Stream-K"
 
 @dataclass(frozen=True)
 class Cut:
-    """How a kernel cuts the work of a step among its programs.
+    """Division of the work of a step among the programs of a kernel.
 
     Attributes:
         busiest: most blocks that one program reads.
@@ -66,7 +66,7 @@ class Work:
 
 
 def cut_split(work: Work, num_heads: int, limits: DeviceLimits) -> Cut:
-    """Equal ranges of the slice, whoever owns it; tails, a block at most, have programs of their own."""
+    """Cut the slice into equal ranges, whatever their owners; each tail has a program of its own."""
     per_range = blocks_per_program(len(work.owner), num_heads, limits)
     ranges = [work.owner[begin : begin + per_range] for begin in range(0, len(work.owner), per_range)]
     owned = [int((part < work.num_rows).sum()) for part in ranges]

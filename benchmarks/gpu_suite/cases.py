@@ -89,7 +89,7 @@ def lay_out(
 
 
 def ring_layout(num_rows: int, window: Window, heads: Heads) -> UnitLayout:
-    """Where the rings of so many rows lie, and the trash row."""
+    """Layout of the rings of ``num_rows`` rows and of the trash row."""
     return UnitLayout.dense(num_rows + 1, heads.num_kv, window.size)
 
 
@@ -117,5 +117,5 @@ def queries(num: int, heads: Heads, dtype: torch.dtype, device: torch.device) ->
 
 
 def as_keys(store_XKBD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """What blocks that lie in order hold, as dense keys or values ``[1, K, T, D]``."""
+    """Dense keys or values ``[1, K, T, D]`` of blocks that lie in order."""
     return store_XKBD.transpose(0, 1).flatten(1, 2)[None, :, :num_tokens]

@@ -28,7 +28,7 @@ class Timing:
         return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
     def values(self) -> dict[str, float]:
-        """For a ``Point``."""
+        """The seconds as values of a ``Point``."""
         return {"median_s": self.median_s, "low_s": self.low_s, "high_s": self.high_s, "rounds": self.rounds}
 
 
@@ -81,6 +81,6 @@ class Clock:
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        """Until the device has nothing left to do."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

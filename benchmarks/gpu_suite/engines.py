@@ -26,7 +26,7 @@ from hpu_duo.startup.assembly import assemble_around
 
 @dataclass(frozen=True)
 class Setup:
-    """How the engines of a curve are built.
+    """Settings of the engines of a curve.
 
     Attributes:
         attention: kernels of the parts, as ``HPUDuoModel`` takes them.

@@ -33,8 +33,8 @@ class Case:
         ours: implementations of the part, by name; the first is what the others are compared with.
         num_bytes: keys and values that must be read.
         flops: of both products, for visible pairs only.
-        dense: the same problem as others take it, None when they cannot.
-        chosen: the implementation that the engine takes at this shape, where it has a choice.
+        dense: the same problem for other packages, None if they cannot compute it.
+        chosen: the implementation that the engine takes at this shape, if it has a choice.
     """
 
     name: str
@@ -112,7 +112,7 @@ def _unique(
 
 
 def _run_unique(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> Partial:
-    """One of the two kernels of the unique part, whatever the rule says."""
+    """Run one of the two kernels of the unique part, whichever the engine would choose."""
     from kernels_ref.triton.stream_k import stream_k
     from kernels_ref.triton.unique_blocks import split_unique_blocks
 

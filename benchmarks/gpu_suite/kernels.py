@@ -17,7 +17,7 @@ from kernels_ref import Partial, normalise
 TOLERANCE = 0.05
 """Largest error of an output, as a share of the largest output: rounding of half precision, not a bug."""
 _RIVALS_CANNOT = (ImportError, OSError, ValueError, TypeError, AssertionError)
-"""How packages of others say, besides as ours, that they cannot do or build something here."""
+"""Errors by which other packages, besides ours, say that they cannot do or build something here."""
 
 
 def measure_kernels(clock: Clock, sizes: Sizes, dtype: torch.dtype, results: Results) -> None:
@@ -49,7 +49,7 @@ def measure_case(case: Case, clock: Clock, results: Results) -> None:
 
 
 def _cannot() -> tuple[type[Exception], ...]:
-    """What torch and Triton raise when something cannot be compiled or run."""
+    """Errors of torch and Triton when something cannot be compiled or run."""
     if find_spec("triton") is None:
         return (RuntimeError,)
     from triton.errors import TritonError

@@ -1,4 +1,4 @@
-"""What the device can do at best: the copy bandwidth and the matrix rate that figures are shares of."""
+"""Limits of the device: the copy bandwidth and the matrix rate that figures are shares of."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flashinfer-python
 
 
 class Key(NamedTuple):
-    """What a point is about: section, case in it, and the system that was measured."""
+    """Key of a point: section, case in it, and the system that was measured."""
 
     section: str
     case: str
@@ -30,7 +30,7 @@ class Point:
     """One measurement, or the reason why there is none.
 
     Attributes:
-        key: what it is about.
+        key: of the point.
         values: by name; seconds end in ``_s``, bytes in ``_bytes``, arithmetic in ``flops``.
         note: why there are no values; empty for a measurement.
     """
@@ -50,7 +50,7 @@ class Results:
 
     Args:
         path: JSON file; read if it is there.
-        environment: where and how points are measured; what has been measured elsewhere is not mixed in.
+        environment: hardware and software of the measurements; a file of another environment is refused.
 
     Raises:
         ValueError: the file is from another environment or cannot be read.
@@ -76,7 +76,7 @@ class Results:
             self._points[Key(*entry["key"])] = Point(Key(*entry["key"]), entry["values"], entry["note"])
 
     def is_measured(self, key: Key) -> bool:
-        """Whether there is a measurement of that key; a reason why there was none is no reason for ever."""
+        """Whether there is a measurement of that key; a note instead of one does not count."""
         return key in self._points and self._points[key].is_measured
 
     def get(self, key: Key) -> Point | None:
@@ -88,7 +88,7 @@ class Results:
         return [point for point in self._points.values() if point.key.section == section]
 
     def add(self, point: Point) -> None:
-        """Take a point in, instead of an older one of its key, and save all."""
+        """Add a point, replacing an older one of its key, and save all."""
         self._points[point.key] = point
         content = {
             "environment": self.environment,

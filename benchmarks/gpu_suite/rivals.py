@@ -1,4 +1,4 @@
-"""The attention of others, each as a function without arguments, or the reason why it is not here."""
+"""The attention of other packages, each as a function without arguments, or the reason why it is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Work = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Dense:
-    """One request's dense attention, as everybody else takes it.
+    """One request's dense attention, in the form of other packages.
 
     Attributes:
         q: ``[1, H, Q, D]``, scaled already.

@@ -1,4 +1,4 @@
-"""What is measured: model shapes, their head patterns, and the sizes of each section."""
+"""Measured shapes: models, their head patterns, and the sizes of each section."""
 
 from __future__ import annotations
 

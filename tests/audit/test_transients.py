@@ -1,4 +1,4 @@
-"""What a step needs beside weights and stores does not grow with the context."""
+"""The memory of a step beside weights and stores does not grow with the context."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the curves stand on: placed contexts, exact bytes, and layouts of single parts."""
+"""The base of the curves: placed contexts, exact bytes, and layouts of single parts."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ TOY_RUN = ("--toy", "--device", "cpu", "--rounds", "1", "--date", "2001-02-03")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a whole toy run has left its files."""
+    """The files of a whole toy run."""
     out = tmp_path_factory.mktemp("gpu")
     with replacing_once() if find_spec("triton") else nullcontext():
         gpu.main([*TOY_RUN, "--out", str(out)])

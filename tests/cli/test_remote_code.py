@@ -54,7 +54,7 @@ NEEDED = {
     ("doctor",): (),
     ("replay",): ("{tmp}/steps",),
 }
-"""What each command that takes a model needs besides."""
+"""Further arguments of each command that takes a model."""
 
 READ_NO_TOKENIZER = [("capacity",), ("plan",), ("audit",), ("pattern", "show")]
 

@@ -1,4 +1,4 @@
-"""What fits: exact bytes of memory plans, and how capacity and speed move."""
+"""Capacity: exact bytes of memory plans, and the direction in which capacity and speed move."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the processes of the tests do; they import it, so it is no test file."""
+"""Work for the processes of the tests; they import it, so it is no test file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hpu_duo.device import Member, run_processes
 
 WHEN_IMPORTED = {name: os.environ.get(name) for name in ("RANK", "OWN")}
-"""What the environment held when a process imported this, which is before it runs anything of ours."""
+"""The environment when a process imported this, which is before it runs anything of ours."""
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OWN")
 

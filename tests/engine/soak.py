@@ -22,7 +22,7 @@ VOCAB = 512
 
 
 def resident_mb() -> float:
-    """What the process has in memory now."""
+    """Resident memory of the process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 2**20
 
 

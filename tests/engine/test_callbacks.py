@@ -1,4 +1,4 @@
-"""What a callback of `generate` does with the engine takes nothing from the call that it belongs to."""
+"""A callback of `generate` may call the engine, and its call loses nothing."""
 
 from collections.abc import Callable
 

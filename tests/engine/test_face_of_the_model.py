@@ -1,4 +1,4 @@
-"""What scripts for transformers ask of a model besides ``generate``."""
+"""The attributes of a model that scripts for transformers use besides ``generate``."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ def test_a_shape_outside_the_table_fails_its_call_and_the_next_one_is_served(tin
 
 
 class Interrupt(KeyboardInterrupt):
-    """What Ctrl-C raises, told apart from a real one."""
+    """An interrupt, told apart from a real Ctrl-C."""
 
 
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])

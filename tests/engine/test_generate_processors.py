@@ -37,7 +37,7 @@ def served(tiny: Tiny) -> HPUDuoModel:
 
 @pytest.fixture(scope="module")
 def plain(tiny: Tiny) -> list[list[int]]:
-    """What comes of each prompt when nothing is asked for."""
+    """The tokens of each prompt without processors."""
     return [greedy(tiny.model, prompt, NUM_NEW) for prompt in PROMPTS]
 
 

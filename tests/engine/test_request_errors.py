@@ -32,7 +32,7 @@ class Failure(Exception):
 
 
 class Served:
-    """What a loop over ``step`` has got, whatever was raised meanwhile."""
+    """Outputs of a loop over ``step``, which goes on after errors."""
 
     def __init__(self, served: HPUDuoModel, params: SamplingParams = PARAMS) -> None:
         self.engine = served.engine

@@ -1,4 +1,4 @@
-"""What an engine runs with: logged once, and told by its statistics."""
+"""The resolved settings of an engine: logged once, and part of its statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs in a step, seen from outside: a long prompt never holds up a decode."""
+"""Scheduling, seen from outside: a long prompt never holds up a decode."""
 
 import pytest
 

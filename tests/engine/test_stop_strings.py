@@ -62,7 +62,7 @@ def test_special_tokens_that_stop_nothing_stay_out_of_the_text(special: Tiny, ne
 
 
 def generate(special: Tiny, stop: list[str], **changes: Any) -> tuple[list[int], list[int]]:
-    """What we and transformers give for one prompt."""
+    """Our tokens and those of transformers for one prompt."""
     kwargs: dict[str, Any] = {
         "stop_strings": stop,
         "max_new_tokens": NUM_NEW,

@@ -1,4 +1,4 @@
-"""When an output ends, and for what reason."""
+"""Ends of outputs, and their reasons."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def run(tiny: Tiny, **changes: Any) -> Completion:
 
 @pytest.fixture(scope="module")
 def full(tiny: Tiny) -> list[int]:
-    """What comes when nothing stops it; its tokens are distinct enough to stop at one of them."""
+    """An output that nothing stops; its tokens are distinct enough to stop at one of them."""
     tokens = greedy(tiny.model, PROMPT, NUM_NEW)
     assert len(set(tokens[:12])) == 12
     return tokens

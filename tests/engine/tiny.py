@@ -63,7 +63,7 @@ def make_tiny(directory: Path, special: Mapping[int, str] | None = None) -> Tiny
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    """What the tokenizer decodes them to."""
+    """The text that the tokenizer decodes them to."""
     text = "".join(CHARACTERS[token] for token in token_ids)
     return text.replace(CHARACTERS[-2], " ").replace(CHARACTERS[-1], "\n")
 

@@ -48,7 +48,7 @@ def make_request(
 
 
 def next_token(tokens: Sequence[int], seed: int) -> int:
-    """What the model samples after these tokens."""
+    """The token that the model samples after these."""
     return zlib.crc32(bytes(int(token) for token in tokens) + seed.to_bytes(2, "little")) % VOCAB_SIZE
 
 

@@ -1,4 +1,4 @@
-"""Where a prompt is cut, and where it is not."""
+"""Prompts that are trimmed to a bucket, and prompts that are not."""
 
 from __future__ import annotations
 

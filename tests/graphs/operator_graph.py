@@ -74,7 +74,7 @@ def put(old: Any, new: Any) -> None:
 
 
 class OperatorRecorder:
-    """What ``CudaRecorder`` does, on the CPU: one real run, then a recording that launches nothing."""
+    """A ``CudaRecorder`` for the CPU: one real run, then a recording that launches nothing."""
 
     def problem(self, device: torch.device) -> str | None:
         return None if device.type == "cpu" else f"expected device 'cpu', got {device}"

@@ -1,4 +1,4 @@
-"""What steps cost, one at a time and many at once."""
+"""Costs of steps, one at a time and many at once."""
 
 from itertools import product
 

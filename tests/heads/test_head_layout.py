@@ -1,4 +1,4 @@
-"""Where heads lie after the permutation."""
+"""Places of heads after the permutation."""
 
 import numpy as np
 import pytest

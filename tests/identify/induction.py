@@ -42,7 +42,7 @@ INDUCTION_HEAD = (1, 2)
 """Layer and KV head of the head that copies."""
 
 LOOK_BACK = {(0, 0): 1, (0, 1): 2, (0, 2): 3, (0, 3): 5, (1, 0): 1, (1, 1): 4, (1, 3): 2}
-"""How many tokens back every other head looks."""
+"""Distance in tokens that every other head looks back."""
 
 
 def save_induction_model(directory: Path) -> None:

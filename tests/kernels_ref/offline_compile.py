@@ -55,7 +55,7 @@ class Compiled:
 
 
 class _Driver:
-    """What Triton asks of a driver before it compiles."""
+    """The part of a driver that Triton needs to compile."""
 
     def __init__(self) -> None:
         self.capability = 0

@@ -1,4 +1,4 @@
-"""Where new keys and values are written."""
+"""Places of new keys and values in the stores."""
 
 import torch
 from hypothesis import given

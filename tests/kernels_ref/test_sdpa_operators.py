@@ -1,4 +1,4 @@
-"""What the operators of ``sdpa`` return against what they promise to a compiler."""
+"""Results of the operators of ``sdpa``, against the shapes that they promise to a compiler."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How Triton kernels are reached: refusals, operators, compilation, bad arguments."""
+"""Dispatch to Triton kernels: refusals, operators, compilation, bad arguments."""
 
 from __future__ import annotations
 

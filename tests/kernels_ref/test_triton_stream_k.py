@@ -38,7 +38,7 @@ def _fast_interpreter() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """Who owns which block, and the partly filled block of each row."""
+    """Owners of blocks, and the partly filled block of each row."""
 
     owner: tuple[int, ...]
     tails: tuple[int, ...]

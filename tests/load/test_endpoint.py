@@ -1,4 +1,4 @@
-"""What events say: which bring tokens, which end, which count."""
+"""Events of an endpoint: those with tokens, the last ones, and those with counts."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a head pattern means: transformers' model with one dense mask per key/value head."""
+"""The definition of a head pattern: transformers' model with one dense mask per key/value head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sees(query: int, key: int, sink: int, recent: int) -> bool:
 
 
 def head_masks(pattern: HeadPattern, layer: int, length: int) -> torch.Tensor:
-    """Which keys each query sees in each key/value head of a layer, bool ``[K, length, length]``."""
+    """Keys that each query sees in each key/value head of a layer, bool ``[K, length, length]``."""
     streaming = [[sees(q, k, pattern.sink, pattern.recent) for k in range(length)] for q in range(length)]
     retrieval = [[k <= q for k in range(length)] for q in range(length)]
     return torch.tensor([retrieval if keeps else streaming for keeps in pattern.mask[layer]])

@@ -1,4 +1,4 @@
-"""What cannot be served is refused at load, and the message says what is missing."""
+"""A model that cannot be served is refused at load, and the message says what is missing."""
 
 from collections.abc import Callable
 from pathlib import Path

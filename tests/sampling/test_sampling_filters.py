@@ -30,7 +30,7 @@ def _rows(batch: SamplingBatch) -> RowTensors:
 
 
 def _filter(logits: torch.Tensor, all_params: list[SamplingParams]) -> torch.Tensor:
-    """Which tokens are kept, bool [N, V]."""
+    """Mask of the tokens that are kept, bool [N, V]."""
     batch = SamplingBatch.build([SamplingRow(params) for params in all_params], logits.shape[1])
     rows = _rows(batch)
     return filter_scores(logits / rows.temperature[:, None], rows, batch.route) > FORBIDDEN

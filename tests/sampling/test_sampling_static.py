@@ -1,4 +1,4 @@
-"""What a graph capture needs of the device part, checked on the operations that it runs."""
+"""The operations of the device part, checked for those that a graph capture does not allow."""
 
 from typing import Any
 

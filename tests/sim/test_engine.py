@@ -158,7 +158,7 @@ def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_
 def _check_traffic(
     served: HPUDuoModel, steps: Sequence[sim.StepTraffic], shapes: Sequence[BatchShape]
 ) -> None:
-    """What each step copies, against the bound of its own bucket."""
+    """Compare the copies of each step with the bound of its bucket."""
     num_rows, runner = LIMITS["max_num_seqs"], served.engine.runner
     longest = max(route.num_seen for route in static_routes(num_rows, VOCAB, LIMITS["max_model_len"]))
     sampling = 4 * (9 * num_rows + 3 * 2 * longest)

@@ -1,4 +1,4 @@
-"""How much memory a piece of code takes while it runs, counted tensor by tensor."""
+"""Memory of a piece of code while it runs, counted tensor by tensor."""
 
 from __future__ import annotations
 

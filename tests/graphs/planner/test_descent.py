@@ -11,7 +11,7 @@ from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
 
 def paid(table: BucketTable, shapes: list[BatchShape], weights: list[float]) -> float:
-    """What the shapes cost in their buckets, one by one; beyond one and a half times the own cost, more."""
+    """Cost of the shapes in their buckets, one by one; beyond one and a half times the own cost, more."""
     total, base = 0.0, sum(weight * table.cost(shape) for shape, weight in zip(shapes, weights))
     for shape, weight in zip(shapes, weights):
         bucket = table.fit(shape)

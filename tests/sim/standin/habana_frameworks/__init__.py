@@ -6,5 +6,5 @@ beside this one names the entry point.
 
 
 def autoload() -> None:
-    """What torch calls at the end of its own import."""
+    """Entry point that torch calls at the end of its own import."""
     import habana_frameworks.torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""What was asked of the stand-in; the only module that the vendor's package does not have."""
+"""Counts of calls of the stand-in; the only module that the vendor's package does not have."""
 
 from collections import Counter
 

@@ -25,7 +25,7 @@ class _Metric:
         self._name = name
 
     def stats(self) -> list[tuple[str, Any]]:
-        """What has been counted since the process began."""
+        """Counts since the process began."""
         if self._name == "graph_compilation":
             total = _num_compiled[0]
             average = _COMPILATION_US if total else 0
