@@ -45,7 +45,7 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
     program = compiler()
     if program is None:
         raise BuildError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    abi = int(torch.compiled_with_cxx11_abi())
     command = [program, "-fPIC", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *options]
     headers = {path for source in sources for path in source.parent.glob("*.h")}
     key = hashlib.sha256(repr((torch.__version__, command)).encode())

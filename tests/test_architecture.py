@@ -22,6 +22,21 @@ LEAVES = (
 """The only modules that may need an optional package to be imported at all."""
 
 READS_ENVIRONMENT = ("hpu_duo.device.habana", "hpu_duo.device.processes")
+TORCH_INTERNALS = (
+    "graphs.backends.dispatch",
+    "graphs.backends.inductor",
+    "hpu_duo.audit.fake_tensors",
+    "hpu_duo.modeling.packed_linear",
+    "hpu_duo.rules.operators",
+    "hpu_duo.sim.tensor",
+    "kernels_ref.sdpa.prefill",
+    "kernels_ref.x86.library",
+)
+"""One file of each part that cannot do without private names of torch; nobody else uses any."""
+
+PRIVATE_TO_TORCH = {"_cdata", "_schema", "_op", "_parameters", "_buffers", "_modules"}
+"""Attributes of torch's objects."""
+
 INHERITED = ("forward", "extra_repr")
 """Methods of ``torch.nn.Module`` whose contract is torch's; the class says what it computes."""
 
@@ -112,6 +127,74 @@ def test_only_the_named_modules_read_the_environment(module: str) -> None:
     }
     reads = names & {"environ", "environb", "getenv", "getenvb"}
     assert not reads or module in READS_ENVIRONMENT, f"{module} reads {reads}"
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def dotted(node: ast.expr) -> str:
+    """``torch._C.x`` as it is written; empty for anything but names with dots."""
+    if isinstance(node, ast.Name):
+        return node.id
+    inner = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{inner}.{node.attr}" if inner and isinstance(node, ast.Attribute) else ""
+
+
+def private_names_of_torch(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [dotted(node), f"torch.{node.attr}" if node.attr in PRIVATE_TO_TORCH else ""]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value, f"torch.{node.value}" if node.value in PRIVATE_TO_TORCH else ""]
+        else:
+            names = []
+        yield from (name for name in names if name.startswith("torch.") and is_private(name))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_names_of_torch_are_in_one_file_of_each_part(module: str) -> None:
+    found = sorted(set(private_names_of_torch(ast.parse(MODULES[module].read_text(encoding="utf-8")))))
+    assert bool(found) is (module in TORCH_INTERNALS), f"{module} uses {found}"
+
+
+def names_of_torch(tree: ast.Module) -> set[str]:
+    """Names that a module has for torch, and for what it imports of torch."""
+    aliases = [
+        (getattr(node, "module", None) or alias.name, alias.asname or alias.name.partition(".")[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    ]
+    return {name for module, name in aliases if module.partition(".")[0] == "torch"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_patches_torch(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {alias.name for node in imports for alias in node.names}
+    of_torch = names_of_torch(tree)
+    stored = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and not isinstance(node.ctx, ast.Load)
+        and dotted(node).partition(".")[0] in of_torch
+    ]
+    set_by_name = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and dotted(node.func) in ("setattr", "delattr")
+        and dotted(node.args[0]).partition(".")[0] in of_torch
+    ]
+    assert not stored + set_by_name, f"{module} changes torch for the whole process"
+    assert not imported & {"patch", "mock"}, f"{module} imports what patches"
 
 
 @pytest.mark.parametrize("module", MODULES)

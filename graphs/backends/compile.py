@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
-from threading import RLock, get_ident
 from types import CodeType, FunctionType
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
-from torch._dynamo.convert_frame import register_bytecode_hook
-from torch._inductor.output_code import CompiledFxGraph
 
 from graphs.backends.base import Inputs, Outputs, Region
+from graphs.backends.inductor import DirectCode, compile_graph, on_bytecode
 from graphs.backends.toolchain import cpu_compile_problem
-from graphs.backends.traced_step import TracedStep, call_compiled, untraced
+from graphs.backends.traced_step import TracedStep, untraced
 from graphs.interrupts import interrupts_deferred
 from graphs.shape import BatchShape
 
@@ -100,7 +96,7 @@ class _Direct:
     def __call__(self, *args: object, **kwargs: object) -> object:
         if self._direct is not None:
             return self._direct(*args, **kwargs)
-        handle = register_bytecode_hook(self._note)
+        handle = on_bytecode(self._note)
         try:
             with untraced():
                 return self._compiled(*args, **kwargs)
@@ -119,64 +115,15 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any], *, checks_inputs: 
     # The C++ of torch 2.7 cannot call operators that return nothing.
     is_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, torch.Tensor))
     options = {"cpp_wrapper": is_cpu and torch.__version__ >= "2.8", "size_asserts": checks_inputs}
-    compiled = cast(Callable[..., Any], torch._inductor.compile(graph, inputs, options))
+    compiled = compile_graph(graph, inputs, options)
     if not is_cpu:
         return compiled
-    return partial(_without_interrupts, compiled) if checks_inputs else _Unwrapped(compiled)
+    return partial(_without_interrupts, compiled) if checks_inputs else DirectCode(compiled)
 
 
 def _without_interrupts(code: Callable[..., Any], *args: Any) -> Any:
     with interrupts_deferred(only_first=True):
         return code(*args)
-
-
-# ``_Unwrapped`` changes a class of torch's for the time of a call.
-_entering = RLock()
-
-
-class _Unwrapped:
-    """Code of inductor, entered past the wrappers that are for views, aliases and gradients of its arguments.
-
-    Layers have none of that to wrap. Whether it is so shows the first call: the wrappers then pass the
-    very tensors on that they were called with, and return the very results. A trace holds it as one operator.
-    Interrupts wait for its end: C++ makes another exception of what an operator in Python raises.
-    """
-
-    def __init__(self, wrapped: Callable[..., Any]) -> None:
-        self._wrapped = wrapped
-        self._code: Callable[[list[Any]], Any] | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        with interrupts_deferred(only_first=True):
-            if self._code is None:
-                with _entering:
-                    self._code, results = self._enter_first(args)
-                return results
-            return call_compiled(self._code, args)
-
-    def _enter_first(self, args: tuple[Any, ...]) -> tuple[Callable[[list[Any]], Any], Any]:
-        """What to call from now on, and the results of the first call."""
-        calls: list[tuple[CompiledFxGraph, list[Any], Any]] = []
-        call, thread = CompiledFxGraph.__call__, get_ident()
-
-        def note(code: CompiledFxGraph, inputs: list[Any]) -> Any:
-            given = list(inputs)  # before it is emptied
-            results = call(code, inputs)
-            if get_ident() == thread:
-                calls.append((code, given, results))
-            return results
-
-        with patch.object(CompiledFxGraph, "__call__", note):
-            results = self._wrapped(*args)
-        if len(calls) == 1:
-            code, given, returned = calls[0]
-            if _are_same(given, args) and _are_same(returned, results) and code.current_callable is not None:
-                return code.current_callable, results
-        return lambda inputs: self._wrapped(*inputs), results
-
-
-def _are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _private_copy(fn: Callable[..., object], label: str) -> FunctionType:

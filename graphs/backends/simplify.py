@@ -85,18 +85,16 @@ def _written_memory(calls: Sequence[Call]) -> set[Value] | None:
     """The owners of memory that the step writes to; None if that is not known."""
     written: set[Value] = set()
     for call in calls:
-        schema = getattr(call.func, "_schema", None)
-        if schema is None:
+        if call.writes is None:
             return None
-        if schema.is_mutable:
+        if call.writes:
             written.update(value.owner for value in (*call.read, *call.results))
     return written
 
 
 def _key(call: Call, written: set[Value] | None) -> Hashable | None:
     """Return a key that is equal for calls with equal results; None if that cannot be said of this call."""
-    schema = getattr(call.func, "_schema", None)
-    if written is None or schema is None or schema.is_mutable or not call.results:
+    if written is None or call.writes is not False or not call.results:
         return None
     if torch.Tag.nondeterministic_seeded in call.func.tags:  # type: ignore[attr-defined]
         return None

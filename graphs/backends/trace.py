@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphs.backends.base import Inputs
+from graphs.backends.dispatch import direct_function, writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +75,11 @@ class Call:
         """Whether the results are views of an argument."""
         return bool(self.results) and all(result.base is not None for result in self.results)
 
+    @property
+    def writes(self) -> bool | None:
+        """Whether it writes to an argument; None of compiled code, which may."""
+        return writes(self.func)
+
 
 def values_in(item: Any) -> Iterator[Value]:
     """The values in a nest of tuples and lists."""
@@ -109,7 +115,7 @@ def function_of(
         texts += [f"{name}={names.text(argument)}" for name, argument in call.kwargs.items()]
         if call.keeps is not None:
             names.constant(call.keeps)
-        text = f"{names.constant(_direct(call.func))}({', '.join(texts)})"
+        text = f"{names.constant(direct_function(call.func))}({', '.join(texts)})"
         if call.is_one and assigned:
             text = f"{assigned[0]} = {text}"
         elif assigned:
@@ -135,11 +141,6 @@ def _with_views_of_constants(
         else:
             left.append(call)
     return left, found
-
-
-def _direct(func: Any) -> Callable[..., Any]:
-    """Return the function that an operator of torch calls in the end."""
-    return getattr(func, "_op", func) if isinstance(func, torch._ops.OpOverload) else func
 
 
 class _Names:

@@ -10,10 +10,10 @@ from types import NoneType
 from typing import Any, Generic, TypeAlias, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphs.backends.base import Inputs, Outputs
+from graphs.backends.dispatch import DispatchMode, share_memory, writes
 from graphs.backends.simplify import simplify
 from graphs.backends.trace import Call, Value, function_of
 from graphs.backends.whole_step import tensors_of
@@ -95,7 +95,7 @@ class TracedStep(Generic[Outputs]):
         return outputs
 
 
-class _Tracer(TorchDispatchMode):
+class _Tracer(DispatchMode):
     """Lets operators run, and keeps a trace of them."""
 
     def __init__(self, inputs: Inputs) -> None:
@@ -194,14 +194,10 @@ class _Tracer(TorchDispatchMode):
 
 def _is_view(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> bool:
     """Whether a result is a view of the first argument."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or schema.is_mutable or not args or not isinstance(args[0], torch.Tensor):
+    if writes(func) is not False or not args or not isinstance(args[0], torch.Tensor):
         return False
     both = args[0], result
-    if not all(x.layout is torch.strided for x in both):
-        return False
-    memory, viewed = (x.untyped_storage()._cdata for x in both)
-    return bool(memory == viewed)
+    return all(x.layout is torch.strided for x in both) and share_memory(*both)
 
 
 def _weakly(tensor: torch.Tensor) -> Callable[[], Any]:

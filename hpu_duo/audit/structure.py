@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from graphs import BatchShape, BucketTable, StepLimits
+from hpu_duo.audit.fake_tensors import FakeTensorMode
 from hpu_duo.audit.reach import check_reach
 from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import CacheConfig, EngineConfig
 from hpu_duo.cost import Hardware
 from hpu_duo.device import resolve_device
+from hpu_duo.device.placing import replace_tensors
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.message import message_fields
 from hpu_duo.kv.plan import MemoryPlan
@@ -100,7 +97,10 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     check_pattern(config.heads, path)
     model = build_without_weights(path, hf_config, dtype)
     fix_frequencies(model, max_len)
-    with _autocast_on_meta():
+    mode, live = FakeTensorMode(), LiveRows()
+    with mode:
+        # transformers before 5 switches autocast off for the device, and torch has none for ``meta``.
+        replace_tensors(model, _on_hpu)
         layers = read_layers(model)
     pattern = resolve_pattern(config.heads, layers, max_len, HPU)
     heads = assign_heads(layers, pattern, max_len, ring_slack(scheduler))
@@ -115,9 +115,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         budget=budget,
     )
     limits = resolve_limits(scheduler, memory, max_len)
-    mode, live = FakeTensorMode(), LiveRows()
     with mode:
-        _move(model)
         store = KVStore(memory, dtype, HPU)
         specs = [
             layer_spec(layer, each.groups, Implementation.REFERENCE) for layer, each in zip(layers, heads)
@@ -151,24 +149,6 @@ def make_hpu_known() -> None:
         resolve_device("hpu-sim")
 
 
-@contextmanager
-def _autocast_on_meta() -> Iterator[None]:
-    """Let autocast be switched off for device ``meta``, as transformers before 5 does for any device.
-
-    torch refuses the name, though there is nothing to be cast.
-    """
-    original: Any = torch.autocast
-
-    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return original("cpu" if device_type == "meta" else device_type, *args, **kwargs)
-
-    torch.autocast = autocast  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        torch.autocast = original  # type: ignore[misc]
-
-
 def _cache(
     cache: CacheConfig, model: PreTrainedModel, hardware: Hardware
 ) -> tuple[CacheConfig, DeviceBudget]:
@@ -186,18 +166,6 @@ def _cache(
     return replace(cache, kv_cache_bytes=max(1, budget.kv_bytes(budget.graph_bytes()))), budget
 
 
-def _move(model: nn.Module) -> None:
-    """Put tensors of the fake device in place of those on ``meta``; tied ones stay tied."""
-    moved: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in moved:
-                    fake = torch.empty_strided(
-                        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=HPU
-                    )
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    moved[id(tensor)] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
-                tensors[name] = moved[id(tensor)]  # type: ignore[assignment]
+def _on_hpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor in place of one on ``meta``."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=HPU)

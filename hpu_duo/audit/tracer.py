@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hpu_duo.audit.fake_tensors import DispatchMode, memory_key, tree_leaves, tree_map_only
 from hpu_duo.audit.native import Engine, native_operators
 from hpu_duo.audit.work import Work, operator_work
-from hpu_duo.rules import Operator, Rule, Transfer, calling_line, describe
+from hpu_duo.rules import Operator, OpOverload, Rule, Transfer, base_name, calling_line, describe
 
 _HERE = str(Path(__file__).parent)
 _WIDE = (torch.int64, torch.float64, torch.complex128)
@@ -90,7 +88,7 @@ class Tally:
         self.findings.update(other.findings)
 
 
-class StepTracer(TorchDispatchMode):
+class StepTracer(DispatchMode):
     """Counts the operators inside the context, and the bytes of the tensors that live at the same time.
 
     A tensor's memory counts from the operator that makes it until its last reference is gone, as an
@@ -109,8 +107,8 @@ class StepTracer(TorchDispatchMode):
         super().__init__()
         self.tally = Tally()
         self.live_bytes = self.peak_bytes = 0
-        self._held = [tensor.untyped_storage() for tensor in held]
-        self._known = {storage._cdata for storage in self._held}
+        self._held = tuple(held)
+        self._known = {*map(memory_key, self._held)}
         self._own_indices: set[int] = set()
         self._described: dict[OpOverload, Operator] = {}
         self._is_counting = True
@@ -149,7 +147,7 @@ class StepTracer(TorchDispatchMode):
         """Count the memory of new tensors until they are gone."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            key, size = memory_key(tensor), storage.nbytes()
             if key not in self._known:
                 self._known.add(key)
                 self.live_bytes += size
@@ -262,10 +260,10 @@ class StepTracer(TorchDispatchMode):
         if operator.makes_indices or (operator.keeps_indices and any(map(self._is_own_index, operands))):
             for tensor in results:
                 if tensor.dtype == torch.int64:
-                    self._own_indices.add(tensor.untyped_storage()._cdata)
+                    self._own_indices.add(memory_key(tensor))
 
     def _is_own_index(self, tensor: torch.Tensor) -> bool:
-        return tensor.dtype == torch.int64 and tensor.untyped_storage()._cdata in self._own_indices
+        return tensor.dtype == torch.int64 and memory_key(tensor) in self._own_indices
 
     def _add(
         self,
@@ -314,12 +312,6 @@ def without_memory(result: Any) -> Any:
     return tree_map_only(
         torch.Tensor, lambda tensor: _Like(tensor.shape, tensor.dtype, tensor.device), result
     )
-
-
-def base_name(func: OpOverload) -> str:
-    """``aten.index_copy_.default`` is ``index_copy_``; other namespaces keep theirs."""
-    namespace, _, name = func._schema.name.partition("::")
-    return name if namespace == "aten" else f"{namespace}.{name}"
 
 
 def _is_partial(tensor: torch.Tensor) -> bool:

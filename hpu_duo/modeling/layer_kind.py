@@ -44,9 +44,9 @@ def _describe(module: nn.Module) -> tuple[type, tuple[Any, ...], tuple[Any, ...]
     # A number of another type is another value: 1, 1.0 and True are equal and not the same to Python code.
     values = ((name, type(value), value) for name, value in _plain_values(module))
     tensors = (
-        (name, None if tensor is None else (tuple(tensor.shape), tensor.dtype))
-        for group in (module._parameters, module._buffers)
-        for name, tensor in group.items()
+        (name, isinstance(tensor, nn.Parameter), tuple(tensor.shape), tensor.dtype)
+        for held in (module.named_parameters, module.named_buffers)
+        for name, tensor in held(recurse=False, remove_duplicate=False)
     )
     return type(module), tuple(values), tuple(tensors)
 

@@ -85,9 +85,8 @@ class _Grouping:
         elif call.is_view and (group := self._group_of.get(_source(call))) is not None:
             self._view(call, group)
         else:
-            schema = getattr(call.func, "_schema", None)
             # An operator that writes may write to memory that a group has yet to read.
-            may_write = schema is None or schema.is_mutable
+            may_write = call.writes is not False
             self._close([*self._open.values()] if may_write else self._groups_read(call))
             self.items.append(call)
 

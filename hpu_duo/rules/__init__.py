@@ -3,7 +3,16 @@
 The simulated HPU raises where one is broken (``hpu_duo.sim``), the audit lists them (``hpu_duo.audit``).
 """
 
-from hpu_duo.rules.operators import Operator, Transfer, describe
+from hpu_duo.rules.operators import Operator, OpOverload, Transfer, base_name, describe
 from hpu_duo.rules.rule import HpuRuleViolation, Rule, calling_line
 
-__all__ = ["HpuRuleViolation", "Operator", "Rule", "Transfer", "calling_line", "describe"]
+__all__ = [
+    "HpuRuleViolation",
+    "OpOverload",
+    "Operator",
+    "Rule",
+    "Transfer",
+    "base_name",
+    "calling_line",
+    "describe",
+]

@@ -89,6 +89,12 @@ class Operator:
     needs_long: bool
 
 
+def base_name(func: OpOverload) -> str:
+    """``aten.index_copy_.default`` is ``index_copy_``; other namespaces keep theirs."""
+    namespace, _, name = func._schema.name.partition("::")
+    return name if namespace == "aten" else f"{namespace}.{name}"
+
+
 def describe(func: OpOverload) -> Operator:
     """Read an operator's schema and look it up in the tables of this file.
 

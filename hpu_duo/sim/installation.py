@@ -65,7 +65,7 @@ def install() -> SimulatedHpu:
         raise ValueError(f"the simulated HPU cannot be used: {reason}")
     load_guard()
     device = SimulatedHpu(Journal())
-    connect(device.run)
+    connect(device.run, _device_module())
     library = torch.library.Library("aten", "IMPL")
     for name in _FACTORIES:
         packet, _, overload = name.partition(".")
@@ -73,7 +73,6 @@ def install() -> SimulatedHpu:
         library.impl(name, device.make(func), "HPU")
     library.impl("_copy_from", device.copy_from, "HPU")
     _libraries.append(library)
-    torch._register_device_module("hpu", _device_module())
     _installed.append(device)
     return device
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from hpu_duo.device import DeviceMetrics
 from hpu_duo.device.host_memory import host_memory, resident_bytes
+from hpu_duo.device.placing import replace_tensors
 from hpu_duo.rules import Rule
 from hpu_duo.sim.capture import SimBackend
 from hpu_duo.sim.simulated import SimulatedHpu
@@ -72,18 +73,9 @@ class SimRuntime:
         ``module.to`` would write into the old parameters and thereby lose the kind of tensor. 64-bit
         buffers are let through: a device narrows them once, and a step that reads one breaks the rule.
         """
-        placed: dict[int, torch.Tensor] = {}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in placed:
-                data = self._device.upload(tensor.detach())
-                is_parameter = isinstance(tensor, nn.Parameter)
-                placed[id(tensor)] = nn.Parameter(data, requires_grad=False) if is_parameter else data
-            return placed[id(tensor)]
+            return tensor if tensor.device.type == "hpu" else self._device.upload(tensor.detach())
 
         with self._device.allow(Rule.WIDE_DTYPE):
-            for part in module.modules():
-                for held in (part._parameters, part._buffers):
-                    for name, tensor in held.items():
-                        if tensor is not None and tensor.device.type != "hpu":
-                            held[name] = move(tensor)  # type: ignore[assignment]
+            replace_tensors(module, move)

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from hpu_duo.rules import HpuRuleViolation, Operator, Rule, Transfer, calling_line, describe
+from hpu_duo.rules import (
+    HpuRuleViolation,
+    Operator,
+    OpOverload,
+    Rule,
+    Transfer,
+    base_name,
+    calling_line,
+    describe,
+)
 from hpu_duo.sim.garbage import spoil, with_any_index
 from hpu_duo.sim.journal import Journal, Watch
 from hpu_duo.sim.tensor import HPU, SimTensor
@@ -149,7 +157,7 @@ class SimulatedHpu:
 
     def make(self, func: OpOverload) -> Callable[..., SimTensor]:
         """The device's kernel of a factory function such as ``aten.arange``."""
-        launches = not func._schema.name.startswith("aten::empty")
+        launches = not base_name(func).startswith("empty")
 
         def kernel(*args: Any, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> SimTensor:
             made = SimTensor(func(*args, device=_CPU, **kwargs))
@@ -264,7 +272,8 @@ class SimulatedHpu:
         return func(host, *args[1:], **kwargs)
 
     def _read(self, name: str, func: OpOverload, args: tuple[Any, ...]) -> Any:
-        self._cross(args[0].host if func is torch.ops.aten._local_scalar_dense.default else None, "d2h", name)
+        # A number of one tensor, or whether two are equal.
+        self._cross(args[0].host if len(args) == 1 else None, "d2h", name)
         return func(*(arg.host if isinstance(arg, SimTensor) else arg for arg in args))
 
     def _cross(self, host: torch.Tensor | None, way: str, name: str) -> None:

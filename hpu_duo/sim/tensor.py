@@ -1,8 +1,12 @@
-"""Tensors that report ``hpu:0`` and keep their data in host memory."""
+"""Tensors that report ``hpu:0`` and keep their data in host memory.
+
+Torch has no public names for a device that Python brings along; those used here are all in this file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -73,6 +77,11 @@ def _wrapper(cls: type[SimTensor], host: torch.Tensor) -> SimTensor:
     )
 
 
-def connect(dispatch: Callable[..., Any]) -> None:
-    """Say who runs operators of these tensors: called once, when the device is installed."""
+def connect(dispatch: Callable[..., Any], module: ModuleType) -> None:
+    """Say who runs operators of these tensors: called once, when the device is installed.
+
+    Args:
+        module: ``torch.hpu`` from now on.
+    """
     _dispatch[:] = [dispatch]
+    torch._register_device_module(HPU.type, module)

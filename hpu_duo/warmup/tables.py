@@ -45,7 +45,8 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         # Stores change in every step, and packed weights never do.
         if isinstance(module, AttentionLayer | PackedLinear | PanelLinear):
             continue
-        held = {**module._buffers, **{n: v for n, v in vars(module).items() if n not in _OF_MODULES}}
+        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        held = {**dict(module.named_buffers(recurse=False, remove_duplicate=False)), **own}
         for name, value in held.items():
             yield from _tensors(f"{path}.{name}" if path else name, value)
 

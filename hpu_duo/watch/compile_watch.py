@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from graphs import GraphCache, RecompileError
+from graphs.backends import inductor
 from hpu_duo.device import DeviceRuntime, Metered
 from hpu_duo.watch.counts import Counts
 from hpu_duo.watch.sources import CacheSource, DeviceSource, DynamoSource, Source
@@ -34,7 +34,7 @@ class CompileWatch:
             graphs: returns the engine's current cache.
         """
         sources: list[Source] = [CacheSource(graphs)]
-        if graphs().backend.name != "eager" or "torch._dynamo" in sys.modules:
+        if graphs().backend.name != "eager" or inductor.is_loaded():
             sources.append(DynamoSource())
         if isinstance(runtime, Metered):
             sources.append(DeviceSource(runtime))

@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Protocol
 
 from graphs import GraphCache
+from graphs.backends import inductor
 from hpu_duo.device import Metered
 from hpu_duo.watch.counts import Tally
 
@@ -80,11 +81,8 @@ class _DynamoLog:
 
 @cache
 def _dynamo_log() -> _DynamoLog:
-    # Loading the compiler takes a second, which only those should pay who use it.
-    from torch._dynamo.convert_frame import register_bytecode_hook
-
     log = _DynamoLog()
-    register_bytecode_hook(log.note)
+    inductor.on_bytecode(log.note)
     return log
 
 

@@ -1,0 +1,28 @@
+"""Torch's dispatcher: its private names that traces and replays need, all of them here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+__all__ = ["DispatchMode", "direct_function", "share_memory", "writes"]
+
+
+def direct_function(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that an operator of torch calls in the end; ``func`` itself if it is none."""
+    return getattr(func, "_op", func) if isinstance(func, torch._ops.OpOverload) else func
+
+
+def writes(func: Callable[..., Any]) -> bool | None:
+    """Whether an operator writes to its arguments; None of code that is no operator, and may."""
+    schema = getattr(func, "_schema", None)
+    return None if schema is None else bool(schema.is_mutable)
+
+
+def share_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors are views of the same memory."""
+    memory, other = (x.untyped_storage()._cdata for x in (left, right))
+    return bool(memory == other)
