@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs.backends.dispatch import DispatchMode, writes
 from hpu_duo.sampling import sample
 from hpu_duo.selftest.finding import Notes
 from hpu_duo.selftest.steps import record_steps, relative_error, run_uncaptured
@@ -34,7 +34,7 @@ class OperatorRecord:
     problem: str | None = None
 
 
-class OperatorShadow(TorchDispatchMode):
+class OperatorShadow(DispatchMode):
     """Runs every operator on the device, and each distinct call of it a second time on the CPU.
 
     What the CPU computes from is read back from the device before the call, so that errors do not add up.
@@ -72,7 +72,7 @@ class OperatorShadow(TorchDispatchMode):
             record.problem = f"cannot be run on the CPU to compare: {_line(error)}"
             return result
         _compare(record, _leaves(result), _leaves(expected), func)
-        if func._schema.is_mutable:
+        if writes(func):
             _compare(record, _leaves((args, kwargs)), _leaves((host_args, host_kwargs)), func)
         return result
 
