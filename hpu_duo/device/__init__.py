@@ -42,7 +42,7 @@ def hpu_problem(lazy: bool | None = None) -> str | None:
     """Why HPU cannot be used, or None when it can.
 
     The mode is chosen here, since looking for a device imports the vendor's packages; see
-    ``hpu_duo.device.habana.prepare_environment``. Designed from public sources; no Gaudi has run this.
+    ``hpu_duo.device.habana_environment``. Designed from public sources; no Gaudi has run this.
     """
     if importlib.util.find_spec("habana_frameworks") is None:
         return "the package habana_frameworks is not installed"
@@ -124,9 +124,10 @@ def process_environments(name: str, num_processes: int) -> list[Mapping[str, str
         raise ValueError(f"expected at least 1 process, got {num_processes}")
     if kind == "hpu":
         from hpu_duo.device import habana
+        from hpu_duo.device.habana_environment import card_environment
 
         _check_enough(kind, habana.num_devices(), num_processes)
-        return [habana.card_environment(rank, num_processes) for rank in range(num_processes)]
+        return [card_environment(rank, num_processes) for rank in range(num_processes)]
     if kind == "cuda" and not index:
         _check_enough(kind, torch.cuda.device_count(), num_processes)
     return [{} for _ in range(num_processes)]

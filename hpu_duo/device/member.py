@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpu_duo.device.cores import bind
+
 HOST = "127.0.0.1"
 GRACE_S = 20.0
 """Seconds that a process that was told to stop may go on, to save its state."""
@@ -40,12 +42,14 @@ class Member:
         rank, size: number of this process, and of processes.
         port: of the parent process's store, through which the processes find each other.
         directory: of the processes' results and errors.
+        cores: CPU cores that the process runs on; empty = any.
     """
 
     rank: int
     size: int
     port: int
     directory: Path
+    cores: tuple[int, ...] = ()
 
     @contextmanager
     def joined(
@@ -112,6 +116,7 @@ def run_member(_: int, member: Member, work: Callable[..., Any], args: tuple[Any
         member: the process.
         work, args: see ``run_processes``.
     """
+    bind(member.cores)
     signal.signal(signal.SIGTERM, _interrupt)
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:

@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -48,6 +48,7 @@ def run_processes(
     args: tuple[Any, ...],
     environments: Sequence[Mapping[str, str]],
     deadline_s: float | None = None,
+    cores: Sequence[Collection[int]] | None = None,
 ) -> list[Result]:
     """Run ``work(member, *args)`` in new processes of this machine, one for each environment.
 
@@ -66,6 +67,7 @@ def run_processes(
             its main part under ``if __name__ == "__main__"``, since new processes import the program.
         environments: variables of each process.
         deadline_s: most seconds in all; None = no limit.
+        cores: of each process, see ``hpu_duo.device.cores``; None = wherever the system likes.
 
     Returns:
         The results of ``work``, by rank.
@@ -90,7 +92,8 @@ def run_processes(
     }
     with tempfile.TemporaryDirectory(prefix="hpu-duo-") as name, _Family() as family:
         for rank, own in enumerate(environments):
-            member = Member(rank, size, store.port, Path(name))
+            own_cores = () if cores is None else tuple(sorted(cores[rank]))
+            member = Member(rank, size, store.port, Path(name), own_cores)
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with _environment({**common, **ranks, **own}):
                 family.start(run_member, (member, work, args))

@@ -64,3 +64,8 @@ if __name__ == "__main__":
         run_processes(save_when_interrupted, (Path(sys.argv[1]),), [{}, {}])
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def cores_of(member: Member) -> list[int]:
+    """The cores that the process may use."""
+    return sorted(os.sched_getaffinity(0))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from hpu_duo.device import (
     resolve_device,
     runtime_for,
 )
-from hpu_duo.device.habana import DeviceMemory, HabanaRuntime, prepare_environment
+from hpu_duo.device.habana import DeviceMemory, HabanaRuntime
+from hpu_duo.device.habana_environment import prepare_environment
 from tests.vendor import STANDIN, VARIABLES, calls, importable
 
 
@@ -76,8 +78,10 @@ def test_eager_mode_is_asked_for_by_name_and_what_the_user_set_stays(monkeypatch
     assert prepare_environment()["PT_HPU_LAZY_MODE"] == "0"
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
     monkeypatch.setenv("PT_HPU_WEIGHT_SHARING", "1")
+    monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", ",false,1024")
     assert prepare_environment() == {
         "PT_HPU_LAZY_MODE": "1",
+        "PT_HPU_RECIPE_CACHE_CONFIG": ",false,1024",
         "PT_HPU_WEIGHT_SHARING": "1",
         "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true",
     }
@@ -191,16 +195,47 @@ def test_each_process_has_a_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("vendor")
-def test_placing_a_model_switches_to_inference_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_moved_and_the_switch_for_quantised_ones_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runtime = HabanaRuntime()
     seen: list[Any] = []
     monkeypatch.setattr(nn.Linear, "to", lambda self, device: seen.append((device, calls()["inference"])))
     runtime.place(nn.Linear(2, 2))
-    assert seen == [("hpu", 1)]
-    core = importlib.import_module("habana_frameworks.torch.core")
-    monkeypatch.delattr(core, "hpu_inference_set_env")
-    with pytest.raises(ValueError, match=r"to have one of hpu_inference_set_env, .*hpu_set_env"):
-        runtime.place(nn.Linear(2, 2))
+    assert seen == [("hpu", 0)]
+
+
+@pytest.mark.usefixtures("vendor")
+@pytest.mark.parametrize("lazy", [False, True])
+def test_recipes_outlive_the_process_and_eager_mode_compiles_in_threads(
+    lazy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    values = prepare_environment(lazy)
+    assert values["PT_HPU_RECIPE_CACHE_CONFIG"] == f"{tmp_path}/hpu-duo/recipes,false,16384"
+    threads = values.get("FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"), values.get("PT_HPU_ENABLE_EAGER_CACHE")
+    assert threads == ((None, None) if lazy else ("1", "true"))
+
+
+@pytest.mark.usefixtures("vendor")
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("recipes", "expected PT_HPU_RECIPE_CACHE_CONFIG='directory,delete,megabytes'"),
+        ("recipes,maybe,1024", "expected PT_HPU_RECIPE_CACHE_CONFIG='directory,delete,megabytes'"),
+        ("recipes,false,much", "whose size is no number"),
+        (
+            "/proc/recipes,false,1024",
+            "expected the recipe cache of PT_HPU_RECIPE_CACHE_CONFIG to be",
+        ),
+    ],
+)
+def test_a_recipe_cache_that_cannot_be_used_is_refused(
+    config: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", config)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        prepare_environment()
 
 
 @pytest.mark.usefixtures("vendor")
