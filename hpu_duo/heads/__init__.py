@@ -1,4 +1,4 @@
-"""Which KV head keeps the whole context, which keeps sink and recent, and the weights reordered to match."""
+"""Head patterns: the KV heads that keep the whole context, and weights reordered to match."""
 
 from hpu_duo.heads.binarise import Balance, TieBreak
 from hpu_duo.heads.counts import CountRule, fewest_promotions

@@ -1,4 +1,4 @@
-"""How many retrieval heads each layer gets, so that layers are alike: the one place that optimises it.
+"""Numbers of retrieval heads of layers, chosen so that layers are alike: the one place that optimises them.
 
 Legend: L layers, K KV heads of a layer, V distinct numbers of heads that layers of one structure need.
 """
@@ -44,8 +44,8 @@ def fewest_promotions(
 ) -> tuple[int, ...]:
     """The number of retrieval heads of each layer, none below what it needs, with the smallest sum.
 
-    What a layer gets beyond its need are streaming heads promoted to retrieval heads: they lose no accuracy
-    and cost bytes.
+    Beyond its need, a layer has streaming heads promoted to retrieval heads, which lose no accuracy and cost
+    bytes.
 
     Exact. A number that several layers get is the largest need among them, made even for ranks, and layers
     between two of one number have it too; so the layers of a structure, sorted by need, are cut into runs
@@ -54,7 +54,7 @@ def fewest_promotions(
 
     Args:
         needed: retrieval heads that each layer has at least, ``[L]``.
-        structures: what else tells layers apart, ``[L]``; None: nothing does.
+        structures: further keys that tell layers apart, ``[L]``; None = none.
 
     Raises:
         ValueError: layers have more structures than ``max_kinds``, or a negative need.

@@ -1,4 +1,4 @@
-"""Where the heads of a layer lie once those of a group are neighbours.
+"""Order of the heads of a layer in which those of a group are neighbours.
 
 Legend: H query heads, K KV heads, G = H / K query heads that share a KV head (query head h reads KV head h //
     G).
@@ -35,7 +35,7 @@ class HeadLayout:
 
     @classmethod
     def by_group(cls, group_of: ArrayLike, num_heads: int) -> "HeadLayout":
-        """The layout of a layer whose KV heads belong to groups of these numbers, int [K].
+        """Make the layout of a layer whose KV heads belong to groups of these numbers, int [K].
 
         Heads keep their order inside their group, so a layer of one group, and one whose groups are in
         order already, give the identity.
@@ -60,7 +60,7 @@ class HeadLayout:
 
     @property
     def is_identity(self) -> bool:
-        """Whether every head already is where it belongs."""
+        """Whether the order of heads is unchanged."""
         return self.kv_order == tuple(range(self.num_kv_heads))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Telling whether a head pattern was made for a model: most published ones are of one shape."""
+"""Check that a head pattern was made for a model: most published patterns have the same shape."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ FINGERPRINT_KEY = "model_fingerprint"
 
 
 def check_origin(pattern: HeadPattern, model_name: str, fingerprint: str | None) -> str | None:
-    """Compare the model that a pattern says it was made for with the one that it is to be used with.
+    """Compare the model that a pattern was made for with the one that it is used with.
 
     Args:
-        model_name: for people.
-        fingerprint: of the model's files; None when there are no weights to take one of.
+        model_name: for the message.
+        fingerprint: of the model's files; None without weights.
 
     Returns:
         A note for the user when nothing could be compared, else None.

@@ -1,4 +1,4 @@
-"""The head pattern: a score for every KV head, and which of them are retrieval heads."""
+"""The head pattern: a score for every KV head, and the choice of retrieval heads."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from hpu_duo.heads.pattern_files import read_directory, write_directory
 
 @dataclass(frozen=True, eq=False)
 class HeadPattern:
-    """How much each KV head needs the whole context and, once binarised, which heads get it.
+    """Scores of KV heads, by their need of the whole context, and, once binarised, the heads that get it.
 
     A pattern is *raw* while ``retrieval`` is None and *binarised* once it is set; ``binarise`` makes the
     second out of the first. Arrays are copied in and read-only. Two patterns are equal when all their values
@@ -32,10 +32,10 @@ class HeadPattern:
         scores: [L, K], finite; higher needs more context. Stored as float32, unclipped.
         sink: tokens at the start of a request that a streaming head keeps, >= 0.
         recent: newest tokens that a streaming head keeps, the current one included, >= 1.
-        source: where the scores came from, for logs and reports.
-        retrieval: bool [L, K], True for a retrieval head; None as long as nothing has been decided.
-        promoted: bool [L, K], those of them that ``promote`` has added to what scores or a mask decided; None
-            is none. Patterns that differ in nothing else are equal.
+        source: origin of the scores, for logs and reports.
+        retrieval: bool [L, K], True for a retrieval head; None for a raw pattern.
+        promoted: bool [L, K], the retrieval heads that ``promote`` has added; None is none. Patterns that
+            differ in nothing else are equal.
         config: the keys of the pattern's ``config.json``, kept for ``save``; the sizes are in ``sink`` and
             ``recent``.
     """

@@ -1,8 +1,8 @@
 """Reorder the heads inside the weights of attention modules, once, in place.
 
 A layer computes the same function before and after, because the query, key and value heads and the input
-columns of the output projection move together. What is per head outside of the module (position biases by
-head, for instance) is the caller's to move. Legend: H query heads, K KV heads, D channels of a head.
+columns of the output projection move together. The caller must move data by head outside of the module
+(position biases by head, for instance). Legend: H query heads, K KV heads, D channels of a head.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ SHARED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 
 @dataclass(frozen=True)
 class _Move:
-    """Reorder ``tensor`` along ``dim``: new index i takes what was at ``order[i]``."""
+    """A move of ``tensor`` along ``dim``: the new index i gets the old ``order[i]``."""
 
     tensor: Tensor
     dim: int
@@ -221,7 +221,7 @@ def _output_name(module: nn.Module) -> str:
 
 
 def _check_linear(module: nn.Module, name: str) -> None:
-    """Only a plain Linear is sure to be nothing but ``x W^T + b``: subclasses pack, scale, adapt or shard."""
+    """Refuse all but a plain Linear, which is ``x W^T + b``: subclasses pack, scale, adapt or shard."""
     kind = type(module.get_submodule(name))
     if kind is not nn.Linear:
         found = f"{kind.__module__}.{kind.__qualname__}"
@@ -239,7 +239,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _norm_moves(module: nn.Module, name: str, tensor: Tensor, heads: Tensor, orders: _Orders) -> list[_Move]:
-    """Shared by the heads: a scalar or [D]. A value per channel: [heads * D] or [heads, D]."""
+    """Moves of a norm: none for one shared by the heads, a scalar or [D]; else [heads * D] or [heads, D]."""
     num_heads, head_dim = heads.numel(), orders.head_dim
     shape = tuple(tensor.shape)
     if shape in ((), (head_dim,)):
@@ -269,7 +269,7 @@ def _move(module: nn.Module, name: str, tensor: Tensor, dim: int, order: Tensor)
 
 
 def _check_not_shared(attentions: Sequence[nn.Module]) -> None:
-    """A tensor with two users would be moved twice, or moved under the feet of the other one."""
+    """Refuse a tensor with two users, which would be moved twice, or without the knowledge of the other."""
     for module in attentions:
         if getattr(module, "is_kv_shared_layer", False):
             raise ValueError(

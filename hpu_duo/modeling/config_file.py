@@ -27,7 +27,7 @@ FILE_ERRORS = (
     RecursionError,
     StrictDataclassError,
 )
-"""Errors that transformers raises about a file, or values in it, that it cannot use."""
+"""Errors of transformers about a file, or values in it, that it cannot use."""
 
 NO_REMOTE_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of each ``from_pretrained`` of transformers: without them it may ask, and go online."""
@@ -58,7 +58,7 @@ def read_config_file(file: Path) -> Any:
 
 
 def refuse_remote_code(trust_remote_code: bool) -> None:
-    """Accept what transformers is told to run no code of a checkpoint; ValueError for anything else."""
+    """Accept the value by which transformers runs no code of a checkpoint; ValueError for any other."""
     if trust_remote_code is not False:
         raise ValueError(
             f"expected trust_remote_code=False, got {trust_remote_code!r}: code of a checkpoint is never run"
@@ -66,7 +66,7 @@ def refuse_remote_code(trust_remote_code: bool) -> None:
 
 
 def refusal(what: str, error: Exception) -> ValueError:
-    """Return the sentence about an error of transformers: ``what`` failed, and why."""
+    """Return an error with a sentence about one of transformers: ``what`` failed, and why."""
     if "trust_remote_code=True" in str(error):
         return ValueError(
             f"{what}: it needs Python code that the checkpoint brings (auto_map), and such code is "

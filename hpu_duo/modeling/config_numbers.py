@@ -1,6 +1,7 @@
 """The ranges of the numbers in a config.json.
 
-transformers before 5 takes any number for a size, and fails in the middle of a layer; later ones take some.
+transformers before 5 accepts any number as a size, and fails in the middle of a layer; later versions accept
+some.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 _MAY_BE_INFINITE = {"time_step_limit"}
 
 _INT32 = 2**31 - 1
-"""Token ids and positions travel as int32."""
+"""Largest token id or position: they are int32 on the device."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ RANGES: dict[str, Range] = {
     ),
     **dict.fromkeys(("logits_scaling", "attention_multiplier"), _POSITIVE),
 }
-"""By the name of the field, wherever it stands; lists have such a number for each layer or channel."""
+"""Ranges by the name of the field, at any depth; lists have such a number for each layer or channel."""
 
 
 def check_numbers(file: Path, fields: dict[str, Any]) -> None:
@@ -88,7 +89,7 @@ def check_numbers(file: Path, fields: dict[str, Any]) -> None:
     Fields that are null are taken for absent.
 
     Raises:
-        ValueError: a number is out of its range, infinite or NaN, or something else stands in its place.
+        ValueError: a number is out of its range, infinite or NaN, or is no number.
     """
     for name, value in _leaves(fields):
         expected = RANGES.get(name)

@@ -13,10 +13,10 @@ import torch
 NAME = "hpu_duo"
 
 GROUP_BYTES = 256 << 20
-"""Bound of what some experts make of all tokens at a time; with fewer of them there are more launches."""
+"""Bound on the intermediates of the experts that run together; a smaller one means more launches."""
 
 _PASSES_OF_A_COPY = 3
-"""Weights that are gathered before they are used are read, written, and read again."""
+"""Passes over gathered weights: they are read, written, and read again."""
 
 Pick = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,19 +32,19 @@ def register_experts() -> str | None:
 
 
 def copies_weights(num_chosen: int, num_experts: int) -> bool:
-    """Whether the weights of the experts that all tokens together chose are gathered before they are used."""
+    """Whether the weights of the chosen experts of all tokens are gathered before they are used."""
     return _PASSES_OF_A_COPY * num_chosen < num_experts
 
 
 def experts_at_a_time(bytes_of_one: int) -> int:
-    """Experts that all tokens meet together, from the bytes that one makes of them between its products."""
+    """Number of experts to run together, from the bytes of intermediates of one."""
     return max(1, GROUP_BYTES // (2 * bytes_of_one))
 
 
 def run_experts(
     self: Any, hidden_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return what the chosen experts make of each token, ``[T, H]``.
+    """Return the output of the chosen experts for each token, ``[T, H]``.
 
     Args:
         self: transformers' module of all experts, with its weights in one tensor for each projection.

@@ -1,4 +1,4 @@
-"""How much of a padded step is padding, for layers that can leave it out."""
+"""Numbers of rows of a padded step that are not padding, for layers that can skip padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Telling models apart by their files, without reading all of them."""
+"""Identify models by their files, without reading all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SLICE_BYTES = 4096
 
 
 def model_fingerprint(directory: Path) -> str:
-    """Equal for equal checkpoints; sees config.json, and sizes and evenly spread slices of the weights."""
+    """Return a digest of config.json, and of sizes and evenly spread slices of the weights."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
@@ -25,12 +25,12 @@ def model_fingerprint(directory: Path) -> str:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a directory holds what ``model_fingerprint`` looks at."""
+    """Whether a directory holds the files that ``model_fingerprint`` reads."""
     return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
 
 
 def model_name(directory: Path) -> str:
-    """Return what people call a model: its hub id in the hub's cache, elsewhere the directory's name."""
+    """Return a model's name: its hub id in the hub's cache, elsewhere the directory's name."""
     path = directory.resolve()
     if path == MODEL_DIR.resolve():
         return "builtin"

@@ -1,4 +1,4 @@
-"""Linear layers for decoding on CPU in bfloat16: packed once, or read as they lie.
+"""Linear layers for decoding on CPU in bfloat16: packed once, or read in place.
 
 A plain ``F.linear`` on CPU lays the weight out anew in every call. For one token that is most of
 the time of a decode step, because a decode reads every weight once and does little else. Weights are
@@ -54,7 +54,7 @@ class PanelLinear(nn.Module):
     padding last: padding gives 0. Of any other shape, every row is computed.
 
     Args:
-        memory: where to put them; see ``num_bytes``.
+        memory: receives the panels; see ``num_bytes``.
         live: int32 ``[2]`` of ``LiveRows``, or None to compute every row.
     """
 
@@ -136,14 +136,14 @@ def pack_linears(
     head: nn.Module | None = None,
     live: LiveRows | None = None,
 ) -> int:
-    """Replace every bfloat16 ``nn.Linear`` of the model in place; returns how many.
+    """Replace every bfloat16 ``nn.Linear`` of the model in place; returns their number.
 
     A weight shared with the embedding table stays there for look-ups and is packed beside it.
 
     Args:
         vector: modules whose linears become ``VectorLinear`` instead of being packed for oneDNN.
         head: the linear that gets rows of logits; all others get query tokens.
-        live: how many of these rows count.
+        live: numbers of rows that are not padding.
     """
     as_vectors = {id(module) for parent in vector for module in parent.modules()}
     # Names only: a list of the layers themselves would keep all plain weights until the end.

@@ -1,4 +1,4 @@
-"""Find out what a model asks of attention by running one token through it."""
+"""Record the attention calls of a model by running one token through it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer of a model: its module, its attention module, and what it asks for."""
+    """One decoder layer of a model: its module, its attention module, and its attention call."""
 
     module: nn.Module
     attention: nn.Module
@@ -27,9 +27,9 @@ class DecoderLayer:
 
 
 def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
-    """The decoder layers of a model in order, with what each asks of its attention.
+    """Return the decoder layers of a model in order, with the attention call of each.
 
-    A trial run shows that there is nothing else to it.
+    A trial run checks that the model does nothing else with a text.
 
     Raises:
         ValueError: the model cannot be served; the message says what is missing.
@@ -40,7 +40,7 @@ def probe(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
 
 
 def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
-    """The same without the trial run, which needs weights: a model on ``meta`` will do.
+    """Return the same without the trial run, which needs weights: a model on ``meta`` is enough.
 
     Heads, windows, soft caps and sinks are read from the attention call itself, so a family
     needs no code of its own here.
@@ -67,7 +67,7 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
 
 @torch.inference_mode()
 def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
-    """One token through the model, which makes a mask of its own for it."""
+    """Run one token through the model, which makes its own mask, and return its attention calls."""
     recorder = Probe()
     device = next(model.parameters()).device
     token = torch.zeros(1, 1, dtype=torch.long, device=device)

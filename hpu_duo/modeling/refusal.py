@@ -1,4 +1,4 @@
-"""Turning a model's own failure at load into a clear refusal."""
+"""Turn a model's own failure at load into a clear refusal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORWARD_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeEr
 
 @contextmanager
 def refusing(model: nn.Module) -> Iterator[None]:
-    """Turn what the model's forward raises into a ``ValueError`` that says it cannot be served."""
+    """Turn errors of the model's forward into a ``ValueError`` that says it cannot be served."""
     try:
         yield
     except _FORWARD_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on a text's length: how long they may be, and which they get.
+"""Rotary embeddings whose frequencies depend on a text's length: allowed lengths, and choice of frequencies.
 
 transformers changes all frequencies of a sequence with its length: ``longrope`` has a second set of factors
 for sequences beyond the original training length, ``dynamic`` stretches the base for each length beyond
@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 _LONGEST = 2**31 - 1
-"""Positions travel as int32."""
+"""Largest position: positions are int32 on the device."""
 
 
 def rope_types(config: Any) -> set[str]:
@@ -25,7 +25,7 @@ def rope_types(config: Any) -> set[str]:
 
 
 def positions_served(config: Any) -> int:
-    """Return the length that a model is served up to by default: what its configuration says.
+    """Return the length that a model is served up to by default, from its configuration.
 
     Raises:
         ValueError: the configuration does not say how many positions the model has.
@@ -39,7 +39,7 @@ def positions_served(config: Any) -> int:
 
 
 def longest_served(config: Any) -> int:
-    """Return the length that may be asked for at most: ``dynamic`` stretches the positions by its factor.
+    """Return the largest length that may be set: ``dynamic`` stretches the positions by its factor.
 
     Raises:
         ValueError: see ``positions_served``.
@@ -79,7 +79,7 @@ def short_len(config: Any) -> int | None:
 
 
 def frequencies_note(config: Any, max_len: int) -> tuple[str, ...]:
-    """Return a note for users of short texts if ``fix_frequencies`` does not keep theirs."""
+    """Return a note for the user if ``fix_frequencies`` changes the frequencies of short texts."""
     short = short_len(config)
     if short is None or max_len <= short:
         return ()
@@ -90,10 +90,10 @@ def frequencies_note(config: Any, max_len: int) -> tuple[str, ...]:
 
 
 def fix_frequencies(model: nn.Module, max_len: int) -> None:
-    """Give rotary embeddings the frequencies that transformers gives a text of ``max_len`` tokens, for good.
+    """Fix the frequencies of rotary embeddings, in place, to those of transformers for ``max_len`` tokens.
 
-    In place. Those that depend on a sequence's length compare it in every step otherwise: transformers reads
-    the largest position on the host, or copies frequencies.
+    Otherwise embeddings that depend on a sequence's length compare it in every step: transformers reads the
+    largest position on the host, or copies frequencies.
     """
     for module in model.modules():
         kept = getattr(module, "rope_type", None)

@@ -1,8 +1,8 @@
-"""A trial at load: does a flat batch give what transformers gives for each text alone?
+"""A trial at load: compares a flat batch with transformers' own run of each text alone.
 
 The attention call does not show everything that a model does with a text. Biases that ride on the
 mask, positions counted from the mask, layers that mix neighbouring tokens, and attention that looks
-ahead all pass unseen, and would be served wrongly. So a few tiny texts are run both ways.
+ahead do not show there, and would be served wrongly. So a few tiny texts are run both ways.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXT_LEN = 4
 _LAYERS_OF_A_KIND = 2
 
 TOLERANCE = 1e-3
-"""Largest relative error of what the last norm gives for a token, in float32."""
+"""Largest relative error of the last norm's output for a token, in float32."""
 
 # Rounding may send a token of a mixture-of-experts model to another expert.
 _MAX_ROUNDED_SHARE = 0.125
@@ -35,12 +35,12 @@ _MAX_ROUNDED_SHARE = 0.125
 def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> None:
     """Run short texts side by side, attending as ``calls`` say, and compare with transformers' own run.
 
-    It runs in float32 whatever the weights are, because rounding hides flaws and deep models blow it up to
-    anything. What it holds for that is one widened layer at a time, and it runs two layers of each kind only:
-    of an 8B model 0.9 GB, four seconds on one core. The head, which sees one token at a time, is left out.
+    It runs in float32 whatever the dtype of the weights is, because rounding errors hide flaws and grow in
+    deep models. Only one widened layer at a time is in memory, and only two layers of each kind run: 0.9 GB
+    and four seconds of one core for an 8B model. The head, which sees one token at a time, is left out.
 
     Args:
-        calls: what each layer asks of its attention, windows included.
+        calls: the attention call of each layer, windows included.
 
     Raises:
         ValueError: weights are not finite, or the results differ, so the model does something that its
@@ -91,8 +91,8 @@ def _representatives(model: nn.Module, calls: Sequence[AttentionCall]) -> list[n
 def _only(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
     """The model with these layers alone, where one list holds them all; yields the others.
 
-    The others hand on what they get. They keep their places, because models look up by a layer's number
-    what it gets: its mask, and its rotary embedding, of a head size that may be its own.
+    The other layers pass their input on. They keep their places, because models look up masks and rotary
+    embeddings by a layer's number.
     """
     skipped = [
         layer
@@ -166,7 +166,7 @@ def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _check_finite(model: PreTrainedModel, apart: torch.Tensor) -> None:
-    """Tell weights that are no numbers from a model that does something unseen."""
+    """Refuse weights that are not finite, which would look like a model that does something unseen."""
     if bool(apart.isfinite().all()):
         return
     broken = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]

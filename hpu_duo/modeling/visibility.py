@@ -1,9 +1,9 @@
-"""Ask transformers which keys each layer lets a token see, without building a mask.
+"""Read the window of each layer from transformers' mask rules, without building a mask.
 
-transformers hands its mask rule to whoever builds masks for an attention implementation. Ours looks
-through the rule at far positions and passes on what it found, on a tensor that travels to
-the layers in place of a mask. So a layer's window is read from what is masked, not from an argument
-or a field of the configuration that a family may set and not use.
+transformers passes its mask rule to the mask function of an attention implementation. Ours evaluates the rule
+at far positions, and attaches the window to a tensor that reaches the layers in place of a mask. So a layer's
+window is read from the keys that are masked, not from an argument or a field of the configuration that a
+family may set and not use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rule = Callable[..., torch.Tensor]
 
 
 def look_through(rule: Rule) -> float:
-    """The window of a mask rule: tokens seen, the own one included; infinity when it has no bound.
+    """Return the window of a mask rule: tokens seen, the own one included; infinity when it has no bound.
 
     Returns:
         A negative number for a rule that is not causal, or that is not the same window everywhere.
@@ -38,13 +38,13 @@ def look_through(rule: Rule) -> float:
 
 
 def read_window(mask: torch.Tensor | None) -> float | None:
-    """Return what ``look_through`` found, from what a layer got as its mask.
+    """Return the result of ``look_through`` for the mask that a layer received.
 
-    The window is an attribute of the very tensor that our mask function returned. Whatever a model makes of
-    that tensor, such as a sum with biases or a choice of keys by content, is another tensor without it.
+    The window is an attribute of the very tensor that our mask function returned. Any tensor that a model
+    makes of it, such as a sum with biases or a choice of keys by content, does not have the attribute.
 
     Returns:
-        None when the layer got something else, or no mask.
+        None if the layer received another tensor, or no mask.
     """
     window: float | None = getattr(mask, _WINDOW, None)
     return window

@@ -86,7 +86,7 @@ def assemble_around(
         model: in evaluation mode, with our attention function; changed in place: heads are reordered, linear
             weights packed on CPU, and rotary frequencies that depend on the text's length stay those of
             the longest request.
-        config: its path and dtype are not looked at, nor is the model that its head pattern was made for.
+        config: its path and dtype are not used, nor is the model that its head pattern was made for.
 
     Raises:
         ValueError: the model cannot be served, or the configuration does not fit it or this machine.
@@ -153,7 +153,7 @@ def _trimming(config: EngineConfig, runner: Runner) -> Callable[[StepPlan], int]
 
 
 def _first_device(device: torch.device, runtime: DeviceRuntime) -> torch.device:
-    """Where a model is looked over: on the host where the device would compile every operator of it."""
+    """Return the device to probe a model on: the host, if the device would compile every operator."""
     return torch.device("cpu") if runtime.compiles_operators else device
 
 
@@ -188,7 +188,7 @@ def layer_spec(
     impl: Implementation,
     softmax: Softmax = Softmax.EXACT,
 ) -> LayerSpec:
-    """What the kernels need to know of a layer whose heads are in groups."""
+    """Return the kernels' description of a layer whose heads are in groups."""
     return LayerSpec(
         groups=groups,
         group_size=layer.call.num_heads // layer.call.num_kv_heads,
@@ -220,7 +220,7 @@ def _make_executor(
 
 
 def _lazy_mode(config: EngineConfig) -> bool | None:
-    """The mode of HPU that the capture backend needs; None where the user's environment decides."""
+    """Return the mode of HPU that the capture backend needs; None if the user's environment decides."""
     backend = config.graph.backend
     name = backend if isinstance(backend, str) else backend.name
     return {"hpu-graph": True, "hpu-compile": False}.get(name)
@@ -247,7 +247,7 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
 
 
 def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> DeviceBudget:
-    """The memory of the device once so many more bytes of weights are there."""
+    """Return the memory of the device once ``num_coming`` more bytes of weights are there."""
     return DeviceBudget(
         runtime.total_bytes(),
         runtime.used_bytes() + num_coming,

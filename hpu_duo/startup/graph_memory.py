@@ -15,7 +15,7 @@ from hpu_duo.startup.sizes import StepSizes
 
 
 class WorkingMemory(Enum):
-    """Where a graph has the intermediates of its step.
+    """Memory of the intermediates of a graph's step.
 
     ``NONE``: they are allocated in each step. ``SHARED``: in a pool as large as the largest graph needs.
     ``OWN``: each graph keeps its own.
@@ -28,12 +28,12 @@ class WorkingMemory(Enum):
 
 @dataclass(frozen=True)
 class Kept:
-    """What one kind of graph keeps beside its results.
+    """Memory that one kind of graph keeps beside its results.
 
     Attributes:
-        code_bytes: for the code of one unit.
-        is_per_kind: a unit is a kind of layer, captured apart; otherwise the whole step is one.
-        working: where intermediates are.
+        code_bytes: bytes of the code of one unit.
+        is_per_kind: whether each kind of layer is a unit, captured on its own; else the whole step is one.
+        working: memory of intermediates.
     """
 
     code_bytes: int
@@ -53,10 +53,10 @@ KEPT = {
     "hpu-compile": Kept(0, False, WorkingMemory.OWN),
     "hpu-graph": Kept(0, False, WorkingMemory.OWN),
 }
-"""By the name of the capture backend."""
+"""Memory by the name of the capture backend."""
 
 UNKNOWN = Kept(0, False, WorkingMemory.OWN)
-"""Of a backend that is not known: the worst of those that are."""
+"""Memory of an unknown backend: the worst of the known ones."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class GraphMemory:
     """The graphs of one model in one backend.
 
     Attributes:
-        kept: of the backend.
-        num_units: what is captured apart: kinds of layers, or one whole step.
-        sizes: of a step.
+        kept: memory of graphs of the backend.
+        num_units: units that are captured on their own: kinds of layers, or one whole step.
+        sizes: sizes of a step.
         max_captured_tokens: longer buckets are run and not captured, so they keep nothing; None = no limit.
     """
 
@@ -80,7 +80,7 @@ class GraphMemory:
         return self.max_captured_tokens is None or shape.query_len <= self.max_captured_tokens
 
     def kept_bytes(self, shape: BatchShape) -> int:
-        """What the graph of one bucket keeps: code, results, and working memory where it has its own."""
+        """Bytes that the graph of one bucket keeps: code, results, and working memory of its own."""
         if not self.captures(shape):
             return 0
         kept = self.kept.code_bytes * self.num_units + self.sizes.output_bytes(shape)
@@ -88,7 +88,7 @@ class GraphMemory:
         return kept + (self.sizes.transient_bytes(shape) if is_own else 0)
 
     def total_bytes(self, buckets: Iterable[BatchShape]) -> int:
-        """What the graphs of all buckets keep, and the pool where they share one."""
+        """Bytes that the graphs of all buckets keep, with the pool if they share one."""
         captured = [bucket for bucket in buckets if self.captures(bucket)]
         is_shared = self.kept.working is WorkingMemory.SHARED
         pool = max(map(self.sizes.transient_bytes, captured), default=0) if is_shared else 0
@@ -96,21 +96,21 @@ class GraphMemory:
 
 
 def staged_bytes(geometry: StepGeometry, largest: BatchShape) -> int:
-    """The device buffer that the inputs of every step are copied to, see ``graphs.DeviceInputs``."""
+    """Bytes of the device buffer that inputs of steps are copied to, see ``graphs.DeviceInputs``."""
     return pack(message_fields(geometry, largest)).num_bytes
 
 
 def plan_with_graphs(
     plan_of: Callable[[int], MemoryPlan], needed_of: Callable[[MemoryPlan], int]
 ) -> MemoryPlan:
-    """The memory plan that leaves free what its own graphs need.
+    """Find the memory plan that leaves enough memory for its own graphs.
 
-    What graphs need depends on the blocks, which buckets may not exceed, and blocks take what graphs leave.
-    The reserve only grows from one plan to the next, so that this ends.
+    The memory of graphs depends on the number of blocks, which bounds the buckets, and the number of blocks
+    on the memory that graphs leave. The reserve only grows from one plan to the next, so that this ends.
 
     Args:
-        plan_of: the plan that leaves some bytes for graphs.
-        needed_of: what the graphs of a plan need; bounded.
+        plan_of: returns the plan that leaves some bytes for graphs.
+        needed_of: returns the bytes that the graphs of a plan need; bounded.
     """
     plan = plan_of(0)
     while (needed := needed_of(plan)) > plan.graph_bytes:

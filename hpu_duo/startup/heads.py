@@ -26,11 +26,11 @@ _log = logging.getLogger(__name__)
 
 
 class HeadAssignment(NamedTuple):
-    """What becomes of the heads of one layer.
+    """Order and groups of the heads of one layer.
 
     Attributes:
-        layout: their order.
-        groups: in this order.
+        layout: order of the heads.
+        groups: groups of heads, in this order.
     """
 
     layout: HeadLayout
@@ -40,7 +40,7 @@ class HeadAssignment(NamedTuple):
 def resolve_pattern(
     heads: HeadConfig, layers: tuple[DecoderLayer, ...], max_len: int, device: torch.device
 ) -> HeadPattern | None:
-    """The binarised head pattern, checked against the model, with as few kinds of layers as were asked for.
+    """Return the binarised head pattern, checked against the model, with at most ``max_layer_kinds``.
 
     Args:
         max_len: tokens of a request.
@@ -50,8 +50,8 @@ def resolve_pattern(
         None when every head is a retrieval head.
 
     Raises:
-        ValueError: the pattern does not fit the model or is not cut, or layers are of more kinds than were
-            asked for whatever their heads are.
+        ValueError: the pattern does not fit the model or is not cut, or the layers have more structures than
+            ``max_layer_kinds``.
     """
     pattern = _binarised(heads, layers)
     return None if pattern is None else _of_few_kinds(pattern, heads.max_layer_kinds, layers, max_len, device)
@@ -110,7 +110,7 @@ def _binarised(heads: HeadConfig, layers: tuple[DecoderLayer, ...]) -> HeadPatte
 
 
 def _structure(layer: DecoderLayer, max_len: int) -> Hashable:
-    """What tells layers apart beside their numbers of heads."""
+    """Return a key that tells layers apart besides their numbers of heads."""
     call = layer.call
     window = call.sliding_window if _has_window(layer, max_len) else None
     attention = (call.num_heads, call.num_kv_heads, call.head_dim, call.scale, call.softcap, window)
@@ -176,6 +176,6 @@ def assign_heads(
 def ring_slack(scheduler: SchedulerConfig) -> int:
     """Slots of a ring beside those of its window.
 
-    The first token that a row decodes in a step still sees what the last one of it replaces.
+    The first token that a row decodes in a step still sees the slot that the last one overwrites.
     """
     return scheduler.decode_len - 1

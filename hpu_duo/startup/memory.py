@@ -1,4 +1,4 @@
-"""How much memory the stores of an engine take."""
+"""Memory of the stores of an engine."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def plan_memory(
     budget: DeviceBudget,
     graph_bytes: int = 0,
 ) -> MemoryPlan:
-    """The sizes of all stores, within the engine's share of the device unless the user has named a size.
+    """Plan the sizes of all stores, within the engine's share of the device unless the user has set a size.
 
     Args:
         heads: of each layer.
         budget: of the device.
-        graph_bytes: how much is set aside for graphs before anything else.
+        graph_bytes: bytes that are set aside for graphs first.
 
     Raises:
-        ValueError: a size that was named does not fit into what is free, or nothing useful into the share.
+        ValueError: the user's size does not fit into the free memory, or no useful size into the share.
     """
     free_bytes = budget.free_bytes - graph_bytes
     kv = tuple(LayerKV(each.groups, layer.call.head_dim) for layer, each in zip(layers, heads))

@@ -17,12 +17,12 @@ from kernels_ref.groups import HeadSizes, PartSizes
 
 _FLOAT32 = 4
 _PARTIAL_COPIES = 4
-"""A partial sum is merged with the next one into a third, and then normalised."""
+"""Copies of a partial sum: it is merged with the next one into a third, and then normalised."""
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The sizes of a model that decide what a step's intermediates take.
+    """The sizes of a model that decide the memory of a step's intermediates.
 
     Attributes:
         hidden_size, vocab_size: of the model.

@@ -24,12 +24,12 @@ from kernels_ref import Implementation, LayerSpec
 
 
 class StepTables:
-    """Which buckets an engine has, as a function of its memory plan.
+    """The buckets of an engine, as a function of its memory plan.
 
     Args:
         specs: of the layers.
-        max_len: tokens of a request, as far as the model goes.
-        is_padding: steps are padded to buckets even if the backend captures nothing.
+        max_len: most tokens of a request that the model allows.
+        is_padding: whether steps are padded to buckets even if the backend captures nothing.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepTables:
         self._made: dict[StepLimits, BucketTable] = {}
 
     def limits(self, memory: MemoryPlan) -> StepLimits:
-        """What the scheduler can ask for."""
+        """Return the limits of steps."""
         return resolve_limits(self.config.scheduler, memory, self._max_len)
 
     def table(self, memory: MemoryPlan) -> BucketTable:
@@ -76,7 +76,7 @@ class StepTables:
         return StepGeometry.of(self.limits(memory))
 
     def largest(self, memory: MemoryPlan) -> BatchShape:
-        """The shape that the staged inputs must hold: whatever is reachable, and every bucket."""
+        """The shape that the staged inputs must hold: every reachable shape, and every bucket."""
         limits, table = self.limits(memory), self.table(memory)
         return limits.largest if not len(table) else limits.largest | table.envelope
 
@@ -100,13 +100,13 @@ class StepTables:
 
 
 def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> StepLimits:
-    """Return the limits of steps: the wishes, once it is known what the stores hold.
+    """Resolve the limits of steps, from the user's settings and the sizes of the stores.
 
     Args:
-        max_len: tokens of a request, as far as the model goes.
+        max_len: most tokens of a request that the model allows.
 
     Raises:
-        ValueError: the blocks do not hold the ``max_model_len`` that was asked for.
+        ValueError: the blocks do not hold the user's ``max_model_len``.
     """
     return StepLimits(
         max_num_seqs=scheduler.max_num_seqs,
@@ -121,10 +121,10 @@ def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int)
 
 
 def check_table(table: BucketTable, limits: StepLimits) -> None:
-    """A bucket may not point beyond the stores; one with more query tokens than a step has is allowed.
+    """Check that no bucket exceeds the stores; more query tokens than a step can have are allowed.
 
     Raises:
-        ValueError: one does.
+        ValueError: a bucket does.
     """
     for bucket in table:
         if bucket.num_unique_blocks > limits.max_unique_blocks or bucket.num_logits > limits.max_num_seqs:
@@ -142,7 +142,7 @@ def default_table(limits: StepLimits, specs: Sequence[LayerSpec], text_config: A
 
 
 def model_cost(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any) -> CostFunction:
-    """What a step of this model costs with its kernels, by which buckets are ranked."""
+    """Return the cost function of steps of this model with its kernels, which ranks buckets."""
     first = specs[0]
     if first.impl is Implementation.SDPA:
         return SkippingCost(text_config.vocab_size / (12 * text_config.hidden_size * len(specs)))
@@ -157,7 +157,7 @@ def model_cost(limits: StepLimits, specs: Sequence[LayerSpec], text_config: Any)
 
 
 def _held_len(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> int:
-    """``max_len``, or what the blocks hold when the user left the length open."""
+    """Return ``max_len``, or fewer tokens if the blocks hold less and the user left the length open."""
     held = memory.max_tokens
     # The last token of a request is sampled and never cached.
     if held is None or max_len <= held + 1:
