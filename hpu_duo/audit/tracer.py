@@ -28,8 +28,8 @@ _INDEX_SOURCES = ("indices", "moe-routing")
 class Severity(str, Enum):
     """Severity of a finding.
 
-    ``FORBIDDEN``: an HPU does it badly, wrongly or not at all. ``NOTE``: it breaks a rule of this project, but
-    public sources show that an HPU does it.
+    ``FORBIDDEN``: an HPU does it badly, wrongly or not at all. ``NOTE``: it breaks a rule of this project,
+    but public sources show that an HPU does it.
     """
 
     FORBIDDEN = "forbidden"
