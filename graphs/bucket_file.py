@@ -97,21 +97,6 @@ def write_table(path: str | Path, buckets: Iterable[BatchShape], comment: str = 
     replace_file(path, "\n".join([*heading, *map(str, buckets)]) + "\n")
 
 
-def read_gaudi_buckets(path: str | Path) -> tuple[GaudiBucket, ...]:
-    """The distinct buckets of a vllm-gaudi file, in order of first mention.
-
-    Entries are parsed, never run.
-
-    Raises:
-        ValueError: the file cannot be read, has no entry, or has a line that is not one; the message names
-            the line.
-    """
-    lines = list(_entries(path))
-    if not lines:
-        raise ValueError(f"expected at least one bucket in {path}, found none")
-    return _gaudi_buckets(path, lines)
-
-
 def write_gaudi_buckets(path: str | Path, buckets: Iterable[GaudiBucket], comment: str = "") -> None:
     """Write a file that ``VLLM_BUCKETING_FROM_FILE`` takes: one precise entry a line, each once."""
     heading = [f"# {line}".rstrip() for line in comment.splitlines()]

@@ -116,11 +116,6 @@ class DeviceInputs:
         self._pinned = torch.zeros(num_items, dtype=torch.int32, pin_memory=True) if self._is_cuda else None
         self._views_of = lru_cache(_MAX_CACHED_BUCKETS)(partial(_device_views, self._items, shapes_of))
 
-    @property
-    def capacity_bytes(self) -> int:
-        """Size of the device buffer."""
-        return self._items.nbytes
-
     def layout(self, bucket: BatchShape) -> Layout:
         """Return the places of the fields of a bucket in its array."""
         return self._views_of(bucket).layout

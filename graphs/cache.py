@@ -1,7 +1,7 @@
 """Executables by bucket, what to do when no bucket fits, and counts of both."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -108,11 +108,6 @@ class GraphCache:
         return self._table
 
     @property
-    def is_warm(self) -> bool:
-        """Whether every planned bucket has been captured, or run where it is too long for that."""
-        return all(map(self._is_ready, self._planned))
-
-    @property
     def counters(self) -> GraphCounters:
         """A snapshot, which later steps leave as it is."""
         return GraphCounters(
@@ -204,48 +199,33 @@ class GraphCache:
 
     def warm_up(
         self,
+        bucket: BatchShape,
         fn_of: Callable[[BatchShape], Callable[[Inputs], Any]],
         make_inputs: Callable[[BatchShape], Inputs],
-        shapes: Iterable[BatchShape] | None = None,
-        progress: Callable[[int, int, BatchShape], None] | None = None,
-    ) -> int:
-        """Capture buckets ahead of traffic by running them; those already captured are left alone.
+    ) -> bool:
+        """Capture a bucket ahead of traffic by running it; one that is too long for that is run as well.
 
-        Buckets too long to be captured are run as well: their operators may have to be compiled.
-
-        By default the most expensive bucket comes first, so that what does not fit in memory fails at
-        once and the rest reuses its allocations.
+        Its operators may have to be compiled.
 
         Args:
-            fn_of: the step at a bucket, as given to ``run`` later.
+            fn_of: the step at the bucket, as given to ``run`` later.
             make_inputs: inputs that are safe to run: they touch the trash block and trash row only.
-            shapes: buckets to capture, in this order; default all of the table.
-            progress: called after each bucket with (done, total, bucket).
 
         Returns:
-            The number of buckets captured, or run where they are too long for that.
+            False for a bucket that has been captured or run before, which is left alone.
 
         Raises:
             ValueError: a shape that is no bucket.
         """
-        buckets = tuple(reversed(self._table.by_cost)) if shapes is None else tuple(shapes)
-        unknown = [str(bucket) for bucket in buckets if bucket not in self._table]
-        if unknown:
-            raise ValueError(f"expected buckets of the table to warm up, got {', '.join(unknown)}")
-        num_new = 0
-        for done, bucket in enumerate(buckets, start=1):
-            if not self._is_ready(bucket):
-                fn, inputs = fn_of(bucket), make_inputs(bucket)
-                self._run_first(bucket, fn, inputs)
-                for _ in range(1, self.backend.num_first_runs if self.captures(bucket) else 1):
-                    self.run_uncounted(bucket, fn, inputs)
-                num_new += 1
-            if progress is not None:
-                progress(done, len(buckets), bucket)
-        return num_new
-
-    def _is_ready(self, bucket: BatchShape) -> bool:
-        return bucket in self._executables or bucket in self._run_before
+        if bucket not in self._table:
+            raise ValueError(f"expected a bucket of the table to warm up, got {bucket}")
+        if bucket in self._executables or bucket in self._run_before:
+            return False
+        fn, inputs = fn_of(bucket), make_inputs(bucket)
+        self._run_first(bucket, fn, inputs)
+        for _ in range(1, self.backend.num_first_runs if self.captures(bucket) else 1):
+            self.run_uncounted(bucket, fn, inputs)
+        return True
 
     def _run_first(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
         """Run a bucket without an executable, which has one afterwards unless it is too long for that."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,6 @@ class ShapeRecorder:
         tail = os.pread(self._file, 4096, max(0, size - 4096))
         if tail and not tail.endswith(b"\n"):
             os.ftruncate(self._file, size - len(tail) + tail.rfind(b"\n") + 1)
-
-
-def write_shapes(path: str | Path, counts: Mapping[BatchShape, int]) -> None:
-    """Write a recording in one piece, a line for each shape."""
-    Path(path).write_bytes(b"".join(_line(shape, count) for shape, count in counts.items()))
 
 
 def read_shapes(*paths: str | Path) -> dict[BatchShape, int]:

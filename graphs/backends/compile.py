@@ -44,11 +44,6 @@ class CompileBackend:
         self._guards = guards
         self._regions: dict[tuple[BatchShape, Hashable], Callable[..., object]] = {}
 
-    @property
-    def num_regions(self) -> int:
-        """Functions handed out so far; each is compiled at its first call."""
-        return len(self._regions)
-
     def problem(self, device: torch.device) -> str | None:
         """Why the compiler cannot build code for ``device``, or None."""
         if self._compiler != "inductor":

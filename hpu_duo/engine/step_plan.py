@@ -65,16 +65,6 @@ class StepPlan:
         return sum(row.num_new_tokens for row in self.rows)
 
     @cached_property
-    def num_decode_rows(self) -> int:
-        """Leading rows with up to ``decode_len`` new tokens."""
-        return sum(row.num_new_tokens <= self.decode_len for row in self.rows)
-
-    @cached_property
-    def num_chunk_rows(self) -> int:
-        """Prompt rows with older context; they follow the decode rows."""
-        return sum(row.num_new_tokens > self.decode_len and row.start > 0 for row in self.rows)
-
-    @cached_property
     def sampled_rows(self) -> tuple[ScheduledRow, ...]:
         """The rows that want tokens, in row order."""
         return tuple(row for row in self.rows if row.wants_token)

@@ -49,7 +49,7 @@ class StepWarmUp:
         executor = self._executor
         # As in a step: what a lazy device has collected is built before the caller goes on.
         with executor.runtime.step():
-            return executor.graphs.warm_up(executor.step_of, self._padding, [bucket]) > 0
+            return executor.graphs.warm_up(bucket, executor.step_of, self._padding)
 
     @torch.inference_mode()
     def finish(self, captured: Iterable[BatchShape]) -> None:

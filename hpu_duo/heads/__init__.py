@@ -4,7 +4,7 @@ from hpu_duo.heads.binarise import Balance, TieBreak
 from hpu_duo.heads.counts import CountRule, fewest_promotions
 from hpu_duo.heads.layout import HeadLayout
 from hpu_duo.heads.pattern import HeadPattern
-from hpu_duo.heads.permute import permute_heads, restore_heads
+from hpu_duo.heads.permute import permute_heads
 
 __all__ = [
     "Balance",
@@ -14,5 +14,4 @@ __all__ = [
     "TieBreak",
     "fewest_promotions",
     "permute_heads",
-    "restore_heads",
 ]

@@ -4,7 +4,6 @@ Legend: H query heads, K KV heads, G = H / K query heads that share a KV head (q
     G).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,17 +67,3 @@ class HeadLayout:
         """H old query head numbers; ``query_order[new] = old``. Groups move as a whole."""
         size = self.group_size
         return tuple(kv_head * size + member for kv_head in self.kv_order for member in range(size))
-
-    @cached_property
-    def kv_inverse(self) -> tuple[int, ...]:
-        """K new KV head numbers; ``kv_inverse[old] = new``."""
-        return _inverse(self.kv_order)
-
-    @cached_property
-    def query_inverse(self) -> tuple[int, ...]:
-        """H new query head numbers; ``query_inverse[old] = new``."""
-        return _inverse(self.query_order)
-
-
-def _inverse(order: Sequence[int]) -> tuple[int, ...]:
-    return tuple(np.argsort(np.asarray(order)).tolist())

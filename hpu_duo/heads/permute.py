@@ -115,27 +115,6 @@ def permute_heads(
         setattr(module, ORDER_ATTRIBUTE, layout.kv_order)
 
 
-def restore_heads(
-    attentions: Sequence[nn.Module],
-    layouts: Sequence[HeadLayout],
-    head_dim: int | Sequence[int],
-    *,
-    fused_rows: FusedRows | None = None,
-) -> None:
-    """Undo ``permute_heads`` of the same arguments bit by bit; ValueError for a module not in that order."""
-    moving = [part for part in _pair(attentions, layouts, head_dim) if not part[1].is_identity]
-    moves: list[_Move] = []
-    for module, layout, size in moving:
-        order = getattr(module, ORDER_ATTRIBUTE, None)
-        if order != layout.kv_order:
-            raise ValueError(f"expected {_name(module)} in the head order {layout.kv_order}, got {order}")
-        moves += _plan(module, _orders(layout.query_inverse, layout.kv_inverse, size), fused_rows)
-    for move in moves:
-        move.apply()
-    for module, _, _ in moving:
-        delattr(module, ORDER_ATTRIBUTE)
-
-
 def _pair(
     attentions: Sequence[nn.Module], layouts: Sequence[HeadLayout], head_dim: int | Sequence[int]
 ) -> list[tuple[nn.Module, HeadLayout, int]]:

@@ -188,11 +188,6 @@ class MemoryPlan:
         return (self.num_blocks + 1) * self.block_bytes + (self.max_num_seqs + 1) * self.row_bytes
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes of all KV tensors and of what is left free for graphs."""
-        return self.total_bytes + self.graph_bytes
-
-    @property
     def max_tokens(self) -> int | None:
         """Tokens that all blocks together hold; None when no head needs blocks, so nothing bounds them."""
         return self.num_blocks * self.block_size if self.uses_blocks else None

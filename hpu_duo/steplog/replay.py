@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -50,15 +49,12 @@ class ReplayReport:
     versions: tuple[str, ...]
 
 
-def replay(
-    engine: Engine, model: str | Path, log: StepLog, progress: Callable[[int], None] | None = None
-) -> ReplayReport:
+def replay(engine: Engine, model: str | Path, log: StepLog) -> ReplayReport:
     """Run recorded steps and compare their tokens.
 
     Args:
         engine: without requests; its stores are overwritten.
         model: the checkpoint that it was loaded from.
-        progress: called after each step with its number.
 
     Raises:
         ValueError: the engine is of another model, head pattern, dtype or layout, or has requests.
@@ -79,8 +75,6 @@ def replay(
             for place in np.flatnonzero((got != step.token_ids) & ~is_hosted).tolist():
                 row, expected = int(message.sampled[place]), int(step.token_ids[place])
                 differences.append(Difference(number, row, expected, int(got[place])))
-            if progress is not None:
-                progress(number)
     versions = tuple(differing_versions(log.origin, engine))
     return ReplayReport(number, num_tokens, num_hosted, tuple(differences), versions)
 

@@ -62,19 +62,9 @@ class Counts:
         return self._most(lambda tally: sum(tally.graphs.values()))
 
     @property
-    def num_recompiles(self) -> int:
-        """Graphs compiled again, or captured after warm-up."""
-        return self._most(lambda tally: sum(tally.recompiles.values()))
-
-    @property
     def num_fallbacks(self) -> int:
         """Operators run on the host's CPU."""
         return self._most(lambda tally: sum(tally.fallbacks.values()))
-
-    @property
-    def num_misses(self) -> int:
-        """Shapes that no bucket held."""
-        return self._most(lambda tally: tally.misses)
 
     @property
     def findings(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import Result
 
 from graphs import StepLimits
-from graphs.bucket_file import read_gaudi_buckets, read_table
+from graphs.bucket_file import read_table
 from graphs.planner import Traffic
 from graphs.recording import read_shapes
 from hpu_duo.llm import HPUDuoModel
@@ -48,7 +48,8 @@ def test_a_config_alone_gives_a_table_that_holds_everything(hpu_duo: Run, config
             max_chunk_rows=1,
         ).largest
     )
-    assert read_gaudi_buckets(gaudi_out)
+    assert gaudi_out.read_text().splitlines()[-1].startswith("(")
+    assert read_table(gaudi_out)
 
 
 def test_a_recording_makes_a_table_that_serves_the_same_prompts(

@@ -118,38 +118,27 @@ def test_running_a_shape_that_was_not_resolved_is_refused(policy: MissPolicy) ->
         cache.run(OUTSIDE, total, make_inputs(OUTSIDE))
 
 
-def test_warm_up_captures_every_bucket_once_and_the_most_expensive_first() -> None:
+def test_warm_up_captures_a_bucket_once_and_counts_no_run() -> None:
     cache, backend = make_cache()
-    seen: list[tuple[int, int, BatchShape]] = []
-    assert not cache.is_warm
-    warmed = cache.warm_up(lambda _: total, make_inputs, progress=lambda *event: seen.append(event))
-    assert warmed == 3
-    assert cache.is_warm
-    assert backend.captured == list(reversed(TABLE.by_cost))
-    assert seen == [(i, 3, bucket) for i, bucket in enumerate(backend.captured, start=1)]
-    assert cache.warm_up(lambda _: total, make_inputs) == 0
+    for is_new in (True, False):
+        assert [cache.warm_up(bucket, lambda _: total, make_inputs) for bucket in TABLE] == [is_new] * 3
+    assert backend.captured == list(TABLE)
     counters = cache.counters
     assert (counters.captures, counters.hits, counters.late_captures) == (3, 0, 0)
     assert counters.runs == {}
 
 
-def test_warm_up_of_some_buckets_leaves_the_cache_cold() -> None:
-    cache, backend = make_cache()
-    cache.warm_up(lambda _: total, make_inputs, [B8, PREFILL])
-    assert backend.captured == [B8, PREFILL]
-    assert not cache.is_warm
-
-
 def test_warm_up_of_a_shape_outside_the_table_is_refused() -> None:
     cache, backend = make_cache()
-    with pytest.raises(ValueError, match="expected buckets of the table to warm up, got --u/q20"):
-        cache.warm_up(lambda _: total, make_inputs, [B8, OUTSIDE])
+    with pytest.raises(ValueError, match="expected a bucket of the table to warm up, got --u/q20"):
+        cache.warm_up(OUTSIDE, lambda _: total, make_inputs)
     assert backend.captured == []
 
 
 def test_a_planned_bucket_captured_after_sealing_counts_as_late() -> None:
     cache, _ = make_cache(MissPolicy.CAPTURE)
-    cache.warm_up(lambda _: total, make_inputs, [B16, PREFILL])
+    for bucket in (B16, PREFILL):
+        cache.warm_up(bucket, lambda _: total, make_inputs)
     cache.seal()
     for shape in (B8, OUTSIDE, B8):
         bucket = cache.resolve(shape)
@@ -200,8 +189,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def warm(self) -> None:
-        self.cache.warm_up(lambda _: total, make_inputs)
-        assert self.cache.is_warm
+        for bucket in self.cache.table:
+            self.cache.warm_up(bucket, lambda _: total, make_inputs)
+        assert set(self.backend.captured) == set(self.cache.table)
 
     @rule()
     def seal(self) -> None:
@@ -254,11 +244,10 @@ def test_warm_up_runs_a_bucket_beyond_the_limit_once_and_a_sealed_cache_has_noth
         ran.append(bucket)
         return make_inputs(bucket)
 
-    assert cache.warm_up(lambda bucket: total, make) == 3
-    assert cache.warm_up(lambda bucket: total, make) == 0
+    for is_new in (True, False):
+        assert [cache.warm_up(bucket, lambda bucket: total, make) for bucket in TABLE] == [is_new] * 3
     assert sorted(ran) == sorted(TABLE)
     assert backend.captured == [B8]
-    assert cache.is_warm
     cache.seal()
     cache.run(PREFILL, total, make_inputs(PREFILL))
     assert (cache.counters.captures, cache.counters.late_captures, cache.counters.bypasses) == (1, 0, 1)
@@ -302,7 +291,8 @@ def test_warm_up_leaves_nothing_of_a_replayed_step_to_be_written_later() -> None
         num_calls += 1
         return inputs["token_ids"] * 2
 
-    cache.warm_up(lambda bucket: doubled, make_inputs)
+    for bucket in cache.table:
+        cache.warm_up(bucket, lambda bucket: doubled, make_inputs)
     assert num_calls == 2 * len(TABLE)
     bucket = cache.resolve(BatchShape.parse("--u/q5/s0/u2/l5"))
     assert cache.run(bucket, doubled, make_inputs(bucket)).tolist() == [0, 2, 4, 6, 8, 10, 12, 14]

@@ -31,14 +31,6 @@ def test_query_heads_stay_with_their_kv_head(groups: list[int], group_size: int)
         assert old % group_size == new % group_size
 
 
-@given(groups=GROUPS, group_size=st.integers(1, 4))
-def test_the_inverse_puts_every_head_back(groups: list[int], group_size: int) -> None:
-    layout = HeadLayout.by_group(np.array(groups), len(groups) * group_size)
-
-    assert [layout.kv_order[new] for new in layout.kv_inverse] == list(range(len(groups)))
-    assert [layout.query_order[new] for new in layout.query_inverse] == list(range(layout.num_heads))
-
-
 @given(groups=GROUPS)
 def test_the_layout_is_the_identity_exactly_when_groups_are_in_order(groups: list[int]) -> None:
     layout = HeadLayout.by_group(np.array(groups), len(groups))

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hpu_duo.heads import HeadLayout, HeadPattern, permute_heads, restore_heads
+from hpu_duo.heads import HeadLayout, HeadPattern, permute_heads
 
 H, K, D, E = 8, 4, 12, 24
 SIZES: dict[str, Any] = {
@@ -88,10 +88,6 @@ def test_logits_stay_the_same_and_weights_can_be_restored(name: str) -> None:
     permute_heads(attentions, layouts, D)
     assert any(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
     torch.testing.assert_close(logits_of(model), logits, rtol=1e-5, atol=1e-5)
-
-    restore_heads(attentions, layouts, D)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    permute_heads(attentions, layouts, D)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -151,7 +151,8 @@ def test_every_request_gets_its_tokens_once_and_no_step_exceeds_the_limits(
         assert step.bucket == step.shape
         assert 0 < len(step.plan.rows) <= limits.max_num_seqs
         assert step.plan.num_tokens == step.shape.query_len <= limits.max_num_batched_tokens
-        assert step.plan.num_chunk_rows <= limits.max_chunk_rows
+        chunks = [row for row in step.plan.rows if row.num_new_tokens > limits.decode_len and row.start > 0]
+        assert len(chunks) <= limits.max_chunk_rows
         assert scheduler.leases.blocks.num_used <= limits.num_blocks
         # Time passes only while somebody is served, or until somebody comes.
         assert step.start == busy_until or step.start in arrived.values()

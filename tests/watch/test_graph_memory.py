@@ -79,7 +79,7 @@ def test_the_plan_leaves_free_what_its_own_graphs_need(free: int, per_block: int
 
     plan = plan_with_graphs(plan_of, needed_of)
     assert needed_of(plan) <= plan.graph_bytes <= bound
-    assert plan.device_bytes == plan.total_bytes + plan.graph_bytes <= max(free, smallest + bound)
+    assert plan.total_bytes + plan.graph_bytes <= max(free, smallest + bound)
 
 
 def load(tiny: Tiny, free: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> MemoryPlan:

@@ -3,14 +3,7 @@ from pathlib import Path
 import pytest
 
 from graphs import BatchShape, StepCost
-from graphs.bucket_file import (
-    GaudiBucket,
-    from_shape,
-    read_gaudi_buckets,
-    read_table,
-    write_gaudi_buckets,
-    write_table,
-)
+from graphs.bucket_file import GaudiBucket, from_shape, read_table, write_gaudi_buckets, write_table
 
 GAUDI_FILE = """# prompts
 (1, 2048, 0)
@@ -34,11 +27,14 @@ def test_a_table_survives_being_written_and_read(tmp_path: Path) -> None:
 def test_the_three_spellings_of_the_gaudi_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / "buckets.txt"
     path.write_text(GAUDI_FILE)
-    buckets = read_gaudi_buckets(path)
     prompts = [(1, 2048, 0), *((1, q, n) for q in (256, 512) for n in (0, 4, 8))]
-    assert [tuple(bucket) for bucket in buckets] == [*prompts, (64, 1, 1024), (1, 1, 256), (1, 1, 384)]
+    sizes = [*prompts, (64, 1, 1024), (1, 1, 256), (1, 1, 384)]
+    buckets = [GaudiBucket(*each) for each in sizes]
+    table = read_table(path).buckets
+    assert set(table) == {bucket.to_shape() for bucket in buckets}
     write_gaudi_buckets(path, [*buckets, buckets[0]], "again")
-    assert read_gaudi_buckets(path) == buckets
+    assert path.read_text().splitlines() == ["# again", *map(str, sizes)]
+    assert read_table(path).buckets == table
 
 
 def test_a_gaudi_file_is_a_table(tmp_path: Path) -> None:
@@ -93,9 +89,8 @@ def test_shapes_go_back_to_the_buckets_that_serve_their_parts(
 def test_nonsense_in_a_gaudi_file_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "buckets.txt"
     path.write_text(f"# comment\n(1, 1, 1)\n{line}\n")
-    for read in (read_gaudi_buckets, read_table):
-        with pytest.raises(ValueError, match=r"buckets\.txt, line 3: expected"):
-            read(path)
+    with pytest.raises(ValueError, match=r"buckets\.txt, line 3: expected"):
+        read_table(path)
 
 
 def test_a_bad_line_of_a_table_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -114,4 +109,4 @@ def test_files_without_buckets_are_refused(tmp_path: Path) -> None:
         read_table(path)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="it is not text"):
-        read_gaudi_buckets(path)
+        read_table(path)

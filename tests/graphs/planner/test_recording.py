@@ -5,9 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import BatchShape
-from graphs.recording import ShapeRecorder, read_shapes, write_shapes
+from graphs.recording import ShapeRecorder, read_shapes
 
 DECODE, CHUNK = BatchShape.parse("--u/q4/s0/u40/l4"), BatchShape.parse("cs-/q64/s8/u0/l1")
+
+
+def record(path: Path, counts: dict[BatchShape, int]) -> None:
+    with ShapeRecorder(path) as recorder:
+        for shape, count in counts.items():
+            recorder.add(shape, count)
 
 
 def test_recordings_are_counted_and_appended_to(tmp_path: Path) -> None:
@@ -34,7 +40,7 @@ def test_a_line_cut_short_anywhere_is_left_out_and_then_removed(
     tmp_path_factory: pytest.TempPathFactory, cut: int
 ) -> None:
     path = tmp_path_factory.mktemp("recording") / "shapes.jsonl"
-    write_shapes(path, {DECODE: 1, CHUNK: 2})
+    record(path, {DECODE: 1, CHUNK: 2})
     whole = path.read_bytes()
     kept = whole[: min(cut, len(whole))]
     path.write_bytes(kept)
@@ -48,8 +54,8 @@ def test_a_line_cut_short_anywhere_is_left_out_and_then_removed(
 
 def test_several_recordings_are_added_up(tmp_path: Path) -> None:
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    write_shapes(paths[0], {DECODE: 1})
-    write_shapes(paths[1], {DECODE: 2, CHUNK: 1})
+    record(paths[0], {DECODE: 1})
+    record(paths[1], {DECODE: 2, CHUNK: 1})
     assert read_shapes(*paths) == {DECODE: 3, CHUNK: 1}
 
 
