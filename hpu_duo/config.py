@@ -29,10 +29,11 @@ class ModelConfig:
         path: directory of a transformers checkpoint.
         device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.sim``).
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        attention: "auto", "reference", "sdpa" or "triton"; "auto" is "sdpa" on CPU where the model allows
-            it, and "triton" on CUDA where Triton is installed.
+        attention: "auto", "reference", "sdpa", "triton" or "hpu"; "auto" is "sdpa" on CPU where the model
+            allows it, "triton" on CUDA where Triton is installed, and "hpu" on HPU where one of its fused
+            operators passes a trial.
         softmax: "exact", scores and exponentials in float32; or "fast", in bfloat16 for models in bfloat16,
-            for attention "reference".
+            for attention "reference" and "hpu".
         pack_weights: lay linear weights out once (bfloat16 on CPU): in panels for our own kernel where the
             CPU has AVX512-BF16, elsewhere for oneDNN; None = where possible.
     """
@@ -45,7 +46,7 @@ class ModelConfig:
     pack_weights: bool | None = None
 
     def __post_init__(self) -> None:
-        _one_of("attention", self.attention, ("auto", "reference", "sdpa", "triton"))
+        _one_of("attention", self.attention, ("auto", "reference", "sdpa", "triton", "hpu"))
         _one_of("softmax", self.softmax, ("exact", "fast"))
         if not isinstance(self.path, str | PathLike):
             raise ValueError(f"expected path to be a directory, got {type(self.path).__name__}")

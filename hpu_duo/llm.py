@@ -119,7 +119,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             dtype, torch_dtype: "auto", "float32", "bfloat16" or "float16"; two names of one argument.
             revision: branch, tag or commit of a model of the hub.
             trust_remote_code: False; code of a checkpoint is never run.
-            attention: "auto", "reference", "sdpa" or "triton".
+            attention: "auto", "reference", "sdpa", "triton" or "hpu".
             softmax, pack_weights: see ``ModelConfig``.
             max_model_len: tokens of prompt and output; None = what model and cache hold. Rotary frequencies
                 that depend on a text's length are those of this length.

@@ -1,6 +1,7 @@
 """Attention as partial triples: reference implementations and the composition of one layer."""
 
 from kernels_ref.groups import Blocks, GroupKind, HeadGroup, Owner, Rings
+from kernels_ref.hpu.operators import FusedOperators
 from kernels_ref.impl import Implementation
 from kernels_ref.partial import FLOOR, Partial, empty, merge, normalise
 from kernels_ref.scoring import Scoring, Softmax
@@ -11,6 +12,7 @@ from kernels_ref.units import KVUnits, NewKV, UnitLayout, as_units, of_stores
 __all__ = [
     "FLOOR",
     "Blocks",
+    "FusedOperators",
     "GroupKind",
     "HeadGroup",
     "Implementation",

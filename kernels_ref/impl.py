@@ -1,4 +1,4 @@
-"""Implementations of the kernels that compute the parts."""
+"""Which kernels compute the parts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from bias_builders import Window
+from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.partial import Partial
 from kernels_ref.scoring import Scoring
 from kernels_ref.step import StepTensors
@@ -18,18 +19,21 @@ if TYPE_CHECKING:
 
 
 class Implementation(str, Enum):
-    """``reference``: portable torch. ``sdpa``: torch's fused CPU attention. ``triton``: CUDA kernels."""
+    """``reference``: portable torch. ``sdpa``: torch's fused CPU attention. ``triton``: CUDA kernels.
+    ``hpu``: the fused operators of Gaudi's software.
+    """
 
     REFERENCE = "reference"
     SDPA = "sdpa"
     TRITON = "triton"
+    HPU = "hpu"
 
 
 class Kernels(Protocol):
     """The parts; see ``kernels_ref.reference`` for what each one computes.
 
-    An implementation reads stores through ``KVUnits``, and visibility from the step: leading slots where
-    positions lie in order, else an interval of positions for each query.
+    Whatever an implementation reads of a store it takes from ``KVUnits``, and what tokens see of it from the
+    step: leading slots where positions lie in order, else an interval of positions for each query.
     """
 
     def causal(
@@ -87,8 +91,12 @@ class Kernels(Protocol):
         ...
 
 
-def kernels(impl: Implementation) -> Kernels:
-    """The module that implements the parts; optional packages are imported only here."""
+def kernels(impl: Implementation, operators: FusedOperators = NO_OPERATORS) -> Kernels:
+    """Return what implements the parts; optional packages are imported only here.
+
+    Args:
+        operators: those that ``hpu`` calls.
+    """
     match impl:
         case Implementation.REFERENCE:
             from kernels_ref import reference
@@ -102,3 +110,7 @@ def kernels(impl: Implementation) -> Kernels:
             from kernels_ref.triton import parts
 
             return parts
+        case Implementation.HPU:
+            from kernels_ref.hpu.parts import FusedKernels
+
+            return FusedKernels(operators)

@@ -13,7 +13,8 @@ import torch
 FLOOR = -1.0e30
 """Score of a hidden key, and the max of an empty partial: finite in float32 and bfloat16."""
 
-_SEEN = FLOOR / 2
+SEEN = FLOOR / 2
+"""Bound that the largest score of a query is above if the query sees a key."""
 
 
 class Partial(NamedTuple):
@@ -31,14 +32,14 @@ class Partial(NamedTuple):
 
 
 def empty(q_QKGD: torch.Tensor) -> Partial:
-    """Return the partial of queries that see no key: neutral in ``merge``, zero in ``normalise``."""
+    """What queries see that see nothing: neutral in ``merge``, zero in ``normalise``."""
     # Contiguous however the queries lie: operators promise it to compilers.
     attn = torch.zeros(q_QKGD.shape, dtype=torch.float32, device=q_QKGD.device)
     return Partial(attn, torch.full_like(attn[..., 0], FLOOR), torch.zeros_like(attn[..., 0]))
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Convert bfloat16 to float32, the dtype of partials."""
+    """Bring bfloat16 to float32, which partials are in."""
     return x.float() if x.dtype == torch.bfloat16 else x
 
 
@@ -61,7 +62,7 @@ def attend(scores: torch.Tensor, visible: torch.Tensor | None, values: torch.Ten
     attn = torch.matmul(weights.to(values.dtype), values).float()
     if visible is not None:
         # With no visible key every hidden one weighs exp(FLOOR - FLOOR) = 1.
-        sees_any = largest > _SEEN
+        sees_any = largest > SEEN
         total = torch.where(sees_any, total, 0.0)
         attn = torch.where(sees_any[..., None], attn, 0.0)
     return Partial(attn, largest, total)
@@ -140,7 +141,7 @@ def finish(
     decode_slot: torch.Tensor,
     sinks_KG: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Merge the partials of tokens and of rows, add sink logits, normalise.
+    """Merge what tokens and what rows have seen, add sink logits, normalise.
 
     Args:
         q_QKGD: the queries, for shape and type of the result.
@@ -149,7 +150,7 @@ def finish(
         decode_slot: place of each token among those, ``L`` for all others, ``[Q]``.
         sinks_KG: attention-sink logits, or None.
     Returns:
-        ``[Q, K, G, D]``, zero for a token that has seen no key.
+        ``[Q, K, G, D]``, zero for a token that has seen nothing.
     """
     if of_rows is not None:
         of_tokens = [*of_tokens, select(of_rows, decode_slot)]

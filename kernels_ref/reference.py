@@ -8,11 +8,13 @@ holds an infinity.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from bias_builders import Window, causal_mask, leading_slots, ring_mask, seen_mask
+from kernels_ref.chunks import shared_chunk, unique_chunk
 from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import FLOOR, Partial, attend, empty, finish, merge, widened
 from kernels_ref.scoring import Scoring, Softmax
@@ -27,48 +29,14 @@ __all__ = ["causal", "finish", "shared_blocks", "shared_rings", "unique_blocks",
 QUERY_SLICE = 512
 """Queries of one slice of the causal part."""
 
-SCORE_BYTES = 64 << 20
-"""Bound of one block of float32 scores: chunks of keys are cut to stay below it."""
+Dense: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Scoring], Partial]
+"""Queries ``[Q, K, G, D]`` against a list of keys and values ``[T, K, D]`` under a mask ``[Q, T]``."""
 
-KEY_BYTES = 16 << 20
-"""Bound of the keys that one chunk of the shared part gathers, so that they do not grow with the context
-where few queries leave room for the scores of many blocks; with values, about the on-chip memory of a
-Gaudi 2."""
+Attend: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", torch.Tensor], Partial]
+"""``kernels_ref.partial.attend``, or another one."""
 
-KEY_SLOTS = 8192
-"""The same bound in slots, for models or ranks with few heads."""
-
-UNIQUE_BYTES = 16 << 20
-"""Bound of what one chunk of whole blocks makes in the unique part."""
-
-
-def shared_chunk(num_query_heads: int, block_size: int, key_bytes: int) -> int:
-    """Blocks that the shared part gathers at a time.
-
-    Args:
-        num_query_heads: query tokens times their heads.
-        key_bytes: of the keys of one block.
-    """
-    score_bytes = 4 * num_query_heads * block_size
-    return max(1, min(SCORE_BYTES // score_bytes, KEY_BYTES // key_bytes, KEY_SLOTS // block_size))
-
-
-def unique_chunk(num_rows: int, num_heads: int, block_size: int, head_dim: int, key_bytes: int) -> int:
-    """Whole blocks that the unique part reads at a time.
-
-    As many as one request of ``KEY_SLOTS`` tokens has, so that a longer one takes no more; or more, while
-    what a chunk makes stays below the tails, one of each row, which are gathered together.
-
-    Args:
-        num_heads: query heads of a row.
-        key_bytes: of the keys of one block.
-    """
-    # Two copies in float32 of each score, of each result, and of what finds the largest score of a row.
-    block_bytes = 8 * num_heads * (block_size + head_dim + num_rows)
-    # Gathered keys, gathered values, and those with unused slots cleared.
-    tail_bytes = 3 * num_rows * key_bytes
-    chunk = max(KEY_SLOTS // block_size, tail_bytes // block_bytes)
-    return max(1, min(UNIQUE_BYTES // block_bytes, chunk))
+AddBlocks: TypeAlias = Callable[[Partial, torch.Tensor, torch.Tensor, torch.Tensor], Partial]
+"""``merge_by_owner``, or another one."""
 
 
 def soften(products: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -89,17 +57,23 @@ def causal(
     t: StepTensors,
     window: Window | None,
     scoring: Scoring,
+    dense: Dense | None = None,
+    query_slice: int | None = None,
 ) -> Partial:
     """Tokens of prompt rows against the new keys of their own row.
 
     Queries are cut into slices. A retrieval slice meets the keys up to its end; a streaming
     slice only the band that its window can reach, plus the sink tokens of the one row that may
     have begun before the band.
+
+    Args:
+        dense, query_slice: how a slice attends, and its queries; None = ``attend_dense``, ``QUERY_SLICE``.
     """
-    num_queries = q_QKGD.shape[0]
+    num_queries, step = q_QKGD.shape[0], query_slice or QUERY_SLICE
+    dense = dense or attend_dense
     parts = []
-    for begin in range(0, num_queries, QUERY_SLICE):
-        end = min(begin + QUERY_SLICE, num_queries)
+    for begin in range(0, num_queries, step):
+        end = min(begin + step, num_queries)
         first = 0 if window is None else max(0, begin - window.recent + 1)
         k_TKD, v_TKD = new.k[first:end], new.v[first:end]
         key_row, key_position = t.causal_row[first:end], t.positions[first:end]
@@ -117,7 +91,7 @@ def causal(
             no_row=t.row_start.shape[0],
             window=window,
         )
-        parts.append(_dense(q_QKGD[begin:end], k_TKD, v_TKD, visible_ST, scoring))
+        parts.append(dense(q_QKGD[begin:end], k_TKD, v_TKD, visible_ST, scoring))
     return parts[0] if len(parts) == 1 else Partial(*(torch.cat(list(x)) for x in zip(*parts)))
 
 
@@ -135,15 +109,26 @@ def _sinks_before(first: int, t: StepTensors, window: Window) -> tuple[torch.Ten
     return torch.clamp(index, max=first - 1), sink_row
 
 
-def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring) -> Partial:
+def shared_blocks(
+    q_QKGD: torch.Tensor,
+    units: KVUnits,
+    t: StepTensors,
+    scoring: Scoring,
+    dense: Dense | None = None,
+    chunk: int | None = None,
+) -> Partial:
     """Every query against every shared block, a bounded chunk of blocks at a time.
 
     Which slots a row sees is worked out for each chunk too: rows by blocks would grow with the context.
+
+    Args:
+        dense, chunk: how a chunk is attended to, and its blocks; None = ``attend_dense``, ``shared_chunk``.
     """
     num_queries, num_kv, group, _ = q_QKGD.shape
     block_size = units.layout.num_slots
     key_bytes = units.k[0].numel() * units.k.element_size()
-    chunk = shared_chunk(num_queries * num_kv * group, block_size, key_bytes)
+    chunk = chunk or shared_chunk(num_queries * num_kv * group, block_size, key_bytes)
+    dense = dense or attend_dense
     # One more entry, for the row number of padding.
     stored = torch.cat([t.row_start, t.row_start.new_zeros(1)])[:, None]
     total = empty(q_QKGD)
@@ -151,7 +136,8 @@ def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring:
         some = slice(begin, begin + chunk)
         # Leading slots; below 0 for none, and beyond the block for all of it.
         visible_row_X = (stored - t.shared_start[some]) * t.shared_reads[:, some]
-        partial = _some_shared_blocks(q_QKGD, units, t.shared_block[some], visible_row_X, t.row, scoring)
+        seen = t.shared_block[some], visible_row_X, t.row
+        partial = _some_shared_blocks(q_QKGD, units, *seen, scoring, dense)
         total = merge(total, partial)
     return total
 
@@ -163,13 +149,14 @@ def _some_shared_blocks(
     visible_row_X: torch.Tensor,
     row: torch.Tensor,
     scoring: Scoring,
+    dense: Dense,
 ) -> Partial:
     """Every query against one chunk of the shared blocks; what is gathered for it ends here."""
     block_size = units.layout.num_slots
     visible_QXB = leading_slots(gather(visible_row_X, row), block_size)
     used_XB = leading_slots(visible_row_X.amax(dim=0), block_size)
     k_TKD, v_TKD = _as_keys(*gather_units(units, block), used_XB)
-    return _dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), scoring)
+    return dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), scoring)
 
 
 def shared_rings(
@@ -179,16 +166,21 @@ def shared_rings(
     ring: RingStep,
     window: Window,
     scoring: Scoring,
+    dense: Dense | None = None,
+    query_slice: int | None = None,
 ) -> Partial:
-    """Tokens of prompt rows against what their ring held before the step."""
+    """Tokens of prompt rows against what their ring held before the step.
+
+    Args:
+        dense, query_slice: see ``causal``.
+    """
+    dense, step = dense or attend_dense, query_slice or QUERY_SLICE
     used_CW = ring.chunk_position >= 0
     k_TKD, v_TKD = _as_keys(*gather_units(units, t.chunk_row), used_CW)
     parts = []
-    for q, row, position in zip(
-        q_QKGD.split(QUERY_SLICE), t.causal_row.split(QUERY_SLICE), t.positions.split(QUERY_SLICE)
-    ):
+    for q, row, position in zip(q_QKGD.split(step), t.causal_row.split(step), t.positions.split(step)):
         visible_QCW = ring_mask(row, position, t.chunk_row, ring.chunk_position, window)
-        parts.append(_dense(q, k_TKD, v_TKD, visible_QCW.flatten(1), scoring))
+        parts.append(dense(q, k_TKD, v_TKD, visible_QCW.flatten(1), scoring))
     return Partial(*(torch.cat(list(x)) for x in zip(*parts)))
 
 
@@ -201,7 +193,7 @@ def _as_keys(
     return k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
 
 
-def _dense(
+def attend_dense(
     q_QKGD: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKD: torch.Tensor,
@@ -221,24 +213,35 @@ def _dense(
 
 
 def unique_blocks(
-    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
+    q_NKHD: torch.Tensor,
+    units: KVUnits,
+    t: StepTensors,
+    blocks: BlockStep,
+    scoring: Scoring,
+    attend: Attend = attend,
+    add: AddBlocks | None = None,
 ) -> Partial:
     """Decode rows against the blocks that only they read, a bounded chunk of blocks at a time.
 
     Whole blocks come from the contiguous slice ``[0, NU)`` without a mask: each block meets the
     queries of its owner, and the results are summed by owner. Blocks of nobody are dropped by
     owner, so whatever they hold cannot leak. Tails are gathered and masked.
+
+    Args:
+        attend: for the tails.
+        add: for the whole blocks; None = ``merge_by_owner``.
     """
+    add = add or merge_by_owner
     num_rows, num_kv, heads, dim = q_NKHD.shape
     key_bytes = units.k[0].numel() * units.k.element_size()
     chunk = unique_chunk(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
-    total = tails(q_NKHD, units, t, blocks, scoring)
+    total = tails(q_NKHD, units, t, blocks, scoring, attend)
     for begin in range(0, t.owner.shape[0], chunk):
         owner = t.owner[begin : begin + chunk]
         k, v = units.k[begin : begin + len(owner)], units.v[begin : begin + len(owner)]
         query = gather(q_NKHD, torch.clamp(owner, max=num_rows - 1))
         scores = soften(torch.matmul(query, k.transpose(2, 3)), scoring)
-        total = merge_by_owner(total, scores, v, owner)
+        total = add(total, scores, v, owner)
     return total
 
 
@@ -287,13 +290,19 @@ def merge_by_owner(
 
 
 def tails(
-    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
+    q_NKHD: torch.Tensor,
+    units: KVUnits,
+    t: StepTensors,
+    blocks: BlockStep,
+    scoring: Scoring,
+    attend: Attend = attend,
 ) -> Partial:
     """Decode rows against the blocks that not every token of them sees whole."""
     k, v = gather_units(units, t.tail_block.view(-1))
     num_tails = t.tail_block.shape[1]
     k_NKSD, v_NKSD = side_by_side(k, num_tails), side_by_side(v, num_tails)
-    return own_units(q_NKHD, k_NKSD, v_NKSD, seen_mask(blocks.tails, units.layout.num_slots), scoring)
+    visible = seen_mask(blocks.tails, units.layout.num_slots)
+    return own_units(q_NKHD, k_NKSD, v_NKSD, visible, scoring, attend)
 
 
 def side_by_side(x_XKSD: torch.Tensor, num: int) -> torch.Tensor:
@@ -301,11 +310,13 @@ def side_by_side(x_XKSD: torch.Tensor, num: int) -> torch.Tensor:
     return x_XKSD if num == 1 else x_XKSD.unflatten(0, (-1, num)).transpose(1, 2).flatten(2, 3)
 
 
-def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
+def unique_rings(
+    q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring, attend: Attend = attend
+) -> Partial:
     """Decode rows against their ring, which is the contiguous slice ``[0, N)`` of the store."""
     num_rows = q_NKHD.shape[0]
     visible = seen_mask(ring.seen, units.layout.num_slots)
-    return own_units(q_NKHD, units.k[:num_rows], units.v[:num_rows], visible, scoring)
+    return own_units(q_NKHD, units.k[:num_rows], units.v[:num_rows], visible, scoring, attend)
 
 
 def own_units(
@@ -314,6 +325,7 @@ def own_units(
     v_NKSD: torch.Tensor,
     visible_NKMS: torch.Tensor,
     scoring: Scoring,
+    attend: Attend = attend,
 ) -> Partial:
     """The tokens of row ``n`` against the slots of unit ``n`` that each of them sees."""
     decode_len = visible_NKMS.shape[2]

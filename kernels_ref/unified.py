@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from kernels_ref.groups import GroupInputs, GroupKind, HeadGroup
+from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, kernels
 from kernels_ref.scoring import Scoring, Softmax
 from kernels_ref.step import Step
@@ -23,7 +24,7 @@ LayerCache: TypeAlias = tuple[KVUnits, ...]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Parameters of a layer's attention besides tensors; fixed for a captured step.
+    """What the attention of a layer needs to know besides tensors; fixed for a captured step.
 
     Attributes:
         groups: its key/value heads, in order.
@@ -31,8 +32,9 @@ class LayerSpec:
         head_dim: size of keys and of values.
         scale: factor of the scores.
         softcap: bound of the scores, None when the model has none.
-        impl: implementation of the kernels.
-        softmax: precision of scores and exponentials.
+        impl: which kernels compute the parts.
+        softmax: in which numbers scores and exponentials are.
+        operators: the fused ones that ``impl`` calls, where it calls any.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -42,10 +44,11 @@ class LayerSpec:
     softcap: float | None
     impl: Implementation
     softmax: Softmax = Softmax.EXACT
+    operators: FusedOperators = NO_OPERATORS
 
     @property
     def scoring(self) -> Scoring:
-        """The rule from scores of the layer to weights."""
+        """How the scores of the layer become weights."""
         return Scoring(self.softcap, self.softmax)
 
     @property
@@ -88,7 +91,7 @@ def unified_attention(
     Returns:
         ``[Q, H, D]`` in the dtype of ``q_QHD``; zero for padding.
     """
-    run = kernels(spec.impl)
+    run = kernels(spec.impl, spec.operators)
     q_QKGD = (q_QHD * spec.scale).unflatten(1, (-1, spec.group_size))
     sinks_KG = None if sinks_H is None else sinks_H.view(-1, spec.group_size)
     outputs, end = [], 0

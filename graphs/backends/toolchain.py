@@ -1,4 +1,4 @@
-"""Tools that ``torch.compile`` needs besides torch to build code for the CPU."""
+"""What ``torch.compile`` needs beside torch to build code for the CPU."""
 
 from __future__ import annotations
 

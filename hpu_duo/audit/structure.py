@@ -12,7 +12,7 @@ from graphs import BatchShape, BucketTable, StepLimits
 from hpu_duo.audit.fake_tensors import FakeTensorMode
 from hpu_duo.audit.reach import check_reach
 from hpu_duo.budget import DeviceBudget
-from hpu_duo.config import CacheConfig, EngineConfig
+from hpu_duo.config import CacheConfig, EngineConfig, ModelConfig
 from hpu_duo.cost import Hardware
 from hpu_duo.device import resolve_device
 from hpu_duo.device.placing import replace_tensors
@@ -27,20 +27,22 @@ from hpu_duo.modeling.rope import fix_frequencies, served_len
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.assembly import layer_spec
 from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern, ring_slack
+from hpu_duo.startup.kernels import ChosenKernels
 from hpu_duo.startup.memory import plan_memory
 from hpu_duo.startup.tables import check_table, default_table, resolve_limits
-from kernels_ref import Implementation
+from kernels_ref import FusedOperators, Implementation, Softmax
+from kernels_ref.hpu.operators import LINE_BYTES
 
 HPU = torch.device("hpu", 0)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """All that a step's operators depend on.
+    """Everything that decides what a step runs.
 
     Attributes:
         name: of the model's directory.
-        mode: the fake tensor mode of all its tensors.
+        mode: the fake tensor mode that all its tensors belong to.
         model: the step model, its parameters and stores on a fake ``hpu:0``.
         geometry, limits, memory: as the engine has them.
         table: the buckets.
@@ -77,8 +79,9 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     """Build a model from its ``config.json``; no weights are read and no memory is taken.
 
     Args:
-        config: as for the engine; ``model.device`` and ``graph.backend`` have no effect, and the kernels are
-            the reference ones, which an HPU would run.
+        config: as for the engine; ``model.device`` and ``graph.backend`` play no part. The kernels are the
+            reference ones, which any HPU would run, or with ``model.attention="hpu"`` those on fused
+            operators, all of which are taken to be there; norms and rotary embeddings stay the model's own.
         hardware: what the KV cache has to fit on where ``config.cache`` does not say how large it is:
             what ``config.cache.device_memory_utilization`` of it leaves beside weights, less a tenth of that
             for graphs.
@@ -117,9 +120,8 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     limits = resolve_limits(scheduler, memory, max_len)
     with mode:
         store = KVStore(memory, dtype, HPU)
-        specs = [
-            layer_spec(layer, each.groups, Implementation.REFERENCE) for layer, each in zip(layers, heads)
-        ]
+        kernels = _kernels(config.model, hardware)
+        specs = [layer_spec(layer, each.groups, kernels) for layer, each in zip(layers, heads)]
         step_model = StepModel(model, layers, specs, store.layers, live)
     table = config.graph.table
     if table is None:
@@ -149,6 +151,16 @@ def make_hpu_known() -> None:
         resolve_device("hpu-sim")
 
 
+def _kernels(model: ModelConfig, hardware: Hardware) -> ChosenKernels:
+    softmax = Softmax(model.softmax)
+    if model.attention in ("auto", Implementation.REFERENCE.value):
+        return ChosenKernels(Implementation.REFERENCE, softmax)
+    if model.attention != Implementation.HPU.value:
+        raise ValueError(f"expected attention that an HPU runs, reference or hpu, got {model.attention!r}")
+    line_bytes = LINE_BYTES if hardware.name.endswith("3") else 0
+    return ChosenKernels(Implementation.HPU, softmax, FusedOperators(True, True, True, line_bytes))
+
+
 def _cache(
     cache: CacheConfig, model: PreTrainedModel, hardware: Hardware
 ) -> tuple[CacheConfig, DeviceBudget]:
@@ -167,5 +179,5 @@ def _cache(
 
 
 def _on_hpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor on ``hpu:0`` in place of one on ``meta``."""
+    """A fake tensor in place of one on ``meta``."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=HPU)

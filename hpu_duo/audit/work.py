@@ -10,22 +10,25 @@ import torch
 from hpu_duo.audit.native import Engine
 
 _READS_BY_INDEX = frozenset({"index_select", "gather", "embedding", "index"})
-"""Operators that read as much of their first operand as they return."""
+"""Of their first operand they read as much as they return."""
 
 _WRITES_SOURCE = frozenset({"index_copy_", "copy_"})
-"""Operators that write as much of their first operand as the last one holds, and read nothing of it."""
+"""Of their first operand they write as much as the last one holds, and read nothing."""
+
+_ATTENTION = "hpu.sdpa_recomp_fwd"
+"""Two products in one operator, of queries with keys and of weights with values."""
 
 _OVERWRITES = frozenset({"fill_", "zero_"})
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a device.
+    """What a device is asked for.
 
     Attributes:
         num_launches: operator calls; fusion makes fewer kernels of them.
-        num_operations: for the matrix engine two for each product that is summed; for the vector engine one
-            for each element of the largest tensor, whatever is computed with it; 0 for moving data.
+        num_operations: of the matrix engine two for each product that is summed; of the vector engine one
+            for each element of the largest tensor, whatever is computed with it. Moving data is none.
         num_bytes: read and written, each operand and result once, as if nothing were fused.
     """
 
@@ -72,6 +75,8 @@ def moved_bytes(tensor: torch.Tensor) -> int:
 def _num_operations(
     name: str, engine: Engine, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> int:
+    if name == _ATTENTION:
+        return 4 * results[0].numel() * operands[1].shape[-2]
     if engine is Engine.MATRIX:
         # The product's last operand is [..., k, n], in all but convolutions, where it is [out, k, ...].
         inner = operands[1][0].numel() if "convolution" in name else operands[-1].shape[-2]

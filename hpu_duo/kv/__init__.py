@@ -1,1 +1,1 @@
-"""The KV stores: leases of blocks and rows, copies between them, and their memory."""
+"""Where keys and values live: block and row leases, the copies between them, and the bytes they take."""

@@ -43,7 +43,7 @@ class KVStore(Uncopied):
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors."""
+        """Where the tensors are."""
         return self.layers[0][0].k_flat.device
 
     @property

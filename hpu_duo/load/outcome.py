@@ -10,15 +10,15 @@ from hpu_duo.load.endpoint import Piece
 
 
 class Failure(Enum):
-    """Reason why a request did not get its whole answer."""
+    """Why a request did not get its whole answer."""
 
     STATUS = "status"
     CONNECTION = "connection"
     TIMEOUT = "timeout"
     STREAM = "stream"
-    """The answer cannot be read, reports a failure, or is cut off."""
+    """The answer cannot be read, says that it failed, or ends before its end."""
     INTERRUPTED = "interrupted"
-    """The run was interrupted."""
+    """The run was broken off."""
 
 
 @dataclass
@@ -26,16 +26,17 @@ class Outcome:
     """Times in seconds since the run began, by one clock.
 
     Attributes:
-        planned_s: planned time of sending.
-        is_sent, sent_s: whether it was sent, and the time.
-        token_times_s: times of the events with tokens.
-        end_s: time of the end of the answer, or of its failure.
-        num_prompt_tokens, num_output_tokens: as the server counts; else as planned, and by events.
-        is_counted_by_server: whether the server counts.
+        planned_s: when it was to be sent.
+        is_sent, sent_s: whether it was, and when.
+        token_times_s: when the tokens came that came each in an event of its own or with others in one.
+        end_s: when the last of the answer came, or when it failed.
+        num_prompt_tokens, num_output_tokens: as the server counts; as planned, and by events, where it does
+            not.
+        is_counted_by_server: whether it does.
         texts: of the events.
         failure: None for a whole answer.
         status: HTTP status, if there was one.
-        error: the failure in words.
+        error: what went wrong, in words.
     """
 
     planned_s: float
@@ -52,7 +53,7 @@ class Outcome:
     error: str = ""
 
     def take(self, piece: Piece, now_s: float) -> None:
-        """Record an event."""
+        """Take in what an event brought."""
         if piece.is_choice:
             self.end_s = now_s
         if piece.is_token:
@@ -77,7 +78,7 @@ class Outcome:
 
     @property
     def lag_s(self) -> float:
-        """Seconds by which it was sent later than planned."""
+        """How much later than planned it was sent."""
         return self.sent_s - self.planned_s
 
     @property

@@ -12,8 +12,8 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 6e-2}
 _IMPLEMENTATIONS = {
     "cpu": ("reference", "sdpa"),
     "cuda": ("reference", "triton"),
-    "hpu": ("reference",),
-    "hpu-sim": ("reference",),
+    "hpu": ("reference", "hpu"),
+    "hpu-sim": ("reference", "hpu"),
 }
 
 

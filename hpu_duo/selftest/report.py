@@ -19,10 +19,10 @@ _SIGNS = {True: "ok", False: "**failed**", None: ""}
 
 @dataclass(frozen=True)
 class Report:
-    """Results of a self-test.
+    """What a self-test found.
 
     Attributes:
-        subject: the device and model that were tested.
+        subject: what was tested.
         began: in UTC.
         stages: in order.
     """
@@ -51,7 +51,7 @@ class Report:
         return paths
 
     def as_json(self) -> dict[str, Any]:
-        """All results as JSON values; ``python -m hpu_duo.cost.fit`` reads the rows."""
+        """Everything, as JSON holds it; ``python -m hpu_duo.cost.fit`` reads its rows."""
         return {
             "subject": {**asdict(self.subject), "model": str(self.subject.model)},
             "began": self.began.isoformat(),
@@ -61,7 +61,7 @@ class Report:
         }
 
     def as_markdown(self) -> str:
-        """All results as Markdown: a table of stages, then the findings of each."""
+        """The same to be read: a table of stages, then what each found."""
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:

@@ -22,9 +22,9 @@ class Stage:
     """One part of the test.
 
     Attributes:
-        name: on the command line.
+        name: by which it is asked for.
         title: for reports.
-        run: the function; an exception says that it could not be finished.
+        run: does it; an exception says that it could not be finished.
         is_lazy: the mode of an HPU that it needs; None = any.
     """
 
@@ -39,11 +39,11 @@ _CAPTURED_BY = {
     "cuda": ("cuda",),
     "cpu": ("replay", "compile"),
 }
-"""Capture backends by device; other devices have their own."""
+"""Capture backends of a device; where none is named, the device's own."""
 
 
 def stages_of(device: str) -> tuple[Stage, ...]:
-    """Return all stages for a device.
+    """Everything that is tested of a device.
 
     Args:
         device: type of device, such as "hpu" or "hpu-sim".

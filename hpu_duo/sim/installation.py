@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from hpu_duo.rules import Rule
+from hpu_duo.sim import fused
 from hpu_duo.sim.guard import load_guard
 from hpu_duo.sim.journal import Journal, Watch
 from hpu_duo.sim.simulated import SimulatedHpu
@@ -64,6 +65,7 @@ def install() -> SimulatedHpu:
     if reason is not None:
         raise ValueError(f"the simulated HPU cannot be used: {reason}")
     load_guard()
+    fused.register()
     device = SimulatedHpu(Journal())
     connect(device.run, _device_module())
     library = torch.library.Library("aten", "IMPL")
@@ -96,7 +98,7 @@ def allow(*rules: Rule) -> AbstractContextManager[None]:
 
 
 def _device_module() -> types.ModuleType:
-    """Make ``torch.hpu``, with the functions that torch itself calls."""
+    """``torch.hpu``, as far as torch itself asks for it."""
     module = types.ModuleType("torch.hpu", "The simulated HPU.")
     answers = {
         "is_available": True,
@@ -112,6 +114,7 @@ def _device_module() -> types.ModuleType:
     for name, answer in answers.items():
         setattr(module, name, lambda *_, answer=answer: answer)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
+    module.get_device_name = lambda *_: fused.device_name()  # type: ignore[attr-defined]
     # torch.compile asks every device for them, for code of other devices too.
     module.Stream, module.Event = torch.Stream, torch.Event  # type: ignore[attr-defined]
     return module

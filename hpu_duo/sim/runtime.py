@@ -1,4 +1,4 @@
-"""The runtime of the simulated device."""
+"""What the engine asks of a device, answered by the simulated one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class SimRuntime:
         self._device = device
 
     def version(self) -> str:
-        """A text that says that there is no hardware."""
+        """There is no hardware."""
         return "simulated"
 
     def own_backend(self) -> SimBackend:
-        """Return a backend that records steps, and compares every later run."""
+        """Steps are recorded, and compared ever after."""
         return SimBackend(self._device)
 
     def metrics(self) -> DeviceMetrics:
@@ -40,15 +40,15 @@ class SimRuntime:
         return DeviceMetrics({**journal.graphs, "operators outside of graphs": len(journal.recipes)})
 
     def collectives(self) -> str:
-        """Return "gloo": the data are in host memory."""
+        """The data lie on the host, where gloo exchanges them."""
         return "gloo"
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a context in which the counts of one step are taken."""
+        """Counts per step are taken inside."""
         return self._device.step()
 
     def synchronize(self) -> None:
-        """Do nothing: operators have ended when they return."""
+        """Nothing runs behind the caller's back."""
 
     def free_bytes(self) -> int:
         """Free host memory."""
@@ -63,7 +63,7 @@ class SimRuntime:
         return resident_bytes()
 
     def compile_only(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing is launched, so that results are garbage."""
+        """Nothing is launched inside, and everything that is computed there is garbage."""
         return self._device.compile_only()
 
     @torch.no_grad()

@@ -26,6 +26,7 @@ from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.file_weights import leave_files, plain_bytes
+from hpu_duo.modeling.fused_modules import fuse_modules
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
@@ -36,7 +37,7 @@ from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
 from hpu_duo.startup.graph_memory import plan_with_graphs
 from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern, ring_slack
-from hpu_duo.startup.kernels import check_softmax, choose_kernels
+from hpu_duo.startup.kernels import ChosenKernels, choose_kernels
 from hpu_duo.startup.memory import plan_memory
 from hpu_duo.startup.tables import StepTables
 from kernels_ref import HeadGroup, Implementation, LayerSpec, Softmax, rowwise
@@ -105,9 +106,8 @@ def assemble_around(
     heads = assign_heads(layers, pattern, max_len, ring_slack(config.scheduler))
     budget = _budget(config, runtime, 0 if first_device == device else _weight_bytes(model))
     softmax = Softmax(config.model.softmax)
-    impl = choose_kernels(config.model.attention, device, layers)
-    check_softmax(softmax, impl)
-    specs = [layer_spec(layer, each.groups, impl, softmax) for layer, each in zip(layers, heads)]
+    kernels = choose_kernels(config.model.attention, device, layers, dtype, softmax)
+    specs = [layer_spec(layer, each.groups, kernels) for layer, each in zip(layers, heads)]
 
     def plan_of(graph_bytes: int) -> MemoryPlan:
         sizes = (config.cache, config.scheduler, max_len, dtype)
@@ -129,6 +129,9 @@ def assemble_around(
         [each.layout for each in heads],
         [layer.call.head_dim for layer in layers],
     )
+    if kernels.impl is Implementation.HPU:
+        fused = fuse_modules(model, [layer.attention for layer in layers], device)
+        _log.info("by fused operators: %s", ", ".join((*kernels.operators.names, *fused)))
     live = LiveRows()
     _pack(config, model, layers, dtype, device, backend, live)
     runtime.place(model)
@@ -182,12 +185,7 @@ def _pack(
         leave_files(model, before - plain_bytes(model))
 
 
-def layer_spec(
-    layer: DecoderLayer,
-    groups: tuple[HeadGroup, ...],
-    impl: Implementation,
-    softmax: Softmax = Softmax.EXACT,
-) -> LayerSpec:
+def layer_spec(layer: DecoderLayer, groups: tuple[HeadGroup, ...], kernels: ChosenKernels) -> LayerSpec:
     """Return the kernels' description of a layer whose heads are in groups."""
     return LayerSpec(
         groups=groups,
@@ -195,8 +193,9 @@ def layer_spec(
         head_dim=layer.call.head_dim,
         scale=layer.call.scale,
         softcap=layer.call.softcap,
-        impl=impl,
-        softmax=softmax,
+        impl=kernels.impl,
+        softmax=kernels.softmax,
+        operators=kernels.operators,
     )
 
 

@@ -3,63 +3,99 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
 from hpu_duo.modeling.probe import DecoderLayer
-from kernels_ref import Implementation, Softmax
+from kernels_ref import FusedOperators, Implementation, Softmax
+from kernels_ref.hpu.operators import LINE_BYTES, NO_OPERATORS
+from kernels_ref.hpu.trial import Trial, try_operators
 from kernels_ref.triton import availability
 
 _log = logging.getLogger(__name__)
 
 
-def choose_kernels(name: str, device: torch.device, layers: tuple[DecoderLayer, ...]) -> Implementation:
+@dataclass(frozen=True)
+class ChosenKernels:
+    """The kernels that attend, and their choices; see ``LayerSpec``."""
+
+    impl: Implementation
+    softmax: Softmax = Softmax.EXACT
+    operators: FusedOperators = NO_OPERATORS
+
+
+def choose_kernels(
+    name: str,
+    device: torch.device,
+    layers: tuple[DecoderLayer, ...],
+    dtype: torch.dtype = torch.float32,
+    softmax: Softmax = Softmax.EXACT,
+) -> ChosenKernels:
     """The implementation of the attention parts.
+
+    Args:
+        name: as asked for, see ``ModelConfig.attention``.
+        dtype: of the model.
 
     Raises:
         ValueError: "sdpa" for a device other than CPU, or for a model with soft-capped scores; "triton"
-            where Triton cannot run, or for heads that its kernels are not made for.
+            where Triton cannot run, or for heads that its kernels are not made for; "hpu" where no fused
+            operator passes its trial; or fast softmax for kernels that have none.
     """
-    has_softcap = any(layer.call.softcap is not None for layer in layers)
     if name == "auto":
-        return _best_kernels(device, layers, has_softcap)
-    if name == Implementation.TRITON.value:
+        chosen = _best_kernels(device, layers, dtype, softmax)
+    elif name == Implementation.HPU.value:
+        chosen = _fused_kernels(device, layers, dtype, softmax)
+    else:
+        chosen = ChosenKernels(_asked_for(Implementation(name), device, layers), softmax)
+    if softmax is Softmax.FAST and chosen.impl not in (Implementation.REFERENCE, Implementation.HPU):
+        raise ValueError(
+            f"softmax 'fast' was asked for, but attention {chosen.impl.value!r} computes scores in float32: "
+            "expected softmax 'exact', or attention 'reference' or 'hpu'"
+        )
+    return chosen
+
+
+def _asked_for(
+    impl: Implementation, device: torch.device, layers: tuple[DecoderLayer, ...]
+) -> Implementation:
+    if impl is Implementation.TRITON:
         reason = _triton_problem(device, layers)
         if reason is not None:
             raise ValueError(f"attention 'triton' was asked for, but {reason}")
-    if name == Implementation.SDPA.value:
+    if impl is Implementation.SDPA:
         if device.type != "cpu":
             raise ValueError(f"attention 'sdpa' is torch's CPU kernel, got device {str(device)!r}")
-        if has_softcap:
+        if _has_softcap(layers):
             raise ValueError("attention 'sdpa' has no soft cap, which this model needs; expected 'reference'")
-    return Implementation(name)
-
-
-def check_softmax(softmax: Softmax, impl: Implementation) -> None:
-    """Refuse fast softmax where the kernels compute scores in float32 only.
-
-    Raises:
-        ValueError: they do.
-    """
-    if softmax is Softmax.FAST and impl is not Implementation.REFERENCE:
-        raise ValueError(
-            f"softmax 'fast' was asked for, but attention {impl.value!r} computes scores in float32: "
-            "expected softmax 'exact', or attention 'reference'"
-        )
+    return impl
 
 
 def _best_kernels(
-    device: torch.device, layers: tuple[DecoderLayer, ...], has_softcap: bool
-) -> Implementation:
+    device: torch.device, layers: tuple[DecoderLayer, ...], dtype: torch.dtype, softmax: Softmax
+) -> ChosenKernels:
     if device.type == "cpu":
-        return Implementation.REFERENCE if has_softcap else Implementation.SDPA
-    if device.type != "cuda":
-        return Implementation.REFERENCE
-    reason = _triton_problem(device, layers)
-    if reason is None:
-        return Implementation.TRITON
+        impl = Implementation.REFERENCE if _has_softcap(layers) else Implementation.SDPA
+        return ChosenKernels(impl, softmax)
+    portable = ChosenKernels(Implementation.REFERENCE, softmax)
+    if device.type == "hpu":
+        trial = _try_fused(device, layers, dtype, softmax)
+        if trial.operators.names:
+            return ChosenKernels(Implementation.HPU, softmax, trial.operators)
+        reason: str | None = "; ".join(trial.problems)
+    elif device.type == "cuda":
+        reason = _triton_problem(device, layers)
+        if reason is None:
+            return ChosenKernels(Implementation.TRITON, softmax)
+    else:
+        return portable
     _log.warning("attention runs on the portable implementation: %s", reason)
-    return Implementation.REFERENCE
+    return portable
+
+
+def _has_softcap(layers: tuple[DecoderLayer, ...]) -> bool:
+    return any(layer.call.softcap is not None for layer in layers)
 
 
 def _triton_problem(device: torch.device, layers: tuple[DecoderLayer, ...]) -> str | None:
@@ -68,3 +104,28 @@ def _triton_problem(device: torch.device, layers: tuple[DecoderLayer, ...]) -> s
     if largest > served:
         return f"its kernels serve head sizes of up to {served}, and this model has heads of {largest}"
     return availability.problem(device)
+
+
+def _fused_kernels(
+    device: torch.device, layers: tuple[DecoderLayer, ...], dtype: torch.dtype, softmax: Softmax
+) -> ChosenKernels:
+    if device.type != "hpu":
+        raise ValueError(f"attention 'hpu' is made of operators of a Gaudi, got device {str(device)!r}")
+    trial = _try_fused(device, layers, dtype, softmax)
+    problems = "; ".join(trial.problems)
+    if not trial.operators.names:
+        raise ValueError(f"attention 'hpu' was asked for, but none of its operators passes: {problems}")
+    if problems:
+        _log.warning("attention 'hpu' does without some of its operators: %s", problems)
+    return ChosenKernels(Implementation.HPU, softmax, trial.operators)
+
+
+def _try_fused(
+    device: torch.device, layers: tuple[DecoderLayer, ...], dtype: torch.dtype, softmax: Softmax
+) -> Trial:
+    """A trial of the operators for heads of every size in a model."""
+    # The name of a device ends with its number.
+    line_bytes = LINE_BYTES if str(torch.get_device_module(device).get_device_name()).endswith("3") else 0
+    sizes = {(layer.call.num_heads // layer.call.num_kv_heads, layer.call.head_dim) for layer in layers}
+    trials = [try_operators(device, dtype, *each, softmax, line_bytes) for each in sorted(sizes)]
+    return Trial.of_all(trials)

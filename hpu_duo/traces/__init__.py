@@ -1,6 +1,7 @@
 """Requests as they come to a server: read from published traces, or drawn at random.
 
-The package knows no engine, model or network; load generator and simulations take their requests from it.
+Nothing here knows an engine, a model or a network; the load generator and simulations take their requests
+from here.
 """
 
 from hpu_duo.traces.arrival import Arrival, at_times, in_order, no_longer_than, scaled

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from bias_builders import Leading, leading_visible, tails_per_row
+from kernels_ref.chunks import shared_chunk, unique_chunk
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
 from kernels_ref.index import write_indices
 from kernels_ref.partial import Partial, unfold
-from kernels_ref.reference import shared_chunk, unique_chunk
 from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
 from kernels_ref.units import KVUnits, UnitLayout
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class BlockStep(NamedTuple):
-    """Tensors that a step derives once for all stores of blocks of one layout.
+    """What a step derives once for all stores of blocks of one layout.
 
-    Tensors of a part that does not run are empty.
+    What is for a part that does not run is empty.
 
     Attributes:
-        write_index: places of the new tokens, ``[Q * K]``.
-        tails: visibility of a row's tails to its tokens, ``[N, T, M]``.
+        write_index: where the new tokens go, ``[Q * K]``.
+        tails: what the tokens of a row see of its tails, ``[N, T, M]``.
     """
 
     write_index: torch.Tensor
@@ -37,7 +37,7 @@ class BlockStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks(GroupKind):
-    """Heads that keep all tokens, in blocks: retrieval heads.
+    """All tokens, in blocks: what retrieval heads keep.
 
     The causal part meets new keys of the same prompt, the shared part blocks that several rows read, or a
     prompt row, and the unique part the blocks of decode rows.
@@ -48,20 +48,20 @@ class Blocks(GroupKind):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Return the name: the kind has no numbers."""
+        """Its name: there is one kind of them."""
         return (self.name,)
 
     @property
     def reach(self) -> int | None:
-        """Return None: a token sees all tokens."""
+        """None: a token sees all of them."""
         return None
 
     def describe(self) -> str:
-        """Return an empty text: the kind has no numbers."""
+        """Nothing, since there are no numbers."""
         return ""
 
     def num_slots(self, block_size: int) -> int:
-        """Return the slots of a block."""
+        """Those of a block."""
         return block_size
 
     def prepare(

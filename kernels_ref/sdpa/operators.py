@@ -1,4 +1,4 @@
-"""Register functions that read the plan as opaque operators."""
+"""Registering functions of the plan as opaque operators."""
 
 from __future__ import annotations
 

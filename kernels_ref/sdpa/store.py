@@ -1,4 +1,4 @@
-"""Writes of keys and values in place, for any compiler."""
+"""Writing keys and values where they stay, whichever compiler is around."""
 
 from __future__ import annotations
 

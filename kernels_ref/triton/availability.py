@@ -1,4 +1,4 @@
-"""Availability of Triton on a device; there is no fallback to other kernels."""
+"""Whether Triton can run kernels on a device; asking for Triton never falls back to anything else."""
 
 from __future__ import annotations
 

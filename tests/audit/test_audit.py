@@ -58,6 +58,29 @@ def test_matrix_operations_are_those_of_the_weights_and_the_scores(config_dir: P
     assert step.on(Engine.MATRIX).num_operations in (expected, expected + angles)
 
 
+def test_fused_operators_are_the_same_products_with_less_around_them(
+    config_dir: Path, pattern: HeadPattern
+) -> None:
+    config = engine_config(config_dir, pattern)
+    portable, fused = (
+        build_structure(replace(config, model=replace(config.model, attention=attention)), GAUDI2)
+        for attention in ("reference", "hpu")
+    )
+    for text in BUCKETS:
+        before, after = (audit_bucket(each, BatchShape.parse(text)) for each in (portable, fused))
+        assert not after.findings
+        assert any(name.startswith("hpu.") for name in after.operators)
+        assert set(after.operators) <= set(native_operators())
+        assert after.on(Engine.MATRIX).num_operations == before.on(Engine.MATRIX).num_operations
+        assert after.on(Engine.VECTOR).num_operations < before.on(Engine.VECTOR).num_operations
+
+
+def test_kernels_of_other_devices_are_refused(config_dir: Path) -> None:
+    config = engine_config(config_dir)
+    with pytest.raises(ValueError, match="expected attention that an HPU runs, reference or hpu, got 'sdpa'"):
+        build_structure(replace(config, model=replace(config.model, attention="sdpa")), GAUDI2)
+
+
 @pytest.mark.parametrize("text", BUCKETS)
 def test_following_one_layer_of_a_kind_counts_like_following_all(structure: Structure, text: str) -> None:
     bucket = BatchShape.parse(text)
@@ -76,7 +99,8 @@ def test_following_one_layer_of_a_kind_counts_like_following_all(structure: Stru
 def test_every_operator_of_the_table_exists_and_names_its_sources() -> None:
     sources = native_sources()
     for name, operator in native_operators().items():
-        assert hasattr(torch.ops.aten, name), name
+        namespace, _, own = name.rpartition(".")
+        assert hasattr(getattr(torch.ops, namespace or "aten"), own), name
         assert operator.sources
         assert set(operator.sources) <= set(sources)
     assert "nonzero" not in native_operators()

@@ -18,7 +18,7 @@ from hpu_duo.cost import GAUDI2
 from hpu_duo.engine.batch import flatten
 from hpu_duo.heads import HeadPattern
 from hpu_duo.startup.sizes import StepSizes
-from kernels_ref import reference
+from kernels_ref import chunks
 from kernels_ref.sdpa import decode, prefill
 from tests.audit.conftest import TINY, engine_config
 from tests.modeling.families import IS_5, make_config
@@ -31,9 +31,9 @@ PLAN_BYTES_PER_BLOCK = 64
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bounds of chunks, scaled down with the model: the shortest context already fills them."""
-    monkeypatch.setattr(reference, "SCORE_BYTES", 1 << 15)
-    monkeypatch.setattr(reference, "KEY_BYTES", 1 << 12)
-    monkeypatch.setattr(reference, "KEY_SLOTS", 64)
+    monkeypatch.setattr(chunks, "SCORE_BYTES", 1 << 15)
+    monkeypatch.setattr(chunks, "KEY_BYTES", 1 << 12)
+    monkeypatch.setattr(chunks, "KEY_SLOTS", 64)
     monkeypatch.setattr(prefill, "CONTEXT_BLOCKS", 4)
     monkeypatch.setattr(decode, "CHUNK_SLOTS", 4 * BLOCK)
 

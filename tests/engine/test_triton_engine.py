@@ -60,10 +60,10 @@ def layers(head_dim: int = 64, softcap: float | None = None) -> Any:
 
 def test_auto_takes_triton_on_cuda_whatever_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "problem", lambda device: None)
-    assert choose_kernels("auto", CUDA, layers()) is Implementation.TRITON
-    assert choose_kernels("auto", CUDA, layers(softcap=30.0)) is Implementation.TRITON
-    assert choose_kernels("triton", CPU, layers()) is Implementation.TRITON
-    assert choose_kernels("auto", CPU, layers()) is Implementation.SDPA
+    assert choose_kernels("auto", CUDA, layers()).impl is Implementation.TRITON
+    assert choose_kernels("auto", CUDA, layers(softcap=30.0)).impl is Implementation.TRITON
+    assert choose_kernels("triton", CPU, layers()).impl is Implementation.TRITON
+    assert choose_kernels("auto", CPU, layers()).impl is Implementation.SDPA
 
 
 def test_auto_says_why_it_falls_back_on_cuda(
@@ -71,7 +71,7 @@ def test_auto_says_why_it_falls_back_on_cuda(
 ) -> None:
     monkeypatch.setattr(availability, "problem", lambda device: "the package triton is not installed")
     with caplog.at_level(logging.WARNING, logger=kernel_choice.__name__):
-        assert choose_kernels("auto", CUDA, layers()) is Implementation.REFERENCE
+        assert choose_kernels("auto", CUDA, layers()).impl is Implementation.REFERENCE
     assert "the package triton is not installed" in caplog.text
 
 

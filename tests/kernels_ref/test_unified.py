@@ -10,20 +10,13 @@ from hypothesis import HealthCheck, example, given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bias_builders import Leading, Window
-from kernels_ref import Implementation, Softmax, StepParts, reference, sdpa, unified_attention
+from kernels_ref import Implementation, Softmax, StepParts, chunks, reference, sdpa, unified_attention
+from kernels_ref.hpu import parts
 from kernels_ref.sdpa import decode, prefill, short
+from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, Choice
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 
-QUICK = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
-# Triton's interpreter is slow, so its kernels have smaller tests of their own.
-ALL = pytest.mark.parametrize("impl", [impl for impl in Implementation if impl is not Implementation.TRITON])
-
-
-def run(
-    world: World, impl: Implementation, softcap: float | None = None, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
-    q, k, v, step = world.inputs()
-    return unified_attention(q, k, v, world.cache, step, world.spec(impl, softcap), sinks)
+QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 @ALL
@@ -33,21 +26,24 @@ def run(
     scenario=Scenario((RowSpec(9, 1), RowSpec(0, 9)), 4, Window(2, 3), 1, 1, 1, 8, (0, 0, 0, 0), False, 0)
 )
 def test_mixed_steps_equal_dense_attention_although_unused_slots_hold_nan(
-    impl: Implementation, scenario: Scenario
+    choice: Choice, scenario: Scenario
 ) -> None:
     world = World(scenario)
-    out = run(world, impl)
+    out = choice.attend(world)
     expected = world.dense()
     torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
     assert (out[len(expected) :] == 0).all(), "padded rows are zero"
 
 
+@ON_HPU
 @pytest.mark.parametrize("softcap", [5.0, 50.0])
-@settings(QUICK, max_examples=30)
+@settings(QUICK, max_examples=20)
 @given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
-def test_soft_caps_apply_to_the_scores_of_every_part(softcap: float, scenario: Scenario) -> None:
+def test_soft_caps_apply_to_the_scores_of_every_part(
+    choice: Choice, softcap: float, scenario: Scenario
+) -> None:
     world = World(scenario)
-    out = run(world, Implementation.REFERENCE, softcap)
+    out = choice.attend(world, softcap)
     expected = world.dense(softcap)
     torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
 
@@ -55,29 +51,29 @@ def test_soft_caps_apply_to_the_scores_of_every_part(softcap: float, scenario: S
 def test_fused_attention_refuses_a_soft_cap() -> None:
     world = World(Scenario((RowSpec(0, 4),), 4, Window(1, 2), 1, 0, 1, 8, (0, 0, 0, 0), False, 0))
     with pytest.raises(ValueError, match="no soft cap, got softcap=5"):
-        run(world, Implementation.SDPA, 5.0)
+        CHOICES["sdpa"].attend(world, 5.0)
 
 
 @ALL
 @settings(QUICK, max_examples=30)
 @given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
-def test_sink_logits_enter_once_per_query(impl: Implementation, scenario: Scenario) -> None:
+def test_sink_logits_enter_once_per_query(choice: Choice, scenario: Scenario) -> None:
     world = World(scenario)
     sinks = torch.randn(world.num_heads, generator=world.gen) * 2
-    out = run(world, impl, sinks=sinks)
+    out = choice.attend(world, sinks=sinks)
     expected = world.dense(sinks=sinks)
     torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
 
 
 @ALL
-def test_long_rows_cross_slices_chunks_and_bands(
-    impl: Implementation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_rows_cross_slices_chunks_and_bands(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every loop of the kernels goes round several times, so that its borders are crossed."""
     monkeypatch.setattr(reference, "QUERY_SLICE", 8)
-    monkeypatch.setattr(reference, "SCORE_BYTES", 4096)
+    monkeypatch.setattr(chunks, "SCORE_BYTES", 4096)
     monkeypatch.setattr(reference, "unique_chunk", lambda *_: 3)
     monkeypatch.setattr(sdpa, "SHORT_SLICE", 2)
+    monkeypatch.setattr(parts, "QUERY_SLICE", 8)
+    monkeypatch.setattr(chunks, "MASK_BYTES", 2048)
     monkeypatch.setattr(prefill, "BAND_SLICE", 8)
     monkeypatch.setattr(prefill, "CONTEXT_BLOCKS", 2)
     monkeypatch.setattr(decode, "CHUNK_SLOTS", 3 * 4)
@@ -93,42 +89,43 @@ def test_long_rows_cross_slices_chunks_and_bands(
         for kr, ks in ((1, 1), (2, 0), (0, 2)):
             world = World(Scenario(rows, 4, window, kr, ks, 2, 8, (3, 2, 2, 1), False, 7))
             expected = world.dense()
-            out = run(world, impl)[: len(expected)].double()
+            out = choice.attend(world)[: len(expected)].double()
             torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
 @ALL
 @pytest.mark.parametrize("length", [5, 200])
-def test_one_row_alone_reads_its_blocks_in_a_run_or_scattered(impl: Implementation, length: int) -> None:
+def test_one_row_alone_reads_its_blocks_in_a_run_or_scattered(choice: Choice, length: int) -> None:
     for seed in range(4):
         world = World(Scenario((RowSpec(length, 1),), 4, Window(2, 6), 1, 1, 3, 8, (0, 0, 0, 0), False, seed))
         expected = world.dense()
-        torch.testing.assert_close(run(world, impl).double(), expected, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(choice.attend(world).double(), expected, atol=2e-5, rtol=2e-5)
 
 
 @ALL
 @pytest.mark.parametrize("head_dim", [8, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_close_to_the_exact_result_of_the_same_inputs(
-    impl: Implementation, dtype: torch.dtype, head_dim: int
+    choice: Choice, dtype: torch.dtype, head_dim: int
 ) -> None:
     rows = (RowSpec(40, 1), RowSpec(30, 12), RowSpec(0, 20))
     world = World(Scenario(rows, 8, Window(4, 8), 2, 2, 3, head_dim, (2, 1, 1, 1), False, 11), dtype)
     expected = world.dense()
-    error = (run(world, impl)[: len(expected)].double() - expected).abs()
+    error = (choice.attend(world)[: len(expected)].double() - expected).abs()
     # Values are of size 1 and weights sum to 1: a few roundings of half an epsilon each.
     assert error.max() < 4 * torch.finfo(dtype).eps
     assert error.mean() < torch.finfo(dtype).eps / 2
 
 
-@QUICK
+@ON_HPU
+@settings(QUICK, max_examples=40)
 @given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
-def test_fast_softmax_stays_close_to_the_exact_one_and_hides_the_same(scenario: Scenario) -> None:
+def test_fast_softmax_stays_close_to_the_exact_one_and_hides_the_same(
+    choice: Choice, scenario: Scenario
+) -> None:
     """Scores are rounded to bfloat16, so weights are off by an epsilon of the largest score."""
     world = World(scenario, torch.bfloat16)
-    q, k, v, step = world.inputs()
-    spec = world.spec(Implementation.REFERENCE, softmax=Softmax.FAST)
-    out = unified_attention(q, k, v, world.cache, step, spec)
+    out = choice.fast().attend(world, softmax=Softmax.FAST)
     expected = world.dense()
     assert (out[: len(expected)].double() - expected).abs().max() < 0.1
     assert (out[len(expected) :] == 0).all()
@@ -164,14 +161,14 @@ def test_fast_softmax_is_in_bfloat16(softmax: Softmax, dtype: torch.dtype) -> No
 
 
 @ALL
-def test_what_padding_writes_into_trash_never_comes_back(impl: Implementation) -> None:
+def test_what_padding_writes_into_trash_never_comes_back(choice: Choice) -> None:
     scenario = Scenario((RowSpec(5, 1), RowSpec(6, 4)), 4, Window(1, 3), 1, 1, 1, 8, (6, 2, 2, 2), True, 3)
     outputs = []
     for rubbish in (torch.nan, 0.0, 1e30):
         world = World(scenario)
         for units in world.cache:
             units.k[-1] = units.v[-1] = rubbish
-        outputs.append(run(world, impl))
+        outputs.append(choice.attend(world))
     torch.testing.assert_close(outputs[0], outputs[1], atol=0, rtol=0)
     torch.testing.assert_close(outputs[1], outputs[2], atol=0, rtol=0)
 
@@ -194,7 +191,7 @@ def test_the_fused_form_of_one_short_row_equals_dense_attention(
 
 
 @ALL
-def test_one_prompt_that_fills_the_step_is_attended_whole(impl: Implementation) -> None:
+def test_one_prompt_that_fills_the_step_is_attended_whole(choice: Choice) -> None:
     for window in (Window(2, 6), Window(0, 40)):
         world = World(Scenario((RowSpec(0, 33),), 4, window, 1, 1, 3, 8, (0, 0, 0, 1), False, 5))
-        torch.testing.assert_close(run(world, impl).double(), world.dense(), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(choice.attend(world).double(), world.dense(), atol=2e-5, rtol=2e-5)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,9 @@ from hpu_duo import HeadPattern, HPUDuoModel, sim
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams, static_routes
 from hpu_duo.sim import HpuRuleViolation
-from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, tokens_of
+from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import (
     BASE,
-    BLOCK,
     FAMILIES,
     IS_5,
     LENGTH_DEPENDENT,
@@ -32,87 +29,16 @@ from tests.modeling.families import (
     prompts_of,
     save_random,
 )
+from tests.sim.workload import LIMITS, Workload
 
 pytestmark = pytest.mark.usefixtures("device")
 
-LIMITS: dict[str, Any] = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,
-    "num_blocks": 13,
-    "max_model_len": 48,
-}
 SMALL: dict[str, Any] = {
     "block_size": 8,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 8,
     "max_model_len": 24,
 }
-BEGINS = (8, 16, 21)
-Done = dict[tuple[int, int], tuple[list[int], FinishReason]]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Prompts, how to sample from each, and a seed for arrivals and aborts."""
-
-    prompts: list[list[int]]
-    params: list[SamplingParams]
-    seed: int
-
-    @classmethod
-    def random(cls, num_requests: int, seed: int) -> Workload:
-        """Every other prompt begins like others do, with one of three beginnings of one to three blocks."""
-        rng = random.Random(seed)
-        lengths = [rng.choice((1, 2, 7, 8, 9, 16, rng.randint(1, 40))) for _ in range(num_requests)]
-        prompts = prompts_of(lengths, seed=seed)
-        begins = prompts_of(BEGINS, seed=seed + 1)
-        for number in range(0, num_requests, 2):
-            prompts[number] = (rng.choice(begins) + prompts[number])[:40]
-        return cls(prompts, [_params(rng) for _ in lengths], seed)
-
-    def num_alike(self) -> int:
-        """Prompts that agree with another one in its first block, and differ from it later."""
-        different = {tuple(prompt) for prompt in self.prompts if len(prompt) > BLOCK}
-        begins = Counter(prompt[:BLOCK] for prompt in different)
-        return sum(count for count in begins.values() if count > 1)
-
-    def run(self, served: HPUDuoModel) -> Done:
-        """Submit a few at a time and abort some; arrivals depend on nothing but the seed."""
-        rng, engine = random.Random(self.seed), served.engine
-        pending = list(enumerate(zip(self.prompts, self.params)))[::-1]
-        tokens: dict[tuple[int, int], list[int]] = {}
-        done: Done = {}
-        while pending or engine.has_unfinished:
-            for _ in range(rng.randrange(5)):
-                if pending:
-                    number, (prompt, params) = pending.pop()
-                    engine.add_request(prompt, params, request_id=str(number))
-            if rng.random() < 0.1:
-                engine.abort(str(rng.randrange(len(self.prompts))))
-            for output in engine.step():
-                key = (int(output.request_id), output.sample_index)
-                tokens.setdefault(key, []).extend(output.token_ids)
-                if output.finish_reason is not None:
-                    done[key] = (tokens[key], output.finish_reason)
-        assert_holds_nothing(served)
-        return done
-
-
-def _params(rng: random.Random) -> SamplingParams:
-    common: dict[str, Any] = {"max_tokens": rng.randint(1, 8), "seed": rng.randrange(1000)}
-    match rng.randrange(8):
-        case 0:
-            return SamplingParams(temperature=1.5, top_k=20, min_p=0.01, **common)
-        case 1:
-            return SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.3, n=3, **common)
-        case 2:
-            return SamplingParams(
-                temperature=1.1, frequency_penalty=0.7, logit_bias={7: 3.0}, n=2, min_tokens=1, **common
-            )
-        case 3:
-            return SamplingParams(temperature=0, logprobs=rng.choice((0, 5, 8)), **common)
-        case _:
-            return SamplingParams(temperature=0, **common)
 
 
 def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(

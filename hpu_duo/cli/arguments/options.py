@@ -147,7 +147,8 @@ class EngineOptions(SizeOptions):
         ),
     ] = "eager"
     attention: Annotated[
-        str, typer.Option(help="Attention kernels: auto, reference, sdpa or triton.", rich_help_panel=ENGINE)
+        str,
+        typer.Option(help="Attention kernels: auto, reference, sdpa, triton or hpu.", rich_help_panel=ENGINE),
     ] = "auto"
     softmax: Annotated[
         str,

@@ -40,6 +40,9 @@ def audit(
     ] = "gaudi3",
     heads: HeadOptions,
     dtype: Dtype = "auto",
+    attention: Annotated[
+        str, typer.Option(help="Attention kernels: reference, or hpu for the fused operators.")
+    ] = "reference",
     limits: LimitOptions,
     num_blocks: Annotated[
         int | None,
@@ -86,7 +89,7 @@ def audit(
         table = None if buckets is None else read_table(buckets)
         structure = build_structure(
             EngineConfig(
-                model=ModelConfig(path=model, dtype=dtype),
+                model=ModelConfig(path=model, dtype=dtype, attention=attention),
                 heads=HeadConfig(**vars(heads)),
                 cache=CacheConfig(
                     block_size=limits.block_size,

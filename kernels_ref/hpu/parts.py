@@ -1,0 +1,118 @@
+"""The parts on fused operators; those that a device lacks, or that cannot do what a layer asks, are portable.
+
+Shapes: as in ``kernels_ref.reference``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from bias_builders import Window
+from kernels_ref import reference
+from kernels_ref.chunks import masked_chunk
+from kernels_ref.hpu import softmax
+from kernels_ref.hpu.attention import attend_dense
+from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
+from kernels_ref.index import write_kv
+from kernels_ref.partial import Partial, attend, finish
+from kernels_ref.scoring import Scoring
+from kernels_ref.step import StepTensors
+from kernels_ref.units import KVUnits, NewKV
+
+if TYPE_CHECKING:
+    from kernels_ref.groups import BlockStep, RingStep
+
+QUERY_SLICE = 1024
+"""Queries of one slice of the causal part: no scores are made, so a slice is bounded by its mask."""
+
+
+@dataclass(frozen=True)
+class FusedKernels:
+    """See ``kernels_ref.impl.Kernels``.
+
+    Args:
+        operators: those to call.
+    """
+
+    operators: FusedOperators = NO_OPERATORS
+
+    def causal(
+        self, q_QKGD: torch.Tensor, new: NewKV, t: StepTensors, window: Window | None, scoring: Scoring
+    ) -> Partial:
+        """Tokens of prompt rows against the new keys of their own row."""
+        if not self._fuses(scoring):
+            return reference.causal(q_QKGD, new, t, window, scoring)
+        return reference.causal(q_QKGD, new, t, window, scoring, self._dense, QUERY_SLICE)
+
+    def shared_blocks(
+        self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring
+    ) -> Partial:
+        """Every query against the blocks that several rows read, or a prompt row."""
+        if not self._fuses(scoring):
+            return reference.shared_blocks(q_QKGD, units, t, scoring)
+        key_bytes = units.k[0].numel() * units.k.element_size()
+        chunk = masked_chunk(len(q_QKGD), units.layout.num_slots, key_bytes, q_QKGD.element_size())
+        return reference.shared_blocks(q_QKGD, units, t, scoring, self._dense, chunk)
+
+    def shared_rings(
+        self,
+        q_QKGD: torch.Tensor,
+        units: KVUnits,
+        t: StepTensors,
+        ring: RingStep,
+        window: Window,
+        scoring: Scoring,
+    ) -> Partial:
+        """Tokens of prompt rows against what their ring held before the step."""
+        if not self._fuses(scoring):
+            return reference.shared_rings(q_QKGD, units, t, ring, window, scoring)
+        return reference.shared_rings(q_QKGD, units, t, ring, window, scoring, self._dense, QUERY_SLICE)
+
+    def unique_blocks(
+        self, q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
+    ) -> Partial:
+        """Decode rows against the blocks that only they read."""
+        add = softmax.merge_by_owner if self.operators.block_softmax else reference.merge_by_owner
+        return reference.unique_blocks(q_NKHD, units, t, blocks, scoring, self._attend, add)
+
+    def unique_rings(self, q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
+        """Decode rows against their own ring."""
+        return reference.unique_rings(q_NKHD, units, ring, scoring, self._attend)
+
+    def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+        """Put the keys and values of new tokens in place."""
+        write_kv(units, index, new)
+
+    def finish(
+        self,
+        q_QKGD: torch.Tensor,
+        of_tokens: list[Partial],
+        of_rows: Partial | None,
+        decode_slot: torch.Tensor,
+        sinks_KG: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Merge, add sink logits, normalise."""
+        return finish(q_QKGD, of_tokens, of_rows, decode_slot, sinks_KG)
+
+    def _fuses(self, scoring: Scoring) -> bool:
+        """Whether attention is one operator, which has no soft cap."""
+        return self.operators.attention and scoring.softcap is None
+
+    def _dense(
+        self,
+        q_QKGD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        visible_QT: torch.Tensor,
+        scoring: Scoring,
+    ) -> Partial:
+        scale = self.operators.inverse_scale
+        return attend_dense(q_QKGD, k_TKD, v_TKD, visible_QT, scoring.softmax, scale)
+
+    def _attend(self, scores: torch.Tensor, visible: torch.Tensor | None, values: torch.Tensor) -> Partial:
+        if not self.operators.softmax:
+            return attend(scores, visible, values)
+        return softmax.attend(scores, visible, values, self.operators.line_bytes)

@@ -1,0 +1,205 @@
+"""Try fused operators on the device that is to run them, against the same numbers on the host.
+
+Their sources are not public, what they return differs between devices and versions, and an operator that is
+there may refuse a type or a size. So each is called once, at odd sizes, before anything depends on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kernels_ref import reference
+from kernels_ref.hpu import softmax as fused_softmax
+from kernels_ref.hpu.attention import attend_dense
+from kernels_ref.hpu.operators import ATTENTION, BLOCK_SOFTMAX, SOFTMAX, FusedOperators, exists
+from kernels_ref.partial import FLOOR, Partial, attend, empty
+from kernels_ref.scoring import Softmax
+
+_log = logging.getLogger(__name__)
+
+_INVERSE_SCALES = (1.0, 128.0)
+"""Factors that inverse sums are known to lack: vLLM's fork for HPU multiplies those of fast mode by 128."""
+
+_EXACT_ERROR = 1e-4
+_NARROW_ERROR = 4 * torch.finfo(torch.bfloat16).eps
+_FAST_ERROR = 0.1
+"""Fast exponentials are looked up: the bridge names their mode after 8-bit numbers."""
+
+
+class Trial(NamedTuple):
+    """Findings of a trial.
+
+    Attributes:
+        operators: those that may be called.
+        problems: why the others may not.
+    """
+
+    operators: FusedOperators
+    problems: tuple[str, ...]
+
+    @classmethod
+    def of_all(cls, trials: Sequence[Trial]) -> Trial:
+        """A trial whose findings hold for all of several sizes."""
+        first = trials[0].operators
+        scales = {trial.operators.inverse_scale for trial in trials if trial.operators.attention}
+        together = first._replace(
+            attention=all(trial.operators.attention for trial in trials) and len(scales) == 1,
+            softmax=all(trial.operators.softmax for trial in trials),
+            block_softmax=all(trial.operators.block_softmax for trial in trials),
+        )
+        problems = dict.fromkeys(problem for trial in trials for problem in trial.problems)
+        return cls(together, tuple(problems))
+
+
+class _Refusal(Exception):
+    """An operator returns something else than it should."""
+
+
+@torch.inference_mode()
+def try_operators(
+    device: torch.device,
+    dtype: torch.dtype,
+    group_size: int,
+    head_dim: int,
+    softmax: Softmax,
+    line_bytes: int,
+) -> Trial:
+    """Call each fused operator once, and find out what is to be known about it.
+
+    Args:
+        dtype: of queries, keys and values.
+        group_size, head_dim: of the layers that are to be served.
+        line_bytes: see ``FusedOperators``; by the kind of device.
+    """
+    found: dict[str, float] = {}
+    problems = []
+    sizes = _Sizes(device, dtype, group_size, head_dim)
+    scores_dtype = dtype if softmax is Softmax.FAST and dtype == torch.bfloat16 else torch.float32
+    tries: dict[str, Callable[[], float]] = {
+        ATTENTION: lambda: _try_attention(sizes, softmax),
+        SOFTMAX: lambda: _try_softmax(sizes, scores_dtype, line_bytes),
+        BLOCK_SOFTMAX: lambda: _try_block_softmax(sizes, scores_dtype),
+    }
+    for name, run in tries.items():
+        try:
+            if not exists(name):
+                raise _Refusal("it does not exist here")
+            found[name] = run()
+        except (_Refusal, RuntimeError, ValueError, TypeError) as error:
+            problems.append(f"{name}: {error}")
+    operators = FusedOperators(
+        ATTENTION in found, SOFTMAX in found, BLOCK_SOFTMAX in found, line_bytes, found.get(ATTENTION, 1.0)
+    )
+    _log.info(
+        "fused operators %s; %s", ", ".join(operators.names) or "none", "; ".join(problems) or "all pass"
+    )
+    return Trial(operators, tuple(problems))
+
+
+class _Sizes(NamedTuple):
+    """Odd ones, and where the numbers go."""
+
+    device: torch.device
+    dtype: torch.dtype
+    group_size: int
+    head_dim: int
+    num_kv: int = 2
+
+    def random(self, *shape: int, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return numbers.to(self.dtype if dtype is None else dtype)
+
+
+def _try_attention(sizes: _Sizes, softmax: Softmax) -> float:
+    """Return the scale of the inverse sum; keys stand out by as much as scores of a trained model do."""
+    num_queries, num_keys = 37, 83
+    q = sizes.random(num_queries, sizes.num_kv, sizes.group_size, sizes.head_dim, seed=0)
+    q = q * (4 / math.sqrt(sizes.head_dim))
+    k, v = (sizes.random(num_keys, sizes.num_kv, sizes.head_dim, seed=seed) for seed in (1, 2))
+    visible = torch.rand(num_queries, num_keys, generator=torch.Generator().manual_seed(3)) < 0.5
+    visible[0], visible[1], visible[1, 5] = False, False, True
+    on = sizes.device
+    got = attend_dense(q.to(on), k.to(on), v.to(on), visible.to(on), softmax, 1.0)
+    got = Partial(*(x.cpu() for x in got))
+    if (got.attn[0] != 0).any() or (got.max[0] != FLOOR).any() or (got.sum[0] != 0).any():
+        raise _Refusal("a query that sees no key cannot be told from others")
+    scores = torch.einsum("qkgd,tkd->qkgt", q.double(), k.double())
+    allowed = _allowed(sizes.dtype, softmax)
+    errors = []
+    # Kernels may round products to the type of their operands.
+    for given in (scores, scores.to(sizes.dtype).double()):
+        hidden = given.masked_fill(~visible[:, None, None], -math.inf)[1:]
+        attn = torch.einsum("qkgt,tkd->qkgd", hidden.softmax(dim=-1), v.double())
+        offset = got.max[1:].double() - hidden.logsumexp(dim=-1)
+        scale = min(_INVERSE_SCALES, key=lambda each: abs(offset.median().item() - math.log(each)))
+        errors.append((max(_largest(got.attn[1:] - attn), _largest(offset - math.log(scale))), scale))
+    error, scale = min(errors)
+    if error > allowed:
+        raise _Refusal(f"its results are off by {error:.2g}, expected at most {allowed:.2g}")
+    return scale
+
+
+def _try_softmax(sizes: _Sizes, dtype: torch.dtype, line_bytes: int) -> float:
+    shape = (5, sizes.num_kv, sizes.group_size + 9, 29)
+    scores = sizes.random(*shape, seed=4, dtype=dtype) * 4
+    values = sizes.random(5, sizes.num_kv, 29, sizes.head_dim, seed=5)
+    visible = torch.rand(5, 1, 1, 29, generator=torch.Generator().manual_seed(6)) < 0.7
+    visible[2] = False
+    on = sizes.device
+    got = fused_softmax.attend(scores.to(on), visible.to(on), values.to(on), line_bytes)
+    _check(got, attend(scores, visible, values), _allowed_beside(sizes.dtype, dtype))
+    return 1.0
+
+
+def _try_block_softmax(sizes: _Sizes, dtype: torch.dtype) -> float:
+    """Also blocks that belong to nobody, whose numbers are no numbers."""
+    owner = torch.tensor([2, 0, 3, 2, 0, 3, 2], dtype=torch.int32)
+    heads, block_size = sizes.group_size, 32
+    scores = sizes.random(len(owner), sizes.num_kv, heads, block_size, seed=7, dtype=dtype) * 4
+    values = sizes.random(len(owner), sizes.num_kv, block_size, sizes.head_dim, seed=8)
+    scores[owner == 3] = values[owner == 3] = torch.nan
+    before = empty(sizes.random(3, sizes.num_kv, heads, sizes.head_dim, seed=9))
+    total = Partial(*(x.to(sizes.device) for x in before))
+    args = [x.to(sizes.device) for x in (scores, values, owner)]
+    got = fused_softmax.merge_by_owner(total, *args)
+    expected = reference.merge_by_owner(before, scores, values, owner)
+    _check(got, expected, _allowed_beside(sizes.dtype, dtype))
+    return 1.0
+
+
+def _allowed(dtype: torch.dtype, softmax: Softmax) -> float:
+    if dtype == torch.float32:
+        return _EXACT_ERROR
+    return _FAST_ERROR if softmax is Softmax.FAST else _NARROW_ERROR
+
+
+def _allowed_beside(*dtypes: torch.dtype) -> float:
+    return _EXACT_ERROR if set(dtypes) == {torch.float32} else _NARROW_ERROR
+
+
+def _check(got: Partial, expected: Partial, allowed: float) -> None:
+    """Compare means and log-sum-exps, which is all that partials say.
+
+    Raises:
+        _Refusal: they differ by more than is allowed.
+    """
+    attn, largest, total = (x.cpu().double() for x in got)
+    if ((total > 0) != (expected.sum > 0)).any() or (attn[expected.sum == 0] != 0).any():
+        raise _Refusal("rows that see no key cannot be told from others")
+    seen = expected.sum > 0
+    error = max(
+        _largest(attn[seen] / total[seen][:, None] - expected.attn[seen] / expected.sum[seen][:, None]),
+        _largest(largest[seen] + total[seen].log() - expected.max[seen] - expected.sum[seen].log()),
+    )
+    if not error <= allowed:
+        raise _Refusal(f"its results are off by {error:.2g}, expected at most {allowed:.2g}")
+
+
+def _largest(difference: torch.Tensor) -> float:
+    found = float(difference.abs().max())
+    return found if found == found else math.inf
