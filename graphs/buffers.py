@@ -29,7 +29,7 @@ ShapesOf: TypeAlias = Callable[[BatchShape], FieldShapes]
 
 @dataclass(frozen=True)
 class FieldSlot:
-    """Where a field lies: ``offset`` in items from the start of the array, and its ``shape``."""
+    """Place of a field: ``offset`` in items from the start of the array, and its ``shape``."""
 
     offset: int
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class FieldSlot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where all fields of a bucket lie; ``slots`` by name, in order."""
+    """Places of all fields of a bucket; ``slots`` by name, in order."""
 
     slots: Mapping[str, FieldSlot]
 
@@ -117,7 +117,7 @@ class DeviceInputs:
         self._views_of = lru_cache(_MAX_CACHED_BUCKETS)(partial(_device_views, self._items, shapes_of))
 
     def layout(self, bucket: BatchShape) -> Layout:
-        """Where the fields of a bucket lie in its array."""
+        """Return the places of the fields of a bucket in its array."""
         return self._views_of(bucket).layout
 
     def copy_in(self, bucket: BatchShape, items: npt.NDArray[np.int32]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from graphs.table import BucketTable, Miss
 
 
 class MissPolicy(Enum):
-    """What happens to a step that no bucket holds.
+    """Policy for a step that no bucket holds.
 
     ``ERROR`` raises. ``CAPTURE`` makes the exact shape a bucket, at the price of a compilation in the
     request path and of a table that grows with the traffic. ``EAGER`` runs the exact shape uncaptured.
@@ -38,7 +38,7 @@ class GraphMissError(LookupError):
 
 @dataclass(frozen=True)
 class GraphCounters:
-    """What a cache has done up to the moment of the snapshot; warm-up counts as captures only.
+    """Counts of a cache up to the moment of the snapshot; warm-up counts as captures only.
 
     Args:
         hits, misses: shapes resolved to a bucket, and shapes that no bucket held.
@@ -69,7 +69,7 @@ class GraphCache:
     Args:
         backend: captures what is not captured yet.
         table: the planned buckets.
-        policy: what to do with shapes outside the table.
+        policy: for shapes outside the table.
         max_captured_tokens: buckets with more query tokens are padded to like the others, and run as
             they are written: a graph keeps the working memory of its step, and a long prefill gains
             least from being captured. None captures all.
@@ -165,7 +165,7 @@ class GraphCache:
         return shape
 
     def region(self, bucket: BatchShape, key: Hashable, fn: Region) -> Region:
-        """What to call for a repeated region of ``bucket``: ``fn`` itself where nothing is captured."""
+        """Return the function for a repeated region of ``bucket``: ``fn`` itself if nothing is captured."""
         return self.backend.region(bucket, key, fn) if self.captures(bucket) else fn
 
     def run(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:

@@ -1,4 +1,4 @@
-"""Which kernels compute the parts."""
+"""Implementations of the kernels that compute the parts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Implementation(str, Enum):
 class Kernels(Protocol):
     """The parts; see ``kernels_ref.reference`` for what each one computes.
 
-    Whatever an implementation reads of a store it takes from ``KVUnits``, and what tokens see of it from the
-    step: leading slots where positions lie in order, else an interval of positions for each query.
+    An implementation reads stores through ``KVUnits``, and visibility from the step: leading slots where
+    positions lie in order, else an interval of positions for each query.
     """
 
     def causal(

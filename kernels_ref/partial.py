@@ -32,14 +32,14 @@ class Partial(NamedTuple):
 
 
 def empty(q_QKGD: torch.Tensor) -> Partial:
-    """What queries see that see nothing: neutral in ``merge``, zero in ``normalise``."""
+    """Return the partial of queries that see no key: neutral in ``merge``, zero in ``normalise``."""
     # Contiguous however the queries lie: operators promise it to compilers.
     attn = torch.zeros(q_QKGD.shape, dtype=torch.float32, device=q_QKGD.device)
     return Partial(attn, torch.full_like(attn[..., 0], FLOOR), torch.zeros_like(attn[..., 0]))
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Bring bfloat16 to float32, which partials are in."""
+    """Convert bfloat16 to float32, the dtype of partials."""
     return x.float() if x.dtype == torch.bfloat16 else x
 
 
@@ -141,7 +141,7 @@ def finish(
     decode_slot: torch.Tensor,
     sinks_KG: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Merge what tokens and what rows have seen, add sink logits, normalise.
+    """Merge the partials of tokens and of rows, add sink logits, normalise.
 
     Args:
         q_QKGD: the queries, for shape and type of the result.
@@ -150,7 +150,7 @@ def finish(
         decode_slot: place of each token among those, ``L`` for all others, ``[Q]``.
         sinks_KG: attention-sink logits, or None.
     Returns:
-        ``[Q, K, G, D]``, zero for a token that has seen nothing.
+        ``[Q, K, G, D]``, zero for a token that has seen no key.
     """
     if of_rows is not None:
         of_tokens = [*of_tokens, select(of_rows, decode_slot)]

@@ -1,4 +1,4 @@
-"""How products of queries and keys become weights."""
+"""The rule from products of queries and keys to weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Softmax(str, Enum):
 
 
 class Scoring(NamedTuple):
-    """What a layer's scores are made of besides queries and keys; fixed for a captured step.
+    """Parameters of a layer's scores besides queries and keys; fixed for a captured step.
 
     Attributes:
         softcap: bound of the scores, None when the model has none.
-        softmax: in which numbers they are computed.
+        softmax: precision of scores and exponentials.
     """
 
     softcap: float | None = None

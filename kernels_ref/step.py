@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kernels_ref.groups import GroupKind
 
 PlanKey: TypeAlias = tuple[tuple[Hashable, ...], UnitLayout]
-"""What groups share that share what a step derives for them: the key of their kind, and where units lie."""
+"""Key of the tensors that a step derives for groups of heads: key of their kind, and layout of the store."""
 
 
 class StepTensors(NamedTuple):
@@ -30,7 +30,7 @@ class StepTensors(NamedTuple):
         positions: ``[Q]``.
         row: ring row of each token, ``N`` for padding, ``[Q]``.
         causal_row: the same for tokens of prompt rows, ``N`` for all others, ``[Q]``.
-        write_block, write_offset: where each token's keys go; padding goes to the trash block, ``[Q]``.
+        write_block, write_offset: place of each token's keys; the trash block for padding, ``[Q]``.
         row_start: tokens stored before the step, ``[N]``.
         row_num_new: new tokens of the row, 0 when the row is not in this step, ``[N]``.
         row_query_start: flat index of the row's first new token, any valid index without one, ``[N]``.
@@ -40,7 +40,7 @@ class StepTensors(NamedTuple):
         shared_block: ``[NS]``; padding is the trash block.
         shared_start: position of their first slots, ``[NS]``.
         shared_reads: 1 where tokens of a row read a shared block, the last row for padding, ``[N + 1, NS]``.
-            They see what was stored before the step, which the part works out for some blocks at a time.
+            They see the positions stored before the step; the part derives them for some blocks at a time.
         owner: row that reads block ``b`` of the contiguous slice whole, ``N`` = nobody, ``[NU]``.
     """
 
@@ -63,7 +63,7 @@ class StepTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class StepParts:
-    """Which parts run; fixed for a captured step.
+    """The parts that run; fixed for a captured step.
 
     ``shared`` covers shared blocks and the rows of prompts, ``unique`` unique blocks and the rows of decodes.
     """
@@ -77,12 +77,12 @@ class Step(NamedTuple):
     """A step ready for the layers.
 
     Attributes:
-        parts: which parts run.
+        parts: the parts that run.
         tensors: the plan.
         decode_len: M.
         row_token: flat index of each token of the N rows, any valid index where there is none, ``[N * M]``.
         decode_slot: place of each token among those, ``N * M`` for tokens of other rows, ``[Q]``.
-        plans: what each kind of head group has derived from the step, by kind and layout of the store.
+        plans: tensors derived for each kind of head group, by kind and layout of the store.
     """
 
     parts: StepParts
@@ -100,7 +100,7 @@ def prepare_step(
     decode_len: int,
     stores: Mapping[GroupKind, Sequence[UnitLayout]],
 ) -> Step:
-    """Derive on the device, once a step, what all layers need.
+    """Derive on the device, once a step, the tensors that all layers need.
 
     Args:
         decode_len: most tokens of a decode row (M).
@@ -136,7 +136,7 @@ class DecodeRows(NamedTuple):
 
     @classmethod
     def of(cls, parts: StepParts, t: StepTensors, decode_len: int) -> DecodeRows:
-        """Those of a step, which has other rows too if the causal part runs."""
+        """Find the decode rows of a step, which has other rows too if the causal part runs."""
         no_row = t.row_start.shape[0]
         row = torch.where(t.causal_row < no_row, no_row, t.row) if parts.causal else t.row
         if decode_len == 1:

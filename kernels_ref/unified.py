@@ -24,7 +24,7 @@ LayerCache: TypeAlias = tuple[KVUnits, ...]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What the attention of a layer needs to know besides tensors; fixed for a captured step.
+    """Parameters of a layer's attention besides tensors; fixed for a captured step.
 
     Attributes:
         groups: its key/value heads, in order.
@@ -32,9 +32,9 @@ class LayerSpec:
         head_dim: size of keys and of values.
         scale: factor of the scores.
         softcap: bound of the scores, None when the model has none.
-        impl: which kernels compute the parts.
-        softmax: in which numbers scores and exponentials are.
-        operators: the fused ones that ``impl`` calls, where it calls any.
+        impl: implementation of the kernels.
+        softmax: precision of scores and exponentials.
+        operators: fused operators that ``impl`` calls, where it calls any.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -48,7 +48,7 @@ class LayerSpec:
 
     @property
     def scoring(self) -> Scoring:
-        """How the scores of the layer become weights."""
+        """The rule from scores of the layer to weights."""
         return Scoring(self.softcap, self.softmax)
 
     @property

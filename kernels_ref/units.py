@@ -1,9 +1,9 @@
-"""What attention reads and writes: units of keys and values, wherever they lie in a store.
+"""Units of keys and values, which attention reads and writes in a store.
 
-A *unit* is a block or a ring row. A store is a list of vectors; its layout says where those of a unit lie:
-head after head and, in a head, slot after slot. The keys of one head of one unit lie side by side, so that a
-batched product reads them without a copy. Heads and units may lie further apart than they are large: stores
-may be padded, or share their memory.
+A *unit* is a block or a ring row. A store is a list of vectors; its layout gives the places of a unit's
+vectors: head after head and, in a head, slot after slot. The keys of one head of one unit are contiguous, so
+that a batched product reads them without a copy. The strides of heads and units may be larger than their
+sizes: stores may be padded, or share their memory.
 
 Shapes: X units, K heads, S slots, D head size, V vectors of a store.
 """
@@ -18,13 +18,13 @@ from kernels_ref.index import gather
 
 
 class UnitLayout(NamedTuple):
-    """Where units lie in a store, counted in vectors; fixed for a captured step.
+    """Places of units in a store, counted in vectors; fixed for a captured step.
 
     Attributes:
         num_units, num_heads, num_slots: X, K and S.
         head_stride: from a head to the next one, at least S.
         unit_stride: from a unit to the next one.
-        offset: of the first vector of a unit in what belongs to it; more than 0 behind another store's.
+        offset: of the first vector of a unit; more than 0 if another store's vectors come first.
     """
 
     num_units: int

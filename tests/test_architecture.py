@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("hpu_duo", "graphs", "kernels_ref", "bias_builders")
 OPTIONAL = ("triton", "habana_frameworks", "optimum", "matplotlib", "fastapi", "ray", "lm_eval", "aiohttp")
+SOURCES = (*PACKAGES, "benchmarks", "examples", "tests")
 LEAVES = (
     "kernels_ref.triton",
     "graphs.backends.hpu",
@@ -46,6 +47,9 @@ PRIVATE_TO_TORCH = {"_cdata", "_schema", "_op", "_parameters", "_buffers", "_mod
 INHERITED = ("forward", "extra_repr")
 """Methods of ``torch.nn.Module`` whose contract is torch's; the class says what it computes."""
 
+ANSWERS_A_QUESTION = re.compile(r"(what|which|who|whose|whom|where|when|how)\b", re.IGNORECASE)
+"""Beginning of a docstring that describes a thing by a question instead of naming it."""
+
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -71,6 +75,15 @@ def definitions(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[t
             yield prefix + child.name, child
             if isinstance(child, ast.ClassDef):
                 yield from definitions(child, f"{prefix}{child.name}.")
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Lines and texts of docstrings, those behind assignments included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = node.value.value
+            if isinstance(text, str):
+                yield node.lineno, text
 
 
 def test_imports_follow_the_arrows_of_the_design() -> None:
@@ -213,6 +226,23 @@ def test_every_module_and_public_name_says_what_it_is(module: str) -> None:
     ]
     assert ast.get_docstring(tree), f"{module} has no docstring"
     assert not silent, f"{module}: {', '.join(silent)} have no docstring"
+
+
+@pytest.mark.parametrize("text", ["What a step gave.", "which heads stream", "Where\nit is"])
+def test_docstrings_that_answer_a_question_are_found(text: str) -> None:
+    tree = ast.parse(f"X = 1\n{text!r}\nclass A:\n    def f(self):\n        {text!r}\n")
+    assert [line for line, found in docstrings(tree) if ANSWERS_A_QUESTION.match(found)] == [2, 5]
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_docstrings_begin_with_a_verb_or_with_what_the_thing_is(package: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        if ANSWERS_A_QUESTION.match(text.strip())
+    ]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` needs beside torch to build code for the CPU."""
+"""Tools that ``torch.compile`` needs besides torch to build code for the CPU."""
 
 from __future__ import annotations
 

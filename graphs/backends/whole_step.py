@@ -1,4 +1,4 @@
-"""What backends have in common that record a whole step once and replay it without Python."""
+"""Base of backends that record a whole step once and replay it without Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Recording(Generic[Outputs]):
     """A recorded step.
 
     Attributes:
-        first: what the step returned when it ran for the recording, exactly once.
+        first: result of the step's only run for the recording.
         static: the tensors that a replay writes its results to.
         replay: launch the recorded work again, on whatever the input tensors hold now.
     """
@@ -28,7 +28,7 @@ class Recording(Generic[Outputs]):
 
 
 class Recorder(Protocol):
-    """How a device records and replays."""
+    """Records and replays steps on a device."""
 
     def problem(self, device: torch.device) -> str | None:
         """See ``CaptureBackend.problem``."""
@@ -37,7 +37,7 @@ class Recorder(Protocol):
     def record(self, run: Callable[[], Outputs]) -> Recording[Outputs]:
         """Run a step once, so that its effects happen once, and record it.
 
-        What ``run`` raises is passed on, and leaves nothing that is being recorded behind.
+        Errors of ``run`` are passed on, and end the recording.
         """
         ...
 
@@ -49,8 +49,8 @@ class WholeStepBackend:
     It returns the same tensors each time, overwritten.
 
     Args:
-        name: what ``make_backend`` knows the backend by.
-        recorder: how the device does it.
+        name: the name of the backend for ``make_backend``.
+        recorder: records and replays on the device.
     """
 
     num_first_runs = 1
@@ -60,7 +60,7 @@ class WholeStepBackend:
         self._recorder = recorder
 
     def problem(self, device: torch.device) -> str | None:
-        """What the recorder says of the device."""
+        """Return the recorder's problem with the device, or None."""
         return self._recorder.problem(device)
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:

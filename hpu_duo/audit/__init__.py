@@ -1,7 +1,7 @@
-"""What every step would ask of an HPU, read from a ``config.json`` alone.
+"""Trace the operators and memory of every step on an HPU, from a ``config.json`` alone.
 
-Steps are traced with tensors that have shapes and no data. No weights, no memory and no device are needed,
-and nothing is learnt about compilers or speed; see docs/audit.md.
+Steps are traced with tensors that have shapes and no data, without weights, memory or a device. An audit says
+nothing about compilers or speed; see docs/audit.md.
 """
 
 from hpu_duo.audit.allocations import peak_allocated_bytes

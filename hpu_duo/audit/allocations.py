@@ -1,4 +1,4 @@
-"""What torch's CPU allocator hands out while a function runs, measured."""
+"""Measure the memory of torch's CPU allocator while a function runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_allocated_bytes(run: Callable[[], object]) -> int:
-    """The most bytes that were allocated at the same time by ``run``, over what was allocated before.
+    """Return the peak of bytes allocated by ``run``, beyond those allocated before.
 
     Workspaces inside operators are included; memory that does not come from torch's allocator is not.
     """

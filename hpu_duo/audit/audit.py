@@ -1,4 +1,4 @@
-"""Trace every step that can occur, and say what it asks of an HPU."""
+"""Trace every step that can occur, and report its operators, memory and broken rules."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Progress = Callable[[int, int, str], None]
 def audit(structure: Structure, progress: Progress | None = None) -> AuditReport:
     """Trace the step of every bucket, and sampling for each of their numbers of rows.
 
-    Nothing is computed and nothing is compiled: what is found is what the code asks for, with torch's
-    decompositions, before any fusion. It does not show that a compiler for Gaudi accepts it.
+    Nothing is computed and nothing is compiled: the report is of the operators of the code, with torch's
+    decompositions, before any fusion. It does not show that a compiler for Gaudi accepts them.
 
     Args:
         progress: called with steps done, steps in all, and the name of the one that comes next.
@@ -58,8 +58,8 @@ def audit(structure: Structure, progress: Progress | None = None) -> AuditReport
 def audit_bucket(structure: Structure, bucket: BatchShape) -> StepAudit:
     """Trace one bucket.
 
-    Layers of one kind run the same operators on the same shapes, so the first of each kind is followed, and
-    the others count what it counted.
+    Layers of one kind run the same operators on the same shapes, so the first of each kind is traced, and its
+    counts are repeated for the others.
     """
     with structure.mode, torch.no_grad():
         inputs = structure.inputs(bucket)

@@ -1,4 +1,4 @@
-"""What public sources say of torch operators on an HPU."""
+"""Torch operators that public sources show on an HPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TABLE = Path(__file__).with_name("operators.json")
 
 
 class Engine(str, Enum):
-    """What an operator keeps busy.
+    """Engine that an operator keeps busy.
 
     ``MATRIX``: the matrix engine. ``VECTOR``: whatever computes elements, on the programmable cores.
     ``MEMORY``: moves data and computes nothing, whichever unit does it. ``VIEW``: nothing at all.
@@ -32,7 +32,7 @@ class NativeOperator:
 
     Attributes:
         name: without overload, such as ``index_copy_``.
-        engine: an assignment of this project, from what the operator computes.
+        engine: assigned by this project, from the operator's computation.
         sources: keys of ``native_sources()``.
     """
 
@@ -55,6 +55,6 @@ def native_operators() -> Mapping[str, NativeOperator]:
 
 @cache
 def native_sources() -> Mapping[str, str]:
-    """Where the operators of the table are shown, by key."""
+    """Sources that show the operators of the table, by key."""
     sources: dict[str, str] = json.loads(_TABLE.read_text(encoding="utf-8"))["sources"]
     return MappingProxyType(sources)

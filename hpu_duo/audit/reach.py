@@ -1,4 +1,4 @@
-"""Whether steps can be as large as the buckets that are to be traced."""
+"""Check that steps can be as large as the buckets that are to be traced."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from graphs import BatchShape, BucketTable, StepLimits
 
 
 def check_reach(table: BucketTable, limits: StepLimits) -> None:
-    """Refuse buckets that no step fills: what they take would say nothing of what can happen.
+    """Refuse buckets that no step fills: their memory would say nothing about steps that occur.
 
-    More query tokens than a step has are padding, as in any table, and pass.
+    More query tokens than a step has are padding, as in any table, and are accepted.
 
     Raises:
         ValueError: a bucket has a phase that no step has, or gathers more blocks than any step does.

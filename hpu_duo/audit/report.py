@@ -1,4 +1,4 @@
-"""What an audit found."""
+"""The report of an audit."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class StepAudit:
     """One step: a bucket, or the sampling that follows it.
 
     Attributes:
-        name: the bucket as it is printed, or what is sampled.
-        work: by engine; engines without work are missing.
+        name: the bucket as it is printed, or the sampling.
+        work: work by engine; engines without work are missing.
         operators: calls by operator.
-        peak_transient_bytes: of the tensors that the step makes, at most, while it runs operator by
-            operator; its results included, weights, stores and staged inputs not.
+        peak_transient_bytes: peak size of the tensors that the step makes, running operator by operator, with
+            its results and without weights, stores and staged inputs.
         input_bytes: staged inputs, copied from the host.
-        findings: rules of the HPU that it breaks, and notes; a step that cannot be followed to its end
-            after one counts what came before.
+        findings: rules of the HPU that it breaks, and notes; a step that cannot be traced further after one
+            has the counts of the operators before.
     """
 
     name: str
@@ -39,7 +39,7 @@ class StepAudit:
 
     @classmethod
     def of(cls, name: str, tally: Tally, peak_transient_bytes: int, input_bytes: int) -> StepAudit:
-        """A step as it was counted."""
+        """Make the audit of a step from its counts."""
         return cls(
             name,
             dict(tally.work),
@@ -56,7 +56,7 @@ class StepAudit:
 
 @dataclass(frozen=True)
 class OperatorUse:
-    """An operator, its calls over all steps, and where public sources show it; None = not shown."""
+    """An operator, its calls over all steps, and its entry in public sources; None = not shown."""
 
     name: str
     num_calls: int
@@ -68,8 +68,8 @@ class LayerRecipe:
     """Layers that a region-wise compiler compiles once for each bucket.
 
     Attributes:
-        groups: their KV heads.
-        num_layers: that have them.
+        groups: groups of their KV heads.
+        num_layers: number of these layers.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -94,16 +94,16 @@ class LayerRecipe:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """Everything that an audit found.
+    """The whole report of an audit.
 
     Attributes:
-        model: its name.
-        weight_bytes, store_bytes: held all the time.
+        model: name of the model.
+        weight_bytes, store_bytes: bytes of weights and stores.
         num_blocks: KV blocks of the stores.
         recipes: distinct layers, most frequent first.
         num_layer_kinds: distinct layers by everything that their code could branch on; each is a compiled
             region of each bucket.
-        buckets, sampling: the steps, cheapest first, and what samples from their logits.
+        buckets, sampling: the steps, cheapest first, and the sampling from their logits.
     """
 
     model: str

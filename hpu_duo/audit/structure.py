@@ -38,11 +38,11 @@ HPU = torch.device("hpu", 0)
 
 @dataclass(frozen=True)
 class Structure:
-    """Everything that decides what a step runs.
+    """All that a step's operators depend on.
 
     Attributes:
         name: of the model's directory.
-        mode: the fake tensor mode that all its tensors belong to.
+        mode: the fake tensor mode of all its tensors.
         model: the step model, its parameters and stores on a fake ``hpu:0``.
         geometry, limits, memory: as the engine has them.
         table: the buckets.
@@ -79,7 +79,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     """Build a model from its ``config.json``; no weights are read and no memory is taken.
 
     Args:
-        config: as for the engine; ``model.device`` and ``graph.backend`` play no part. The kernels are the
+        config: as for the engine; ``model.device`` and ``graph.backend`` have no effect. The kernels are the
             reference ones, which any HPU would run, or with ``model.attention="hpu"`` those on fused
             operators, all of which are taken to be there; norms and rotary embeddings stay the model's own.
         hardware: what the KV cache has to fit on where ``config.cache`` does not say how large it is:
@@ -179,5 +179,5 @@ def _cache(
 
 
 def _on_hpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor in place of one on ``meta``."""
+    """Return a fake tensor on ``hpu:0`` in place of one on ``meta``."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=HPU)

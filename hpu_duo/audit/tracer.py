@@ -1,4 +1,4 @@
-"""Follow a step operator by operator, on tensors without data."""
+"""Trace a step operator by operator, on tensors without data."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _INDEX_SOURCES = ("indices", "moe-routing")
 
 
 class Severity(str, Enum):
-    """How bad a finding is.
+    """Severity of a finding.
 
-    ``FORBIDDEN``: an HPU does it badly, wrongly or not at all. ``NOTE``: it does not keep to a rule of this
-    project, and public sources show that an HPU does it nevertheless.
+    ``FORBIDDEN``: an HPU does it badly, wrongly or not at all. ``NOTE``: it breaks a rule of this project,
+    but public sources show that an HPU does it.
     """
 
     FORBIDDEN = "forbidden"
@@ -41,14 +41,14 @@ FindingKey = tuple[Severity, Rule, str, str]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about an operator of a step that a reader should know.
+    """A broken rule, or a note about an operator of a step.
 
     Attributes:
-        rule: which rule of an HPU it breaks.
+        rule: the rule of an HPU that it breaks.
         operator: the torch operator.
         source: file, line and function that called it.
-        detail: what about it.
-        severity: how bad it is.
+        detail: description.
+        severity: of the finding.
         shown_by: for a note, keys of ``native_sources()`` that show it on an HPU.
     """
 
@@ -61,7 +61,7 @@ class Finding:
 
     @property
     def key(self) -> FindingKey:
-        """What makes it another finding than that of the same line in another step."""
+        """Return a key that tells it apart from findings of the same line in other steps."""
         return self.severity, self.rule, self.operator, self.source
 
     def __str__(self) -> str:
@@ -69,19 +69,19 @@ class Finding:
 
 
 class TraceEnded(RuntimeError):
-    """A step did something after which its shapes are unknown; the last finding says what."""
+    """A step ran an operator after which its shapes are unknown; the last finding names it."""
 
 
 @dataclass
 class Tally:
-    """What was counted: work by engine, calls by operator (without overload), and what was found."""
+    """Counts: work by engine, calls by operator (without overload), and findings."""
 
     work: dict[Engine, Work] = field(default_factory=dict)
     operators: Counter[str] = field(default_factory=Counter)
     findings: dict[FindingKey, Finding] = field(default_factory=dict)
 
     def add(self, other: Tally) -> None:
-        """Count everything that another one has counted."""
+        """Add the counts of another tally."""
         for engine, work in other.work.items():
             self.work[engine] = self.work.get(engine, _NO_WORK) + work
         self.operators.update(other.operators)
@@ -99,8 +99,8 @@ class StepTracer(DispatchMode):
         held: tensors that outlive the step, such as weights, stores and staged inputs: not counted.
 
     Attributes:
-        tally: what was counted so far.
-        live_bytes, peak_bytes: of the step's own tensors: now, and at most.
+        tally: counts so far.
+        live_bytes, peak_bytes: current and peak size of the step's own tensors.
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:
@@ -115,7 +115,7 @@ class StepTracer(DispatchMode):
 
     @contextmanager
     def part(self) -> Iterator[Part]:
-        """Count what happens inside the context apart, and as usual."""
+        """Count operators inside the context separately too."""
         tally, peak = self.tally, self.peak_bytes
         part = Part()
         self.tally, self.peak_bytes = part.tally, self.live_bytes
@@ -131,7 +131,7 @@ class StepTracer(DispatchMode):
         """Count a part once more, without running it.
 
         Args:
-            template: what the part returned, from ``without_memory``.
+            template: result of the part, from ``without_memory``.
         Returns:
             The same with new tensors.
         """
@@ -256,7 +256,7 @@ class StepTracer(DispatchMode):
     def _mark_own_indices(
         self, operator: Operator, operands: list[torch.Tensor], results: list[torch.Tensor]
     ) -> None:
-        """Remember indices that the device has counted itself; views of them share their memory."""
+        """Remember indices that the device has computed itself; views of them share their memory."""
         if operator.makes_indices or (operator.keeps_indices and any(map(self._is_own_index, operands))):
             for tensor in results:
                 if tensor.dtype == torch.int64:
@@ -284,11 +284,11 @@ class StepTracer(DispatchMode):
 
 @dataclass
 class Part:
-    """A stretch of a step, counted apart.
+    """A part of a step, counted separately.
 
     Attributes:
-        tally: what happened in it.
-        peak_bytes: of its own tensors, over what was live before it.
+        tally: its counts.
+        peak_bytes: peak size of its own tensors.
     """
 
     tally: Tally = field(default_factory=Tally)

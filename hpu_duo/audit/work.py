@@ -10,10 +10,10 @@ import torch
 from hpu_duo.audit.native import Engine
 
 _READS_BY_INDEX = frozenset({"index_select", "gather", "embedding", "index"})
-"""Of their first operand they read as much as they return."""
+"""Operators that read as much of their first operand as they return."""
 
 _WRITES_SOURCE = frozenset({"index_copy_", "copy_"})
-"""Of their first operand they write as much as the last one holds, and read nothing."""
+"""Operators that write as much of their first operand as the last one holds, and read nothing of it."""
 
 _ATTENTION = "hpu.sdpa_recomp_fwd"
 """Two products in one operator, of queries with keys and of weights with values."""
@@ -23,12 +23,12 @@ _OVERWRITES = frozenset({"fill_", "zero_"})
 
 @dataclass(frozen=True)
 class Work:
-    """What a device is asked for.
+    """Work of a device.
 
     Attributes:
         num_launches: operator calls; fusion makes fewer kernels of them.
-        num_operations: of the matrix engine two for each product that is summed; of the vector engine one
-            for each element of the largest tensor, whatever is computed with it. Moving data is none.
+        num_operations: for the matrix engine two for each product that is summed; for the vector engine one
+            for each element of the largest tensor, whatever is computed with it; 0 for moving data.
         num_bytes: read and written, each operand and result once, as if nothing were fused.
     """
 

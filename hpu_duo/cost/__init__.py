@@ -1,4 +1,4 @@
-"""What a model needs on Gaudi 2 and Gaudi 3: memory, concurrency, predicted speed.
+"""Costs of a model on Gaudi 2 and Gaudi 3: memory, concurrency, predicted speed.
 
 Made from public sources only; see docs/cost-model.md. No Gaudi was measured by this project.
 """

@@ -1,4 +1,4 @@
-"""How many requests fit into device memory, how fast they would be, and how long warm-up would take."""
+"""Capacity of devices: requests that fit into memory, predicted speed, and predicted warm-up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpu_duo.kv.plan import widest_row
 from hpu_duo.limit_config import SchedulerConfig
 
 SECONDS_PER_GRAPH = (0.7, 14.0)
-"""What warming up one graph with one kind of layer takes: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
+"""Seconds of warm-up of one graph with one kind of layer: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
 documentation of vllm-gaudi) to 14 s each for 126 (vllm-gaudi, pull request 1160)."""
 
 
@@ -24,9 +24,9 @@ class CapacityPoint:
 
     Attributes:
         context: tokens of each request in the cache.
-        num_requests: that fit at once.
+        num_requests: requests that fit at once.
         bytes_per_request: whole blocks and the ring row.
-        num_running: of those, at most ``max_num_seqs``.
+        num_running: those of them that run, at most ``max_num_seqs``.
         tokens_per_s: predicted for all running requests together while decoding; None when none fits.
         tokens_per_s_alone: predicted for a single request; None when none fits.
         first_token_s: predicted to compute a prompt of that length, alone and in chunks; None when none fits.
@@ -43,12 +43,12 @@ class CapacityPoint:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Graphs to capture, and the seconds they would take at published paces.
+    """Graphs to capture, and their seconds at published rates.
 
     Attributes:
         num_graphs: buckets of the table, or the most that one may have.
         num_layer_kinds: kinds of layers, each of which is compiled for every bucket.
-        low_s, high_s: for so many graphs of so many kinds.
+        low_s, high_s: seconds of the warm-up.
         is_bound: whether the table has not been planned, so that ``num_graphs`` is its budget.
     """
 
@@ -60,25 +60,25 @@ class WarmUp:
 
     @classmethod
     def of(cls, num_graphs: int, num_layer_kinds: int, *, is_bound: bool) -> WarmUp:
-        """The seconds of so many graphs."""
+        """Estimate the seconds of ``num_graphs`` graphs."""
         low, high = SECONDS_PER_GRAPH
         num_recipes = num_graphs * num_layer_kinds
         return cls(num_graphs, num_layer_kinds, num_recipes * low, num_recipes * high, is_bound)
 
     @property
     def num_recipes(self) -> int:
-        """What is compiled."""
+        """Number of compilations."""
         return self.num_graphs * self.num_layer_kinds
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one choice of streaming heads and KV format gives.
+    """Capacity with one choice of streaming heads and KV format.
 
     Attributes:
         sparsity: share of KV heads that stream, in layers without a sliding window.
         kv_format: of keys and values.
-        num_promoted: heads that retrieve beyond that share, so that layers are of few kinds.
+        num_promoted: further retrieval heads, so that layers are of few kinds.
         points: one for each context, in the order asked for.
         warm_up: of a table for the longest of these contexts; None when not one request of it fits.
     """
@@ -90,7 +90,7 @@ class Capacity:
     warm_up: WarmUp | None
 
     def describe(self) -> str:
-        """The choice in words."""
+        """Describe the choice in words."""
         heads = "full attention" if self.sparsity == 0 else f"{self.sparsity:.0%} of heads streaming"
         if self.num_promoted:
             heads += f" less {self.num_promoted} promoted ones"
@@ -111,8 +111,8 @@ def capacity(
     The longest context is also the longest request that memory and graphs are planned for.
 
     Args:
-        num_graphs: budget of a bucket table. None is planned here, which takes seconds, so the warm-up is at
-            most that of so many graphs.
+        num_graphs: budget of a bucket table. No table is planned, which would take seconds, so the warm-up is
+            the upper bound for this budget.
 
     Raises:
         ValueError: no contexts, one below 1 token, a budget of no graph, or what ``Deployment`` refuses.
@@ -171,7 +171,7 @@ def step_limits(deployment: Deployment, max_chunk_rows: int = SchedulerConfig.ma
 
 
 def step_cost(deployment: Deployment) -> StepCost:
-    """What a step of the deployment costs, relative to others, with the figures of its hardware."""
+    """Return the relative cost of steps of the deployment, with the figures of its hardware."""
     model, hardware = deployment.model, deployment.serving.hardware
     return StepCost(
         block_size=deployment.serving.block_size,

@@ -20,18 +20,18 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Serving:
-    """What a model is served on, and how memory is shared out.
+    """The devices that serve a model, and the division of their memory.
 
     Attributes:
         hardware: of each device.
-        num_devices: that share weights, heads and work evenly (tensor parallel).
+        num_devices: devices that share weights, heads and work evenly (tensor parallel).
         weights: format of the weights of layers.
         block_size: tokens of a KV block.
         max_num_seqs: requests that run at once even if more fit.
         max_num_batched_tokens: of one step; longer prompts are cut into chunks.
         device_memory_utilization: share of the devices' memory that weights, graphs and KV cache may take
             together; see ``hpu_duo.budget``.
-        graph_memory: share of what weights leave of that, for graphs instead of the KV cache.
+        graph_memory: share of that beside weights, for graphs instead of the KV cache.
         sink, recent: tokens that streaming heads keep.
         pattern: scores by which heads stream; None spreads them evenly over the layers.
         max_layer_kinds: see ``HeadConfig``; None is no bound.
@@ -82,8 +82,8 @@ class Deployment:
     """A model as it is served.
 
     Attributes:
-        model: its sizes.
-        serving: on what.
+        model: sizes of the model.
+        serving: its devices.
         sparsity: share of KV heads that stream, in layers without a sliding window.
         kv_format: of keys and values.
         max_len: tokens of the longest request.
@@ -115,7 +115,7 @@ class Deployment:
 
     @cached_property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        """What each layer keeps."""
+        """Keys and values that each layer keeps."""
         return self.model.kv_layers_of(self._counts, self.serving.sink, self.serving.recent, self.max_len)
 
     @cached_property
@@ -125,7 +125,7 @@ class Deployment:
 
     @property
     def num_promoted(self) -> int:
-        """Retrieval heads that the share alone would let stream."""
+        """Retrieval heads that would stream by the share alone."""
         return sum(self._counts) - sum(self._cut)
 
     @cached_property
@@ -143,7 +143,7 @@ class Deployment:
         return self.model.few_kinds(self._cut, self.serving.max_layer_kinds, self.max_len)
 
     def plan(self, num_rows: int, num_blocks: int) -> MemoryPlan:
-        """The KV tensors, all devices together, for so many ring rows and blocks."""
+        """Plan the KV tensors, all devices together, for ``num_rows`` ring rows and ``num_blocks`` blocks."""
         return MemoryPlan(
             self.kv_layers, self.kv_format.num_bytes, self.serving.block_size, num_rows, num_blocks
         )

@@ -1,4 +1,4 @@
-"""Efficiencies fitted to published speeds, and how far the model then is from others of them.
+"""Efficiencies fitted to published speeds, and the errors of the model on other published speeds.
 
     python -m hpu_duo.cost.fit selftest.json [...]
 
@@ -22,16 +22,15 @@ _START = Efficiency(compute=0.5, memory=0.5, link=0.5, launch_s=20e-6)
 _CEILING = Efficiency(compute=1.0, memory=1.0, link=1.0, launch_s=1e-3)
 _FLOOR = Efficiency(compute=0.01, memory=0.01, link=0.01, launch_s=1e-9)
 _KNEE = 0.1
-"""Errors of a logarithm beyond this count in proportion, smaller ones by their square."""
+"""Errors of a logarithm beyond this value count linearly, smaller ones by their square."""
 _SMALLEST_STEP = 1e-5
 
 
 def fit(rows: Sequence[PublishedRow]) -> Efficiency:
-    """The efficiencies that bring the roofline closest to the published times.
+    """Fit the efficiencies with which the roofline is closest to the published times.
 
-    Minimised is the mean pseudo-Huber loss of log(predicted / published), so that a row that is off by
-    much pulls no more than one off by little, over efficiencies between 1 % and 100 %: by a pattern
-    search in the logarithms, which has no random part.
+    The mean pseudo-Huber loss of log(predicted / published) is minimised, so that outliers count little, over
+    efficiencies between 1 % and 100 %, by a pattern search in the logarithms, which has no random part.
 
     Raises:
         ValueError: no rows.
@@ -65,7 +64,7 @@ def _slowdown(point: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def relative_error(row: PublishedRow, efficiency: Efficiency) -> float:
-    """How far the prediction of the published figure is off: above 0 when it is too high.
+    """Relative error of the prediction of a published figure: above 0 when it is too high.
 
     The figure is tokens per second, or for latencies milliseconds.
     """

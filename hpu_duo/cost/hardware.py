@@ -1,4 +1,4 @@
-"""What public sources say Gaudi 2 and Gaudi 3 can do."""
+"""Figures of Gaudi 2 and Gaudi 3 from public sources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _GIB = 1 << 30
 
 
 class Format(Enum):
-    """How numbers are stored and multiplied."""
+    """Format in which numbers are stored and multiplied."""
 
     BF16 = "bf16"
     FP8 = "fp8"
@@ -33,20 +33,19 @@ class Format(Enum):
 class Hardware:
     """One accelerator, and its place in a box of ``max_devices``.
 
-    Rates are per second and device. Nothing here was measured by this project.
+    Rates are per second and device. None of them was measured by this project.
 
     Attributes:
-        name: as the command line has it.
-        title: as people write it.
+        name: on the command line.
+        title: for reports.
         nominal_bf16, nominal_fp8: dense matrix operations, as the vendor states them.
-        reached_bf16, reached_fp8: the best that large products were publicly seen to reach; the roofs
-            that the cost model uses.
+        reached_bf16, reached_fp8: best published rates of large products; the roofs of the cost model.
         vector_ops: bf16 operations of the vector engine.
         memory_bytes: device memory that start-up logs show as usable.
         memory_bytes_per_s: of device memory, as the vendor states it.
         pair_bytes_per_s: between two devices of a box, in one direction.
         max_devices: in one box.
-        sources: where the figures are from.
+        sources: of the figures.
     """
 
     name: str

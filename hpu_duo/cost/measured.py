@@ -1,7 +1,7 @@
 """Speeds measured by the self-test: a file of rows as ``hpu-duo selftest`` writes it.
 
-A JSON object with ``rows``, each with the fields of ``MeasuredRow``. A row names its device: figures of a
-simulated one say nothing of an accelerator.
+A JSON object with ``rows``, each with the fields of ``MeasuredRow``. A row names its device, because figures
+of a simulated device say nothing about an accelerator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MeasuredRow:
     """Output tokens per second of a batch of equal requests, in bfloat16, on one device.
 
     Attributes:
-        device: as the engine was told, such as ``hpu``.
+        device: of the engine, such as ``hpu``.
         hardware: name of the accelerator, None where it is unknown.
         model: for reports.
         sizes: of a dense model by the names of ``dense_model``.
@@ -44,7 +44,7 @@ class MeasuredRow:
 
     @classmethod
     def of(cls, config: Any, *, name: str, **measured: Any) -> MeasuredRow:
-        """The row of a model with this configuration.
+        """Make the row of a model with this configuration.
 
         Args:
             config: of transformers, for text.
@@ -60,14 +60,14 @@ class MeasuredRow:
         return cls(model=name, sizes=sizes, **measured)
 
     def as_json(self) -> dict[str, Any]:
-        """The row as JSON holds it."""
+        """The row as JSON values."""
         return asdict(self)
 
     def published(self) -> PublishedRow:
-        """The row as those that the cost model is fitted to.
+        """Convert the row to a published one, to which the cost model can be fitted.
 
         Raises:
-            ValueError: it was measured on no accelerator that the cost model knows.
+            ValueError: the cost model does not know the accelerator.
         """
         if self.device.partition(":")[0] != "hpu":
             raise ValueError(f"a row of {self.model} was measured on {self.device}, which is no Gaudi")
@@ -86,7 +86,7 @@ class MeasuredRow:
 
 
 def read_rows(path: str | Path) -> tuple[MeasuredRow, ...]:
-    """The rows of a self-test's JSON report.
+    """Read the rows of a self-test's JSON report.
 
     Raises:
         ValueError: the file cannot be read, or is no such report.

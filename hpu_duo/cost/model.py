@@ -40,7 +40,7 @@ class AttentionSize:
 
 @dataclass(frozen=True)
 class Experts:
-    """Weights of which a token uses a part.
+    """Weights of experts, of which a token uses a part.
 
     Attributes:
         num_params: of all experts of all layers.
@@ -68,15 +68,15 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A decoder-only model as bytes and operations see it.
+    """The sizes of a decoder-only model that bytes and operations follow from.
 
     Attributes:
         name: for reports.
         layers: attention of each decoder layer.
         hidden_size, vocab_size: of the model.
         matrix_params: weights that every token is multiplied with, without output head and experts.
-        other_params: what is only looked up or added: embedding table, norms, biases. The table is not
-            counted here when the output head is the same tensor.
+        other_params: weights that are looked up or added: embedding table, norms, biases. The table is not
+            counted if it is also the output head.
         max_positions: tokens of the longest request.
         experts: of mixture-of-experts layers.
         structures: a number for each layer, equal for those that differ in their attention's sizes at most;
@@ -135,11 +135,11 @@ class ModelSize:
                 )
 
     def spread(self, sparsity: float) -> tuple[int, ...]:
-        """Retrieval heads of each layer when a share of the KV heads streams and nobody says which.
+        """Retrieval heads of each layer when a share of the KV heads streams, without a pattern.
 
-        As many as a head pattern keeps of the ``n`` heads of layers without a window,
-        ``round(n * (1 - sparsity))``, spread evenly: no two such layers differ by more than the rounding.
-        Layers with a window count as full.
+        Of the ``n`` heads of layers without a window, ``round(n * (1 - sparsity))`` retrieve, as with a
+        pattern, spread evenly: no two such layers differ by more than the rounding. Layers with a window
+        count as full.
 
         Raises:
             ValueError: sparsity outside 0 to 1.
@@ -161,7 +161,7 @@ class ModelSize:
         """Retrieval heads of each layer, some promoted as an engine would: see ``hpu_duo.heads.counts``.
 
         Args:
-            max_layer_kinds: raised to what layers have whatever their heads are; None is no bound.
+            max_layer_kinds: at least the number of structures of layers; None is no bound.
         """
         structures = [(kind, layer, layer.has_window(max_len)) for kind, layer in self._structures]
         if max_layer_kinds is not None:
@@ -181,7 +181,7 @@ class ModelSize:
         return tuple(zip(self.structures or (0,) * len(self.layers), self.layers))
 
     def kv_layers(self, sparsity: float, sink: int, recent: int, max_len: int) -> tuple[LayerKV, ...]:
-        """What each layer keeps when a share of the KV heads streams, spread evenly.
+        """Keys and values of each layer when a share of the KV heads streams, spread evenly.
 
         Raises:
             ValueError: sparsity outside 0 to 1, ``sink`` below 0, ``recent`` or ``max_len`` below 1.
@@ -191,7 +191,7 @@ class ModelSize:
     def kv_layers_of(
         self, counts: Sequence[int], sink: int, recent: int, max_len: int
     ) -> tuple[LayerKV, ...]:
-        """What each layer keeps with so many retrieval heads; which heads they are changes no byte.
+        """Keys and values of each layer with ``counts`` retrieval heads, whichever heads these are.
 
         Layers with a window shorter than ``max_len`` keep it whatever the counts.
 

@@ -1,4 +1,4 @@
-"""Speeds that others have published of Gaudi, and what the roofline says of the same runs."""
+"""Published speeds of Gaudi, and predictions of the roofline for the same runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class PublishedRow:
 
     Attributes:
         source: key of ``published_sources``.
-        hardware: what it ran on.
-        num_devices: how many of them.
-        model: what ran.
+        hardware: the accelerator.
+        num_devices: accelerators.
+        model: sizes of the model.
         format: of weights, and of keys and values.
         input_len, output_len: tokens of each request.
         batch: requests.
@@ -45,13 +45,13 @@ class PublishedRow:
 
     @property
     def kind(self) -> str:
-        """For reports: what was measured, and in which format when that is not fp8."""
+        """Kind of measurement for reports, with the format if that is not fp8."""
         what = "throughput" if self.latency_ms is None else "first token"
         return what if self.format is Format.FP8 else f"{what}, {self.format.value}"
 
     @property
     def group(self) -> tuple[str, str, str, int]:
-        """Rows that differ in lengths and batch only."""
+        """Key of rows that differ in lengths and batch only."""
         return self.kind, self.hardware.name, self.model.name, self.num_devices
 
     @property
@@ -103,7 +103,7 @@ def dense_model(
 
 @cache
 def published_sources() -> dict[str, str]:
-    """What each source tag stands for, with its address."""
+    """Sources by their keys, with their addresses."""
     return dict(_document()["sources"])
 
 
@@ -129,7 +129,7 @@ def split_rows(
 
     Groups of one kind, hardware, model and number of devices are sorted, and so are the lengths in them;
     row ``k`` of group ``g`` is fitted when ``g + k`` is even. So every group and every pair of lengths is
-    in both halves as far as there are enough rows, and no figure has a say in it.
+    in both halves as far as there are enough rows, and the split does not depend on any figure.
     """
     halves: tuple[list[PublishedRow], list[PublishedRow]] = ([], [])
     ordered = sorted(rows, key=lambda row: (row.group, row.input_len, row.output_len))

@@ -20,7 +20,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 
 
 def read_model(path: str | Path) -> ModelSize:
-    """The sizes of the model that a config.json describes.
+    """Read the sizes of the model that a config.json describes.
 
     Parameters are counted on a model without storage, so this takes no memory and less than a second.
 
@@ -28,8 +28,8 @@ def read_model(path: str | Path) -> ModelSize:
         path: the file, or a directory that holds it. Nothing else is read.
 
     Raises:
-        ValueError: the file is missing, cannot be read, or describes something whose cache is not keys
-            and values of decoder layers.
+        ValueError: the file is missing, cannot be read, or describes a model whose cache is not keys and
+            values of decoder layers.
     """
     given = Path(path)
     file = given / CONFIG_FILE if given.is_dir() else given

@@ -1,4 +1,4 @@
-"""From work to seconds."""
+"""Roofline: convert work to seconds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hpu_duo.cost.work import Work
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of its roofs software reaches.
+    """Shares of the hardware's roofs that software reaches.
 
     Attributes:
         compute: share of matrix and vector operations, 0 to 1.
         memory: share of memory bandwidth, 0 to 1.
         link: share of the links between devices, 0 to 1.
-        launch_s: seconds that one layer of one step takes on top, whatever its size.
+        launch_s: further seconds of each layer of a step, whatever its size.
     """
 
     compute: float
@@ -34,7 +34,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of a step by what it is spent on; the parts follow each other, nothing overlaps."""
+    """Time of a step in parts, which follow each other without overlap."""
 
     compute: float
     memory: float
@@ -43,7 +43,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Time in all."""
         return self.compute + self.memory + self.link + self.launch
 
 

@@ -18,7 +18,7 @@ _ACTIVATION_BYTES = 2
 
 @dataclass(frozen=True)
 class Work:
-    """What a step asks of a device, all devices together; additive, and scaled by a number of steps.
+    """Work of a step, all devices together; additive, and scaled by a number of steps.
 
     Attributes:
         bf16_ops, fp8_ops: matrix operations by format.
@@ -26,7 +26,7 @@ class Work:
         weight_bytes: weights read.
         kv_bytes: keys and values read.
         reduced_bytes: activations that devices sum among each other, if there are several.
-        num_layer_calls: decoder layers run, each of which has to be launched.
+        num_layer_calls: runs of decoder layers, each of which is launched.
     """
 
     bf16_ops: float = 0.0
@@ -84,7 +84,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Formats:
-    """How weights of layers, and keys and values, are stored and multiplied."""
+    """Formats of the weights of layers, and of keys and values."""
 
     weights: Format = Format.BF16
     kv: Format = Format.BF16

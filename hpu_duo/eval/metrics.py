@@ -1,4 +1,4 @@
-"""How well an answer matches its references, as numbers in [0, 1].
+"""Metrics: the match of an answer with its references, as numbers in [0, 1].
 
 The definitions are those of LongBench (Bai et al. 2024, arXiv:2308.14508) and RULER (Hsieh et al. 2024,
 arXiv:2404.06654), written from their description. Where a metric leaves a choice open, its docstring says

@@ -1,1 +1,1 @@
-"""Where keys and values live: block and row leases, the copies between them, and the bytes they take."""
+"""The KV stores: leases of blocks and rows, copies between them, and their memory."""

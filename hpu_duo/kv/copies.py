@@ -34,7 +34,7 @@ Copy: TypeAlias = BlockCopy | RowCopy
 
 @dataclass(frozen=True)
 class CopyLists:
-    """What copies that are carried out one after the other come to, with every source read first.
+    """The net effect of successive copies, as copies whose sources are all read first.
 
     Attributes:
         blocks, rows: int32 ``[2, n]``: sources, and the destinations below them, which are distinct.
@@ -45,7 +45,7 @@ class CopyLists:
 
     @classmethod
     def of(cls, copies: Sequence[Copy]) -> CopyLists:
-        """Follow each unit back to where its content is before the first copy."""
+        """Follow each unit back to the place of its content before the first copy."""
         if not copies:
             return _NONE
         return cls(

@@ -1,4 +1,4 @@
-"""What each request holds of the KV stores, and the copies that keep the stores true to it."""
+"""Leases of the KV stores by requests, and the copies that follow from changes of the leases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class KVLeases:
 
     Copies are collected in one list, in the order in which the leases changed. Carried out one after the
     other before the next step writes anything, they are right even if a source or a destination has
-    been released and leased again meanwhile: whoever leased it later also fills it later.
+    been released and leased again meanwhile: the later lease is also filled later.
 
     Args:
         num_blocks: blocks that can be leased.

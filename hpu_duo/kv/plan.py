@@ -1,4 +1,4 @@
-"""How many bytes the KV stores take, computed before any tensor exists."""
+"""The sizes of the KV stores in bytes, computed before any tensor exists."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def widest_row(groups: Iterable[HeadGroup]) -> int:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """What one layer keeps per token.
+    """Keys and values that one layer keeps per token.
 
     Attributes:
         groups: its KV heads.
@@ -199,7 +199,7 @@ class MemoryPlan:
     def full_attention_bytes(self, num_tokens: int) -> int:
         """Bytes ``num_tokens`` tokens would take if every head of every layer kept all of them.
 
-        Not rounded to blocks: the smallest possible full cache, so that ratios to it flatter nobody.
+        Not rounded to blocks: the smallest possible full cache, so that ratios to it are conservative.
         """
         return (
             num_tokens

@@ -29,7 +29,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds."""
+        """Blocks without a holder."""
         return len(self._free)
 
     @property
@@ -38,7 +38,7 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def num_holders(self, block: int) -> int:
-        """How many holders ``block`` has; 0 is free."""
+        """Number of holders of ``block``; 0 is free."""
         self._check_id(block)
         return self._holders[block]
 

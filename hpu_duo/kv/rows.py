@@ -54,7 +54,7 @@ class RowPool(Generic[Owner]):
         return not self._free or self._free[0] == self.num_used
 
     def owner(self, row: int) -> Owner | None:
-        """Who holds ``row``; None when it is free."""
+        """The owner of ``row``; None when it is free."""
         return self._owners[row]
 
     def acquire(self, owner: Owner) -> int:

@@ -43,7 +43,7 @@ class KVStore(Uncopied):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.layers[0][0].k_flat.device
 
     @property

@@ -1,8 +1,7 @@
-"""Open-loop load for servers that speak OpenAI's HTTP interface, and what their answers took.
+"""Open-loop load for servers with OpenAI's HTTP interface, and the times of their answers.
 
-Requests leave when their trace says so, however long earlier ones take. Nothing here knows an engine: any
-server is measured by the same client. ``hpu_duo.load.client`` needs aiohttp (extra ``bench``), the rest does
-not.
+Requests are sent at the times of their trace, however long earlier ones take. The client knows no engine, so
+any server can be measured. ``hpu_duo.load.client`` needs aiohttp (extra ``bench``), the rest does not.
 """
 
 from hpu_duo.load.endpoint import Endpoint

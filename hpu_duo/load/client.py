@@ -21,7 +21,7 @@ _SHOWN_ERROR = 300
 
 
 class ServerError(Exception):
-    """The server cannot be asked, or gives no answer that can be used."""
+    """The server cannot be reached, or gives no usable answer."""
 
 
 class Client:
@@ -31,11 +31,11 @@ class Client:
         address: such as ``http://127.0.0.1:8000``; a path in it stands before those of the endpoints. A final
             ``/v1``, as OpenAI's own clients want it, is understood.
         headers: of every request, an API key say.
-        timeout_s: of a whole request, from sending to the last token; None waits as long as it takes.
-        verify_tls: False takes any certificate.
+        timeout_s: of a whole request, from sending to the last token; None = no limit.
+        verify_tls: False accepts any certificate.
 
     Raises:
-        ValueError: an address that is none.
+        ValueError: an invalid address.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Client:
         """Ask for the names of the models.
 
         Args:
-            wait_s: how long a server that does not answer yet, or answers 503, is asked again.
+            wait_s: seconds to try again while the server does not answer or answers 503.
 
         Raises:
             ServerError: no answer, or none with models.
@@ -99,9 +99,9 @@ class Client:
     async def send(
         self, endpoint: Endpoint, request: PlannedRequest, outcome: Outcome, clock: Callable[[], float]
     ) -> None:
-        """Send a request now, and write down how its answer came.
+        """Send a request now, and record its answer.
 
-        Never raises for what the server does or the network does.
+        Errors of the server and of the network are recorded, never raised.
 
         Args:
             outcome: filled in as the answer comes.

@@ -1,4 +1,4 @@
-"""What OpenAI's two text endpoints are asked, and what the events of their streams say."""
+"""Requests to OpenAI's two text endpoints, and the events of their streams."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ DONE = b"[DONE]"
 
 
 class StreamError(Exception):
-    """An event of a stream that says that the request failed, or that nobody can read."""
+    """An event of a stream that reports a failure, or cannot be read."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one event brings.
+    """Content of one event.
 
     Attributes:
         text: of the first choice: content, reasoning or arguments of a tool call.
-        is_token: whether a token came with it. A choice without text still brings one, whose text is not
-            settled yet, unless it only announces the role or the end.
+        is_token: whether a token came with it. A choice without text has one too, whose text is not complete
+            yet, unless it only announces the role or the end.
         is_choice: whether it belongs to the answer at all, rather than to its usage.
         is_end: whether the first choice ends with it.
         num_prompt_tokens, num_output_tokens: the server's count, where the event has one.
@@ -37,7 +37,7 @@ class Piece:
 
 
 class Endpoint(Enum):
-    """Which of the endpoints; the value is its path below the address of the server."""
+    """A text endpoint; the value is its path below the address of the server."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -62,7 +62,7 @@ class Endpoint(Enum):
         """Return the JSON body of a request that streams.
 
         Args:
-            extra: further fields, which win over those of here.
+            extra: further fields, which take precedence.
         """
         fields: dict[str, Any] = {
             "model": model,
@@ -112,7 +112,7 @@ class Endpoint(Enum):
 
 
 def error_text(error: object) -> str:
-    """The message of an OpenAI error object, or whatever it is."""
+    """Return the message of an OpenAI error object, or the text of anything else."""
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return error["message"]
     return str(error)

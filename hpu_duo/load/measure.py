@@ -1,4 +1,4 @@
-"""A measurement from the first question to the last token."""
+"""A measurement from the first request to the last token."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hpu_duo.traces import Arrival, PromptIds
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is to be measured, and how.
+    """Settings of a measurement.
 
     Attributes:
         arrivals: at least one, in order of time.
         model: by the server's name; None takes the first one it serves.
         prompt_ids, decode, extra: see ``plan_requests``.
         num_warmups: copies of the first request that are sent before, one after the other, and do not count.
-        wait_s: how long to wait for a server that starts.
+        wait_s: seconds to wait for a server that starts.
     """
 
     endpoint: Endpoint
@@ -77,7 +77,7 @@ class Measurement:
 
 @contextlib.contextmanager
 def _cancelled_by_ctrl_c(task: asyncio.Future[None]) -> Iterator[None]:
-    """Where signals cannot be had, in a thread say, Ctrl-C stays what it is."""
+    """Cancel a task on Ctrl-C; where signals cannot be handled, in a thread say, Ctrl-C is not changed."""
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(signal.SIGINT, task.cancel)

@@ -10,15 +10,15 @@ from hpu_duo.load.endpoint import Piece
 
 
 class Failure(Enum):
-    """Why a request did not get its whole answer."""
+    """Reason why a request did not get its whole answer."""
 
     STATUS = "status"
     CONNECTION = "connection"
     TIMEOUT = "timeout"
     STREAM = "stream"
-    """The answer cannot be read, says that it failed, or ends before its end."""
+    """The answer cannot be read, reports a failure, or is cut off."""
     INTERRUPTED = "interrupted"
-    """The run was broken off."""
+    """The run was interrupted."""
 
 
 @dataclass
@@ -26,17 +26,16 @@ class Outcome:
     """Times in seconds since the run began, by one clock.
 
     Attributes:
-        planned_s: when it was to be sent.
-        is_sent, sent_s: whether it was, and when.
-        token_times_s: when the tokens came that came each in an event of its own or with others in one.
-        end_s: when the last of the answer came, or when it failed.
-        num_prompt_tokens, num_output_tokens: as the server counts; as planned, and by events, where it does
-            not.
-        is_counted_by_server: whether it does.
+        planned_s: planned time of sending.
+        is_sent, sent_s: whether it was sent, and the time.
+        token_times_s: times of the events with tokens.
+        end_s: time of the end of the answer, or of its failure.
+        num_prompt_tokens, num_output_tokens: as the server counts; else as planned, and by events.
+        is_counted_by_server: whether the server counts.
         texts: of the events.
         failure: None for a whole answer.
         status: HTTP status, if there was one.
-        error: what went wrong, in words.
+        error: the failure in words.
     """
 
     planned_s: float
@@ -53,7 +52,7 @@ class Outcome:
     error: str = ""
 
     def take(self, piece: Piece, now_s: float) -> None:
-        """Take in what an event brought."""
+        """Record an event."""
         if piece.is_choice:
             self.end_s = now_s
         if piece.is_token:
@@ -78,7 +77,7 @@ class Outcome:
 
     @property
     def lag_s(self) -> float:
-        """How much later than planned it was sent."""
+        """Seconds by which it was sent later than planned."""
         return self.sent_s - self.planned_s
 
     @property

@@ -16,7 +16,7 @@ class PlannedRequest:
     """One request of a run.
 
     Attributes:
-        time_s: when it is to be sent, since the run's beginning.
+        time_s: planned time of sending, since the run's beginning.
         body: its JSON.
         num_prompt_tokens, num_output_tokens: as planned.
     """
@@ -39,13 +39,13 @@ def plan_requests(
     """Make the requests of a trace.
 
     Args:
-        prompt_ids: prompts where the trace has no texts.
-        decode: turns token ids into a text, where the endpoint takes no ids. The text may have a few tokens
+        prompt_ids: makes prompts if the trace has no texts.
+        decode: turns token ids into a text if the endpoint takes no ids. The text may have a few tokens
             more or less when the server reads it.
         extra: fields of every body; they win over those made here.
 
     Raises:
-        ValueError: an endpoint that wants texts, a trace without, and no ``decode``.
+        ValueError: the endpoint needs texts, and there are neither texts nor ``decode``.
     """
     planned = []
     for index, arrival in enumerate(arrivals):

@@ -17,7 +17,7 @@ def result_fields(
     """Return the JSON object of a run.
 
     Args:
-        settings: what was asked for, and of whom.
+        settings: of the run and of the server.
         details: outcomes to write request by request, with texts.
     """
     fields: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The loop that sends every request at its time, whatever became of the others."""
+"""The loop that sends every request at its time, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pace:
-    """What may hold a request back.
+    """Limit on the sending of requests.
 
     Attributes:
-        max_concurrency: requests under way at most; others wait in the client, and the loop is open no more.
-            None sends each at its time.
+        max_concurrency: most requests under way; others wait in the client, so that the loop is closed. None
+            sends each at its time.
 
     Raises:
         ValueError: a number below 1.
@@ -107,7 +107,7 @@ class LoadRun:
 
 @contextlib.contextmanager
 def _settled_memory() -> Iterator[None]:
-    """Keep the garbage collector from going through what was made before, while the clock runs."""
+    """Keep the garbage collector from visiting older objects while the clock runs."""
     gc.collect()
     gc.freeze()
     try:

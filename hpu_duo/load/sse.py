@@ -1,9 +1,9 @@
-"""Server-sent events out of bytes, in whatever pieces they come (WHATWG HTML, section 9.2.6)."""
+"""Parser of server-sent events, from pieces of bytes of any size (WHATWG HTML, section 9.2.6)."""
 
 from __future__ import annotations
 
 MAX_EVENT_BYTES = 16 << 20
-"""More than this without an end is no answer of a language model."""
+"""Largest event that is accepted."""
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -12,7 +12,7 @@ class EventStream:
     """The data of events, one after another.
 
     Lines may end with LF, CR or CRLF; comments and fields other than ``data`` are passed over; several data
-    lines of one event are joined with LF. An event that the end of the stream cuts off is none.
+    lines of one event are joined with LF. An event that the end of the stream cuts off is dropped.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 @dataclass(frozen=True)
 class Goals:
-    """What a request must keep to count as good, in milliseconds; None asks for nothing."""
+    """Latency goals of a good request, in milliseconds; None is no goal."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -46,11 +46,11 @@ class Goals:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is asked for."""
+        """Whether there is no goal."""
         return self.ttft_ms is None and self.tpot_ms is None and self.e2el_ms is None
 
     def are_kept_by(self, outcome: Outcome) -> bool:
-        """Whether a whole answer keeps them all; an answer of one token keeps any tpot."""
+        """Whether a whole answer meets all goals; an answer of one token meets any tpot."""
         pairs = (
             (self.ttft_ms, outcome.ttft_s),
             (self.tpot_ms, outcome.tpot_s or 0.0),
@@ -65,7 +65,7 @@ class Distribution:
 
     Attributes:
         percentiles: pairs of percentile and value, interpolated linearly.
-        num: how many values.
+        num: number of values.
     """
 
     mean: float
@@ -91,12 +91,12 @@ class Summary:
         duration_s: the run, from its beginning to the last end.
         num_completed, num_failed: requests.
         num_prompt_tokens, num_output_tokens: of whole answers.
-        num_good: whole answers that keep all goals; None without goals.
+        num_good: whole answers that meet all goals; None without goals.
         metrics: a distribution for each of ``METRICS``.
-        lag: by how much requests were sent later than planned.
+        lag: delays of sending after the planned times.
         peak_concurrency: most requests under way at the same time.
         peak_output_tokens: most tokens within one of the seconds counted from the first request on.
-        failures: how many requests failed in each way.
+        failures: numbers of failed requests by reason.
         num_counted_by_events: answers whose tokens the server did not count, so that events were taken for
             tokens.
     """
@@ -165,7 +165,7 @@ class Summary:
 
     @property
     def goodput_per_s(self) -> float | None:
-        """Answers that keep all goals, per second; None without goals."""
+        """Answers that meet all goals, per second; None without goals."""
         return None if self.num_good is None else self.num_good / self.duration_s
 
     @property
@@ -180,7 +180,7 @@ class Summary:
 
 
 def _peak_concurrency(outcomes: Iterable[Outcome]) -> int:
-    """A request that begins as another one ends does not meet it."""
+    """Most requests at the same time; one that begins as another ends does not overlap it."""
     changes = sorted(change for each in outcomes for change in ((each.sent_s, 1), (each.end_s, -1)))
     return int(max(np.cumsum([step for _, step in changes]), default=0))
 

@@ -10,7 +10,7 @@ _MOST_TRIES = 8
 
 
 class Texts:
-    """A tokenizer, asked for what a load generator needs.
+    """A tokenizer, as a load generator needs it.
 
     Args:
         path: of a ``tokenizer.json``, or a directory with one.
@@ -28,21 +28,21 @@ class Texts:
 
     @property
     def vocabulary(self) -> list[int]:
-        """Ids of all tokens that are no special ones."""
+        """Ids of all tokens but special ones."""
         special = {
             number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         }
         return sorted(set(self._tokenizer.get_vocab().values()) - special)
 
     def count(self, text: str) -> int:
-        """Count the tokens of a text, without those that only a beginning has."""
+        """Count the tokens of a text, without special tokens of a beginning."""
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def of(self, ids: list[int]) -> str:
         """Return a text of as many tokens as there are ids, as nearly as these ids allow.
 
-        What ids spell is not always read as the same ids. The text is cut, or goes on with its own ids from
-        the beginning, until the number is right; a text that never gets there is taken as it is.
+        The text of ids is not always encoded as the same ids. So it is cut, or continued with its own ids
+        from the beginning, until the number is right; a text for which that fails is taken as it is.
         """
         wanted = len(ids)
         text = self._tokenizer.decode(ids)

@@ -1,6 +1,7 @@
-"""Rules of an HPU: the things a step may not do there, and the torch operators that each rule concerns.
+"""Rules of an HPU: operations that a step may not do there, and the torch operators that each rule concerns.
 
-The simulated HPU raises where one is broken (``hpu_duo.sim``), the audit lists them (``hpu_duo.audit``).
+The simulated HPU raises an error for a broken rule (``hpu_duo.sim``); the audit lists broken rules
+(``hpu_duo.audit``).
 """
 
 from hpu_duo.rules.operators import Operator, OpOverload, Transfer, base_name, describe

@@ -1,4 +1,4 @@
-"""Descriptions of torch operators: which rules concern each, and what running one on a host takes."""
+"""Descriptions of torch operators, from which rules and the simulation on a host follow."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SCATTERS = frozenset(
     | {"scatter_reduce", "scatter_reduce_", "put", "put_", "masked_scatter", "masked_scatter_"}
 )
 _WIDE_RESULTS = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "topk", "kthvalue", "mode"})
-"""Operators that have indices among their results, and no form that returns them as int32."""
+"""Operators that return indices, and have no form that returns them as int32."""
 
 _COPIES = frozenset({"_to_copy", "copy_", "clone", "detach", "lift_fresh", "alias", "_unsafe_view"})
-"""Operators whose results hold the same numbers, narrowed perhaps."""
+"""Operators whose results hold the same numbers, possibly in a narrower dtype."""
 
 _INDEX_LISTS = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
 _INDEX_ARGUMENT = {
@@ -34,14 +34,14 @@ _INDEX_ARGUMENT = {
     "embedding": (1, None),
     "take": (1, None),
 }
-"""Where the index is, and where the dimension that it counts along; None: the first."""
+"""Positions of the index argument and of its dimension; None: the first dimension."""
 
 _LONG_ON_CPU = frozenset({"index_copy", "index_copy_", "index_fill", "index_fill_", "gather", "take"})
 _RESIZING = frozenset({"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_"})
 
 
 class Transfer(Enum):
-    """How an operator may cross between host and device."""
+    """Transfer between host and device that an operator may do."""
 
     NONE = "none"
     TO_COPY = "to_copy"
@@ -55,7 +55,7 @@ class Operator:
 
     Attributes:
         name: as torch prints it.
-        is_composite: made of other operators, which are looked at instead.
+        is_composite: made of other operators, which are checked instead.
         is_view: returns views and launches nothing.
         written: positions of positional arguments that it changes.
         written_names: keyword arguments that it changes.
@@ -63,8 +63,8 @@ class Operator:
         is_dynamic: the size of its result depends on values.
         is_scatter: writes to scattered places.
         may_make_wide, may_take_wide: 64-bit results or operands are its only form, or about to end.
-        makes_indices: its results hold indices that the device counted itself, of the size of a dimension.
-        keeps_indices: of such indices it makes the same ones again.
+        makes_indices: its results hold indices that the device computed, below the size of a dimension.
+        keeps_indices: it returns such indices unchanged.
         reads_indices: it looks up entries by index.
         index: position of an index argument, and of the dimension; None for an operator without.
         takes_index_list: ``aten.index`` and its relatives, with a list of indices.

@@ -1,4 +1,4 @@
-"""Things that a step may not do on an HPU, and the error that names who did one."""
+"""Rules for steps on an HPU, and the error that names the operator that broke one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HERE = str(Path(__file__).parent)
 
 
 class Rule(str, Enum):
-    """One rule each; the value is what a report calls it.
+    """The rules; the value of each is its name in reports.
 
     ``DYNAMIC_SHAPE``: the size of a result depends on values, so the host must wait for it and every
     size is compiled anew. ``BOOLEAN_INDEX``: the same, hidden in an index. ``MIXED_DEVICES``: a tensor
@@ -39,7 +39,7 @@ class HpuRuleViolation(RuntimeError):
     """A step did what an HPU does badly, wrongly or not at all.
 
     Attributes:
-        rule: which rule.
+        rule: the broken rule.
         operator: the torch operator, for example ``aten.nonzero.default``.
         source: file, line and function that called it, see ``calling_line``.
     """
@@ -50,10 +50,10 @@ class HpuRuleViolation(RuntimeError):
 
 
 def calling_line(*skipped: str) -> str:
-    """The innermost line of Python outside torch and whoever checks rules, as ``path:line in function``.
+    """Return the innermost line of Python outside torch and the checks, as ``path:line in function``.
 
     Args:
-        skipped: directories of those who check, as beginnings of paths.
+        skipped: directories of the checks, as beginnings of paths.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<", *skipped)):

@@ -19,7 +19,7 @@ class Fact:
 
     Attributes:
         topic: versions, devices, cpu, graphs, collectives or model.
-        is_usable: None for a fact that is neither good nor bad.
+        is_usable: whether the subject works; None for a plain fact.
     """
 
     topic: str

@@ -14,10 +14,10 @@ class Finding:
     """One line of a report.
 
     Attributes:
-        name: of what was looked at.
-        is_ok: None for a fact that is neither good nor bad.
+        name: of the subject.
+        is_ok: whether the finding is good; None for a plain fact.
         detail: one sentence or figure, for people.
-        values: the same for programs, as JSON holds it.
+        values: the same as JSON values.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Finding:
 
 
 class Notes:
-    """Appends findings to a file, each at once: what was found outlives the death of the process.
+    """Appends findings to a file, each at once, so that they are kept if the process dies.
 
     Args:
         path: of the file, one JSON object a line.
@@ -37,7 +37,7 @@ class Notes:
         self._path = path
 
     def begin(self, what: str) -> None:
-        """Say what is tried next, so that it can be named if the process dies of it."""
+        """Note what is tried next, so that it can be named if the process dies."""
         self._append({"begun": what})
 
     def fact(self, name: str, detail: str, **values: Any) -> None:
@@ -49,11 +49,11 @@ class Notes:
         self._append({"finding": asdict(Finding(name, is_ok, detail, values))})
 
     def begin_stage(self, name: str) -> None:
-        """What follows belongs to this stage."""
+        """Begin a stage: later findings belong to it."""
         self._append({"stage": name})
 
     def end_stage(self, seconds: float, error: str | None) -> None:
-        """The stage is over; ``error`` is why it could not be finished."""
+        """End the stage; ``error`` says why it could not be finished."""
         self._append({"seconds": seconds, "error": error})
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -63,12 +63,12 @@ class Notes:
 
 @dataclass
 class StageNotes:
-    """What a file says of one stage.
+    """Notes of one stage.
 
     Attributes:
-        seconds: it took; None = it has not ended.
+        seconds: duration; None = it has not ended.
         error: why it could not be finished.
-        begun: what was tried last, if nothing was found after that.
+        begun: the last thing that was tried, if no finding followed.
     """
 
     name: str
@@ -79,7 +79,7 @@ class StageNotes:
 
 
 def read_notes(path: Path) -> list[StageNotes]:
-    """The stages of a file, in order; a last line that was not written to its end is left out."""
+    """Read the stages of a file, in order; an unfinished last line is left out."""
     stages: list[StageNotes] = []
     for entry in _entries(path):
         if "stage" in entry:

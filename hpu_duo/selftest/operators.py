@@ -1,4 +1,4 @@
-"""Every operator that a step asks of the device, run again on the CPU and compared."""
+"""Compare every operator of a step on the device with the same operator on the CPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class OperatorRecord:
-    """What was found of one operator.
+    """Result of the comparison of one operator.
 
     Attributes:
         num_variants: distinct shapes, dtypes and plain arguments that it was called with.
         error: largest relative error of a result.
-        problem: why a result is wrong or could not be had; None if all were right.
+        problem: why a result is wrong or missing; None if all were right.
     """
 
     num_variants: int = 0
@@ -37,11 +37,11 @@ class OperatorRecord:
 class OperatorShadow(DispatchMode):
     """Runs every operator on the device, and each distinct call of it a second time on the CPU.
 
-    What the CPU computes from is read back from the device before the call, so that errors do not add up.
+    The CPU's operands are read back from the device before the call, so that errors do not add up.
 
     Args:
         device: type of the device, such as "hpu".
-        notes: told what is tried.
+        notes: records the operator that is tried.
     """
 
     def __init__(self, device: str, notes: Notes) -> None:
@@ -139,7 +139,7 @@ def _compare_floats(record: OperatorRecord, got: torch.Tensor, expected: torch.T
 
 
 _UNDEFINED = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
-"""Operators whose results hold nothing yet."""
+"""Operators whose results are uninitialised."""
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -19,10 +19,10 @@ _SIGNS = {True: "ok", False: "**failed**", None: ""}
 
 @dataclass(frozen=True)
 class Report:
-    """What a self-test found.
+    """Results of a self-test.
 
     Attributes:
-        subject: what was tested.
+        subject: the device and model that were tested.
         began: in UTC.
         stages: in order.
     """
@@ -51,7 +51,7 @@ class Report:
         return paths
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON holds it; ``python -m hpu_duo.cost.fit`` reads its rows."""
+        """All results as JSON values; ``python -m hpu_duo.cost.fit`` reads the rows."""
         return {
             "subject": {**asdict(self.subject), "model": str(self.subject.model)},
             "began": self.began.isoformat(),
@@ -61,7 +61,7 @@ class Report:
         }
 
     def as_markdown(self) -> str:
-        """The same to be read: a table of stages, then what each found."""
+        """All results as Markdown: a table of stages, then the findings of each."""
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:

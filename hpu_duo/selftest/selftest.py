@@ -1,4 +1,4 @@
-"""Running the stages, in processes of their own: whatever one does to its process, the others run."""
+"""Run the stages, in processes of their own, so that no stage can stop the others."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StageResult:
-    """What came of a stage.
+    """Result of a stage.
 
     Attributes:
         name, title: see ``Stage``.
-        seconds: it took, or was given.
+        seconds: duration, or the deadline.
         findings: in order.
         error: why it could not be finished; None if it was.
     """
@@ -47,7 +47,7 @@ class StageResult:
 
     @property
     def is_ok(self) -> bool:
-        """Whether it was finished and nothing that it found is bad."""
+        """Whether it was finished and no finding is bad."""
         return self.error is None and all(finding.is_ok is not False for finding in self.findings)
 
 
@@ -84,14 +84,14 @@ def run_stages(
     stage_deadline_s: float,
     progress: Progress = lambda _: None,
 ) -> list[StageResult]:
-    """Run stages in processes, and come back whatever they do.
+    """Run stages in processes; returns whatever happens to these.
 
     Neighbours that agree on the mode of the device share a process, one after the other. When it dies, or a
     stage takes too long, that stage has failed, and the rest goes on in a new process.
 
     Args:
         stages: can be pickled.
-        stage_deadline_s: how long a stage may take.
+        stage_deadline_s: most seconds of a stage.
         progress: called with the title of each stage that begins.
     """
     results: list[StageResult] = []
@@ -112,7 +112,7 @@ def _run_together(
     stage_deadline_s: float,
     progress: Progress,
 ) -> list[StageResult]:
-    """Results of one stage or more, up to that which its process died of."""
+    """Run stages in one process; returns their results, up to the stage in which the process died."""
     with tempfile.TemporaryDirectory(prefix="hpu-duo-selftest-") as name:
         path, end = Path(name) / "notes.jsonl", "without a word"
         with _following(path, {stage.name: stage.title for stage in stages}, progress):
@@ -135,7 +135,7 @@ def _result(stage: Stage, notes: StageNotes, end: str) -> StageResult:
 
 @contextmanager
 def _following(path: Path, titles: Mapping[str, str], progress: Progress) -> Iterator[None]:
-    """Tell the titles of stages as they appear in a file of notes."""
+    """Call ``progress`` with the titles of stages as they appear in a file of notes."""
     is_over = threading.Event()
 
     def follow() -> None:

@@ -22,9 +22,9 @@ class Stage:
     """One part of the test.
 
     Attributes:
-        name: by which it is asked for.
+        name: on the command line.
         title: for reports.
-        run: does it; an exception says that it could not be finished.
+        run: the function; an exception says that it could not be finished.
         is_lazy: the mode of an HPU that it needs; None = any.
     """
 
@@ -39,11 +39,11 @@ _CAPTURED_BY = {
     "cuda": ("cuda",),
     "cpu": ("replay", "compile"),
 }
-"""Capture backends of a device; where none is named, the device's own."""
+"""Capture backends by device; other devices have their own."""
 
 
 def stages_of(device: str) -> tuple[Stage, ...]:
-    """Everything that is tested of a device.
+    """Return all stages for a device.
 
     Args:
         device: type of device, such as "hpu" or "hpu-sim".

@@ -1,4 +1,4 @@
-"""Steps recorded on the CPU, and their logits on any engine: what kernels and graphs are compared by."""
+"""Steps recorded on the CPU, and their logits on any engine, to compare kernels and graphs by."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def record_steps(subject: Subject) -> RecordedSteps:
 
 
 def run_uncaptured(model: HPUDuoModel, message: StepMessage) -> torch.Tensor:
-    """Carry out a step operator by operator, whatever the capture backend: logits on the device."""
+    """Run a step operator by operator, whatever the capture backend; returns logits on the device."""
     executor = model.engine.runner.executor
     with torch.inference_mode(), executor.runtime.step():
         inputs = executor.copy_in(message)
@@ -76,7 +76,7 @@ def run_uncaptured(model: HPUDuoModel, message: StepMessage) -> torch.Tensor:
 
 
 def run_captured(model: HPUDuoModel, message: StepMessage) -> torch.Tensor:
-    """Carry out a step as the engine does, by its captured graph: logits on the device."""
+    """Run a step as the engine does, by its captured graph; returns logits on the device."""
     executor = model.engine.runner.executor
     with executor.runtime.step():
         return executor.logits(message)
@@ -86,7 +86,7 @@ Run = Callable[["HPUDuoModel", "StepMessage"], torch.Tensor]
 
 
 def sampled_rows(logits: torch.Tensor, message: StepMessage) -> torch.Tensor:
-    """Logits that somebody waits for, on the host, float32 ``[S, V]``."""
+    """Logits of the sampled rows, on the host, float32 ``[S, V]``."""
     return logits.cpu()[torch.from_numpy(message.sampled).long()].float()
 
 
@@ -102,7 +102,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def worst_by_phase(model: HPUDuoModel, steps: RecordedSteps, run: Run) -> dict[str, float]:
-    """Carry out all steps in order: the largest relative error of each phase."""
+    """Run all steps in order; returns the largest relative error of each phase."""
     worst: dict[str, float] = dict.fromkeys(steps.phases, 0.0)
     for message, expected in zip(steps.messages, steps.logits):
         phase = str(message.bucket.phase)

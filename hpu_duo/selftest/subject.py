@@ -1,4 +1,4 @@
-"""The device and the model that are tested, as the processes of all stages are told."""
+"""The device and the model that are tested, in a form that is passed to the processes of all stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SIMULATED = "hpu-sim"
 _SINK, _RECENT = 4, 28
-"""A window that prompts of the self-test outgrow."""
+"""A window that is shorter than prompts of the self-test."""
 _LENGTHS = (150, 9, 40, 1)
 _MAX_TOKENS = 12
 _FIRST_TOKEN = 3
@@ -22,7 +22,7 @@ _FIRST_TOKEN = 3
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tested.
+    """The device and the model that are tested.
 
     Attributes:
         device: a name as the engine takes it, not "auto".
@@ -44,10 +44,10 @@ class Subject:
         return self.device.partition(":")[0]
 
     def load(self, device: str | None = None, **options: Any) -> HPUDuoModel:
-        """The built-in model with half of its heads streaming, small enough that every phase is met soon.
+        """Load the built-in model, half of its heads streaming, with limits that make every phase occur soon.
 
         Args:
-            device: another one than that which is tested, such as "cpu" for what to compare with.
+            device: default the tested one; "cpu" for the model to compare with.
             options: see ``HPUDuoModel.from_pretrained``.
         """
         from hpu_duo.llm import HPUDuoModel

@@ -31,14 +31,14 @@ class _Effort(NamedTuple):
 
 _EFFORT = _Effort(8, 128, 64)
 _SMALL_EFFORT = _Effort(3, 16, 4)
-"""On the simulated device, which is slow and whose times mean nothing."""
+"""Effort on the simulated device, which is slow and whose times mean nothing."""
 
 
 def time_steps(subject: Subject, notes: Notes) -> None:
     """Capture a few buckets of the default table, cheap ones and dear ones, and time their replays.
 
-    Steps of padding are timed: shapes, and so the work of a captured step, do not depend on what is in them.
-    Predictions are the cost model's, where the accelerator is known; they are told and not judged.
+    Steps of padding are timed: the work of a captured step follows from shapes alone. Predictions are the
+    cost model's, if the accelerator is known; they are reported and not checked.
     """
     from hpu_duo.llm import HPUDuoModel
 
@@ -69,7 +69,7 @@ def time_steps(subject: Subject, notes: Notes) -> None:
 
 
 def _spread(buckets: tuple[BatchShape, ...], num: int) -> list[BatchShape]:
-    """At most so many buckets, evenly from the cheapest to the most expensive."""
+    """Return at most ``num`` buckets, evenly spaced from the cheapest to the most expensive."""
     most = min(len(buckets), num)
     places = {round(place * (len(buckets) - 1) / max(1, most - 1)) for place in range(most)}
     return [buckets[place] for place in sorted(places)]

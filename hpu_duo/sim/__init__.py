@@ -4,7 +4,7 @@
 what steps do, and ``allow`` lets a rule be broken. Numbers are those of the CPU. Steps that do what an
 HPU does badly, wrongly or not at all raise ``HpuRuleViolation``.
 
-It proves discipline and numerics. It does not prove that Synapse compiles anything, nor speed, nor
+It proves that rules are kept, and numerics. It does not prove that Synapse compiles anything, nor speed, nor
 device memory.
 """
 

@@ -1,4 +1,4 @@
-"""Captured steps on the simulated device: recorded once, and compared ever after."""
+"""Captured steps on the simulated device: recorded once, and compared in every later run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hpu_duo.sim.tensor import SimTensor
 
 
 class SimBackend:
-    """A capture backend that runs the step again each time, and insists that nothing changes.
+    """A capture backend that runs the step again each time, and checks that nothing changes.
 
-    What a device graph would silently get wrong raises here: another sequence of operators, shapes,
-    strides, dtypes or scalars than was captured, and inputs at other addresses. As with device graphs,
+    Changes with which a device graph would silently be wrong are errors here: another sequence of operators,
+    shapes, strides, dtypes or scalars, and inputs at other addresses. As with device graphs,
     an executable returns the same tensors each time, so a caller that keeps the result of one step
     finds that of the next.
     """
@@ -85,7 +85,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _overwrite(static: object, new: object) -> None:
-    """What the graph's own output tensors hold after a replay."""
+    """Copy results to the graph's own output tensors, as a replay does."""
     if isinstance(static, SimTensor) and isinstance(new, SimTensor):
         static.host.copy_(new.host)
     elif isinstance(static, tuple | list) and isinstance(new, tuple | list):

@@ -1,4 +1,4 @@
-"""The simulated HPU as ``hpu_duo.device`` looks for it, see ``PluggedDevice``."""
+"""The simulated HPU as a ``PluggedDevice`` of ``hpu_duo.device``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def take() -> torch.device:
 
 
 def runtime() -> SimRuntime | None:
-    """The simulated device's answers; None in a process that has not installed it."""
+    """Return the runtime of the simulated device; None in a process that has not installed it."""
     device = installed()
     return None if device is None else SimRuntime(device)

@@ -1,4 +1,4 @@
-"""What operators leave behind when nothing is launched: tensors of the right shape, and nothing in them."""
+"""Results of operators that are not launched: tensors of the right shape that hold garbage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpu_duo.rules import Operator
 
 
 def with_any_index(operator: Operator, args: list[Any]) -> list[Any]:
-    """The same arguments with indices that are in range, for the shape of the result only."""
+    """Return the arguments with indices that are in range, to compute the shape of the result only."""
     args = list(args)
     if operator.index is not None:
         args[operator.index[0]] = torch.zeros_like(args[operator.index[0]])
@@ -20,7 +20,7 @@ def with_any_index(operator: Operator, args: list[Any]) -> list[Any]:
 
 
 def spoil(result: Any, kept: set[int]) -> None:
-    """Leave in new tensors what memory holds that nobody has written; ``kept`` storages are not new."""
+    """Fill new tensors with garbage, as in memory that is not written; ``kept`` storages are not new."""
     if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in kept:
         result.fill_(float("nan") if result.is_floating_point() else 0)
     elif isinstance(result, list | tuple):

@@ -98,7 +98,7 @@ def allow(*rules: Rule) -> AbstractContextManager[None]:
 
 
 def _device_module() -> types.ModuleType:
-    """``torch.hpu``, as far as torch itself asks for it."""
+    """Make ``torch.hpu``, with the functions that torch itself calls."""
     module = types.ModuleType("torch.hpu", "The simulated HPU.")
     answers = {
         "is_available": True,

@@ -1,4 +1,4 @@
-"""Keeping count of what the simulated device does."""
+"""Counts of what the simulated device does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Watch:
         self._excused: Counter[Rule] = Counter()
 
     def report(self) -> SimReport:
-        """A snapshot of the counts. What follows the last step counts as outside of steps."""
+        """A snapshot of the counts. Counts after the last step are outside of steps."""
         return SimReport(
             tuple(self._steps),
             _sum(self._between, self._now),
@@ -50,7 +50,7 @@ class Watch:
         self._excused[rule] += 1
 
     def begin_step(self) -> None:
-        """What was counted since the last step belongs to none."""
+        """Begin a step: counts since the last step are outside of steps."""
         self._between, self._now = _sum(self._between, self._now), StepTraffic()
 
     def end_step(self) -> None:
@@ -61,12 +61,12 @@ class Watch:
 
 @dataclass
 class Journal:
-    """What the device has compiled outside of graphs, and whoever watches.
+    """Operators that the device has compiled outside of graphs, and its watches.
 
     Attributes:
-        recipes: number of each operator that ran alone.
-        graphs: how often a graph was captured, by label.
-        watches: those that count now.
+        recipes: number of runs of each operator outside of graphs.
+        graphs: number of captures of each graph, by label.
+        watches: the current watches.
     """
 
     recipes: set[int] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What was seen while somebody watched the simulated device."""
+"""Report of a watch of the simulated device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_PROVEN = (
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What one step moved between host and device.
+    """Traffic of one step between host and device.
 
     Attributes:
         h2d_copies, h2d_bytes: host to device.
@@ -45,10 +45,10 @@ class SimReport:
 
     Attributes:
         steps: traffic of each step, in order.
-        between: what happened outside of any step, warm-up for example.
+        between: traffic outside of steps, in warm-up for example.
         graph_runs: runs of each captured graph by bucket.
         operators: operators launched, inside and outside of graphs.
-        excused: how often each allowed rule was broken.
+        excused: numbers of times that each allowed rule was broken.
     """
 
     steps: tuple[StepTraffic, ...]
@@ -83,7 +83,7 @@ class SimReport:
         return max((step.d2h_bytes for step in self.steps), default=0)
 
     def lines(self) -> list[tuple[str, str]]:
-        """What is counted, and the counts, in words."""
+        """Names of the counts, and the counts as text."""
         num = max(1, len(self.steps))
         h2d = sum(step.h2d_bytes for step in self.steps)
         d2h = sum(step.d2h_bytes for step in self.steps)

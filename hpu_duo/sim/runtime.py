@@ -1,4 +1,4 @@
-"""What the engine asks of a device, answered by the simulated one."""
+"""The runtime of the simulated device."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class SimRuntime:
         self._device = device
 
     def version(self) -> str:
-        """There is no hardware."""
+        """A text that says that there is no hardware."""
         return "simulated"
 
     def own_backend(self) -> SimBackend:
-        """Steps are recorded, and compared ever after."""
+        """Return a backend that records steps, and compares every later run."""
         return SimBackend(self._device)
 
     def metrics(self) -> DeviceMetrics:
@@ -40,15 +40,15 @@ class SimRuntime:
         return DeviceMetrics({**journal.graphs, "operators outside of graphs": len(journal.recipes)})
 
     def collectives(self) -> str:
-        """The data lie on the host, where gloo exchanges them."""
+        """Return "gloo": the data are in host memory."""
         return "gloo"
 
     def step(self) -> AbstractContextManager[None]:
-        """Counts per step are taken inside."""
+        """Return a context in which the counts of one step are taken."""
         return self._device.step()
 
     def synchronize(self) -> None:
-        """Nothing runs behind the caller's back."""
+        """Do nothing: operators have ended when they return."""
 
     def free_bytes(self) -> int:
         """Free host memory."""
@@ -63,7 +63,7 @@ class SimRuntime:
         return resident_bytes()
 
     def compile_only(self) -> AbstractContextManager[None]:
-        """Nothing is launched inside, and everything that is computed there is garbage."""
+        """Return a context in which nothing is launched, so that results are garbage."""
         return self._device.compile_only()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The simulated device: runs operators on CPU, checks the rules, keeps count."""
+"""The simulated device: runs operators on CPU, checks the rules, counts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 class _Call:
-    """One operator call: its host arguments, and what it was called with.
+    """One operator call: its host arguments and its operands.
 
     Attributes:
         sims: operands on the device.
         strays: operands in host memory that are more than scalars.
-        signature: what a recipe is made of.
+        signature: key of the call's recipe.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class _Call:
         self.signature: list[Any] = []
 
     def unwrap(self, value: Any) -> Any:
-        """The value with host data in place of device tensors, and the CPU in place of the device."""
+        """Return a value with host data in place of device tensors, and the CPU in place of the device."""
         if type(value) is SimTensor:
             self.sims.append(value)
             self.signature.append(value.signature)
@@ -73,7 +73,7 @@ class SimulatedHpu:
     """The one device ``hpu:0`` of this process.
 
     Args:
-        journal: where everything is counted.
+        journal: takes the counts.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -104,7 +104,7 @@ class SimulatedHpu:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step of an engine, for the counts per step."""
+        """Count what happens inside as one step of an engine."""
         for watch in self.journal.watches:
             watch.begin_step()
         yield
@@ -113,9 +113,9 @@ class SimulatedHpu:
 
     @contextmanager
     def graph(self) -> Iterator[list[int]]:
-        """A captured region: yields the numbers of its operators, in order.
+        """Capture the operators inside; yields their numbers, in order.
 
-        Inside, nothing may cross the bus and nothing may wait.
+        Transfers and waits are forbidden inside.
         """
         assert self._graph is None, "a graph cannot hold another one"
         self._graph = []
@@ -128,8 +128,8 @@ class SimulatedHpu:
     def compile_only(self) -> Iterator[None]:
         """Count and check operators inside as ever, and launch none of them.
 
-        As public sources tell of the bridge's compile-only mode: what would be written stays as it is,
-        and a new tensor holds garbage, here NaN, or 0 where it has none.
+        As in the bridge's compile-only mode, by public sources: existing tensors stay as they are, and new
+        tensors hold garbage, here NaN, or 0 for dtypes without NaN.
         """
         before, self._is_launching = self._is_launching, False
         try:
@@ -143,10 +143,10 @@ class SimulatedHpu:
         return SimTensor(host.clone())
 
     def break_rule(self, rule: Rule, operator: str, detail: str) -> None:
-        """Raise, or count where the rule is allowed to be broken.
+        """Raise an error, or count if the rule is allowed to be broken.
 
         Raises:
-            HpuRuleViolation: it is not.
+            HpuRuleViolation: the rule is not allowed to be broken.
         """
         if rule not in self._allowed:
             raise HpuRuleViolation(rule, operator, calling_line(_HERE), detail)
@@ -341,6 +341,6 @@ class SimulatedHpu:
 
 
 def _leaves(kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator is asked to put its result somewhere else."""
+    """Whether an operator is to leave the device, by its keyword arguments."""
     device = kwargs.get("device")
     return device is not None and torch.device(device).type != HPU.type

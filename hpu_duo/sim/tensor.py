@@ -23,8 +23,8 @@ class SimTensor(torch.Tensor):
     Attributes:
         host: the data, a CPU tensor of the same shape, strides and dtype. For the simulation only.
         signature: shape, strides, offset and dtype: what a recipe depends on.
-        is_own_index: indices that the device counted itself, as ``topk`` does: each is below the size of a
-            dimension, so it is the same number whether the device holds it in 32 bits or in 64.
+        is_own_index: indices that the device computed itself, as ``topk`` does: each is below the size of a
+            dimension, so it is the same number in 32 bits and in 64.
     """
 
     host: torch.Tensor
@@ -78,7 +78,7 @@ def _wrapper(cls: type[SimTensor], host: torch.Tensor) -> SimTensor:
 
 
 def connect(dispatch: Callable[..., Any], module: ModuleType) -> None:
-    """Say who runs operators of these tensors: called once, when the device is installed.
+    """Set the function that runs operators of these tensors; called once, when the device is installed.
 
     Args:
         module: ``torch.hpu`` from now on.

@@ -1,7 +1,6 @@
 """Requests as they come to a server: read from published traces, or drawn at random.
 
-Nothing here knows an engine, a model or a network; the load generator and simulations take their requests
-from here.
+The package knows no engine, model or network; load generator and simulations take their requests from it.
 """
 
 from hpu_duo.traces.arrival import Arrival, at_times, in_order, no_longer_than, scaled

@@ -1,4 +1,4 @@
-"""One request of a trace: when it comes, how long it is, and what its prompt shares with others."""
+"""One request of a trace: its time, its length, and the blocks its prompt shares with others."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Arrival:
-    """When a request comes and how many tokens it has.
+    """Time and numbers of tokens of a request.
 
     Attributes:
         time_s: seconds since the beginning of the trace.
         num_prompt_tokens, num_output_tokens: at least 1.
         block_ids: names of the prompt's blocks from its beginning on. Prompts whose first ``n`` ids are equal
-            share their first ``n`` blocks; equal ids behind different ones say nothing. May be shorter than
-            the prompt, whose rest is then its own.
+            share their first ``n`` blocks; equal ids behind different ones mean nothing. May be shorter than
+            the prompt, whose rest is then not shared.
         block_size: tokens of a named block; the last one may be cut by the end of the prompt.
         session: the conversation it belongs to, if the trace tells.
         text: the prompt itself, if the trace has it.
 
     Raises:
-        ValueError: a time or a length that no request has.
+        ValueError: a time or a length out of range.
     """
 
     time_s: float

@@ -57,12 +57,12 @@ class TraceFormat(Enum):
 
 @dataclass(frozen=True)
 class TraceFile:
-    """What was read of a file.
+    """The requests of a file.
 
     Attributes:
         format: of the file.
         arrivals: in order of time, from 0 s on; those of the same time in the order of the file.
-        num_skipped: rows that are no request which was served, such as failures.
+        num_skipped: rows that are no served request, such as failures.
     """
 
     format: TraceFormat
@@ -71,7 +71,7 @@ class TraceFile:
 
     @property
     def has_times(self) -> bool:
-        """Whether the format tells when requests came."""
+        """Whether the format has times."""
         return self.format is not TraceFormat.SHAREGPT
 
 
@@ -85,12 +85,12 @@ def read_trace(
     """Read a trace.
 
     Args:
-        trace_format: None finds it out.
-        limit: requests to read at most, from the beginning of the file on; no more of it is looked at.
-        count_tokens: how many tokens a text has; for ShareGPT, which has no lengths.
+        trace_format: None detects it.
+        limit: most requests to read, from the beginning of the file on; the rest of it is not read.
+        count_tokens: counts the tokens of a text; for ShareGPT, which has no lengths.
 
     Raises:
-        ValueError: a format that is not known, a row that is not of its format, ShareGPT without
+        ValueError: an unknown format, a row that is not of its format, ShareGPT without
             ``count_tokens``, no request at all, or a file that cannot be read.
     """
     if limit is not None and limit < 1:

@@ -1,4 +1,4 @@
-"""Token ids for traces that tell lengths only."""
+"""Token ids for traces that have lengths only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _OWN, _BLOCK = 0, 1
 
 
 class PromptIds:
-    """Random token ids that begin alike exactly where a trace says so.
+    """Random token ids with the common beginnings that a trace describes.
 
-    A block's tokens follow from its id, what is a request's own from the request's place in the trace, and
-    nothing else: the same trace gives the same prompts, in any order, on any machine.
+    The tokens of a block follow from its id alone, and the other tokens of a request from its place in the
+    trace: the same trace gives the same prompts, in any order, on any machine.
 
     Args:
         vocabulary: token ids to draw from, such as ``range(300, 16300)``.
@@ -36,7 +36,7 @@ class PromptIds:
         """Return the prompt of a request; int32 [num_prompt_tokens].
 
         Args:
-            index: the place of the request in its trace, which tells apart what no id names.
+            index: place of the request in its trace, from which tokens outside of named blocks follow.
         """
         num, size = arrival.num_prompt_tokens, arrival.block_size
         parts, place = [], 0

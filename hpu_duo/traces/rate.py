@@ -1,4 +1,4 @@
-"""Times at which requests come by themselves: Poisson, in bursts, evenly, or all at once."""
+"""Times of independent requests: Poisson, in bursts, evenly, or all at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rate:
         return rng.gamma(self.burstiness, 1 / (self.per_s * self.burstiness), num)
 
     def times(self, num: int, rng: np.random.Generator, *, fixes_mean: bool = False) -> np.ndarray:
-        """Draw when ``num`` requests come, in seconds and in order; float64 [num].
+        """Draw the times of ``num`` requests, in seconds and in order; float64 [num].
 
         Args:
             fixes_mean: stretch the times so that the last request comes at ``num / per_s`` exactly. Runs of a

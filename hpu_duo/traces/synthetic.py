@@ -1,4 +1,4 @@
-"""Requests with random lengths, and prefixes that several of them share."""
+"""Requests with random lengths, and prefixes that several requests share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hpu_duo.traces.rate import Rate
 
 @dataclass(frozen=True)
 class RandomLengths:
-    """Lengths drawn evenly around a middle, and groups of prompts that begin alike.
+    """Lengths drawn uniformly around a middle, and groups of prompts with a common prefix.
 
     Attributes:
-        input_len, output_len: tokens in the middle; ``input_len`` counts what stands behind the prefix.
-        range_ratio: lengths are even between ``(1 - range_ratio)`` and ``(1 + range_ratio)`` of the middle,
+        input_len, output_len: tokens in the middle; ``input_len`` does not count the prefix.
+        range_ratio: lengths are uniform from ``(1 - range_ratio)`` to ``(1 + range_ratio)`` of the middle,
             both ends included, and at least 1. In ``[0, 1)``.
         prefix_len: tokens with which every prompt begins, on top of ``input_len``.
-        num_prefixes: different prefixes; a request begins with any of them.
+        num_prefixes: different prefixes; each request has one of them at random.
 
     Raises:
         ValueError: a value out of range.

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class BlockStep(NamedTuple):
-    """What a step derives once for all stores of blocks of one layout.
+    """Tensors that a step derives once for all stores of blocks of one layout.
 
-    What is for a part that does not run is empty.
+    Tensors of a part that does not run are empty.
 
     Attributes:
-        write_index: where the new tokens go, ``[Q * K]``.
-        tails: what the tokens of a row see of its tails, ``[N, T, M]``.
+        write_index: places of the new tokens, ``[Q * K]``.
+        tails: visibility of a row's tails to its tokens, ``[N, T, M]``.
     """
 
     write_index: torch.Tensor
@@ -37,7 +37,7 @@ class BlockStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks(GroupKind):
-    """All tokens, in blocks: what retrieval heads keep.
+    """Heads that keep all tokens, in blocks: retrieval heads.
 
     The causal part meets new keys of the same prompt, the shared part blocks that several rows read, or a
     prompt row, and the unique part the blocks of decode rows.
@@ -48,20 +48,20 @@ class Blocks(GroupKind):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Its name: there is one kind of them."""
+        """Return the name: the kind has no numbers."""
         return (self.name,)
 
     @property
     def reach(self) -> int | None:
-        """None: a token sees all of them."""
+        """Return None: a token sees all tokens."""
         return None
 
     def describe(self) -> str:
-        """Nothing, since there are no numbers."""
+        """Return an empty text: the kind has no numbers."""
         return ""
 
     def num_slots(self, block_size: int) -> int:
-        """Those of a block."""
+        """Return the slots of a block."""
         return block_size
 
     def prepare(

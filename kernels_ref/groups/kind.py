@@ -1,8 +1,8 @@
 """Groups of heads, and the protocol of their kinds.
 
-A layer's key/value heads are a tuple of groups. A group has a *kind*: who keeps the keys of its heads, what a
-token sees of them, and how the parts of a step are run for them. Everything that differs between kinds is a
-method here, so that layers, stores, memory plans and estimates know groups and no kind by name.
+A layer's key/value heads are a tuple of groups. A group has a *kind*, which defines the store of its keys,
+the visibility of tokens, and the way in which the parts of a step run. Everything that differs between kinds
+is a method here, so that layers, stores, memory plans and estimates know groups and no kind by name.
 
 Shapes: Q query tokens, K key/value heads of the group, G query heads of each, D head size.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Owner(Enum):
-    """Whom a unit of a store is leased to, and hence how many units there are.
+    """Owner of a unit of a store, which decides the number of units.
 
     ``BLOCK``: to a run of tokens, by the numbers in block tables. ``ROW``: to a running request, by its row.
     Each has one unit of trash behind all others, and a copy of a block, or of a row, reaches all its stores.
@@ -44,7 +44,7 @@ class GroupInputs(NamedTuple):
         q: scaled queries, ``[Q, K, G, D]``.
         new: keys and values ``[Q, K, D]``, after rotary embedding.
         sinks: attention-sink logit of each query head, ``[K, G]``, or None.
-        scoring: how scores become weights.
+        scoring: the rule from scores to weights.
     """
 
     q: torch.Tensor
@@ -54,13 +54,14 @@ class GroupInputs(NamedTuple):
 
 
 class GroupKind(ABC):
-    """How the heads of a group keep their keys and attend; a frozen dataclass of plain numbers.
+    """Storage and attention of the heads of a group; a frozen dataclass of plain numbers.
 
-    Equal kinds share what a step derives for them, and layers whose kinds differ are compiled apart.
+    Equal kinds share the tensors that a step derives for them; layers of different kinds are compiled
+    separately.
 
     Attributes:
         name: of the kind, in plural, as reports and fingerprints show it.
-        owner: whom its units are leased to.
+        owner: owner of its units.
     """
 
     name: ClassVar[str]
@@ -69,7 +70,7 @@ class GroupKind(ABC):
     @property
     @abstractmethod
     def key(self) -> tuple[Hashable, ...]:
-        """Name and numbers: plain values by which compiled code finds what a step derived for the kind."""
+        """Name and numbers: plain values by which compiled code finds the step's tensors for the kind."""
 
     @property
     @abstractmethod
@@ -78,7 +79,7 @@ class GroupKind(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Its numbers in words, empty without any."""
+        """Describe its numbers in words; empty without any."""
 
     @abstractmethod
     def num_slots(self, block_size: int) -> int:
@@ -86,11 +87,11 @@ class GroupKind(ABC):
 
     @property
     def without_slack(self) -> GroupKind:
-        """The same without slots that hold what no token sees."""
+        """Return the kind without slack."""
         return self
 
     def layout(self, num_units: int, num_heads: int, block_size: int) -> UnitLayout:
-        """Where its units lie in the store of a layer.
+        """Return the layout of its units in the store of a layer.
 
         Args:
             num_units: with the trash, which is the last one.
@@ -109,7 +110,7 @@ class GroupKind(ABC):
     def prepare(
         self, parts: StepParts, tensors: StepTensors, rows: DecodeRows, layouts: Collection[UnitLayout]
     ) -> Mapping[UnitLayout, Any]:
-        """Derive on the device, once a step, what ``attend`` needs, by the layout of the store.
+        """Derive on the device, once a step, the tensors that ``attend`` needs, by the layout of the store.
 
         Args:
             layouts: of all stores of this kind, distinct; one or more.
@@ -122,7 +123,7 @@ class GroupKind(ABC):
         Args:
             run: the kernels of the parts.
             units: of the group in this layer; written in place.
-            step: with what ``prepare`` derived, at ``step.plans[self.key, units.layout]``.
+            step: the tensors of ``prepare`` are at ``step.plans[self.key, units.layout]``.
 
         Returns:
             ``[Q, K, G, D]`` in the dtype of the queries; zero for padding.
@@ -130,9 +131,9 @@ class GroupKind(ABC):
 
     @abstractmethod
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
-        """The most that ``attend`` of the portable kernels takes at any moment.
+        """Peak of the intermediates of ``attend`` with the portable kernels.
 
-        Queries, keys, values and partial sums are not counted, which all kinds have alike.
+        Queries, keys, values and partial sums, which all kinds have, are not counted.
         """
 
 
@@ -142,7 +143,7 @@ class HeadGroup:
 
     Attributes:
         num_heads: key/value heads, 1 or more.
-        kind: who keeps their keys, and what they attend to.
+        kind: their storage and attention.
     """
 
     num_heads: int

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class RingStep(NamedTuple):
-    """What a step derives once for all stores of rings of one window and one layout.
+    """Tensors that a step derives once for all stores of rings of one window and one layout.
 
-    What is for a part that does not run is empty.
+    Tensors of a part that does not run are empty.
 
     Attributes:
-        index_before: where to write before attention: tokens of decode rows; ``[Q * K]``.
-        index_after: where to write after attention: tokens of prompt rows that the ring
-            keeps; everything else goes to the trash row; ``[Q * K]``.
-        seen: what the tokens of decode rows see of their ring.
+        index_before: places of tokens written before attention, those of decode rows, ``[Q * K]``.
+        index_after: places of tokens written after attention, those of prompt rows that the ring keeps; the
+            trash row for all others, ``[Q * K]``.
+        seen: visibility of the rings of decode rows to their tokens.
         chunk_position: positions held by the gathered rings before the step, -1 = empty, ``[C, W]``.
     """
 
@@ -42,14 +42,14 @@ class RingStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Rings(GroupKind):
-    """The tokens of a window, in a ring: what streaming heads and sliding windows keep.
+    """Heads that keep the tokens of a window, in a ring: streaming heads and sliding windows.
 
     The unique part meets the rings of decode rows, the shared part those of prompt rows as they were before
     the step, and the causal part the new keys of the same prompt.
 
     Attributes:
-        window: what a token sees.
-        slack: slots more than that takes: tokens that can be taken back.
+        window: the window of a token.
+        slack: further slots, hence tokens that can be taken back.
     """
 
     window: Window
@@ -69,7 +69,7 @@ class Rings(GroupKind):
 
     @property
     def ring(self) -> Ring:
-        """Its slots, as visibility knows them."""
+        """The slots, for ``bias_builders``."""
         return Ring(self.window, self.slack)
 
     @property
@@ -78,17 +78,17 @@ class Rings(GroupKind):
         return self.window.size
 
     def describe(self) -> str:
-        """What they keep, and the slack if there is any."""
+        """Describe the window, and the slack if there is any."""
         slack = f", slack {self.slack}" if self.slack else ""
         return f"{self.window.sink} first and {self.window.recent} newest tokens{slack}"
 
     def num_slots(self, block_size: int) -> int:
-        """Those of the window, and the slack."""
+        """Return the slots of the window and of the slack."""
         return self.window.size + self.slack
 
     @property
     def without_slack(self) -> GroupKind:
-        """The ring that holds what its window shows, and no more."""
+        """Return the ring without slack."""
         return replace(self, slack=0)
 
     def prepare(
@@ -142,7 +142,7 @@ class Rings(GroupKind):
 
 
 def _seen(rows: DecodeRows, ring: Ring) -> Seen:
-    """What decode rows see of their rings once their tokens are written."""
+    """Return the visibility of rings to decode rows once their tokens are written."""
     if rows.end.shape[1] == 1 and not ring.slack:
         # A ring then holds what its token sees, and nothing else.
         return Leading(torch.clamp(rows.end, max=ring.size)[:, None])

@@ -1,4 +1,4 @@
-"""Sizes that decide what the portable kernels take besides stores, queries and results."""
+"""Sizes that decide the intermediates of the portable kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels_ref.step import StepParts
 
 FLOAT32 = 4
 SCORE_COPIES = 4
-"""Scores, masked scores, weights, and the product's own copy of them."""
+"""Copies of scores: scores, masked scores, weights, and the product's own copy of them."""
 
 
 class HeadSizes(NamedTuple):
@@ -38,10 +38,10 @@ class HeadSizes(NamedTuple):
 
 
 class PartSizes(NamedTuple):
-    """How much the parts of a step have to do.
+    """Sizes of the parts of a step.
 
     Attributes:
-        parts: that run.
+        parts: the parts that run.
         query_len: query tokens.
         num_shared_blocks, num_unique_blocks: blocks of the shared and of the unique part.
         num_rows: rows of the unique part.

@@ -12,16 +12,16 @@ from math import prod
 import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.bool: 2}
-"""What can be loaded and stored; a truth value is 0 or 1 in between."""
+"""Dtypes that can be loaded and stored; a bool is 0 or 1 in registers."""
 
 INDEX_TYPES = {torch.int32: 0, torch.int64: 1}
-"""Of an index."""
+"""Dtypes of an index."""
 
 MAX_WIDTH = 16_384
-"""Items of a row, at most: rows go through a program in the cache."""
+"""Most items of a row, so that rows stay in the cache."""
 
 MAX_DIMS = 8
-"""Dimensions that count rows, at most."""
+"""Most dimensions that count rows."""
 
 
 class Code(IntEnum):
@@ -73,7 +73,7 @@ _ROUNDED = 3
 """The type of an output of bfloat16 whose items are rounded before they are stored."""
 
 _EXACT = frozenset({Code.COPY, Code.NEG, Code.ABS, Code.RELU, Code.MAX, Code.MIN, Code.WHERE, Code.AMAX})
-"""What gives rounded items of rounded items."""
+"""Instructions whose results are rounded if their operands are."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class Builder:
         return RowProgram(code, [*self._constants])
 
     def _round_at_once(self) -> None:
-        """What is made only to be rounded is rounded as it is made."""
+        """Let an instruction round its result itself if the result is only rounded afterwards."""
         num_readers = Counter(x for each in self._body for x in each.sources if isinstance(x, Register))
         maker = {each.to: at for at, each in enumerate(self._body) if each.code > Code.PLACE}
         merged = []
@@ -268,7 +268,7 @@ class Builder:
         self._body = [each for at, each in enumerate(self._body) if at not in {*merged}]
 
     def _slots(self) -> tuple[dict[Register, int], list[int]]:
-        """Where each register lies, and the widths of all places: one is used again after its last reader."""
+        """Assign each register a place, free again after its last reader; returns widths of places too."""
         last = {x: at for at, each in enumerate(self._body) for x in each.registers}
         slots: dict[Register, int] = {}
         widths: list[int] = []
@@ -306,12 +306,12 @@ def _layout(tensor: int, rows: Rows, strides: Sequence[int], places: Mapping[int
 def _merged(
     sizes: Sequence[int], strides: Sequence[Sequence[int]], apart: Collection[int]
 ) -> tuple[list[int], list[list[int]], dict[int, int]]:
-    """Fewer dimensions that count the same rows: neighbours that all tensors walk through as one.
+    """Merge neighbouring dimensions that all tensors step through as one.
 
     Args:
-        apart: dimensions that stay what they are.
+        apart: dimensions that are not merged.
     Returns:
-        Sizes, strides, and where the dimensions that stay are.
+        Sizes, strides, and the new numbers of the dimensions in ``apart``.
     """
     dims: list[list[int]] = []
     for d, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Decode rows: bound by reading keys and values, so nothing is read that nobody sees.
+"""Decode rows: bound by reading keys and values, so hidden slots are not read.
 
 The functions here run inside operators: they read the plan and return partials of all rows.
 Shapes: as in ``kernels_ref.reference``; ``softcap`` 0 means none.
@@ -106,7 +106,7 @@ def _tails(
 
 
 def _one_row(q_1KHD: torch.Tensor, k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, softcap: float) -> Partial:
-    """All blocks belong to one row, so their softmax needs no owner."""
+    """Attend for one row, whose blocks need no sums by owner."""
     scores_XKHB = _scores(q_1KHD, k_XKBD, softcap)
     largest_KH = scores_XKHB.amax(dim=(0, 3))
     weights = scores_XKHB.sub_(largest_KH[..., None]).exp_()

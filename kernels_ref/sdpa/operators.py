@@ -1,4 +1,4 @@
-"""Registering functions of the plan as opaque operators."""
+"""Register functions that read the plan as opaque operators."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, gather_units
 
 MAX_SLOTS = 1024
-"""Slots up to which this pays."""
+"""Most slots for which this is faster."""
 
 
 def fits(q_NKHD: torch.Tensor, seen: Leading, num_slots: int) -> bool:
@@ -48,7 +48,7 @@ def attend_units(
     visible_XS: torch.Tensor,
     scoring: Scoring,
 ) -> Partial:
-    """One query over the visible slots of X units; what the others hold does not matter."""
+    """One query over the visible slots of X units; hidden slots may hold anything."""
     q_KHD = q_1KHD[0].float()
     products = q_KHD[None, :, :, None, :] * k_XKSD[:, :, None].float()
     visible = visible_XS[:, None, None, :]

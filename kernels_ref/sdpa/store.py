@@ -1,4 +1,4 @@
-"""Writing keys and values where they stay, whichever compiler is around."""
+"""Writes of keys and values in place, for any compiler."""
 
 from __future__ import annotations
 

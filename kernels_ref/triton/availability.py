@@ -1,4 +1,4 @@
-"""Whether Triton can run kernels on a device; asking for Triton never falls back to anything else."""
+"""Availability of Triton on a device; there is no fallback to other kernels."""
 
 from __future__ import annotations
 

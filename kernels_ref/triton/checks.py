@@ -1,6 +1,6 @@
-"""Bad arguments of kernels: a kernel would read out of bounds where these functions raise ``ValueError``.
+"""Checks of the arguments of kernels, which would read out of bounds with bad ones.
 
-Every message names the argument, what was expected, and what came.
+The functions raise ``ValueError``. Every message names the argument, what was expected, and what came.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kernels_ref.triton.availability import DTYPES, MAX_HEAD_DIM
 from kernels_ref.units import KVUnits
 
 Size = int | None
-"""A size that is asked for, or None for any."""
+"""An expected size, or None for any."""
 
 
 def check_queries(name: str, q: torch.Tensor) -> None:

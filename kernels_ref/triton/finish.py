@@ -1,4 +1,4 @@
-"""Merge what tokens and what rows have seen, add sink logits, divide: the end of a layer's attention.
+"""Merge the partials of tokens and of rows, add sink logits, divide: the end of a layer's attention.
 
 Shapes: Q tokens, N tokens of decode rows, K heads, G query heads of each, D head size.
 """

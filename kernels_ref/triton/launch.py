@@ -1,7 +1,7 @@
-"""How large the tiles of the kernels are: tables by head size, never measurements at run time.
+"""Sizes of the kernels' tiles: tables by head size, never measurements at run time.
 
-A captured graph holds one choice for ever, and measuring at capture would make two runs of a server
-differ. So every choice here is a pure function of shapes and of the device's numbers.
+A captured graph holds one choice, and a measurement at capture could make two runs of a server differ. So
+every choice is a pure function of shapes and of the device's numbers.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """What Triton's compiler is told, as keywords of a launch."""
+        """Options for Triton's compiler, as keywords of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What choices depend on.
+    """Numbers of a device that choices depend on.
 
     Attributes:
         num_processors: streaming multiprocessors.
@@ -76,7 +76,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 def num_tiles(number: int, tile: int) -> int:
-    """How many tiles hold ``number`` things."""
+    """Number of tiles that hold ``number`` items."""
     return -(-number // tile)
 
 
@@ -131,7 +131,7 @@ TILES_OF_A_SPLIT = 8
 """Least tiles of keys of a ring that are worth a program of their own."""
 
 MERGE = Launch(rows=1, keys=MERGED_SLOTS, num_warps=4, num_stages=2)
-"""How kernels without products run."""
+"""Launch of kernels without products."""
 
 Triple: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """``attn``, ``max``, ``sum``: what operators return, because they know no named tuples."""
@@ -159,7 +159,7 @@ def prefill(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
 
 
 def strides(store_XKSD: torch.Tensor) -> dict[str, int]:
-    """How many vectors the units and the heads of a store lie apart, for kernels."""
+    """Strides of the units and of the heads of a store, in vectors, for kernels."""
     dim = store_XKSD.shape[3]
     return {"UNIT": store_XKSD.stride(0) // dim, "HEAD": store_XKSD.stride(1) // dim}
 

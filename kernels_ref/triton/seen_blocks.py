@@ -1,4 +1,4 @@
-"""Which shared blocks each tile of queries reads, as lists, so that the attention loop has no branches.
+"""Lists of the shared blocks that each tile of queries reads, so that the attention loop has no branches.
 
 Shapes: Q tokens, G query heads of a key/value head, NS shared blocks; a tile has M lines, each a query
 head of a token, ordered by token.

@@ -1,4 +1,4 @@
-"""When the unique part runs as Stream-K: by shape alone, so that a captured step holds one choice."""
+"""Choice of Stream-K for the unique part: by shape alone, so that a captured step holds one choice."""
 
 from __future__ import annotations
 

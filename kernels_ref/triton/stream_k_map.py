@@ -18,7 +18,7 @@ _MOST_AT_ONCE = 1024
 
 
 class WorkMap(NamedTuple):
-    """Which block each iteration reads; sizes are static, how much of the list is used is data.
+    """Blocks that iterations read, as a list; its size is static, the used part of it depends on data.
 
     Attributes:
         block: store block of an item, int32 ``[I]``; undefined behind the last item.

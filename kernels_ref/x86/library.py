@@ -12,7 +12,7 @@ import torch
 from kernels_ref.native import BuildError, build
 
 Instructions = Literal["best", "vectors", "tiles", "model"]
-"""What multiplies: the best for the work at hand, AVX512-BF16, AMX, or a slow model of AMX for tests."""
+"""Instructions for products: the best for the work, AVX512-BF16, AMX, or a slow model of AMX for tests."""
 
 _VECTORS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
 _TILES = ("amx-tile", "amx-bf16")

@@ -220,7 +220,7 @@ class World:
         return q, self.new(self.keys, extra), self.new(self.values, extra), step
 
     def plans(self, step: object) -> tuple[BlockStep, RingStep]:
-        """What both kinds of groups have derived from a step."""
+        """Tensors that both kinds of groups have derived from a step."""
         keys = ((group.kind.key, units.layout) for group, units in zip(self.groups, self.cache))
         blocks, rings = (step.plans[key] for key in keys)  # type: ignore[attr-defined]
         return blocks, rings

@@ -21,7 +21,7 @@ _TARGET, _WORK, _PACE = "Server", "Requests", "Pace"
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """Who is asked."""
+    """Options of the server and of its requests."""
 
     base_url: Annotated[str, typer.Option(help="Address of the server.", rich_help_panel=_TARGET)] = (
         "http://127.0.0.1:8000"
@@ -76,13 +76,13 @@ class TargetOptions:
         return found
 
     def settings(self) -> dict[str, Any]:
-        """What of it belongs in a result: neither keys nor headers."""
+        """Settings for a result, without keys and headers."""
         return {"base_url": self.base_url, "endpoint": self.endpoint}
 
 
 @dataclass(frozen=True)
 class WorkOptions:
-    """Which requests are sent: those of a trace, or random ones."""
+    """Options of the requests: those of a trace, or random ones."""
 
     trace: Annotated[
         Path | None,
@@ -177,7 +177,7 @@ class WorkOptions:
         return found
 
     def settings(self, pace: PaceOptions) -> dict[str, Any]:
-        """What of it, and of the pace, belongs in a result."""
+        """Settings for a result, with those of the pace."""
         lengths = ("input_len", "output_len", "range_ratio", "prefix_len", "num_prefixes")
         rate = pace.request_rate
         if self.trace is None or pace.request_rate is not None:
@@ -194,7 +194,7 @@ class WorkOptions:
         }
 
     def prompt_ids(self, texts: Texts | None, seed: int) -> PromptIds:
-        """Where random prompts come from.
+        """Return the source of random prompts.
 
         Raises:
             ValueError: --token-ids that are no range.
@@ -211,7 +211,7 @@ class WorkOptions:
 
 @dataclass(frozen=True)
 class PaceOptions:
-    """When requests are sent."""
+    """Options of the times of requests."""
 
     request_rate: Annotated[
         float | None,

@@ -1,4 +1,4 @@
-"""Rows of a file with their line numbers, and numbers in them, with errors that say where."""
+"""Rows of a file with their line numbers, and numbers in them, with errors that name the place."""
 
 from __future__ import annotations
 

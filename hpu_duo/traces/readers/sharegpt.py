@@ -13,7 +13,7 @@ from pathlib import Path
 from hpu_duo.traces.arrival import Arrival
 
 MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
-"""Bounds that benchmarks have put on these conversations since vLLM's first one."""
+"""Bounds on the conversations, as in benchmarks since vLLM's first one."""
 
 
 def read_sharegpt(
@@ -27,7 +27,7 @@ def read_sharegpt(
     """Yield the first exchange of every conversation, all at time 0; None for those left out.
 
     Args:
-        count_tokens: how many tokens a text has for the model that is to be measured.
+        count_tokens: counts the tokens of a text for the model to measure.
         min_tokens: of a prompt and of an output. Shorter ones are left out, as conversations of one turn are.
         max_prompt, max_total: tokens of a prompt, and of prompt and output together, at most.
 
