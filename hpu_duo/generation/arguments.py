@@ -44,8 +44,7 @@ class GenerationRequest:
     @property
     def num_samples(self) -> int:
         """Rows returned for each prompt."""
-        num_samples: int = _or(self.config.num_return_sequences, 1)
-        return num_samples
+        return _check_count("num_return_sequences", _or(self.config.num_return_sequences, 1), 1)
 
     @property
     def draws(self) -> bool:
@@ -82,7 +81,6 @@ class GenerationRequest:
         c = self.config
         if c.do_sample and c.temperature == 0:
             raise ValueError("temperature: expected a value above 0 with do_sample=True, got 0")
-        _check_count("num_return_sequences", self.num_samples, 1)
         max_new = self._max_new_tokens(input_len)
         min_length = _check_count("min_length", _or(c.min_length, 0), 0)
         min_new = _check_count("min_new_tokens", _or(c.min_new_tokens, max(min_length - input_len, 0)), 0)
@@ -114,11 +112,12 @@ class GenerationRequest:
             return DEFAULT_NEW_TOKENS
         if c.max_new_tokens is not None:
             return _check_count("max_new_tokens", c.max_new_tokens, 1)
-        if _check_count("max_length", c.max_length, 1) <= input_len:
+        max_length = _check_count("max_length", c.max_length, 1)
+        if max_length <= input_len:
             raise ValueError(
-                f"max_length: expected more than the {input_len} prompt tokens, got {c.max_length}"
+                f"max_length: expected more than the {input_len} prompt tokens, got {max_length}"
             )
-        return c.max_length - input_len
+        return max_length - input_len
 
 
 def read_generation(
@@ -240,9 +239,13 @@ def _set_fields(config: GenerationConfig | None) -> dict[str, Any]:
 
 
 def _check_count(name: str, value: Any, minimum: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    try:
+        count = minimum - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = minimum - 1
+    if count < minimum:
         raise ValueError(f"{name}: expected an integer >= {minimum}, got {value!r}")
-    return value
+    return count
 
 
 def _or(value: Any, default: Any) -> Any:

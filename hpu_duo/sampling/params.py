@@ -23,6 +23,10 @@ MAX_TEMPERATURE = 1e6
 MAX_LOGIT_BIAS = 100.0
 
 
+_INTEGERS = ("n", "top_k", "seed", "logprobs", "max_tokens", "min_tokens", "decoded_prompt_tokens")
+"""Fields that become Python integers: those of numpy overflow, and have other methods."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of choosing the tokens of one request, and of stopping. Names and defaults are vLLM's.
@@ -97,6 +101,11 @@ class SamplingParams:
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
         self._check_ranges()
+        for name in _INTEGERS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, int(getattr(self, name)))
+        for name in ("stop_token_ids", "forced_token_ids"):
+            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
 
     def _check_ranges(self) -> None:
         _check_int("n", self.n, 1)
