@@ -122,6 +122,20 @@ class Engine(Uncopied):
         """
         return self._add(prompt_token_ids, _samples_of(params), request_id, name)
 
+    def check_request(
+        self, prompt_token_ids: Prompt, params: SamplingParams | None = None, *, name: str | None = None
+    ) -> None:
+        """Refuse what ``add_request`` would refuse but for its id, at once: no step is waited for.
+
+        Args:
+            name: what error messages call it.
+
+        Raises:
+            ValueError: see ``add_request``; a ``FieldError`` where one field of the parameters is at fault.
+        """
+        for request in self._intake.requests("", 0, prompt_token_ids, _samples_of(params), name):
+            self.scheduler.check_fits(request)
+
     def _add(
         self,
         prompt_token_ids: Prompt,

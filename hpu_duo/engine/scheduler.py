@@ -91,12 +91,7 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
         if request.arrival >= 0:
             raise ValueError(f"{request} has been added before")
-        needed = self.leases.num_blocks_for(request.max_cached_tokens)
-        if needed > self.limits.num_blocks:
-            raise ValueError(
-                f"{request.name} may cache up to {request.max_cached_tokens} tokens, which "
-                f"need {needed} blocks of {self.limits.block_size}, got {self.limits.num_blocks} blocks"
-            )
+        self.check_fits(request)
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._unfinished[request.request_id] = request
@@ -105,6 +100,19 @@ class Scheduler:
             self._followers.setdefault(request.parent, []).append(request)
         else:
             self._enqueue(request)
+
+    def check_fits(self, request: Request) -> None:
+        """Refuse a request that the pool cannot hold, whatever it holds now.
+
+        Raises:
+            ValueError: its blocks are too few even for this request alone.
+        """
+        needed = self.leases.num_blocks_for(request.max_cached_tokens)
+        if needed > self.limits.num_blocks:
+            raise ValueError(
+                f"{request.name} may cache up to {request.max_cached_tokens} tokens, which "
+                f"need {needed} blocks of {self.limits.block_size}, got {self.limits.num_blocks} blocks"
+            )
 
     def plan(self, alone: Request | None = None) -> StepPlan | None:
         """Decide the next step and lease what it needs; None when there is nothing to do.

@@ -7,6 +7,7 @@ The engine, once per request: ``SamplingParams.validate``, ``PenaltyState.from_t
 
 from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute, SamplingRow, static_route, static_routes
 from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, special_token_ids
+from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.host import HostChoice, HostSampler, choose_on_host, hosted_rows, without
 from hpu_duo.sampling.logprobs import TokenLogprobs
 from hpu_duo.sampling.params import SamplingParams
@@ -17,6 +18,7 @@ from hpu_duo.sampling.sampler import SampledTokens, sample, sample_tokens
 from hpu_duo.sampling.stop import Released, StopChecker, StopMatch
 
 __all__ = [
+    "FieldError",
     "HostChoice",
     "HostSampler",
     "IncrementalDetokenizer",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.host import HostSampler
 
 #: Below this temperature a request is greedy: dividing by less only overflows.
@@ -66,7 +67,7 @@ class SamplingParams:
             host instead of the fields above, or ends it. Slow.
 
     Raises:
-        ValueError: a value is outside its range; the message names the field, the range and the value.
+        FieldError: a value is outside its range; the message names the field, the range and the value.
     """
 
     n: int = 1
@@ -119,27 +120,27 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             _check_real(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, Integral)):
-            raise ValueError(f"seed: expected an integer or None, got {self.seed!r}")
+            raise FieldError("seed", f"expected an integer or None, got {self.seed!r}")
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
         _check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens: expected at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            raise FieldError(
+                "min_tokens", f"expected at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop: expected non-empty strings, got {text!r}")
+                raise FieldError("stop", f"expected non-empty strings, got {text!r}")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0)
         for token_id in self.forced_token_ids:
             _check_int("forced_token_ids", token_id, 0)
         if self.max_tokens is not None and len(self.forced_token_ids) > self.max_tokens:
-            raise ValueError(
-                f"forced_token_ids: expected at most max_tokens={self.max_tokens} tokens, "
-                f"got {len(self.forced_token_ids)}"
+            raise FieldError(
+                "forced_token_ids",
+                f"expected at most max_tokens={self.max_tokens} tokens, got {len(self.forced_token_ids)}",
             )
         _check_int("decoded_prompt_tokens", self.decoded_prompt_tokens, 0)
         if self.host_sampler is not None:
@@ -147,17 +148,17 @@ class SamplingParams:
 
     def _check_host_sampler(self) -> None:
         if not callable(self.host_sampler):
-            raise ValueError(f"host_sampler: expected a callable or None, got {self.host_sampler!r}")
+            raise FieldError("host_sampler", f"expected a callable or None, got {self.host_sampler!r}")
         # Log-probabilities belong to tokens that the device chose, and forced tokens are chosen already.
         for name in ("logprobs", "forced_token_ids"):
             if getattr(self, name) not in (None, ()):
-                raise ValueError(f"{name}: expected none with host_sampler, got {getattr(self, name)!r}")
+                raise FieldError(name, f"expected none with host_sampler, got {getattr(self, name)!r}")
 
     def validate(self, vocab_size: int) -> None:
         """Check the fields whose range depends on the model.
 
         Raises:
-            ValueError: a biased, stop or forced token id is not in ``[0, vocab_size)``, or more logprobs are
+            FieldError: a biased, stop or forced token id is not in ``[0, vocab_size)``, or more logprobs are
                 asked for than there are tokens.
         """
         for name, token_ids in (
@@ -167,9 +168,9 @@ class SamplingParams:
         ):
             for token_id in token_ids:
                 if not 0 <= token_id < vocab_size:
-                    raise ValueError(f"{name}: expected token ids in [0, {vocab_size}), got {token_id}")
+                    raise FieldError(name, f"expected token ids in [0, {vocab_size}), got {token_id}")
         if self.logprobs is not None and self.logprobs > vocab_size:
-            raise ValueError(f"logprobs: expected at most vocab_size={vocab_size}, got {self.logprobs}")
+            raise FieldError("logprobs", f"expected at most vocab_size={vocab_size}, got {self.logprobs}")
 
     @cached_property
     def is_greedy(self) -> bool:
@@ -205,7 +206,7 @@ def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
     if values is None:
         return ()
     if not isinstance(values, Iterable):
-        raise ValueError(f"{name}: expected a sequence or None, got {values!r}")
+        raise FieldError(name, f"expected a sequence or None, got {values!r}")
     return tuple(values)
 
 
@@ -214,24 +215,24 @@ def _parse_logit_bias(logit_bias: Mapping[int, float] | None) -> dict[int, float
     if logit_bias is None:
         return None
     if not isinstance(logit_bias, Mapping):
-        raise ValueError(f"logit_bias: expected a mapping of token ids, got {type(logit_bias).__name__}")
+        raise FieldError("logit_bias", f"expected a mapping of token ids, got {type(logit_bias).__name__}")
     parsed: dict[int, float] = {}
     for key, bias in logit_bias.items():
         try:
             token_id = int(key)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"logit_bias: expected integer token ids as keys, got {key!r}") from error
+            raise FieldError("logit_bias", f"expected integer token ids as keys, got {key!r}") from error
         if isinstance(key, float) or token_id < 0:
-            raise ValueError(f"logit_bias: expected non-negative integer keys, got {key!r}")
+            raise FieldError("logit_bias", f"expected non-negative integer keys, got {key!r}")
         if token_id in parsed:
-            raise ValueError(f"logit_bias: expected each token id once, got {token_id} twice")
+            raise FieldError("logit_bias", f"expected each token id once, got {token_id} twice")
         parsed[token_id] = bias
     return parsed
 
 
 def _check_int(name: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < low:
-        raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
+        raise FieldError(name, f"expected an integer >= {low}, got {value!r}")
 
 
 def _check_real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
@@ -239,4 +240,4 @@ def _check_real(name: str, value: object, low: float, high: float, *, open_low: 
     # NaN fails every comparison, so it is rejected by the range test.
     if not is_number or not low <= float(value) <= high or (open_low and value == low):  # type: ignore[arg-type]
         bracket = "(" if open_low else "["
-        raise ValueError(f"{name}: expected a number in {bracket}{low:g}, {high:g}], got {value!r}")
+        raise FieldError(name, f"expected a number in {bracket}{low:g}, {high:g}], got {value!r}")

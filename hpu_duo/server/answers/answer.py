@@ -1,0 +1,129 @@
+"""Common to completions and chats: who answers, and how outputs become a body or events."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpu_duo.engine.outputs import RequestOutput
+from hpu_duo.request import FinishReason
+from hpu_duo.server.answers.choice import Choice
+from hpu_duo.server.answers.events import event
+from hpu_duo.server.answers.usage import Usage
+from hpu_duo.server.running import ChoiceOutput
+
+
+@dataclass(frozen=True)
+class AnswerHead:
+    """What every part of an answer begins with.
+
+    Attributes:
+        answer_id: its ``id``.
+        model: name of the model, as the caller has it.
+        created: seconds since 1970.
+    """
+
+    answer_id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """The JSON object, so far."""
+        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+
+
+class Answer(ABC):
+    """Takes outputs in, and writes them as a body or as events.
+
+    Args:
+        head: who answers.
+        usage: counts the tokens.
+        num_choices: how many choices there will be.
+        tells_usage: whether a stream ends with the usage.
+        tells_usage_always: whether each of its events has it.
+        returns_token_ids: whether choices have their token ids.
+    """
+
+    kind: str
+    """``object`` of the body."""
+    part_kind: str
+    """``object`` of events."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        usage: Usage,
+        num_choices: int,
+        *,
+        tells_usage: bool = False,
+        tells_usage_always: bool = False,
+        returns_token_ids: bool = False,
+    ) -> None:
+        self.head, self.usage = head, usage
+        self.choices = [Choice() for _ in range(num_choices)]
+        self._tells_usage, self._tells_usage_always = tells_usage, tells_usage_always
+        self._returns_token_ids = returns_token_ids
+        self._part = head.fields(self.part_kind)
+
+    def add(self, batch: Sequence[ChoiceOutput]) -> None:
+        """Take outputs in, for the body."""
+        for choice, output in batch:
+            self.usage.completion_tokens += len(output.token_ids)
+            self.choices[choice].add(output)
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
+        return {**self.head.fields(self.kind), "choices": choices, "usage": self.usage.fields()}
+
+    def beginning(self) -> bytes:
+        """Events before the first output."""
+        return b""
+
+    def events(self, batch: Sequence[ChoiceOutput]) -> bytes:
+        """Outputs as events: one for each choice, however many outputs of it have come."""
+        fresh: dict[int, list[RequestOutput]] = {}
+        for choice, output in batch:
+            self.usage.completion_tokens += len(output.token_ids)
+            fresh.setdefault(choice, []).append(output)
+        told = bytearray()
+        for index, outputs in fresh.items():
+            whole = Choice.of(outputs)
+            self.choices[index].finish_reason = whole.finish_reason
+            if not whole.is_empty or self._returns_token_ids:
+                for part in self._parts(index, whole):
+                    told += self._event([part])
+        return bytes(told)
+
+    def ending(self) -> bytes:
+        """Events behind the last output, but for ``[DONE]``."""
+        if not self._tells_usage:
+            return b""
+        return event({**self._part, "choices": [], "usage": self.usage.fields()})
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Why choices have ended, as far as they have."""
+        return [one.finish_reason for one in self.choices if one.finish_reason is not None]
+
+    @abstractmethod
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """A choice of the body."""
+
+    @abstractmethod
+    def _parts(self, index: int, fresh: Choice) -> list[dict[str, Any]]:
+        """Choices of events."""
+
+    def _event(self, choices: list[dict[str, Any]]) -> bytes:
+        data = {**self._part, "choices": choices}
+        if self._tells_usage_always:
+            data["usage"] = self.usage.fields()
+        elif self._tells_usage:
+            data["usage"] = None
+        return event(data)
+
+    def _with_token_ids(self, fields: dict[str, Any], choice: Choice) -> dict[str, Any]:
+        return {**fields, "token_ids": choice.token_ids} if self._returns_token_ids else fields

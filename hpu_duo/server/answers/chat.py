@@ -1,0 +1,157 @@
+"""Answers of ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpu_duo.request import FinishReason
+from hpu_duo.server.answers.answer import Answer, AnswerHead
+from hpu_duo.server.answers.choice import Choice
+from hpu_duo.server.answers.logprobs import TokenNames, chat_logprobs
+from hpu_duo.server.answers.usage import Usage
+from hpu_duo.server.tools import CallArguments, CallBegun, Content, Piece, ToolParser
+
+
+@dataclass
+class _Call:
+    """A tool call of a choice."""
+
+    name: str
+    call_id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    arguments: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "id": self.call_id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+class _Reader:
+    """Takes the text of one choice apart, and keeps its calls.
+
+    Args:
+        parser: None takes all text for content.
+        only_first: leave all calls but the first out.
+    """
+
+    def __init__(self, parser: ToolParser | None, only_first: bool) -> None:
+        self._parser, self._only_first = parser, only_first
+        self.calls: list[_Call] = []
+        self.has_begun = False
+
+    def read(self, choice: Choice) -> list[Piece]:
+        """What the next text settles."""
+        if self._parser is None:
+            return [Content(choice.text)] if choice.text else []
+        pieces = self._parser.push(choice.text)
+        if choice.finish_reason is not None:
+            pieces += self._parser.finish()
+        return [piece for piece in pieces if self._keep(piece)]
+
+    def _keep(self, piece: Piece) -> bool:
+        if isinstance(piece, Content):
+            return True
+        if self._only_first and piece.index > 0:
+            return False
+        if isinstance(piece, CallBegun):
+            self.calls.append(_Call(piece.name))
+        else:
+            self.calls[piece.index].arguments += piece.text
+        return True
+
+    def reason(self, choice: Choice) -> str | None:
+        """Why the choice ended, in the words of the API."""
+        if choice.finish_reason is None:
+            return None
+        if choice.finish_reason is FinishReason.STOP and self.calls:
+            return "tool_calls"
+        return choice.finish_reason.value
+
+
+class ChatAnswer(Answer):
+    """Messages, with the style of log-probabilities that chats have.
+
+    Args:
+        names: of tokens, where log-probabilities were asked for.
+        make_parser: for the tool calls of each choice; None where none are expected.
+        only_first_call: leave all tool calls but the first out.
+        options: see ``Answer``.
+    """
+
+    kind, part_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        usage: Usage,
+        num_choices: int,
+        *,
+        names: TokenNames | None = None,
+        make_parser: Callable[[], ToolParser] | None = None,
+        only_first_call: bool = False,
+        **options: bool,
+    ) -> None:
+        super().__init__(head, usage, num_choices, **options)
+        self._names = names
+        self._readers = [
+            _Reader(None if make_parser is None else make_parser(), only_first_call)
+            for _ in range(num_choices)
+        ]
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        reader = self._readers[index]
+        pieces = reader.read(choice)
+        content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reader.calls:
+            message["content"] = content or None
+            message["tool_calls"] = [call.fields() for call in reader.calls]
+        fields = {
+            "index": index,
+            "message": message,
+            "logprobs": None if self._names is None else chat_logprobs(choice.logprobs, self._names),
+            "finish_reason": reader.reason(choice),
+            "stop_reason": choice.stop_reason,
+        }
+        return self._with_token_ids(fields, choice)
+
+    def _parts(self, index: int, fresh: Choice) -> list[dict[str, Any]]:
+        reader = self._readers[index]
+        deltas = [self._delta(reader, piece) for piece in reader.read(fresh)]
+        if not deltas:
+            # Text may be held back, and what comes with it must not be.
+            if not (fresh.logprobs or fresh.finish_reason is not None or self._returns_token_ids):
+                return []
+            deltas = [{}]
+        if not reader.has_begun:
+            reader.has_begun = True
+            content = None if "tool_calls" in deltas[0] else ""
+            deltas[0] = {"role": "assistant", "content": content, **deltas[0]}
+        parts = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        if self._names is not None and fresh.logprobs:
+            parts[0]["logprobs"] = chat_logprobs(fresh.logprobs, self._names)
+        parts[0] = self._with_token_ids(parts[0], fresh)
+        if fresh.finish_reason is not None:
+            parts[-1]["finish_reason"] = reader.reason(fresh)
+            parts[-1]["stop_reason"] = fresh.stop_reason
+        return parts
+
+    @staticmethod
+    def _delta(reader: _Reader, piece: Piece) -> dict[str, Any]:
+        match piece:
+            case Content(text):
+                return {"content": text}
+            case CallBegun(index, _):
+                call = reader.calls[index]
+                function = {"name": call.name, "arguments": ""}
+                head = {"index": index, "id": call.call_id, "type": "function", "function": function}
+                return {"tool_calls": [head]}
+            case CallArguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

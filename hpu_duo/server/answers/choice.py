@@ -1,0 +1,47 @@
+"""One choice of an answer, as its tokens come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hpu_duo.engine.outputs import RequestOutput, TokenLogprob
+from hpu_duo.request import FinishReason
+
+
+@dataclass
+class Choice:
+    """What outputs add up to.
+
+    Attributes:
+        text: settled so far.
+        token_ids, logprobs: of the tokens sampled so far.
+        finish_reason, stop_reason: why it ended; None while it has not.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        """Append what a step added."""
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        if output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput]) -> Choice:
+        """What several outputs of one sample add up to."""
+        whole = cls()
+        for output in outputs:
+            whole.add(output)
+        return whole
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell: a token may settle no text."""
+        return not (self.text or self.logprobs or self.finish_reason is not None)

@@ -1,0 +1,83 @@
+"""Answers of ``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpu_duo.engine.outputs import TokenLogprob
+from hpu_duo.server.answers.answer import Answer, AnswerHead
+from hpu_duo.server.answers.choice import Choice
+from hpu_duo.server.answers.logprobs import CompletionLogprobs, TokenNames
+from hpu_duo.server.answers.usage import Usage
+
+
+@dataclass(frozen=True)
+class EchoedPrompt:
+    """A prompt that stands before its answers.
+
+    Attributes:
+        text: of the prompt.
+        entries: of its tokens, the first of which has no log-probability; empty when none were asked for.
+    """
+
+    text: str
+    entries: Sequence[TokenLogprob | int] = ()
+
+
+class CompletionAnswer(Answer):
+    """Texts, with the style of log-probabilities that completions have.
+
+    Args:
+        names: of tokens, where log-probabilities were asked for.
+        echoes: what stands before each choice, one for each, or none.
+        options: see ``Answer``.
+    """
+
+    kind = part_kind = "text_completion"
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        usage: Usage,
+        num_choices: int,
+        *,
+        names: TokenNames | None = None,
+        echoes: Sequence[EchoedPrompt] = (),
+        **options: bool,
+    ) -> None:
+        super().__init__(head, usage, num_choices, **options)
+        self._echoes = echoes
+        self._logprobs = None if names is None else [CompletionLogprobs(names) for _ in range(num_choices)]
+
+    def beginning(self) -> bytes:
+        """The echoed prompts."""
+        told = bytearray()
+        for index, echo in enumerate(self._echoes):
+            logprobs = None if self._logprobs is None else self._logprobs[index].fields(echo.entries)
+            told += self._event([_part(index, echo.text, logprobs, Choice())])
+        return bytes(told)
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        text, entries = choice.text, list[TokenLogprob | int](choice.logprobs)
+        if self._echoes:
+            text = self._echoes[index].text + text
+            entries = [*self._echoes[index].entries, *entries]
+        logprobs = None if self._logprobs is None else self._logprobs[index].fields(entries)
+        return self._with_token_ids(_part(index, text, logprobs, choice), choice)
+
+    def _parts(self, index: int, fresh: Choice) -> list[dict[str, Any]]:
+        logprobs = None if self._logprobs is None else self._logprobs[index].fields(fresh.logprobs)
+        return [self._with_token_ids(_part(index, fresh.text, logprobs, fresh), fresh)]
+
+
+def _part(index: int, text: str, logprobs: dict[str, Any] | None, choice: Choice) -> dict[str, Any]:
+    reason = None if choice.finish_reason is None else choice.finish_reason.value
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": reason,
+        "stop_reason": choice.stop_reason,
+    }

@@ -1,0 +1,50 @@
+"""Settings of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How a server behaves, whatever it serves and wherever it listens.
+
+    Attributes:
+        model_names: names under which the model is served; answers have the one that was asked for.
+        api_keys: callers must have one of them; none asks for none.
+        max_queue: samples that may wait besides those that can run; more are answered with 429.
+        max_body_bytes: longest body of a request.
+        max_choices: most choices of one call: prompts times ``n``.
+        max_behind: outputs of one stream that may lie unread, before it is ended.
+        drain_seconds: how long requests may take to end once the server was told to stop.
+        allowed_origins: origins whose pages may call (CORS); none for none, ``*`` for all.
+        chat_template: source of a template to take in place of the checkpoint's.
+        tool_call_parser: ``auto``, ``none`` or one of ``hpu_duo.server.tools.PARSERS``.
+        uses_generation_config: take defaults of sampling from the checkpoint's generation_config.json.
+        metrics_namespace: prefix of the metrics that mean what vLLM's of the same name mean.
+    """
+
+    model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    max_queue: int = 2048
+    max_body_bytes: int = 64 * 2**20
+    max_choices: int = 256
+    max_behind: int = 8192
+    drain_seconds: float = 30.0
+    allowed_origins: tuple[str, ...] = ()
+    chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    uses_generation_config: bool = True
+    metrics_namespace: str = "hpuduo"
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_choices", "max_behind"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} of 1 or more, got {getattr(self, name)}")
+        for name in ("max_queue", "drain_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"expected {name} of 0 or more, got {getattr(self, name)}")
+        if not self.model_names or not all(self.model_names):
+            raise ValueError(f"expected names to serve the model under, got {self.model_names}")
+        if not all(self.api_keys):
+            raise ValueError("expected API keys of one or more characters, got an empty one")

@@ -1,0 +1,60 @@
+"""The application: routes, and what stands before them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from hpu_duo import __version__
+from hpu_duo.server.http.auth import ApiKeys, KeyMiddleware
+from hpu_duo.server.http.body_limit import BodyLimitMiddleware
+from hpu_duo.server.http.errors import install_error_handlers
+from hpu_duo.server.http.generation_routes import generation_routes
+from hpu_duo.server.http.state_routes import state_routes
+from hpu_duo.server.http.token_routes import token_routes
+from hpu_duo.server.service import Service
+from hpu_duo.server.telemetry.counting import CountingMiddleware
+
+
+def create_app(service: Service, *, warm_up: bool = False) -> FastAPI:
+    """An ASGI application that serves with a service, which starts and stops with it.
+
+    Args:
+        warm_up: see ``Service.start``.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.start(warm_up)
+        yield
+        await service.stop()
+
+    app = FastAPI(
+        title="HPU-Duo",
+        version=__version__,
+        description="The OpenAI API around one model.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    install_error_handlers(app)
+    for router in (generation_routes(service), token_routes(service), state_routes(service)):
+        app.include_router(router)
+    config = service.config
+    # The last one added is the first to see a call.
+    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)
+    if config.api_keys:
+        app.add_middleware(KeyMiddleware, keys=ApiKeys(config.api_keys))
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(CountingMiddleware, count=service.metrics.responded)
+    return app

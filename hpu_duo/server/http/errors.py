@@ -1,0 +1,94 @@
+"""Errors as responses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from hpu_duo.server.protocol import ApiError
+from hpu_duo.server.protocol.errors import bad_value, failed, too_busy, unavailable
+from hpu_duo.server.running import EngineDiedError, RequestFailedError, SlowReaderError
+from hpu_duo.server.running.admission import NotServingError, QueueFullError, Stage
+
+_log = logging.getLogger(__name__)
+
+_STARTING_S, _STOPPING_S = 5, 1
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_long"}
+
+
+def error_response(error: ApiError) -> Response:
+    """An error as a response."""
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What to tell the caller of an error; what nobody expected is logged, and told as such."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            return too_busy(str(error), error.retry_after_s)
+        case NotServingError(stage=stage):
+            wait = {Stage.WARMING_UP: _STARTING_S, Stage.DRAINING: _STOPPING_S}.get(stage)
+            return unavailable(str(error), wait)
+        case EngineDiedError():
+            return unavailable(str(error))
+        case RequestFailedError() | SlowReaderError():
+            return failed(str(error))
+        case _:
+            _log.error("a call has failed", exc_info=error)
+            return failed(f"{type(error).__name__} in the server; its log says more")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Let every error have the body of the OpenAI API."""
+
+    async def known(_: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error))
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), "registered for it"
+        return error_response(of_validation(error.errors()))
+
+    async def by_status(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "registered for it"
+        return error_response(of_status(error))
+
+    for kind in (ApiError, QueueFullError, NotServingError, EngineDiedError, RequestFailedError, Exception):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, by_status)
+
+
+def of_status(error: HTTPException) -> ApiError:
+    """An error that the framework has found."""
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    code = _CODES.get(error.status_code)
+    return ApiError(error.status_code, str(error.detail), kind=kind, code=code, headers=error.headers)
+
+
+def of_validation(errors: Sequence[Any]) -> ApiError:
+    """What to tell of a body that is not as it should be: its first field at fault, and what was expected.
+
+    Args:
+        errors: of pydantic, for the same field one for each type that it may have.
+    """
+    first = tuple(errors[0]["loc"])
+    if errors[0]["type"] == "json_invalid":
+        return bad_value(None, f"expected JSON in the body: {errors[0].get('ctx', {}).get('error', 'it is none')}")
+    if len(first) < 2:
+        return bad_value(None, "expected a JSON object in the body, with content-type: application/json")
+    param = str(first[1])
+    reasons = []
+    for error in errors:
+        if tuple(error["loc"])[1:2] == first[1:2] and error["msg"] not in reasons:
+            reasons.append(error["msg"])
+    place = "".join(f"[{part}]" if isinstance(part, int) else "" for part in first[2:])
+    return bad_value(param, f"{param}{place}: {'; or '.join(reasons[:4])}")

@@ -1,0 +1,172 @@
+"""A process that listens, and ends when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from hpu_duo.server.running.admission import Stage
+from hpu_duo.server.service import Service
+
+_BACKLOG = 4096
+_UNREAD_S = 300
+"""A caller that has not acknowledged anything for so long is taken for gone."""
+_LAST_WRITES_S = 5
+"""Behind the last token, so long for slow readers to take what is in flight."""
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files of a server that is called by https.
+
+    Attributes:
+        certificate, key: PEM files.
+        key_password: of the key.
+        client_certificates: PEM file of the authorities that callers' certificates must come from; None asks
+            for none.
+    """
+
+    certificate: Path
+    key: Path | None = None
+    key_password: str | None = None
+    client_certificates: Path | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a server ended.
+
+    Attributes:
+        signal_number: what told it to; None when it ended by itself, which is a failure.
+        is_drained: whether every request under way has ended by itself.
+    """
+
+    signal_number: int | None
+    is_drained: bool
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that will listen there.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(info[0], info[1], info[2])
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Connections have it from the socket that they were accepted from.
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
+        bound.bind(info[4])
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ValueError(f"cannot listen on {host}, port {port}: {error}") from error
+    return bound
+
+
+def listen(
+    app: ASGIApp,
+    service: Service,
+    bound: socket.socket,
+    tls: Tls | None = None,
+    on_listening: Callable[[], None] = lambda: None,
+) -> Ending:
+    """Serve until a signal comes, then let requests end; a second signal ends them at once.
+
+    Args:
+        app: of ``create_app``.
+        service: what the application serves with.
+        bound: see ``bind``; closed at the end.
+        on_listening: called once connections are accepted.
+    """
+    _raise_file_limit()
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        ws="none",
+        lifespan="on",
+        timeout_graceful_shutdown=_LAST_WRITES_S,
+        **_tls_options(tls),
+    )
+    server = _Server(config, service, on_listening)
+    server.run(sockets=[bound])
+    return server.ending
+
+
+class _Server(uvicorn.Server):
+    """Goes on answering while requests end: new ones with 503, so that callers turn to another server."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service, self._on_listening = service, on_listening
+        self._signal_number: int | None = None
+        self._draining: asyncio.Task[bool] | None = None
+
+    @property
+    def ending(self) -> Ending:
+        """How it ended."""
+        is_drained = self._draining is not None and self._draining.done() and self._draining.result()
+        return Ending(self._signal_number, is_drained)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._signal_number is not None and self._draining is None:
+            self._draining = asyncio.create_task(self._service.drain())
+        if self._draining is not None and self._draining.done():
+            return True
+        if self._service.stage is Stage.FAILED:
+            return True
+        return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._signal_number is None:
+            self._signal_number = sig
+        else:
+            self.should_exit = self.force_exit = True
+
+
+def is_interrupt(ending: Ending) -> bool:
+    """Whether Ctrl-C ended it."""
+    return ending.signal_number == signal.SIGINT
+
+
+def _tls_options(tls: Tls | None) -> dict[str, object]:
+    if tls is None:
+        return {}
+    import ssl
+
+    asks = tls.client_certificates is not None
+    return {
+        "ssl_certfile": tls.certificate,
+        "ssl_keyfile": tls.key,
+        "ssl_keyfile_password": tls.key_password,
+        "ssl_ca_certs": tls.client_certificates,
+        "ssl_cert_reqs": int(ssl.CERT_REQUIRED if asks else ssl.CERT_NONE),
+    }
+
+
+def _raise_file_limit() -> None:
+    """Let the process have as many connections as the system allows it."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

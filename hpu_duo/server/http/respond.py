@@ -1,0 +1,118 @@
+"""From a plan to a response: whole, or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hpu_duo.server.answers import DONE, KEEP_ALIVE, event
+from hpu_duo.server.answers.events import as_json
+from hpu_duo.server.http.errors import as_api_error
+from hpu_duo.server.planning import Plan
+from hpu_duo.server.running import OutputStream
+from hpu_duo.server.telemetry.record import CallRecord
+
+_EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Neither caches nor proxies are to hold events back."""
+
+
+class PlannedResponse(Response):
+    """The answer to a plan whose requests are on their way.
+
+    When the caller goes away, its requests are aborted, whatever has been sent.
+
+    Args:
+        plan: says how to answer.
+        stream: outputs; None when nothing is generated.
+        record: of the call.
+        ended: called with the record when all is over.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stream: OutputStream | None,
+        record: CallRecord,
+        ended: Callable[[CallRecord], None],
+    ) -> None:
+        super().__init__()
+        self._plan, self._stream, self._record, self._ended = plan, stream, record, ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        record = self._record
+        try:
+            async with _watched(receive, self._stream):
+                if self._plan.is_streamed:
+                    await self._send_events(send)
+                else:
+                    await self._send_body(scope, receive, send)
+        except Exception as error:
+            record.error = as_api_error(error)
+            raise record.error from error
+        finally:
+            if self._stream is not None:
+                record.is_cut = self._stream.is_closed
+                self._stream.close()
+            self._ended(record)
+
+    async def _send_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._plan.answer
+        async for batch in self._batches():
+            answer.add(batch)
+        if self._stream is not None and self._stream.is_closed:
+            return  # nobody is there
+        body = Response(as_json(answer.body()), media_type="application/json")
+        await body(scope, receive, send)
+
+    async def _send_events(self, send: Send) -> None:
+        """Send events; an error behind the first of them is the last one, since the status is out."""
+        answer = self._plan.answer
+        start = Response(media_type="text/event-stream", headers=_EVENT_HEADERS)
+        headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def tell(data: bytes, *, is_last: bool = False) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+        try:
+            if beginning := answer.beginning():
+                await tell(beginning)
+            async for batch in self._batches():
+                events = answer.events(batch) if batch else KEEP_ALIVE
+                if events:
+                    await tell(events)
+        except Exception as error:
+            self._record.error = as_api_error(error)
+            await tell(event(self._record.error.body) + DONE, is_last=True)
+            return
+        await tell(answer.ending() + DONE, is_last=True)
+
+    async def _batches(self) -> AsyncIterator[list]:  # type: ignore[type-arg]
+        if self._stream is None:
+            return
+        while (batch := await self._stream.read()) is not None:
+            yield batch
+
+
+@asynccontextmanager
+async def _watched(receive: Receive, stream: OutputStream | None) -> AsyncIterator[None]:
+    """Close a stream when the caller goes away."""
+    if stream is None:
+        yield
+        return
+
+    async def wait() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        stream.close()
+
+    watcher = asyncio.create_task(wait())
+    try:
+        yield
+    finally:
+        watcher.cancel()

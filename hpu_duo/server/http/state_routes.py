@@ -1,0 +1,60 @@
+"""``/health``, ``/ready``, ``/metrics``, ``/stats`` and ``/version``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+from hpu_duo import __version__
+from hpu_duo.server.http.errors import as_api_error, error_response
+from hpu_duo.server.http.schemas import BUSY
+from hpu_duo.server.running.admission import NotServingError, Stage
+from hpu_duo.server.service import Service
+
+
+def state_routes(service: Service) -> APIRouter:
+    """Routes that tell how the server is."""
+    router = APIRouter(tags=["state"])
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(service.metrics)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+
+    @router.get("/health", responses={503: BUSY[503]})
+    async def health() -> Response:
+        """Whether the process can still serve: 503 asks a supervisor to start it anew."""
+        if service.stage is Stage.FAILED:
+            return error_response(as_api_error(NotServingError(Stage.FAILED)))
+        return Response()
+
+    @router.get("/ready", responses={503: BUSY[503]})
+    async def ready() -> Response:
+        """Whether requests are taken: everything is loaded and captured, and the server is not about to stop."""
+        if service.stage is not Stage.READY:
+            return error_response(as_api_error(NotServingError(service.stage)))
+        return Response()
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of HPU-Duo."""
+        return {"version": __version__}
+
+    @router.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """What the engine has done and holds, as of a moment ago."""
+        found = asdict(service.engine.stats)
+        limits = found["resolved"].pop("limits")
+        open_now = {"num_open": service.engine.num_open, "stage": service.stage.value}
+        return {**found, "resolved": {**found["resolved"], **limits}, **open_now}
+
+    @router.get("/metrics", response_class=Response)
+    def metrics() -> Response:
+        """Metrics for Prometheus; see docs/server.md."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return router

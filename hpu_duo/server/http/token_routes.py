@@ -1,0 +1,44 @@
+"""``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from hpu_duo.server.http.schemas import REFUSALS
+from hpu_duo.server.protocol import DetokenizeRequest, TokenizeRequest
+from hpu_duo.server.protocol.errors import bad_value
+from hpu_duo.server.service import Service
+
+
+def token_routes(service: Service) -> APIRouter:
+    """Routes that turn text into token ids and back."""
+    router = APIRouter(tags=["tokens"])
+    served = service.served
+
+    @router.post("/tokenize", responses=REFUSALS)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a text, or of a conversation."""
+        served.name_for(body.model)
+        if (body.prompt is None) is (body.messages is None):
+            raise bad_value("prompt", "prompt: expected prompt or messages, one of them")
+        encoder = served.needs_encoder("prompt")
+        if body.prompt is None:
+            tokens = await service.chats.encode(body, has_tools=True)
+        else:
+            tokens = await encoder.encode(
+                body.prompt, add_special_tokens=body.add_special_tokens is not False
+            )
+        found = {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            found["token_strs"] = encoder.tokenizer.convert_ids_to_tokens(tokens)
+        return found
+
+    @router.post("/detokenize", responses=REFUSALS)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """The text of token ids, special tokens included."""
+        served.name_for(body.model)
+        return {"prompt": await served.needs_encoder("tokens").decode(body.tokens)}
+
+    return router

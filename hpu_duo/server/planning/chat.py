@@ -1,0 +1,178 @@
+"""Plans for ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+from hpu_duo.sampling import FieldError
+from hpu_duo.server.answers import AnswerHead, ChatAnswer, Usage
+from hpu_duo.server.answers.logprobs import TokenNames
+from hpu_duo.server.planning.plan import Plan, new_answer_id
+from hpu_duo.server.planning.sampling import (
+    check_length,
+    check_options,
+    params_of,
+    refusal,
+    stream_flags,
+    truncated,
+)
+from hpu_duo.server.planning.served import Served
+from hpu_duo.server.prompts import Chat, ChatTemplateError
+from hpu_duo.server.protocol import ChatMessage, ChatRequest, FunctionTool, TokenizeRequest
+from hpu_duo.server.protocol.errors import bad_value, unsupported
+from hpu_duo.server.protocol.refusals import refuse_unserved
+from hpu_duo.server.tools import make_parser
+
+
+class ChatPlanner:
+    """Checks requests, and says what they come to.
+
+    Args:
+        served: the model.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    async def plan(self, request: ChatRequest) -> Plan:
+        """A plan for a request.
+
+        Raises:
+            ApiError: it cannot be served.
+        """
+        served = self._served
+        model = served.name_for(request.model)
+        refuse_unserved(request)
+        check_options(request, request.num_samples, served)
+        parser = self._parser(request)
+        prompt = truncated(request, await self.encode(request, parser is not None))
+        max_tokens, max_name = request.max_completion_tokens, "max_completion_tokens"
+        if max_tokens is None:
+            max_tokens, max_name = request.max_tokens, "max_tokens"
+        check_length("messages", len(prompt), max_tokens, served)
+        names = {"max_tokens": max_name, "logprobs": "top_logprobs"}
+        params = params_of(
+            request, served, max_tokens=max_tokens, logprobs=_num_logprobs(request), names=names
+        )
+        try:
+            served.engine.check(prompt, params)
+        except FieldError as error:
+            raise refusal(error, names) from error
+        except ValueError as error:
+            raise bad_value("messages", str(error)) from error
+        answer_id = new_answer_id("chatcmpl", request.request_id)
+        return Plan(
+            answer_id=answer_id,
+            model=model,
+            prompts=[prompt],
+            params=params,
+            answer=ChatAnswer(
+                AnswerHead(answer_id, model),
+                Usage(len(prompt)),
+                request.num_samples,
+                names=self._names(request),
+                make_parser=None if parser is None else partial(make_parser, parser),
+                only_first_call=request.parallel_tool_calls is False,
+                **stream_flags(request),
+            ),
+            is_streamed=bool(request.stream),
+            user=request.user,
+            cache_salt=request.cache_salt,
+            texts=[text for message in request.messages if (text := _text(message))],
+        )
+
+    async def encode(self, request: ChatRequest | TokenizeRequest, has_tools: bool) -> list[int]:
+        """Token ids of the conversation, by the chat template.
+
+        Raises:
+            ApiError: the template does not take it.
+        """
+        variables = dict(request.chat_template_kwargs or {})
+        if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", request.reasoning_effort)
+        chat = Chat(
+            [_for_template(message, number) for number, message in enumerate(request.messages or ())],
+            tools=[_tool(tool) for tool in request.tools] if has_tools and request.tools else None,
+            documents=request.documents,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            variables=variables,
+        )
+        encoder = self._served.needs_encoder("messages")
+        try:
+            return await encoder.encode_chat(chat, add_special_tokens=bool(request.add_special_tokens))
+        except ChatTemplateError as error:
+            raise bad_value(error.field, f"{error.field}: {error}") from error
+
+    def _parser(self, request: ChatRequest) -> str | None:
+        """Name of the parser for tool calls; None when no tool may be called."""
+        choice = request.tool_choice
+        if not request.tools:
+            if choice not in (None, "none", "auto"):
+                raise bad_value("tool_choice", "tool_choice: expected tools with it")
+            return None
+        if choice == "none":
+            return None
+        if choice not in (None, "auto"):
+            # Needs a grammar; see refusals.REFUSED for the others that do.
+            raise unsupported("tool_choice", "tool_choice: expected 'auto' or 'none': calls cannot be forced")
+        if self._served.tool_parser is None:
+            raise unsupported(
+                "tools", "tools: the model's chat template shows no tool calls of a known format"
+            )
+        return self._served.tool_parser
+
+    def _names(self, request: ChatRequest) -> TokenNames | None:
+        if not request.logprobs:
+            return None
+        assert self._served.texts is not None, "what can be encoded has texts"
+        return TokenNames(self._served.texts, by_id=bool(request.return_tokens_as_token_ids))
+
+
+def _num_logprobs(request: ChatRequest) -> int | None:
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise bad_value("top_logprobs", "top_logprobs: expected logprobs=true with it")
+        return None
+    return request.top_logprobs or 0
+
+
+def _for_template(message: ChatMessage, number: int) -> dict[str, Any]:
+    """A message as templates take it."""
+    plain = message.model_dump(exclude_none=True)
+    plain["content"] = _content(message, number)
+    for call in plain.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"].get("arguments"), number)
+    return plain
+
+
+def _content(message: ChatMessage, number: int) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    for part in message.content:
+        if part.type not in ("text", "input_text", "refusal") or part.text is None:
+            raise unsupported(
+                "messages", f"messages[{number}].content: expected parts of type text, got {part.type!r}"
+            )
+    return "\n".join(part.text or "" for part in message.content)
+
+
+def _text(message: ChatMessage) -> str:
+    return _content(message, 0)
+
+
+def _arguments(arguments: str | None, number: int) -> Any:
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError as error:
+        raise bad_value(
+            "messages", f"messages[{number}].tool_calls: expected JSON as arguments, got {arguments!r}"
+        ) from error
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return tool.model_dump(exclude_none=True)
+
+

@@ -1,0 +1,117 @@
+"""Plans for ``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpu_duo.engine.outputs import TokenLogprob
+from hpu_duo.sampling import FieldError, SamplingParams
+from hpu_duo.server.answers import AnswerHead, CompletionAnswer, EchoedPrompt, Usage
+from hpu_duo.server.answers.logprobs import TokenNames
+from hpu_duo.server.planning.plan import Plan, new_answer_id
+from hpu_duo.server.planning.sampling import (
+    check_length,
+    check_options,
+    params_of,
+    refusal,
+    stream_flags,
+    truncated,
+)
+from hpu_duo.server.planning.scoring import score_prompts
+from hpu_duo.server.planning.served import Served
+from hpu_duo.server.protocol import CompletionRequest
+from hpu_duo.server.protocol.errors import bad_value
+from hpu_duo.server.protocol.refusals import refuse_unserved
+
+_MAX_TOKENS = 16
+"""The OpenAI API's default."""
+
+
+class CompletionPlanner:
+    """Checks requests, and says what they come to.
+
+    Args:
+        served: the model.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    async def plan(self, request: CompletionRequest) -> Plan:
+        """A plan for a request; prompts whose log-probabilities it wants are scored on the way.
+
+        Raises:
+            ApiError: it cannot be served.
+        """
+        served = self._served
+        model = served.name_for(request.model)
+        refuse_unserved(request)
+        given = request.prompts
+        if not given:
+            raise bad_value("prompt", "prompt: expected at least one prompt, got an empty list")
+        check_options(request, len(given) * request.num_samples, served)
+        prompts = [truncated(request, await self._encode(one, request)) for one in given]
+        max_tokens = _MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        for prompt in prompts:
+            check_length("prompt", len(prompt), max_tokens, served)
+        # Nothing is generated for max_tokens=0, but the other fields are checked all the same.
+        params = params_of(request, served, max_tokens=max(1, max_tokens), logprobs=request.logprobs)
+        for prompt in prompts:
+            self._check(prompt, params)
+        answer_id = new_answer_id("cmpl", request.request_id)
+        return Plan(
+            answer_id=answer_id,
+            model=model,
+            prompts=prompts,
+            params=params if max_tokens else None,
+            answer=CompletionAnswer(
+                AnswerHead(answer_id, model),
+                Usage(sum(map(len, prompts))),
+                len(prompts) * request.num_samples,
+                names=self._names(request),
+                echoes=await self._echoes(request, given, prompts),
+                **stream_flags(request),
+            ),
+            is_streamed=bool(request.stream),
+            user=request.user,
+            cache_salt=request.cache_salt,
+            texts=[one for one in given if isinstance(one, str)],
+        )
+
+    async def _encode(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        encoder = self._served.needs_encoder("prompt")
+        return await encoder.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        try:
+            self._served.engine.check(prompt, params)
+        except FieldError as error:
+            raise refusal(error) from error
+        except ValueError as error:
+            raise bad_value("prompt", str(error)) from error
+
+    def _names(self, request: CompletionRequest) -> TokenNames | None:
+        if request.logprobs is None:
+            return None
+        self._served.needs_encoder("logprobs")
+        assert self._served.texts is not None, "what can be encoded has texts"
+        return TokenNames(self._served.texts, by_id=bool(request.return_tokens_as_token_ids))
+
+    async def _echoes(
+        self, request: CompletionRequest, given: Sequence[str | list[int]], prompts: Sequence[Sequence[int]]
+    ) -> list[EchoedPrompt]:
+        """What stands before each choice."""
+        if not request.echo:
+            return []
+        encoder = self._served.needs_encoder("echo")
+        entries: list[Sequence[TokenLogprob | int]] = [() for _ in prompts]
+        if request.logprobs is not None:
+            entries = await score_prompts(self._served.engine, prompts, request.logprobs)
+        echoes = []
+        for one, prompt, scored in zip(given, prompts, entries):
+            is_whole = isinstance(one, str) and request.truncate_prompt_tokens is None
+            text = one if is_whole and isinstance(one, str) else await encoder.decode(prompt)
+            echoes += [EchoedPrompt(text, scored)] * request.num_samples
+        return echoes

@@ -1,0 +1,109 @@
+"""Sampling parameters of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpu_duo.sampling import FieldError, SamplingParams
+from hpu_duo.server.planning.served import Served
+from hpu_duo.server.protocol.errors import bad_value, too_long
+from hpu_duo.server.protocol.generation import GenerationRequest
+
+_SAME = (
+    *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "min_tokens", "ignore_eos"),
+    *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+)
+"""Fields that are called the same here and there, and whose defaults are those of ``SamplingParams``."""
+
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def params_of(
+    request: GenerationRequest,
+    served: Served,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    names: Mapping[str, str] | None = None,
+) -> SamplingParams:
+    """What the engine is asked for.
+
+    Args:
+        max_tokens: None is as many as fit.
+        logprobs: see ``SamplingParams``.
+        names: what the request calls fields of ``SamplingParams`` that it has by other names.
+
+    Raises:
+        ApiError: a value is out of range.
+    """
+    given: dict[str, Any] = {
+        name: value for name in _SAME if (value := getattr(request, name)) is not None
+    }
+    for name in _DEFAULTED:
+        value = getattr(request, name)
+        given[name] = getattr(served.defaults, name) if value is None else value
+    try:
+        params = SamplingParams(
+            n=request.num_samples, stop=request.stops, max_tokens=max_tokens, logprobs=logprobs, **given
+        )
+    except FieldError as error:
+        raise refusal(error, names) from error
+    if params.stop:
+        served.needs_encoder("stop")
+    return params
+
+
+def refusal(error: FieldError, names: Mapping[str, str] | None = None) -> Exception:
+    """What to answer to a field that the engine does not take."""
+    field, bracket, key = error.field.partition("[")
+    field = (names or {}).get(field, field)
+    return bad_value(field, f"{field}{bracket}{key}: {error.reason}")
+
+
+def truncated(request: GenerationRequest, prompt: Sequence[int]) -> Sequence[int]:
+    """The last tokens of a prompt, as many as the request wants to keep."""
+    keep = request.truncate_prompt_tokens
+    return prompt if keep is None else prompt[-keep:]
+
+
+def check_length(param: str, num_tokens: int, max_tokens: int | None, served: Served) -> None:
+    """Refuse what is longer than the model takes, as the OpenAI API does.
+
+    Raises:
+        ApiError: naming both lengths.
+    """
+    most = served.max_model_len
+    if not num_tokens:
+        raise bad_value(param, f"{param}: expected at least one token, got an empty prompt")
+    if num_tokens + (max_tokens or 0) > most or (max_tokens is None and num_tokens >= most):
+        asked = "at least 1" if max_tokens is None else str(max_tokens)
+        raise too_long(
+            param,
+            f"{param}: expected at most {most} tokens of prompt and output together, got {num_tokens} in the "
+            f"prompt and {asked} to generate",
+        )
+
+
+def check_options(request: GenerationRequest, num_choices: int, served: Served) -> None:
+    """Refuse options that need another one, and more choices than are served.
+
+    Raises:
+        ApiError: naming the field.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise bad_value("stream_options", "stream_options: expected stream=true with it")
+    if num_choices > served.max_choices:
+        raise bad_value(
+            "n", f"n: expected at most {served.max_choices} choices of one call, got {num_choices}"
+        )
+
+
+def stream_flags(request: GenerationRequest) -> dict[str, bool]:
+    """What events tell besides text; see ``Answer``."""
+    options = request.stream_options
+    return {
+        "tells_usage": bool(options and options.include_usage),
+        "tells_usage_always": bool(options and options.continuous_usage_stats),
+        "returns_token_ids": bool(request.return_token_ids),
+    }

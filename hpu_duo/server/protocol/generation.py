@@ -1,0 +1,93 @@
+"""Fields that completions and chats share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(max_length=512)]
+
+
+class Fields(BaseModel):
+    """A JSON object whose types are taken as they are, and whose unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class StreamOptions(Fields):
+    """What a stream tells besides text.
+
+    Attributes:
+        include_usage: end with the numbers of tokens.
+        continuous_usage_stats: tell them in every chunk.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Fields):
+    """What completions and chats have in common.
+
+    None, and null in JSON, is the same as leaving a field out. Attributes that are not the OpenAI API's are
+    those of vLLM. ``Any`` is the type of fields that are refused by name, whatever they hold.
+    """
+
+    model: str | None = Field(None, description="One of /v1/models; left out, the one that is served.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: Text | list[Text] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    user: str | None = Field(None, description="Who asks; for logs and for scheduling among users.")
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Keep only so many last tokens of the prompt."
+    )
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
+    request_id: Annotated[str, Field(max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    best_of: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
+    prompt_logprobs: Any = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def num_samples(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n

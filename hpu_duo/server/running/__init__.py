@@ -1,0 +1,18 @@
+"""An engine in a thread of its own, and what an event loop sees of it."""
+
+from hpu_duo.server.running.async_engine import AsyncEngine
+from hpu_duo.server.running.engine_thread import EngineThread
+from hpu_duo.server.running.failures import EngineDiedError, RequestFailedError, SlowReaderError
+from hpu_duo.server.running.stream import ChoiceOutput, OutputStream
+from hpu_duo.server.running.submission import Submission
+
+__all__ = [
+    "AsyncEngine",
+    "ChoiceOutput",
+    "EngineDiedError",
+    "EngineThread",
+    "OutputStream",
+    "RequestFailedError",
+    "SlowReaderError",
+    "Submission",
+]

@@ -1,0 +1,92 @@
+"""How much a server takes on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from enum import Enum
+
+_NUM_ENDS = 64
+_LONGEST_WAIT_S = 60
+
+
+class Stage(Enum):
+    """Where a server stands in its life; ``ready`` alone takes requests."""
+
+    WARMING_UP = "warming up"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class QueueFullError(Exception):
+    """More samples are open than a server takes.
+
+    Attributes:
+        retry_after_s: when there may be room again, in whole seconds.
+    """
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NotServingError(Exception):
+    """Requests are not taken now.
+
+    Attributes:
+        stage: why.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(f"the server is {stage.value}")
+        self.stage = stage
+
+
+class Admission:
+    """Takes requests while the server is ready and the queue has room.
+
+    Args:
+        max_open: most samples that run and wait.
+
+    Attributes:
+        stage: set by the owner.
+    """
+
+    def __init__(self, max_open: int) -> None:
+        self.max_open = max_open
+        self.stage = Stage.WARMING_UP
+        self._ends: deque[float] = deque(maxlen=_NUM_ENDS)
+
+    def admit(self, num_open: int, num_samples: int) -> None:
+        """Refuse a call if it comes at the wrong time.
+
+        Args:
+            num_open: samples that run and wait.
+            num_samples: of the call.
+
+        Raises:
+            NotServingError: the server does not serve, or no longer.
+            QueueFullError: too many samples would be open. One call is taken while none are, however large.
+        """
+        if self.stage is not Stage.READY:
+            raise NotServingError(self.stage)
+        if num_open and num_open + num_samples > self.max_open:
+            excess = num_open + num_samples - self.max_open
+            raise QueueFullError(
+                f"expected at most {self.max_open} requests at the same time, got {num_samples} more than "
+                f"the {num_open} that run and wait",
+                self._wait_for(excess),
+            )
+
+    def ended(self, num_samples: int) -> None:
+        """Note that samples have ended, to tell how long others have to wait."""
+        self._ends.extend([time.monotonic()] * num_samples)
+
+    def _wait_for(self, num_samples: int) -> int:
+        """Seconds until so many samples have ended, if they end as fast as the last ones did."""
+        if len(self._ends) < 2:
+            return 1
+        each = (time.monotonic() - self._ends[0]) / len(self._ends)
+        return max(1, min(_LONGEST_WAIT_S, math.ceil(each * num_samples)))

@@ -1,0 +1,214 @@
+"""What an event loop sees of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from hpu_duo.engine.outputs import RequestOutput
+from hpu_duo.request import FinishReason
+from hpu_duo.sampling import SamplingParams
+from hpu_duo.server.running.engine_thread import EngineThread
+from hpu_duo.server.running.failures import EngineDiedError, RequestFailedError
+from hpu_duo.server.running.stream import OutputStream
+from hpu_duo.server.running.submission import Submission
+from hpu_duo.server.running.timing import Timing
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.engine import Engine
+    from hpu_duo.engine.stats import EngineStats
+
+_T = TypeVar("_T")
+
+_NO_NEWS_S = 5.0
+"""Every so often readers are woken without news."""
+
+
+class AsyncEngine:
+    """Requests of an event loop, served by an engine in a thread of its own.
+
+    All methods are called in the loop that ``start`` was called in; none of them waits for a step, but for
+    those that are awaited.
+
+    Args:
+        engine: stepped by a thread of this object from ``start`` on.
+        max_behind: most outputs of a stream that nobody has read.
+    """
+
+    def __init__(self, engine: Engine, max_behind: int = 8192) -> None:
+        self._engine, self._max_behind = engine, max_behind
+        self._thread = EngineThread(engine, self)
+        self._streams: dict[str, OutputStream] = {}
+        self._num_open = 0
+        self._death: EngineDiedError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._no_news: asyncio.TimerHandle | None = None
+
+    @property
+    def stats(self) -> EngineStats:
+        """Statistics as of a moment ago."""
+        return self._thread.snapshot
+
+    @property
+    def num_open(self) -> int:
+        """Samples that were opened and have not ended, whether they run or wait."""
+        return self._num_open
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served."""
+        return self._thread.is_alive and self._death is None
+
+    @property
+    def step_began(self) -> float | None:
+        """When the step that runs has begun, by ``time.perf_counter``."""
+        return self._thread.step_began
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._loop = asyncio.get_running_loop()
+        self._no_news = self._loop.call_later(_NO_NEWS_S, self._wake_readers)
+        self._thread.start()
+
+    async def stop(self, timeout_s: float = 10.0) -> bool:
+        """Close every stream and end the thread; says whether it has ended in time."""
+        if self._no_news is not None:
+            self._no_news.cancel()
+        for stream in list(self._streams.values()):
+            stream.close()
+        return await asyncio.to_thread(self._thread.stop, timeout_s)
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what the engine would refuse; see ``Engine.check_request``."""
+        self._engine.check_request(prompt_token_ids, params, name="the prompt")
+
+    def open(self, submissions: Sequence[Submission], timing: Timing | None = None) -> OutputStream:
+        """Submit requests whose outputs one reader gets.
+
+        What the engine refuses, though ``check`` did not, comes as a ``RequestFailedError`` of the stream.
+
+        Raises:
+            EngineDiedError: nothing is served any more.
+        """
+        if self._death is not None:
+            raise self._death
+        stream = OutputStream(submissions, self._max_behind, self._abort, timing or Timing())
+        for one in submissions:
+            self._streams[one.request_id] = stream
+            self._num_open += one.params.n
+            self._thread.ask(partial(self._add, one))
+        return stream
+
+    def fail_all(self, error: Exception) -> None:
+        """End every stream with an error, and abort its requests."""
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+
+    async def ask(self, question: Callable[[Engine], _T]) -> _T:
+        """Call a function with the engine between two steps, in the engine's thread.
+
+        Raises:
+            EngineDiedError: nothing is served any more.
+        """
+        if self._death is not None:
+            raise self._death
+        assert self._loop is not None, "start comes first"
+        answer: asyncio.Future[_T] = self._loop.create_future()
+
+        def carry_out(engine: Engine) -> None:
+            try:
+                found = question(engine)
+            except Exception as error:
+                self._call_soon(_settle, answer, None, error)
+            else:
+                self._call_soon(_settle, answer, found, None)
+
+        self._thread.ask(carry_out)
+        return await answer
+
+    # In the engine's thread
+
+    def stepped(self, outputs: list[RequestOutput], at: float) -> None:
+        """Hand the outputs of a step to the loop."""
+        self._call_soon(self._deliver, outputs, at)
+
+    def keeps_failing(self, error: Exception) -> None:
+        """End everything that is under way."""
+        failure = RequestFailedError(f"steps keep failing: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self._call_soon(self.fail_all, failure)
+
+    def died(self, error: BaseException) -> None:
+        """End everything, for good."""
+        death = EngineDiedError(f"the engine has ended: {type(error).__name__}: {error}")
+        death.__cause__ = error
+        self._call_soon(self._die, death)
+
+    def _add(self, one: Submission, engine: Engine) -> None:
+        try:
+            engine.add_request(one.prompt_token_ids, one.params, one.request_id, name="the prompt")
+        except Exception as error:
+            failed = RequestOutput(one.request_id, 0, (), finish_reason=FinishReason.ERROR, error=error)
+            self._call_soon(self._refused, failed)
+
+    def _call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        assert self._loop is not None, "start comes first"
+        with suppress(RuntimeError):  # the loop is closed, and nobody is left to hear of it
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # In the event loop
+
+    def _deliver(self, outputs: Iterable[RequestOutput], at: float) -> None:
+        streams = self._streams
+        for output in outputs:
+            stream = streams.get(output.request_id)
+            if stream is None:
+                continue  # of a request that was forgotten, or that is none of ours
+            self._num_open -= output.finish_reason is not None
+            if stream.push(output, at):
+                del streams[output.request_id]
+
+    def _refused(self, failed: RequestOutput) -> None:
+        stream = self._streams.get(failed.request_id)
+        if stream is not None:
+            self._forget(failed.request_id)
+            assert failed.error is not None, "only refusals come here"
+            failure = RequestFailedError(str(failed.error))
+            failure.__cause__ = failed.error
+            stream.fail(failure)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._forget(request_id)
+            self._thread.ask(partial(_abort, request_id))
+
+    def _forget(self, request_id: str) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._num_open -= stream.forget(request_id)
+
+    def _die(self, death: EngineDiedError) -> None:
+        self._death = death
+        self.fail_all(death)
+
+    def _wake_readers(self) -> None:
+        assert self._loop is not None, "start comes first"
+        for stream in set(self._streams.values()):
+            stream.wake()
+        self._no_news = self._loop.call_later(_NO_NEWS_S, self._wake_readers)
+
+
+def _abort(request_id: str, engine: Engine) -> None:
+    engine.abort(request_id)
+
+
+def _settle(answer: asyncio.Future[_T], found: _T | None, error: Exception | None) -> None:
+    if answer.done():
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(found)  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""Outputs of the requests of one call, on their way to one reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from hpu_duo.engine.outputs import RequestOutput
+from hpu_duo.server.running.failures import RequestFailedError, SlowReaderError
+from hpu_duo.server.running.submission import Submission
+from hpu_duo.server.running.timing import Timing
+
+
+class ChoiceOutput(NamedTuple):
+    """An output, and the choice of the answer that it belongs to."""
+
+    choice: int
+    output: RequestOutput
+
+
+class OutputStream:
+    """Outputs of one or several requests, for one reader of the same event loop.
+
+    A reader that is slow gets more at a time, and the engine never waits for it: outputs lie here until they
+    are read, at most ``max_behind`` of them. One more, and the stream fails with a ``SlowReaderError``.
+
+    Args:
+        submissions: the requests.
+        max_behind: most outputs that lie here unread.
+        abort: ends requests of these names in the engine.
+        timing: told when tokens come.
+
+    Attributes:
+        timing: when they came.
+    """
+
+    def __init__(
+        self,
+        submissions: Sequence[Submission],
+        max_behind: int,
+        abort: Callable[[Sequence[str]], None],
+        timing: Timing,
+    ) -> None:
+        self.timing = timing
+        self._first_choice = {one.request_id: one.first_choice for one in submissions}
+        self._num_open = {one.request_id: one.params.n for one in submissions}
+        self._max_behind, self._abort = max_behind, abort
+        self._pending: list[ChoiceOutput] = []
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Samples that have not ended."""
+        return sum(self._num_open.values())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the reader has closed it, or is gone."""
+        return self._is_closed
+
+    def push(self, output: RequestOutput, at: float) -> bool:
+        """Take in an output; says whether its request has ended.
+
+        Args:
+            at: when its step had ended, by ``time.perf_counter``.
+        """
+        request_id = output.request_id
+        choice = self._first_choice[request_id] + output.sample_index
+        if output.token_ids:
+            self.timing.came(choice, at)
+        if output.finish_reason is not None:
+            self._num_open[request_id] -= 1
+        has_ended = not self._num_open[request_id]
+        if has_ended:
+            del self._num_open[request_id]
+        if output.error is not None:
+            self.fail(_failure(output.error))
+        elif not self._is_closed and self._error is None:
+            if len(self._pending) < self._max_behind:
+                self._pending.append(ChoiceOutput(choice, output))
+                self.wake()
+            else:
+                self.fail(SlowReaderError(f"{self._max_behind:,} outputs of a stream were not read"))
+        return has_ended
+
+    def fail(self, error: Exception) -> None:
+        """Let the reader get an error next; what it has not read is dropped, and its requests are aborted."""
+        if self._error is None and not self._is_closed:
+            self._error = error
+            self._pending.clear()
+            self._abort_open()
+            self.wake()
+
+    def close(self) -> None:
+        """Say that nobody reads any more: requests that run are aborted, and a read ends with nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._pending.clear()
+            self._abort_open()
+            self.wake()
+
+    def forget(self, request_id: str) -> int:
+        """Expect nothing more of a request; says how many of its samples had not ended."""
+        return self._num_open.pop(request_id, 0)
+
+    def wake(self) -> None:
+        """Let a read that waits return, with nothing if there is nothing."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def read(self) -> list[ChoiceOutput] | None:
+        """Return all that has come since the last read, waiting for something; None behind the end.
+
+        An empty list is no news: it comes from time to time, so that a connection may be kept alive.
+
+        Raises:
+            RequestFailedError: one of the requests failed; the others have been aborted.
+            SlowReaderError: see the class.
+            EngineDiedError: the engine is gone.
+        """
+        if not (self._pending or self._is_closed or self._error is not None) and self._num_open:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if self._error is not None:
+            raise self._error
+        if self._is_closed or not (self._pending or self._num_open):
+            return None
+        pending, self._pending = self._pending, []
+        return pending
+
+    def _abort_open(self) -> None:
+        if self._num_open:
+            self._abort(tuple(self._num_open))
+
+
+def _failure(error: Exception) -> RequestFailedError:
+    failure = RequestFailedError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,28 @@
+"""One prompt on its way to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpu_duo.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A prompt, how to continue it, and who asks.
+
+    Attributes:
+        request_id: its name in the engine, unique among those under way.
+        prompt_token_ids, params: as for ``Engine.add_request``.
+        first_choice: place of its first sample among the choices of the answer; the others follow.
+        user: who asks, as far as the caller says so; for policies that share a server among users.
+        cache_salt: keeps what is cached of this prompt apart from prompts with another salt.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    first_choice: int = 0
+    user: str | None = None
+    cache_salt: str | None = None

@@ -1,0 +1,190 @@
+"""A loaded model behind an API: who is let in, what is under way, and how it all ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hpu_duo.server.config import ServerConfig
+from hpu_duo.server.http.errors import as_api_error
+from hpu_duo.server.http.respond import PlannedResponse
+from hpu_duo.server.planning import ChatPlanner, CompletionPlanner, Plan, SamplingDefaults, Served
+from hpu_duo.server.prompts import PromptEncoder, TokenTexts
+from hpu_duo.server.running import AsyncEngine
+from hpu_duo.server.running.admission import Admission, NotServingError, Stage
+from hpu_duo.server.running.timing import Timing
+from hpu_duo.server.telemetry.metrics import ServerMetrics
+from hpu_duo.server.telemetry.record import CallRecord
+from hpu_duo.server.tools import PARSERS, detect_parser
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.engine import Engine
+    from hpu_duo.llm import HPUDuoModel
+
+_log = logging.getLogger(__name__)
+
+_DRAIN_LOOK_S = 0.05
+
+Sink = Callable[[CallRecord], None]
+"""Told of each call when it is over."""
+
+
+class Service:
+    """Serves calls with one model.
+
+    ``start`` and ``stop`` and everything else is called in one event loop.
+
+    Args:
+        model: loaded; nobody else steps its engine from now on.
+        config: how to behave.
+        sinks: told of each call when it is over, such as a log.
+
+    Attributes:
+        engine: as the loop sees it.
+        served: the model, as requests see it.
+        metrics: of calls and steps.
+        admission: who is let in.
+        warm_up_progress: graphs captured so far and in all; None without a warm-up.
+    """
+
+    def __init__(self, model: HPUDuoModel, config: ServerConfig, sinks: tuple[Sink, ...] = ()) -> None:
+        self.config, self._model = config, model
+        self.engine = AsyncEngine(model.engine, config.max_behind)
+        self.served = _served(model, self.engine, config)
+        self.completions, self.chats = CompletionPlanner(self.served), ChatPlanner(self.served)
+        rows = model.engine.scheduler.limits.max_num_seqs
+        self.admission = Admission(rows + config.max_queue)
+        self.warm_up_progress: tuple[int, int] | None = None
+        self._watch = model.engine.runner.watch
+        self._num_recompiles = 0
+        self.metrics = ServerMetrics(
+            self.served.names[0],
+            lambda: self.engine.stats,
+            lambda: self.engine.num_open,
+            self._count_recompiles,
+            config.metrics_namespace,
+        )
+        self._sinks: tuple[Sink, ...] = (self.metrics.ended, *sinks)
+
+    # Its life
+
+    async def start(self, warm_up: bool = False) -> None:
+        """Begin to serve; returns once the engine's thread runs, before the warm-up has ended.
+
+        Args:
+            warm_up: capture every bucket first; ``stage`` is not ready before.
+        """
+        self.engine.start()
+        self._warming = asyncio.create_task(self._warm_up(warm_up))
+
+    async def stop(self) -> None:
+        """End what is under way, and the engine's thread."""
+        self.admission.stage = Stage.DRAINING
+        self._warming.cancel()
+        if not await self.engine.stop():
+            _log.warning("the engine's thread is in a step that does not end; it is left behind")
+        if self.served.encoder is not None:
+            self.served.encoder.close()
+
+    async def drain(self) -> bool:
+        """Take nothing new, and wait for what is under way, at most ``drain_seconds``; says whether all ended."""
+        self.admission.stage = Stage.DRAINING
+        deadline = time.monotonic() + self.config.drain_seconds
+        while self.engine.num_open and self.engine.is_alive and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_LOOK_S)
+        is_empty = not self.engine.num_open
+        if not is_empty:
+            self.engine.fail_all(NotServingError(Stage.DRAINING))
+        return is_empty
+
+    @property
+    def stage(self) -> Stage:
+        """Where it stands in its life."""
+        return self.admission.stage if self.engine.is_alive else Stage.FAILED
+
+    async def _warm_up(self, is_wanted: bool) -> None:
+        try:
+            if is_wanted:
+                await self.engine.ask(self._capture)
+        except Exception as error:
+            _log.critical("the warm-up has failed", exc_info=error)
+            self.admission.stage = Stage.FAILED
+            return
+        if self.admission.stage is Stage.WARMING_UP:
+            self.admission.stage = Stage.READY
+
+    def _capture(self, _: Engine) -> None:
+        """Capture every bucket, in the engine's thread."""
+
+        def progress(done: int, total: int, _: object) -> None:
+            self.warm_up_progress = (done, total)
+
+        self._model.warmup(progress)
+
+    def _count_recompiles(self) -> int:
+        return self._watch.snapshot().num_recompiles
+
+    # Calls
+
+    async def answer(self, request: Request, planned: Callable[[], Awaitable[Plan]]) -> Response:
+        """Answer a call.
+
+        Args:
+            planned: checks the request and says what it comes to.
+
+        Raises:
+            ApiError: it is refused; other errors say that it cannot be served now.
+        """
+        record = CallRecord(request.url.path, Timing(self.metrics), dict(request.headers))
+        try:
+            self.admission.admit(self.engine.num_open, 1)
+            if not self.engine.is_alive:
+                raise NotServingError(Stage.FAILED)
+            plan = record.plan = await planned()
+            self.admission.admit(self.engine.num_open, plan.num_samples)
+            stream = self.engine.open(plan.submissions, record.timing) if plan.num_samples else None
+        except Exception as error:
+            record.error = as_api_error(error)
+            self._over(record)
+            raise record.error from error
+        return PlannedResponse(plan, stream, record, self._over)
+
+    def _over(self, record: CallRecord) -> None:
+        record.end()
+        if record.plan is not None:
+            self.admission.ended(record.plan.num_samples)
+        for sink in self._sinks:
+            sink(record)
+
+
+def _served(model: HPUDuoModel, engine: AsyncEngine, config: ServerConfig) -> Served:
+    tokenizer = model.tokenizer
+    encoder = None if tokenizer is None else PromptEncoder(tokenizer, config.chat_template)
+    path = model.engine_config.model.path
+    return Served(
+        names=config.model_names,
+        engine=engine,
+        encoder=encoder,
+        texts=None if encoder is None else TokenTexts(encoder.tokenizer),
+        defaults=SamplingDefaults.read(path) if config.uses_generation_config else SamplingDefaults(),
+        max_model_len=model.engine.limits.max_model_len,
+        max_choices=config.max_choices,
+        tool_parser=_tool_parser(encoder, config),
+    )
+
+
+def _tool_parser(encoder: PromptEncoder | None, config: ServerConfig) -> str | None:
+    name = config.tool_call_parser
+    if name == "none":
+        return None
+    if name == "auto":
+        return None if encoder is None else detect_parser(encoder.template.source)
+    if name not in PARSERS:
+        raise ValueError(f"expected a tool call parser of auto, none, {', '.join(PARSERS)}, got {name!r}")
+    return name

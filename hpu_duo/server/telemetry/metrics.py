@@ -1,0 +1,218 @@
+"""Metrics of a server, for Prometheus.
+
+Those that mean what vLLM's mean have its names, behind a prefix of choice; see docs/server.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from hpu_duo.server.telemetry.histogram import Histogram
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.stats import EngineStats
+    from hpu_duo.server.telemetry.record import CallRecord
+
+_OWN = "hpuduo"
+"""Prefix of what vLLM has no name for."""
+
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_LONG_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_CALL_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = tuple(
+    float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)
+)
+_CHOICES = (1, 2, 5, 10, 20)
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From the arrival of a call to the first token of each choice.", _LONG_S),
+    "inter_token_latency_seconds": ("Between tokens of a choice.", _SHORT_S),
+    "e2e_request_latency_seconds": ("From the arrival of a call to the end of its answer.", _CALL_S),
+    "request_decode_time_seconds": ("From the first to the last token of a call.", _CALL_S),
+    "request_time_per_output_token_seconds": ("Mean time between the tokens of a call.", _SHORT_S),
+    "request_prompt_tokens": ("Prompt tokens of a call.", _TOKENS),
+    "request_generation_tokens": ("Tokens generated for a call.", _TOKENS),
+    "request_params_max_tokens": ("max_tokens of a call, where it has one.", _TOKENS),
+    "request_params_n": ("Choices of a call.", _CHOICES),
+}
+
+_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_requests_running": ("Samples that have a row.", lambda stats: stats.num_running),
+    "kv_cache_usage_perc": (
+        "Share of the KV blocks that are leased; of the rows where no head keeps blocks. 1 is all.",
+        lambda stats: _usage(stats),
+    ),
+}
+
+_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_preemptions": ("Times a request lost its place for want of blocks.", lambda s: s.num_preemptions),
+    "prompt_tokens": ("Prompt tokens computed, again after a preemption.", lambda s: s.num_prompt_tokens),
+    "generation_tokens": ("Tokens sampled.", lambda s: s.num_output_tokens),
+}
+
+_OWN_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "query_tokens": ("Query tokens of all steps, padding included.", lambda s: s.num_query_tokens),
+    "padded_tokens": ("Query tokens that were padding.", lambda s: s.num_padded_tokens),
+    "bucket_misses": ("Steps whose shape no bucket held.", lambda s: s.num_graph_misses),
+    "late_captures": ("Planned buckets captured when a request needed them.", lambda s: s.num_late_captures),
+    "uncaptured_steps": ("Steps of buckets too long to be captured.", lambda s: s.num_uncaptured_steps),
+    "step_host_seconds": ("Seconds spent planning and building steps.", lambda s: s.host_s),
+    "step_device_seconds": ("Seconds spent running steps.", lambda s: s.device_s),
+    "copied_bytes": ("Bytes of step messages, copied to the device.", lambda s: s.bytes_copied),
+}
+
+_OWN_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "blocks_used": ("KV blocks leased.", lambda s: s.used_blocks),
+    "blocks_total": ("KV blocks.", lambda s: s.total_blocks),
+    "rows_used": ("Rows leased.", lambda s: s.used_rows),
+    "rows_total": ("Rows.", lambda s: s.total_rows),
+    "kv_store_bytes": ("Bytes that the stores of keys and values take.", lambda s: s.kv_bytes),
+    "kv_held_bytes": ("Bytes of the leased blocks and rows.", lambda s: s.held_bytes),
+    "kv_full_attention_bytes": (
+        "Bytes that the same tokens would take if every head kept them all.",
+        lambda s: s.full_attention_bytes,
+    ),
+}
+
+
+class ServerMetrics(Collector):
+    """Counts what happens to calls, and reads what steps count.
+
+    Args:
+        model: label of all metrics.
+        stats: of the engine, as of a moment ago.
+        num_open: samples that run and wait.
+        num_recompiles: compilations and captures after warm-up.
+        namespace: prefix of those that are called as vLLM's.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        stats: Callable[[], EngineStats],
+        num_open: Callable[[], int],
+        num_recompiles: Callable[[], int],
+        namespace: str = _OWN,
+    ) -> None:
+        self._labels = {"model_name": model, "engine": "0"}
+        self._stats, self._num_open, self._num_recompiles = stats, num_open, num_recompiles
+        self._namespace = namespace
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._first = self._histograms["time_to_first_token_seconds"]
+        self._next = self._histograms["inter_token_latency_seconds"]
+        self._ended: Counter[str] = Counter()
+        self._responses: Counter[tuple[str, str, str]] = Counter()
+        self._lost_lines = 0
+
+    def first_token(self, seconds: float) -> None:
+        """See ``TokenWatch``."""
+        self._first.add(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        """See ``TokenWatch``."""
+        self._next.add(seconds)
+
+    def responded(self, method: str, path: str, status: int) -> None:
+        """Count a response."""
+        self._responses[method, path, str(status)] += 1
+
+    def lost_line(self) -> None:
+        """Count a line that could not be written to a log."""
+        self._lost_lines += 1
+
+    def ended(self, record: CallRecord) -> None:
+        """Account for a call."""
+        plan = record.plan
+        if plan is None or plan.params is None:
+            return
+        self._ended.update(record.reasons)
+        usage, timing, add = plan.answer.usage, record.timing, self._add
+        add("e2e_request_latency_seconds", record.seconds)
+        add("request_prompt_tokens", usage.prompt_tokens)
+        add("request_generation_tokens", usage.completion_tokens)
+        add("request_params_n", len(plan.answer.choices))
+        if plan.params.max_tokens is not None:
+            add("request_params_max_tokens", plan.params.max_tokens)
+        if timing.first is not None and timing.last is not None:
+            add("request_decode_time_seconds", timing.last - timing.first)
+            if usage.completion_tokens > 1:
+                each = (timing.last - timing.first) / (usage.completion_tokens - 1)
+                add("request_time_per_output_token_seconds", each)
+
+    def _add(self, name: str, value: float) -> None:
+        self._histograms[name].add(value)
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as Prometheus' client has it."""
+        stats, names, values = self._stats(), list(self._labels), list(self._labels.values())
+
+        def gauge(name: str, text: str, value: float) -> Metric:
+            family = GaugeMetricFamily(name, text, labels=names)
+            family.add_metric(values, value)
+            return family
+
+        def counter(name: str, text: str, value: float) -> Metric:
+            family = CounterMetricFamily(name, text, labels=names)
+            family.add_metric(values, value)
+            return family
+
+        space = self._namespace
+        for name, (text, of) in _GAUGES.items():
+            yield gauge(f"{space}:{name}", text, of(stats))
+        waiting = max(0, self._num_open() - stats.num_running)
+        yield gauge(f"{space}:num_requests_waiting", "Samples that have no row yet, or no longer.", waiting)
+        for name, (text, of) in _COUNTERS.items():
+            yield counter(f"{space}:{name}", text, of(stats))
+        yield self._by_reason(names, values)
+        for name, (text, _) in _HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"{space}:{name}", text, labels=names)
+            self._histograms[name].write(family, values)
+            yield family
+
+        for name, (text, of) in _OWN_GAUGES.items():
+            yield gauge(f"{_OWN}:{name}", text, of(stats))
+        for name, (text, of) in _OWN_COUNTERS.items():
+            yield counter(f"{_OWN}:{name}", text, of(stats))
+        text = "Compilations and captures after warm-up."
+        yield counter(f"{_OWN}:recompilations", text, self._num_recompiles())
+        text = "Lines that could not be written to a log."
+        yield counter(f"{_OWN}:lost_log_lines", text, self._lost_lines)
+        phases = CounterMetricFamily(f"{_OWN}:steps", "Steps by phase.", labels=[*names, "phase"])
+        for phase, count in sorted(stats.steps.items()):
+            phases.add_metric([*values, phase], count)
+        yield phases
+        yield self._http()
+
+    def _by_reason(self, names: list[str], values: list[str]) -> Metric:
+        family = CounterMetricFamily(
+            f"{self._namespace}:request_success",
+            "Choices that ended, by the reason.",
+            labels=[*names, "finished_reason"],
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            family.add_metric([*values, reason], self._ended[reason])
+        return family
+
+    def _http(self) -> Metric:
+        family = CounterMetricFamily(
+            "http_requests", "Responses by method, path and status.", labels=["method", "handler", "status"]
+        )
+        for labels, count in sorted(self._responses.items()):
+            family.add_metric(labels, count)
+        return family
+
+
+def _usage(stats: EngineStats) -> float:
+    if stats.total_blocks:
+        return stats.used_blocks / stats.total_blocks
+    return stats.used_rows / max(1, stats.total_rows)

@@ -1,0 +1,34 @@
+"""The parser that belongs to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hpu_duo.server.tools.hermes import OPEN, HermesParser
+from hpu_duo.server.tools.llama import TAG, LlamaParser
+from hpu_duo.server.tools.pieces import ToolParser
+
+PARSERS: Mapping[str, Callable[[], ToolParser]] = {"hermes": HermesParser, "llama3_json": LlamaParser}
+"""By the names that vLLM's ``--tool-call-parser`` has for these formats."""
+
+
+def detect_parser(chat_template: str | None) -> str | None:
+    """The parser for the calls that a chat template shows; None when it shows none that is known."""
+    if chat_template is None or "tools" not in chat_template:
+        return None
+    if OPEN in chat_template:
+        return "hermes"
+    if TAG in chat_template or '"parameters":' in chat_template:
+        return "llama3_json"
+    return None
+
+
+def make_parser(name: str) -> ToolParser:
+    """A parser for one answer.
+
+    Raises:
+        ValueError: no parser has this name.
+    """
+    if name not in PARSERS:
+        raise ValueError(f"expected a tool call parser of {', '.join(PARSERS)}, got {name!r}")
+    return PARSERS[name]()
