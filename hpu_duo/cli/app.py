@@ -21,6 +21,7 @@ from hpu_duo.cli.planning.capacity import capacity
 from hpu_duo.cli.planning.plan import plan
 from hpu_duo.cli.planning.warmup import warmup
 from hpu_duo.cli.serving.bench import bench_app
+from hpu_duo.cli.serving.serve import serve
 from hpu_duo.cli.terminal.streams import delivered
 from hpu_duo.cli.text.generate import generate
 from hpu_duo.cli.text.passkey import passkey
@@ -40,6 +41,7 @@ app = typer.Typer(
     context_settings={"token_normalize_func": _dashes},
 )
 app.command()(generate)
+app.command()(serve)
 app.command()(passkey)
 app.command()(doctor)
 app.command()(selftest)

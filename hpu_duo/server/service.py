@@ -12,16 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hpu_duo.server.config import ServerConfig
-from hpu_duo.server.http.errors import as_api_error
-from hpu_duo.server.http.respond import PlannedResponse
 from hpu_duo.server.planning import ChatPlanner, CompletionPlanner, Plan, SamplingDefaults, Served
 from hpu_duo.server.prompts import PromptEncoder, TokenTexts
+from hpu_duo.server.responding import PlannedResponse, as_api_error
 from hpu_duo.server.running import AsyncEngine
 from hpu_duo.server.running.admission import Admission, NotServingError, Stage
 from hpu_duo.server.running.timing import Timing
 from hpu_duo.server.telemetry.metrics import ServerMetrics
 from hpu_duo.server.telemetry.record import CallRecord
-from hpu_duo.server.tools import PARSERS, detect_parser
+from hpu_duo.server.tools import resolve_parser
 
 if TYPE_CHECKING:
     from hpu_duo.engine.engine import Engine
@@ -93,7 +92,11 @@ class Service:
             self.served.encoder.close()
 
     async def drain(self) -> bool:
-        """Take nothing new, and wait for what is under way, at most ``drain_seconds``; says whether all ended."""
+        """Take nothing new, and let what is under way end.
+
+        Returns:
+            Whether all of it has ended within ``drain_seconds``; the rest is ended with an error.
+        """
         self.admission.stage = Stage.DRAINING
         deadline = time.monotonic() + self.config.drain_seconds
         while self.engine.num_open and self.engine.is_alive and time.monotonic() < deadline:
@@ -175,16 +178,7 @@ def _served(model: HPUDuoModel, engine: AsyncEngine, config: ServerConfig) -> Se
         defaults=SamplingDefaults.read(path) if config.uses_generation_config else SamplingDefaults(),
         max_model_len=model.engine.limits.max_model_len,
         max_choices=config.max_choices,
-        tool_parser=_tool_parser(encoder, config),
+        tool_parser=resolve_parser(
+            config.tool_call_parser, None if encoder is None else encoder.template.source
+        ),
     )
-
-
-def _tool_parser(encoder: PromptEncoder | None, config: ServerConfig) -> str | None:
-    name = config.tool_call_parser
-    if name == "none":
-        return None
-    if name == "auto":
-        return None if encoder is None else detect_parser(encoder.template.source)
-    if name not in PARSERS:
-        raise ValueError(f"expected a tool call parser of auto, none, {', '.join(PARSERS)}, got {name!r}")
-    return name

@@ -24,13 +24,34 @@ def load_model(
     num_requests: int,
     seed: int = 0,
 ) -> HPUDuoModel:
+    """Load the model that the options describe, and warm it up if nothing may be compiled afterwards.
+
+    Args:
+        path, heads, options, num_requests, seed: see ``load_cold``.
+
+    Raises:
+        ValueError: see ``load_cold``.
+    """
+    loaded = load_cold(path, heads, options, num_requests, seed)
+    if options.fail_on_recompile:
+        loaded.warmup()
+    return loaded
+
+
+def load_cold(
+    path: Path | None,
+    heads: HeadOptions | HeadPattern,
+    options: EngineOptions,
+    num_requests: int,
+    seed: int = 0,
+) -> HPUDuoModel:
     """Load the model that the options describe.
 
     Args:
         path: None is the built-in model, whose own pattern is used when sparsity or threshold are given
             without a pattern.
         heads: options, or a pattern to take as it is.
-        options: with ``fail_on_recompile``, the model is warmed up as well.
+        options: of the engine.
         num_requests: expected requests, the default of ``max_num_seqs`` unless the buckets are a manifest,
             which has its own.
         seed: for requests without a seed.
@@ -48,7 +69,7 @@ def load_model(
     ):
         if file is not None:
             check_file(name, file)
-    loaded = load_with(
+    return load_with(
         path,
         **head_arguments(path, heads),
         device=options.device,
@@ -74,9 +95,6 @@ def load_model(
         record_steps=options.record_steps,
         seed=seed,
     )
-    if options.fail_on_recompile:
-        loaded.warmup()
-    return loaded
 
 
 def load_with(path: Path | None, **arguments: Any) -> HPUDuoModel:

@@ -56,12 +56,12 @@ class _Reader:
     def _keep(self, piece: Piece) -> bool:
         if isinstance(piece, Content):
             return True
-        if self._only_first and piece.index > 0:
+        if self._only_first and piece.number > 0:
             return False
         if isinstance(piece, CallBegun):
             self.calls.append(_Call(piece.name))
         else:
-            self.calls[piece.index].arguments += piece.text
+            self.calls[piece.number].arguments += piece.text
         return True
 
     def reason(self, choice: Choice) -> str | None:
@@ -132,7 +132,7 @@ class ChatAnswer(Answer):
             reader.has_begun = True
             content = None if "tool_calls" in deltas[0] else ""
             deltas[0] = {"role": "assistant", "content": content, **deltas[0]}
-        parts = [
+        parts: list[dict[str, Any]] = [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
         if self._names is not None and fresh.logprobs:
@@ -148,10 +148,10 @@ class ChatAnswer(Answer):
         match piece:
             case Content(text):
                 return {"content": text}
-            case CallBegun(index, _):
-                call = reader.calls[index]
+            case CallBegun(number, _):
+                call = reader.calls[number]
                 function = {"name": call.name, "arguments": ""}
-                head = {"index": index, "id": call.call_id, "type": "function", "function": function}
+                head = {"index": number, "id": call.call_id, "type": "function", "function": function}
                 return {"tool_calls": [head]}
-            case CallArguments(index, text):
-                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            case CallArguments(number, text):
+                return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hpu_duo.server.http.errors import error_response
 from hpu_duo.server.protocol.errors import unauthorized
+from hpu_duo.server.responding import error_response
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/stats"})
 """Paths that need no key: nothing of any request can be read there."""

@@ -6,7 +6,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hpu_duo.server.http.errors import error_response, of_status
+from hpu_duo.server.http.errors import of_status
+from hpu_duo.server.responding import error_response
 
 
 class BodyLimitMiddleware:

@@ -1,50 +1,22 @@
-"""Errors as responses."""
+"""Errors that the framework meets, in the words of the API."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from hpu_duo.server.protocol import ApiError
-from hpu_duo.server.protocol.errors import bad_value, failed, too_busy, unavailable
-from hpu_duo.server.running import EngineDiedError, RequestFailedError, SlowReaderError
-from hpu_duo.server.running.admission import NotServingError, QueueFullError, Stage
-
-_log = logging.getLogger(__name__)
-
-_STARTING_S, _STOPPING_S = 5, 1
+from hpu_duo.server.protocol.errors import bad_value
+from hpu_duo.server.responding import as_api_error, error_response
+from hpu_duo.server.running import EngineDiedError, RequestFailedError
+from hpu_duo.server.running.admission import NotServingError, QueueFullError
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_long"}
-
-
-def error_response(error: ApiError) -> Response:
-    """An error as a response."""
-    return JSONResponse(error.body, error.status, headers=error.headers)
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """What to tell the caller of an error; what nobody expected is logged, and told as such."""
-    match error:
-        case ApiError():
-            return error
-        case QueueFullError():
-            return too_busy(str(error), error.retry_after_s)
-        case NotServingError(stage=stage):
-            wait = {Stage.WARMING_UP: _STARTING_S, Stage.DRAINING: _STOPPING_S}.get(stage)
-            return unavailable(str(error), wait)
-        case EngineDiedError():
-            return unavailable(str(error))
-        case RequestFailedError() | SlowReaderError():
-            return failed(str(error))
-        case _:
-            _log.error("a call has failed", exc_info=error)
-            return failed(f"{type(error).__name__} in the server; its log says more")
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -82,7 +54,9 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
     """
     first = tuple(errors[0]["loc"])
     if errors[0]["type"] == "json_invalid":
-        return bad_value(None, f"expected JSON in the body: {errors[0].get('ctx', {}).get('error', 'it is none')}")
+        return bad_value(
+            None, f"expected JSON in the body: {errors[0].get('ctx', {}).get('error', 'it is none')}"
+        )
     if len(first) < 2:
         return bad_value(None, "expected a JSON object in the body, with content-type: application/json")
     param = str(first[1])

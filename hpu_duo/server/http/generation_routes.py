@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from hpu_duo.server.http.json_route import JsonRoute
 from hpu_duo.server.http.schemas import BUSY, REFUSALS
 from hpu_duo.server.protocol import ChatRequest, CompletionRequest
 from hpu_duo.server.protocol.errors import unknown_model
@@ -21,7 +22,7 @@ def _answer(model: type, events: str) -> dict[int | str, dict[str, Any]]:
 
 def generation_routes(service: Service) -> APIRouter:
     """Routes that generate, and the list of what they generate with."""
-    router = APIRouter(prefix="/v1", tags=["generation"])
+    router = APIRouter(prefix="/v1", tags=["generation"], route_class=JsonRoute)
 
     @router.post(
         "/completions",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -60,6 +61,8 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ValueError: it cannot.
     """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"expected a port from 0 to 65535, got {port}")
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(info[0], info[1], info[2])
@@ -68,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
             # Connections have it from the socket that they were accepted from.
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
         bound.bind(info[4])
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise ValueError(f"cannot listen on {host}, port {port}: {error}") from error
     return bound
 
@@ -89,26 +92,36 @@ def listen(
         on_listening: called once connections are accepted.
     """
     _raise_file_limit()
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        backlog=_BACKLOG,
-        ws="none",
-        lifespan="on",
-        timeout_graceful_shutdown=_LAST_WRITES_S,
-        **_tls_options(tls),
-    )
-    server = _Server(config, service, on_listening)
+    server = DrainingServer(app, service, tls, on_listening)
     server.run(sockets=[bound])
     return server.ending
 
 
-class _Server(uvicorn.Server):
-    """Goes on answering while requests end: new ones with 503, so that callers turn to another server."""
+class DrainingServer(uvicorn.Server):
+    """Goes on answering while requests end: new ones with 503, so that callers turn to another server.
 
-    def __init__(self, config: uvicorn.Config, service: Service, on_listening: Callable[[], None]) -> None:
+    Args:
+        app, service, tls, on_listening: see ``listen``.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        tls: Tls | None = None,
+        on_listening: Callable[[], None] = lambda: None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            ws="none",
+            lifespan="on",
+            timeout_graceful_shutdown=_LAST_WRITES_S,
+            **_tls_options(tls),
+        )
         super().__init__(config)
         self._service, self._on_listening = service, on_listening
         self._signal_number: int | None = None
@@ -121,10 +134,12 @@ class _Server(uvicorn.Server):
         return Ending(self._signal_number, is_drained)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
         await super().startup(sockets)
         self._on_listening()
 
     async def on_tick(self, counter: int) -> bool:
+        """Say, ten times a second, whether to end."""
         if self._signal_number is not None and self._draining is None:
             self._draining = asyncio.create_task(self._service.drain())
         if self._draining is not None and self._draining.done():
@@ -134,6 +149,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         if self._signal_number is None:
             self._signal_number = sig
         else:
@@ -145,7 +161,7 @@ def is_interrupt(ending: Ending) -> bool:
     return ending.signal_number == signal.SIGINT
 
 
-def _tls_options(tls: Tls | None) -> dict[str, object]:
+def _tls_options(tls: Tls | None) -> dict[str, Any]:
     if tls is None:
         return {}
     import ssl

@@ -11,8 +11,8 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from hpu_duo import __version__
-from hpu_duo.server.http.errors import as_api_error, error_response
 from hpu_duo.server.http.schemas import BUSY
+from hpu_duo.server.responding import as_api_error, error_response
 from hpu_duo.server.running.admission import NotServingError, Stage
 from hpu_duo.server.service import Service
 
@@ -34,7 +34,7 @@ def state_routes(service: Service) -> APIRouter:
 
     @router.get("/ready", responses={503: BUSY[503]})
     async def ready() -> Response:
-        """Whether requests are taken: everything is loaded and captured, and the server is not about to stop."""
+        """Whether requests are taken: all is loaded and captured, and the server is not about to stop."""
         if service.stage is not Stage.READY:
             return error_response(as_api_error(NotServingError(service.stage)))
         return Response()

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from hpu_duo.server.http.json_route import JsonRoute
 from hpu_duo.server.http.schemas import REFUSALS
 from hpu_duo.server.protocol import DetokenizeRequest, TokenizeRequest
 from hpu_duo.server.protocol.errors import bad_value
@@ -14,7 +15,7 @@ from hpu_duo.server.service import Service
 
 def token_routes(service: Service) -> APIRouter:
     """Routes that turn text into token ids and back."""
-    router = APIRouter(tags=["tokens"])
+    router = APIRouter(tags=["tokens"], route_class=JsonRoute)
     served = service.served
 
     @router.post("/tokenize", responses=REFUSALS)

@@ -51,7 +51,7 @@ class ChatPlanner:
         max_tokens, max_name = request.max_completion_tokens, "max_completion_tokens"
         if max_tokens is None:
             max_tokens, max_name = request.max_tokens, "max_tokens"
-        check_length("messages", len(prompt), max_tokens, served)
+        check_length("messages", len(prompt), max_name, max_tokens, served)
         names = {"max_tokens": max_name, "logprobs": "top_logprobs"}
         params = params_of(
             request, served, max_tokens=max_tokens, logprobs=_num_logprobs(request), names=names
@@ -174,5 +174,3 @@ def _arguments(arguments: str | None, number: int) -> Any:
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
     return tool.model_dump(exclude_none=True)
-
-

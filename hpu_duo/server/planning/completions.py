@@ -53,7 +53,7 @@ class CompletionPlanner:
         prompts = [truncated(request, await self._encode(one, request)) for one in given]
         max_tokens = _MAX_TOKENS if request.max_tokens is None else request.max_tokens
         for prompt in prompts:
-            check_length("prompt", len(prompt), max_tokens, served)
+            check_length("prompt", len(prompt), "max_tokens", max_tokens, served)
         # Nothing is generated for max_tokens=0, but the other fields are checked all the same.
         params = params_of(request, served, max_tokens=max(1, max_tokens), logprobs=request.logprobs)
         for prompt in prompts:

@@ -37,9 +37,7 @@ def params_of(
     Raises:
         ApiError: a value is out of range.
     """
-    given: dict[str, Any] = {
-        name: value for name in _SAME if (value := getattr(request, name)) is not None
-    }
+    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     for name in _DEFAULTED:
         value = getattr(request, name)
         given[name] = getattr(served.defaults, name) if value is None else value
@@ -67,8 +65,12 @@ def truncated(request: GenerationRequest, prompt: Sequence[int]) -> Sequence[int
     return prompt if keep is None else prompt[-keep:]
 
 
-def check_length(param: str, num_tokens: int, max_tokens: int | None, served: Served) -> None:
+def check_length(param: str, num_tokens: int, max_param: str, max_tokens: int | None, served: Served) -> None:
     """Refuse what is longer than the model takes, as the OpenAI API does.
+
+    Args:
+        param, num_tokens: field of the prompt, and its tokens.
+        max_param, max_tokens: field that says how many may be generated, and what it says.
 
     Raises:
         ApiError: naming both lengths.
@@ -78,10 +80,11 @@ def check_length(param: str, num_tokens: int, max_tokens: int | None, served: Se
         raise bad_value(param, f"{param}: expected at least one token, got an empty prompt")
     if num_tokens + (max_tokens or 0) > most or (max_tokens is None and num_tokens >= most):
         asked = "at least 1" if max_tokens is None else str(max_tokens)
+        culprit = param if num_tokens >= most else max_param
         raise too_long(
-            param,
-            f"{param}: expected at most {most} tokens of prompt and output together, got {num_tokens} in the "
-            f"prompt and {asked} to generate",
+            culprit,
+            f"{culprit}: expected at most {most} tokens of prompt and output together, got {num_tokens} in "
+            f"the prompt and {asked} to generate",
         )
 
 

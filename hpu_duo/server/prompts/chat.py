@@ -28,7 +28,8 @@ class Chat:
     """A conversation, and how to render it.
 
     Attributes:
-        messages: as transformers' chat templates take them: contents are text, arguments of tool calls objects.
+        messages: as transformers' chat templates take them: contents are text, arguments of tool calls are
+            objects.
         tools: functions that the model may call, in the form of the OpenAI API; None = none.
         documents: texts that the template may show; None = none.
         add_generation_prompt: end with the beginning of the assistant's turn.

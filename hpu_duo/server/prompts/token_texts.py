@@ -17,7 +17,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 class TokenTexts:
     """Texts and bytes of the tokens of one vocabulary.
 
-    A token that is a part of a character only has no text: it is called by its bytes, as ``bytes:\\xe2\\x82``.
+    A token that is only a part of a character has no text: it is called by its bytes, ``bytes:\\xe2\\x82``.
 
     Args:
         tokenizer: of the checkpoint.
@@ -34,9 +34,7 @@ class TokenTexts:
     def _text(self, token_id: int) -> str:
         """The text of a token alone."""
         text = str(
-            self._tokenizer.decode(
-                [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
+            self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
         if REPLACEMENT not in text:
             return text
@@ -62,7 +60,11 @@ def _byte_level_alphabet() -> dict[str, int]:
     Source: Radford et al. 2019 (GPT-2): printable bytes stand for themselves, the others, in order, for the
     characters from 256 on.
     """
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("\N{INVERTED EXCLAMATION MARK}"), 0xAD), *range(0xAE, 256)]
+    plain = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("\N{INVERTED EXCLAMATION MARK}"), 0xAD),
+        *range(0xAE, 256),
+    ]
     alphabet = {chr(byte): byte for byte in plain}
     others = (byte for byte in range(256) if byte not in set(plain))
     return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -28,9 +28,6 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as a list."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if prompt and isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        return prompt  # type: ignore[return-value]
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        return [prompt] if is_one else prompt

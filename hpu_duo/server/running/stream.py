@@ -23,7 +23,8 @@ class OutputStream:
     """Outputs of one or several requests, for one reader of the same event loop.
 
     A reader that is slow gets more at a time, and the engine never waits for it: outputs lie here until they
-    are read, at most ``max_behind`` of them. One more, and the stream fails with a ``SlowReaderError``.
+    are read, at most ``max_behind`` of them, or four for each sample if that is more. With one more the
+    stream fails with a ``SlowReaderError``.
 
     Args:
         submissions: the requests.
@@ -33,6 +34,9 @@ class OutputStream:
 
     Attributes:
         timing: when they came.
+        error: why it failed; None unless it has.
+        on_slow: called when the stream fails for its reader's slowness; a reader that waits for something
+            else, such as a socket, does not notice by itself.
     """
 
     def __init__(
@@ -45,9 +49,10 @@ class OutputStream:
         self.timing = timing
         self._first_choice = {one.request_id: one.first_choice for one in submissions}
         self._num_open = {one.request_id: one.params.n for one in submissions}
-        self._max_behind, self._abort = max_behind, abort
+        self.on_slow: Callable[[], object] = lambda: None
+        self._max_behind, self._abort = max(max_behind, 4 * self.num_open), abort
         self._pending: list[ChoiceOutput] = []
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._is_closed = False
         self._reader: asyncio.Future[None] | None = None
 
@@ -78,18 +83,19 @@ class OutputStream:
             del self._num_open[request_id]
         if output.error is not None:
             self.fail(_failure(output.error))
-        elif not self._is_closed and self._error is None:
+        elif not self._is_closed and self.error is None:
             if len(self._pending) < self._max_behind:
                 self._pending.append(ChoiceOutput(choice, output))
                 self.wake()
             else:
                 self.fail(SlowReaderError(f"{self._max_behind:,} outputs of a stream were not read"))
+                self.on_slow()
         return has_ended
 
     def fail(self, error: Exception) -> None:
         """Let the reader get an error next; what it has not read is dropped, and its requests are aborted."""
-        if self._error is None and not self._is_closed:
-            self._error = error
+        if self.error is None and not self._is_closed:
+            self.error = error
             self._pending.clear()
             self._abort_open()
             self.wake()
@@ -121,11 +127,11 @@ class OutputStream:
             SlowReaderError: see the class.
             EngineDiedError: the engine is gone.
         """
-        if not (self._pending or self._is_closed or self._error is not None) and self._num_open:
+        if not (self._pending or self._is_closed or self.error is not None) and self._num_open:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if self._is_closed or not (self._pending or self._num_open):
             return None
         pending, self._pending = self._pending, []

@@ -1,6 +1,6 @@
 """Tool calls in the text of a model, found as the text comes."""
 
-from hpu_duo.server.tools.choice import PARSERS, detect_parser, make_parser
+from hpu_duo.server.tools.choice import PARSERS, make_parser, resolve_parser
 from hpu_duo.server.tools.hermes import HermesParser
 from hpu_duo.server.tools.llama import LlamaParser
 from hpu_duo.server.tools.pieces import CallArguments, CallBegun, Content, Piece, ToolParser
@@ -14,6 +14,6 @@ __all__ = [
     "LlamaParser",
     "Piece",
     "ToolParser",
-    "detect_parser",
     "make_parser",
+    "resolve_parser",
 ]

@@ -12,7 +12,7 @@ PARSERS: Mapping[str, Callable[[], ToolParser]] = {"hermes": HermesParser, "llam
 """By the names that vLLM's ``--tool-call-parser`` has for these formats."""
 
 
-def detect_parser(chat_template: str | None) -> str | None:
+def _detect_parser(chat_template: str | None) -> str | None:
     """The parser for the calls that a chat template shows; None when it shows none that is known."""
     if chat_template is None or "tools" not in chat_template:
         return None
@@ -23,12 +23,25 @@ def detect_parser(chat_template: str | None) -> str | None:
     return None
 
 
-def make_parser(name: str) -> ToolParser:
-    """A parser for one answer.
+def resolve_parser(name: str, chat_template: str | None = None) -> str | None:
+    """The parser that a setting comes to; None for none.
+
+    Args:
+        name: ``auto``, ``none`` or one of ``PARSERS``.
+        chat_template: what ``auto`` goes by.
 
     Raises:
-        ValueError: no parser has this name.
+        ValueError: another name.
     """
+    if name == "none":
+        return None
+    if name == "auto":
+        return _detect_parser(chat_template)
     if name not in PARSERS:
-        raise ValueError(f"expected a tool call parser of {', '.join(PARSERS)}, got {name!r}")
+        raise ValueError(f"expected a tool call parser of auto, none, {', '.join(PARSERS)}, got {name!r}")
+    return name
+
+
+def make_parser(name: str) -> ToolParser:
+    """A parser for one answer, by its name in ``PARSERS``."""
     return PARSERS[name]()

@@ -11,11 +11,15 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser:
     """Finds ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or several times.
 
+    White space before a call is no content. A closing tag may be missing.
+
     Source: the Hermes function calling format (NousResearch, 2024).
     """
 
     def __init__(self) -> None:
         self._held = ""
+        # What is content after all if the call under way turns out to be none.
+        self._before = ""
         self._call: JsonCall | None = None
         self._closes = False
         self._num_calls = 0
@@ -33,10 +37,8 @@ class HermesParser:
         held, call = self._held, self._call
         self._held, self._call = "", None
         if call is not None:
-            held = "" if call.has_begun else OPEN + call.text + held
-        elif self._num_calls and not held.strip():
-            held = ""
-        elif self._closes and CLOSE.startswith(held.lstrip()):
+            held = "" if call.has_begun else self._before + call.text + held
+        elif self._num_calls and (not held.strip() or (self._closes and CLOSE.startswith(held.lstrip()))):
             held = ""
         return [Content(held)] if held else []
 
@@ -47,47 +49,37 @@ class HermesParser:
         if self._closes:
             return self._skip_close()
         before, tag, behind = self._held.partition(OPEN)
-        if tag:
-            self._call, self._held = JsonCall(self._num_calls), behind
-            self._tell(before.rstrip(), pieces)
-            return True
-        num_held = _overlap(self._held, OPEN)
-        kept = self._held[: len(self._held) - num_held]
-        # White space may stand before a call, and is shown only when it does not.
-        shown = kept.rstrip()
-        self._tell(shown, pieces)
-        self._held = self._held[len(shown) :]
-        return False
+        if not tag:
+            before = self._held[: len(self._held) - _overlap(self._held, OPEN)]
+        shown = before.rstrip()
+        if shown:
+            pieces.append(Content(shown))
+        if not tag:
+            self._held = self._held[len(shown) :]
+            return False
+        self._before, self._held = before[len(shown) :] + tag, behind
+        self._call = JsonCall(self._num_calls)
+        return True
 
     def _advance_call(self, call: JsonCall, pieces: list[Piece]) -> bool:
-        found, rest = call.push(self._held)
+        found, self._held = call.push(self._held)
         pieces += found
-        self._held = rest
-        if call.is_broken:
+        if call.is_broken and not call.has_begun:
+            pieces.append(Content(self._before + call.text))
             self._call = None
-            if call.has_begun:
-                self._num_calls += 1
-                self._closes = True
-            else:
-                pieces.append(Content(OPEN + call.text))
-        elif call.is_done:
+        elif call.is_broken or call.is_done:
             self._call, self._closes = None, True
             self._num_calls += 1
         return bool(self._held)
 
     def _skip_close(self) -> bool:
-        """Drop the closing tag; a model may leave it out."""
+        """Drop the closing tag, if there is one."""
         text = self._held.lstrip()
         if len(text) < len(CLOSE) and CLOSE.startswith(text):
             return False
         self._held = text.removeprefix(CLOSE)
         self._closes = False
         return bool(self._held)
-
-    @staticmethod
-    def _tell(text: str, pieces: list[Piece]) -> None:
-        if text:
-            pieces.append(Content(text))
 
 
 def _overlap(text: str, tag: str) -> int:

@@ -29,15 +29,15 @@ class JsonCall:
     once the name is known; a text that holds JSON is passed on whole, and none at all are ``{}``.
 
     Args:
-        index: number of the call within the answer.
+        number: of the call within the answer.
 
     Attributes:
         text: all of it that has been read.
         has_begun: whether a piece of it has been returned.
     """
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.text = ""
         self.has_begun = False
         self._place = _Place.START
@@ -168,10 +168,10 @@ class JsonCall:
         pieces: list[Piece] = []
         if not self.has_begun:
             self.has_begun = True
-            pieces.append(CallBegun(self.index, self._name))
+            pieces.append(CallBegun(self.number, self._name))
         arguments = self._settled_arguments()
         if arguments:
-            pieces.append(CallArguments(self.index, arguments))
+            pieces.append(CallArguments(self.number, arguments))
         return pieces
 
     def _settled_arguments(self) -> str:

@@ -14,14 +14,14 @@ class Content(NamedTuple):
 class CallBegun(NamedTuple):
     """A call of a function, numbered from 0 within the answer."""
 
-    index: int
+    number: int
     name: str
 
 
 class CallArguments(NamedTuple):
     """More of the JSON text of a call's arguments."""
 
-    index: int
+    number: int
     text: str
 
 

@@ -11,9 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from hpu_duo.server.answers import DONE, KEEP_ALIVE, event
 from hpu_duo.server.answers.events import as_json
-from hpu_duo.server.http.errors import as_api_error
 from hpu_duo.server.planning import Plan
-from hpu_duo.server.running import OutputStream
+from hpu_duo.server.responding.errors import as_api_error
+from hpu_duo.server.running import ChoiceOutput, OutputStream, SlowReaderError
 from hpu_duo.server.telemetry.record import CallRecord
 
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -79,6 +79,10 @@ class PlannedResponse(Response):
         async def tell(data: bytes, *, is_last: bool = False) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
+        if self._stream is not None:
+            task = asyncio.current_task()
+            assert task is not None, "responses are sent by tasks"
+            self._stream.on_slow = task.cancel
         try:
             if beginning := answer.beginning():
                 await tell(beginning)
@@ -86,13 +90,19 @@ class PlannedResponse(Response):
                 events = answer.events(batch) if batch else KEEP_ALIVE
                 if events:
                     await tell(events)
+        except asyncio.CancelledError:
+            if self._stream is None or not isinstance(self._stream.error, SlowReaderError):
+                raise
+            # The socket takes nothing, so that there is no way to tell; the server closes the connection.
+            self._record.error = as_api_error(self._stream.error)
+            return
         except Exception as error:
             self._record.error = as_api_error(error)
             await tell(event(self._record.error.body) + DONE, is_last=True)
             return
         await tell(answer.ending() + DONE, is_last=True)
 
-    async def _batches(self) -> AsyncIterator[list]:  # type: ignore[type-arg]
+    async def _batches(self) -> AsyncIterator[list[ChoiceOutput]]:
         if self._stream is None:
             return
         while (batch := await self._stream.read()) is not None:

@@ -1,0 +1,241 @@
+"""Options of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpu_duo.cli.arguments.options import ENGINE, EngineOptions
+from hpu_duo.cli.terminal.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from hpu_duo.server.config import ServerConfig
+    from hpu_duo.server.http.listening import Tls
+
+_LISTENING = "Listening"
+_CALLS = "Calls"
+_TELLING = "Telling"
+
+
+@dataclass(frozen=True)
+class ListeningOptions:
+    """Where a server listens, and who may call."""
+
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=_LISTENING)
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port; 0 takes one that is free.", rich_help_panel=_LISTENING)] = (
+        8000
+    )
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="HPU_DUO_API_KEY",
+            metavar="KEY",
+            help="Callers must have one of these keys; repeat for several.",
+            show_default="everybody may call",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with one key in each line.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Pages from there may call (CORS); repeat for several, * for all.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Certificate, to be called by https.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Its key.", show_default="none", rich_help_panel=_LISTENING),
+    ] = None
+    ssl_keyfile_password: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HPU_DUO_SSL_KEYFILE_PASSWORD",
+            help="The key's password.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    ssl_ca_certs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Callers must have a certificate of one of these authorities.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key.
+
+        Raises:
+            ValueError: the file cannot be read, or has none.
+        """
+        given = tuple(self.api_key or ())
+        if self.api_key_file is None:
+            return given
+        try:
+            lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read --api-key-file {self.api_key_file}: {error}") from error
+        found = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+        if not found:
+            raise ValueError(f"expected a key in --api-key-file {self.api_key_file}, found none")
+        return given + found
+
+    @property
+    def tls(self) -> Tls | None:
+        """Files of https; None without.
+
+        Raises:
+            ValueError: a file is missing, or one is given that belongs to another.
+        """
+        from hpu_duo.server.http.listening import Tls
+
+        files = (self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+        for file in files:
+            if file is not None and not file.is_file():
+                raise ValueError(
+                    f"expected a file of --ssl-certfile, --ssl-keyfile or --ssl-ca-certs, got {file}"
+                )
+        if self.ssl_certfile is None:
+            if any(file is not None for file in files):
+                raise ValueError("expected --ssl-certfile with --ssl-keyfile and --ssl-ca-certs")
+            return None
+        return Tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password, self.ssl_ca_certs)
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What calls may ask for, and what they are told."""
+
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the model in the API; repeat for several.",
+            show_default="that of its directory",
+            rich_help_panel=_CALLS,
+        ),
+    ] = None
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Chat template.", show_default="the checkpoint's", rich_help_panel=_CALLS
+        ),
+    ] = None
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="Format of tool calls: auto (by the chat template), hermes, llama3_json or none.",
+            rich_help_panel=_CALLS,
+        ),
+    ] = "auto"
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Defaults of sampling: auto (the checkpoint's) or none (the API's).", rich_help_panel=_CALLS
+        ),
+    ] = "auto"
+    max_queue: Annotated[
+        int,
+        typer.Option(
+            help="Samples that may wait besides those that run; more are answered with 429.",
+            rich_help_panel=_CALLS,
+        ),
+    ] = 2048
+    max_body_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Longest body of a call.", rich_help_panel=_CALLS)
+    ] = "64MiB"
+    max_choices: Annotated[
+        int, typer.Option(help="Most choices of one call: prompts times n.", rich_help_panel=_CALLS)
+    ] = 256
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            help="After SIGTERM or Ctrl-C, so long for calls under way to end.", rich_help_panel=_CALLS
+        ),
+    ] = 30.0
+    metrics_namespace: Annotated[
+        str,
+        typer.Option(
+            help="Prefix of the metrics that mean what vLLM's mean; vllm lets its dashboards work.",
+            rich_help_panel=_TELLING,
+        ),
+    ] = "hpuduo"
+
+    def config(self, model: Path | None, listening: ListeningOptions) -> ServerConfig:
+        """Settings of the server.
+
+        Args:
+            model: None is the built-in model.
+
+        Raises:
+            ValueError: a value is out of range, or a file cannot be read.
+        """
+        from hpu_duo.server.config import ServerConfig
+        from hpu_duo.server.tools import resolve_parser
+
+        resolve_parser(self.tool_call_parser)
+        if self.generation_config not in ("auto", "none"):
+            raise ValueError(f"expected --generation-config of auto or none, got {self.generation_config!r}")
+        own_name = "builtin" if model is None else model.resolve().name if model.exists() else str(model)
+        return ServerConfig(
+            model_names=tuple(self.served_model_name or (own_name,)),
+            api_keys=listening.keys,
+            max_queue=self.max_queue,
+            max_body_bytes=parse_bytes(self.max_body_size),
+            max_choices=self.max_choices,
+            drain_seconds=self.drain_seconds,
+            allowed_origins=tuple(listening.allowed_origin or ()),
+            chat_template=None if self.chat_template is None else _read_template(self.chat_template),
+            tool_call_parser=self.tool_call_parser,
+            uses_generation_config=self.generation_config == "auto",
+            metrics_namespace=self.metrics_namespace,
+        )
+
+
+@dataclass(frozen=True)
+class ServingEngineOptions(EngineOptions):
+    """Options of an engine that serves for long, so that what is captured pays."""
+
+    graphs: Annotated[
+        str,
+        typer.Option(
+            help="How steps are captured: auto, eager, replay, compile, cuda, hpu-compile or hpu-graph.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "auto"
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read --chat-template {file}: {error}") from error

@@ -1,0 +1,80 @@
+"""``hpu-duo serve``: the OpenAI API around a model."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from hpu_duo.cli.arguments import options as opt
+from hpu_duo.cli.arguments.loading import load_cold
+from hpu_duo.cli.arguments.option_groups import grouped
+from hpu_duo.cli.serving.options import CallOptions, ListeningOptions, ServingEngineOptions
+from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
+from hpu_duo.limit_config import SchedulerConfig
+
+_NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+_FAILED = 1
+
+
+@grouped
+def serve(
+    *,
+    model: opt.Model = None,
+    listening: ListeningOptions,
+    calls: CallOptions,
+    warm_up: Annotated[
+        bool,
+        typer.Option(
+            "--warmup/--no-warmup",
+            help="Capture every shape before requests are taken, where steps are captured at all.",
+        ),
+    ] = True,
+    seed: opt.Seed = 0,
+    heads: opt.HeadOptions,
+    engine: ServingEngineOptions,
+) -> None:
+    """Serve a model over HTTP, with the API of OpenAI: completions, chats, streams, tools.
+
+    It listens once the model is loaded; /ready tells when it has warmed up. SIGTERM and Ctrl-C let calls end,
+    a second one ends them at once.
+    """
+    with user_errors():
+        if missing := [name for name in _NEEDED if find_spec(name) is None]:
+            raise ValueError(
+                f"expected the packages of the extra serve: pip install 'hpu-duo[serve]'; missing: "
+                f"{', '.join(missing)}"
+            )
+        config = calls.config(model, listening)
+        tls = listening.tls
+        from hpu_duo.server.http.listening import bind
+
+        # A port that is taken is told before weights are read.
+        bound = bind(listening.host, listening.port)
+        loaded = load_cold(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
+        from hpu_duo.server.http.app import create_app
+        from hpu_duo.server.http.listening import is_interrupt, listen
+        from hpu_duo.server.service import Service
+
+        service = Service(loaded, config)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    for note in loaded.engine.notes:
+        typer.echo(f"note: {note}", err=True)
+    captures = warm_up and loaded.engine.runner.executor.uses_table
+    app = create_app(service, warm_up=captures)
+    place = f"{'http' if tls is None else 'https'}://{listening.host}:{bound.getsockname()[1]}"
+
+    def tell() -> None:
+        names = ", ".join(config.model_names)
+        typer.echo(f"hpu-duo: serving {names} at {place}{', warming up' if captures else ''}", err=True)
+
+    ending = listen(app, service, bound, tls, tell)
+    if ending.signal_number is None:
+        typer.echo("hpu-duo: the engine has failed; see above", err=True)
+        raise typer.Exit(_FAILED)
+    if is_interrupt(ending):
+        raise typer.Exit(INTERRUPTED)
+    if not ending.is_drained:
+        typer.echo("hpu-duo: stopped before every call had ended", err=True)

@@ -1,0 +1,96 @@
+"""``hpu-duo serve``: what it refuses before it loads, and its life as a process."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import Result
+
+MESSAGES = [
+    {
+        "role": "user",
+        "content": "It was a quiet night. The passkey for Joel is loom actor camel. Remember it. "
+        "The passkey for Nina is vase oats copper. Remember it. What is the passkey for Joel?",
+    }
+]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_it_serves_the_built_in_model_until_a_signal_comes(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "hpu_duo.cli", "serve", "--port", "0", "--max-num-seqs", "2"]
+    limits = ["--max-model-len", "512", "--num-blocks", "8", "--api-key", "secret"]
+    with subprocess.Popen([*command, *limits], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = []
+        while not (found := re.search(r"serving builtin at (\S+)", "".join(lines))):
+            lines.append(process.stderr.readline())
+            assert lines[-1], lines
+        with httpx.Client(base_url=found[1].rstrip(","), timeout=30) as http:
+            assert http.get("/health").status_code == 200
+            while http.get("/ready").status_code != 200:
+                time.sleep(0.05)
+            asked = {"messages": MESSAGES, "temperature": 0, "max_tokens": 20}
+            assert http.post("/v1/chat/completions", json=asked).status_code == 401
+            headers = {"Authorization": "Bearer secret"}
+            done = http.post("/v1/chat/completions", json=asked, headers=headers).json()
+        process.send_signal(number)
+        rest = process.stderr.read()
+        assert process.wait(30) == {signal.SIGTERM: 0, signal.SIGINT: 130}[number], rest
+    assert done["choices"][0]["message"]["content"] == " loom actor camel."
+    assert done["choices"][0]["finish_reason"] == "stop"
+    assert "Traceback" not in rest
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(hpu_duo: Callable[..., Result]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = hpu_duo("serve", "--port", str(port), "--model", "/nowhere")
+    assert refused.exit_code == 2
+    assert str(port) in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--max-queue", "-1"), "max_queue"),
+        (("--drain-seconds", "-1"), "drain_seconds"),
+        (("--max-body-size", "lots"), "lots"),
+        (("--generation-config", "mine"), "generation-config"),
+        (("--tool-call-parser", "mine"), "hermes"),
+        (("--api-key", ""), "API key"),
+        (("--api-key-file", "/nowhere"), "/nowhere"),
+        (("--chat-template", "/nowhere"), "/nowhere"),
+        (("--ssl-keyfile", "/nowhere"), "/nowhere"),
+        (("--host", "no.such.host.invalid"), "no.such.host.invalid"),
+        (("--port", "99999"), "99999"),
+        (("--model", "/nowhere"), "/nowhere"),
+    ],
+)
+def test_bad_options_end_with_a_sentence(
+    hpu_duo: Callable[..., Result], arguments: tuple[str, str], said: str
+) -> None:
+    refused = hpu_duo("serve", "--port", "0", "--max-model-len", "512", *arguments)
+    assert refused.exit_code == 2, refused.output
+    assert said in refused.stderr
+
+
+def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
+    from hpu_duo.cli.serving.options import ListeningOptions
+
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst\n\n  second \n")
+    assert ListeningOptions(api_key=["zeroth"], api_key_file=file).keys == ("zeroth", "first", "second")
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="found none"):
+        _ = ListeningOptions(api_key_file=file).keys

@@ -1,0 +1,103 @@
+"""Metrics count what has happened, under vLLM's names where they mean the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.conftest import TinyChat
+from tests.server.live import Live, live, wait_until
+
+ASKED: dict[str, Any] = {"model": "tiny", "prompt": "Once", "n": 2, "max_tokens": 5}
+
+VLLM = {
+    "gauge": ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"],
+    "counter": ["num_preemptions", "prompt_tokens", "generation_tokens", "request_success"],
+    "histogram": [
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_decode_time_seconds",
+        "request_time_per_output_token_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_params_max_tokens",
+        "request_params_n",
+    ],
+}
+
+
+def samples(server: Live) -> dict[str, float]:
+    """Values by name and labels, those of the model left out."""
+    with server.http() as http:
+        text = http.get("/metrics").text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            found[sample.name + "".join(f",{k}={v}" for k, v in sorted(labels.items()))] = sample.value
+    return found
+
+
+def kinds(server: Live) -> dict[str, str]:
+    with server.http() as http:
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        return {family.name: family.type for family in families}
+
+
+@pytest.mark.parametrize("namespace", ["hpuduo", "vllm"])
+def test_names_and_kinds_are_those_of_vllm_behind_the_prefix(tiny: TinyChat, namespace: str) -> None:
+    with live(tiny.load(), metrics_namespace=namespace) as server:
+        found = kinds(server)
+    for kind, names in VLLM.items():
+        for name in names:
+            assert found[f"{namespace}:{name}"] == kind
+    assert found["hpuduo:padded_tokens"] == "counter"
+
+
+def test_calls_are_counted(tiny: TinyChat) -> None:
+    with live(tiny.load()) as server:
+        client = server.client()
+        client.completions.create(**ASKED)
+        list(client.completions.create(**ASKED, stream=True))
+        with server.http() as http:
+            assert http.post("/v1/completions", json={"prompt": 5}).status_code == 400
+            http.get("/nothing/of/that/name")
+        wait_until(lambda: samples(server)["hpuduo:generation_tokens_total"] == 20)
+        found = samples(server)
+    assert found["hpuduo:request_success_total,finished_reason=length"] == 4
+    assert found["hpuduo:time_to_first_token_seconds_count"] == 4
+    assert found["hpuduo:inter_token_latency_seconds_count"] == 16
+    assert found["hpuduo:e2e_request_latency_seconds_count"] == 2
+    assert found["hpuduo:request_prompt_tokens_sum"] == 8
+    assert found["hpuduo:request_generation_tokens_sum"] == 20
+    assert found["hpuduo:request_params_n_bucket,le=2.0"] == 2
+    assert found["hpuduo:num_requests_running"] == found["hpuduo:num_requests_waiting"] == 0
+    assert found["hpuduo:rows_total"] == 4
+    assert found["http_requests_total,handler=/v1/completions,method=POST,status=200"] == 2
+    assert found["http_requests_total,handler=/v1/completions,method=POST,status=400"] == 1
+    assert found["http_requests_total,handler=other,method=other,status=404"] == 1
+    steps = sum(value for name, value in found.items() if name.startswith("hpuduo:steps_total"))
+    assert steps > 0
+    assert found["hpuduo:query_tokens_total"] >= found["hpuduo:padded_tokens_total"]
+
+
+def test_buckets_of_histograms_are_cumulative(tiny: TinyChat) -> None:
+    with live(tiny.load()) as server:
+        server.client().completions.create(**ASKED)
+        found = samples(server)
+    for name in VLLM["histogram"]:
+        values = [value for key, value in found.items() if key.startswith(f"hpuduo:{name}_bucket")]
+        assert values == sorted(values)
+        assert values[-1] == found[f"hpuduo:{name}_count"]
+
+
+def test_statistics_are_json(server: Live) -> None:
+    server.client().completions.create(**ASKED)
+    with server.http() as http:
+        wait_until(lambda: http.get("/stats").json()["num_output_tokens"])
+        stats = http.get("/stats").json()
+        assert (stats["stage"], stats["total_rows"], stats["resolved"]["max_num_seqs"]) == ("ready", 4, 4)
+        assert http.get("/version").json()["version"]
