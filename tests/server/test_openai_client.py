@@ -24,7 +24,7 @@ def ids_of(server: Live, text: str) -> list[int]:
 
 
 def generated(server: Live, text: str, **options: object) -> list[str]:
-    """What the engine makes of a prompt."""
+    """Texts that the engine itself makes of a prompt."""
     params = SamplingParams(**{"temperature": 0.0, **options})
     [done] = server.model.engine.generate([ids_of(server, text)], params)
     return [sample.text for sample in done]

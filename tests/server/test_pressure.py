@@ -1,4 +1,4 @@
-"""What clients, steps and signals can do to a server, and what it holds afterwards: nothing."""
+"""A server holds nothing afterwards, whatever clients, steps and signals do to it."""
 
 from __future__ import annotations
 

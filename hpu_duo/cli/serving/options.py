@@ -133,7 +133,7 @@ class ListeningOptions:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What calls may ask for, and what they are told."""
+    """Options of what calls may ask for, and what they are told."""
 
     served_model_name: Annotated[
         list[str] | None,

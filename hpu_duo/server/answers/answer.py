@@ -18,7 +18,7 @@ from hpu_duo.server.running import ChoiceOutput
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """What every part of an answer begins with.
+    """The beginning of every part of an answer.
 
     Attributes:
         answer_id: its ``id``.

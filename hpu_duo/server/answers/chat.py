@@ -45,7 +45,7 @@ class _Reader:
         self.has_begun = False
 
     def read(self, choice: Choice) -> list[Piece]:
-        """What the next text settles."""
+        """Take in more text, and return the pieces that it settles."""
         if self._parser is None:
             return [Content(choice.text)] if choice.text else []
         pieces = self._parser.push(choice.text)

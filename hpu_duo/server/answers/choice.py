@@ -11,7 +11,7 @@ from hpu_duo.request import FinishReason
 
 @dataclass
 class Choice:
-    """What outputs add up to.
+    """The sum of outputs.
 
     Attributes:
         text: settled so far.
@@ -35,7 +35,7 @@ class Choice:
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> Choice:
-        """What several outputs of one sample add up to."""
+        """The sum of several outputs of one sample."""
         whole = cls()
         for output in outputs:
             whole.add(output)

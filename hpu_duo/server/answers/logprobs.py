@@ -13,7 +13,7 @@ _LEAST = -9999.0
 
 
 class TokenNames:
-    """What log-probabilities call a token.
+    """Names of tokens in log-probabilities.
 
     Args:
         texts: of the vocabulary.

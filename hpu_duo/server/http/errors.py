@@ -47,7 +47,7 @@ def of_status(error: HTTPException) -> ApiError:
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:
-    """What to tell of a body that is not as it should be: its first field at fault, and what was expected.
+    """Describe a body that is not as it should be by its first field at fault.
 
     Args:
         errors: of pydantic, for the same field one for each type that it may have.

@@ -46,7 +46,7 @@ def state_routes(service: Service) -> APIRouter:
 
     @router.get("/stats")
     async def stats() -> dict[str, Any]:
-        """What the engine has done and holds, as of a moment ago."""
+        """Statistics of the engine, as of a moment ago."""
         found = asdict(service.engine.stats)
         limits = found["resolved"].pop("limits")
         open_now = {"num_open": service.engine.num_open, "stage": service.stage.value}

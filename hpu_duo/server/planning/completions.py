@@ -102,7 +102,7 @@ class CompletionPlanner:
     async def _echoes(
         self, request: CompletionRequest, given: Sequence[str | list[int]], prompts: Sequence[Sequence[int]]
     ) -> list[EchoedPrompt]:
-        """What stands before each choice."""
+        """The prompts as they stand before each choice."""
         if not request.echo:
             return []
         encoder = self._served.needs_encoder("echo")

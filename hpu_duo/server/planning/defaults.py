@@ -1,4 +1,4 @@
-"""What a sampling parameter is when a request leaves it out."""
+"""Values of sampling parameters that a request leaves out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SamplingDefaults:
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> SamplingDefaults:
-        """What generation_config.json says, where it says something.
+        """Read generation_config.json; it need not say anything.
 
         transformers fills in defaults of its own, so the file itself is read.
         """

@@ -1,4 +1,4 @@
-"""What one call asks of the engine, and what its answer will be."""
+"""One call, checked: its requests to the engine, and its answer to be."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def submissions(self) -> list[Submission]:
-        """What to submit; its names are unique, unlike the answer's id, which the caller may have chosen."""
+        """Requests to submit. Their names are unique; the answer's id may be of the caller's choice."""
         params = self.params
         if params is None:
             return []

@@ -27,7 +27,7 @@ def params_of(
     logprobs: int | None,
     names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
-    """What the engine is asked for.
+    """The sampling parameters that a request comes to.
 
     Args:
         max_tokens: None is as many as fit.
@@ -53,7 +53,7 @@ def params_of(
 
 
 def refusal(error: FieldError, names: Mapping[str, str] | None = None) -> Exception:
-    """What to answer to a field that the engine does not take."""
+    """The answer to a field that the engine does not take."""
     field, bracket, key = error.field.partition("[")
     field = (names or {}).get(field, field)
     return bad_value(field, f"{field}{bracket}{key}: {error.reason}")
@@ -103,7 +103,7 @@ def check_options(request: GenerationRequest, num_choices: int, served: Served) 
 
 
 def stream_flags(request: GenerationRequest) -> dict[str, bool]:
-    """What events tell besides text; see ``Answer``."""
+    """Options of ``Answer`` that a request sets."""
     options = request.stream_options
     return {
         "tells_usage": bool(options and options.include_usage),

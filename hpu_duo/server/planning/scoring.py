@@ -14,7 +14,7 @@ from hpu_duo.server.running import AsyncEngine, Submission
 async def score_prompts(
     engine: AsyncEngine, prompts: Sequence[Sequence[int]], num_top: int
 ) -> list[Sequence[TokenLogprob | int]]:
-    """What the model thinks of each token of each prompt, given those before it.
+    """Score each token of each prompt, given those before it.
 
     They are decoded, several in a step if the engine has ``decode_len``, so every probability is one that
     generation would have, from the same cache; see ``Engine.score``.

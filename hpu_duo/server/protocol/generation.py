@@ -17,7 +17,7 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
-    """What a stream tells besides text.
+    """Things that a stream tells besides text.
 
     Attributes:
         include_usage: end with the numbers of tokens.
@@ -29,7 +29,7 @@ class StreamOptions(Fields):
 
 
 class GenerationRequest(Fields):
-    """What completions and chats have in common.
+    """Fields that completions and chats have in common.
 
     None, and null in JSON, is the same as leaving a field out. Attributes that are not the OpenAI API's are
     those of vLLM. ``Any`` is the type of fields that are refused by name, whatever they hold.

@@ -22,7 +22,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What to tell the caller of an error; what nobody expected is logged, and told as such."""
+    """Turn any error into one for the caller; unexpected ones are logged, and told as such."""
     match error:
         case ApiError():
             return error

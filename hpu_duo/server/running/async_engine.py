@@ -1,4 +1,4 @@
-"""What an event loop sees of an engine."""
+"""An engine as an event loop sees it."""
 
 from __future__ import annotations
 

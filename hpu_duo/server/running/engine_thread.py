@@ -26,7 +26,7 @@ _MOST_FAILURES = 8
 
 
 class Listener(Protocol):
-    """What hears of steps, in the engine's thread."""
+    """A listener to steps, called in the engine's thread."""
 
     def stepped(self, outputs: list[RequestOutput], at: float) -> None:
         """A step, ended at ``at`` by ``time.perf_counter``, gave these."""

@@ -1,4 +1,4 @@
-"""When the tokens of a call came."""
+"""Times at which the tokens of a call came."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class TokenWatch(Protocol):
-    """What wants to know how long tokens take."""
+    """A listener to how long tokens take."""
 
     def first_token(self, seconds: float) -> None:
         """Since the request arrived."""

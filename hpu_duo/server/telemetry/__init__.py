@@ -1,1 +1,1 @@
-"""What is told about calls and steps: metrics, one line per call, traces."""
+"""Metrics, one line per call, traces."""

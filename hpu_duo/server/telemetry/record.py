@@ -1,4 +1,4 @@
-"""What there is to tell about one call."""
+"""The facts about one call, for metrics, logs and traces."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class JsonCall:
         return value if isinstance(value, str) else None
 
     def _pieces(self) -> list[Piece]:
-        """What has been settled since the last time."""
+        """Pieces that have been settled since the last time."""
         if not self._name or self.is_broken:
             return []
         pieces: list[Piece] = []
