@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How a server behaves, whatever it serves and wherever it listens.
+    """Behaviour of a server, whatever it serves and wherever it listens.
 
     Attributes:
         model_names: names under which the model is served; answers have the one that was asked for.

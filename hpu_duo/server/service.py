@@ -108,7 +108,7 @@ class Service:
 
     @property
     def stage(self) -> Stage:
-        """Where it stands in its life."""
+        """The stage of its life."""
         return self.admission.stage if self.engine.is_alive else Stage.FAILED
 
     async def _warm_up(self, is_wanted: bool) -> None:

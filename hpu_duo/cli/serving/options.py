@@ -22,7 +22,7 @@ _TELLING = "Telling"
 
 @dataclass(frozen=True)
 class ListeningOptions:
-    """Where a server listens, and who may call."""
+    """Options of where a server listens, and who may call."""
 
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=_LISTENING)

@@ -1,4 +1,4 @@
-"""How many tokens a call took."""
+"""Numbers of tokens of a call."""
 
 from __future__ import annotations
 

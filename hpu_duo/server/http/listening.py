@@ -44,7 +44,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a server ended.
+    """The end of a server.
 
     Attributes:
         signal_number: what told it to; None when it ended by itself, which is a failure.
@@ -129,7 +129,7 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def ending(self) -> Ending:
-        """How it ended."""
+        """The end, once it has come."""
         is_drained = self._draining is not None and self._draining.done() and self._draining.result()
         return Ending(self._signal_number, is_drained)
 

@@ -1,4 +1,4 @@
-"""How much a server takes on."""
+"""Limits to what a server takes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST_WAIT_S = 60
 
 
 class Stage(Enum):
-    """Where a server stands in its life; ``ready`` alone takes requests."""
+    """Stages of a server's life; ``ready`` alone takes requests."""
 
     WARMING_UP = "warming up"
     READY = "ready"

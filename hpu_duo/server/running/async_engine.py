@@ -64,7 +64,7 @@ class AsyncEngine:
 
     @property
     def step_began(self) -> float | None:
-        """When the step that runs has begun, by ``time.perf_counter``."""
+        """Beginning of the step that runs, by ``time.perf_counter``."""
         return self._thread.step_began
 
     def start(self) -> None:

@@ -12,7 +12,7 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 class _Place(Enum):
-    """Where the next character stands, outside of strings and of members' values."""
+    """Places of the next character, outside of strings and of members' values."""
 
     START = auto()
     KEY = auto()
