@@ -62,6 +62,11 @@ class Counts:
         return self._most(lambda tally: sum(tally.graphs.values()))
 
     @property
+    def num_recompiles(self) -> int:
+        """Graphs compiled again, or captured after warm-up."""
+        return self._most(lambda tally: sum(tally.recompiles.values()))
+
+    @property
     def num_fallbacks(self) -> int:
         """Operators run on the host's CPU."""
         return self._most(lambda tally: sum(tally.fallbacks.values()))
