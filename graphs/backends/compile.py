@@ -100,9 +100,7 @@ class _Direct:
 
     def _note(self, code: CodeType, new_code: CodeType) -> None:
         if code is self._private.__code__:
-            self._direct = FunctionType(
-                new_code, self._private.__globals__, self._private.__name__, None, self._private.__closure__
-            )
+            self._direct = _with_code(self._private, new_code)
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Any], *, checks_inputs: bool) -> Callable[..., Any]:
@@ -125,7 +123,11 @@ def _private_copy(fn: Callable[..., object], label: str) -> FunctionType:
     """The same function with its own code object, named after its bucket for profiles and logs."""
     if not isinstance(fn, FunctionType):
         raise TypeError(f"expected a plain function to compile, got {type(fn).__name__}")
-    code = fn.__code__.replace(co_name=f"{fn.__name__}@{label}")
+    return _with_code(fn, fn.__code__.replace(co_name=f"{fn.__name__}@{label}"))
+
+
+def _with_code(fn: FunctionType, code: CodeType) -> FunctionType:
+    """Return a copy of ``fn``, its default arguments included, that runs other code."""
     copy = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy

@@ -297,6 +297,16 @@ def test_after_their_first_call_regions_are_entered_past_the_compilers_wrappers(
 
 
 @needs_compiler
+def test_regions_keep_their_default_arguments_past_the_compilers_checks() -> None:
+    def scaled(x: Tensor, factor: int = 2, *, added: int = 1) -> Tensor:
+        return x * factor + added
+
+    compiled, x = CompileBackend().region(SHAPE, "region", scaled), torch.ones(SIZE)
+    for _ in range(3):
+        assert torch.equal(compiled(x), 3 * x)
+
+
+@needs_compiler
 def test_a_region_that_is_first_called_while_its_step_is_traced_is_compiled_as_usual() -> None:
     backend, store = CompileBackend(), torch.zeros(SIZE)
     region = backend.region(SHAPE, "region", lambda x, store: (store.add_(x), x * 2)[1])
