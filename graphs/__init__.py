@@ -5,6 +5,7 @@ from graphs.buffers import DeviceInputs, FieldSlot, HostInputs, Layout
 from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy
 from graphs.cost import CostFunction, SkippingCost, StepCost
 from graphs.exponential import ExponentialRule
+from graphs.launches import Launches
 from graphs.limits import StepLimits
 from graphs.recompile import RecompileError
 from graphs.shape import BatchShape, Phase
@@ -23,6 +24,7 @@ __all__ = [
     "GraphCounters",
     "GraphMissError",
     "HostInputs",
+    "Launches",
     "Layout",
     "Miss",
     "MissPolicy",

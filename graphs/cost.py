@@ -1,9 +1,10 @@
 """Cost of a step: the measure by which buckets are compared."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from graphs.launches import Launches
 from graphs.shape import BatchShape, Phase
 
 CostFunction: TypeAlias = Callable[[BatchShape], float]
@@ -32,9 +33,9 @@ class StepCost:
     """Work of a step, in units of one query-key pair of one layer, which is ``4 * hidden_size`` operations.
 
     Matrix work counts as arithmetic. Memory traffic (reading the weights once per step, and cached slots once
-    per decoded token) counts as the arithmetic that takes as long. The defaults stand
-    for an eight-billion-parameter dense model in bf16 on Gaudi 2 (432 TFLOP/s and 2.45 TB/s). The result
-    ranks buckets and predicts no time.
+    per decoded token) and launches count as the arithmetic that takes as long. The defaults stand for an
+    eight-billion-parameter dense model in bf16 on Gaudi 2 (432 TFLOP/s, 2.45 TB/s, and 1 µs to launch an
+    operator: ``hpu_duo.cost.OPERATOR_S``). The result ranks buckets and predicts no time.
 
     Args:
         block_size: tokens of one block.
@@ -43,6 +44,8 @@ class StepCost:
         kv_ratio: KV heads over query heads.
         operations_per_byte: arithmetic that fits into the time of reading one byte; near 0 for a device
             that arithmetic always bounds.
+        operations_per_launch: arithmetic that fits into the time of launching one operator.
+        launches: operators of a layer.
     """
 
     block_size: int = 128
@@ -52,6 +55,8 @@ class StepCost:
     vocab_size: int = 131_072
     kv_ratio: float = 0.25
     operations_per_byte: float = 176.0
+    operations_per_launch: float = 432e6
+    launches: Launches = field(default_factory=Launches)
 
     @property
     def token(self) -> float:
@@ -73,11 +78,17 @@ class StepCost:
         """One cached slot of the unique part: its pair, and reading a key and a value of two bytes each."""
         return 1.0 + self.operations_per_byte * self.kv_ratio
 
+    @property
+    def launch(self) -> float:
+        """Launching one operator in each layer."""
+        return self.operations_per_launch / (4 * self.hidden_size)
+
     def at(
         self, phase: Phase, query_len: Any, num_shared_blocks: Any, num_unique_blocks: Any, num_logits: Any
     ) -> Any:
         """Cost of a step, or of each of many when sizes are arrays that broadcast together."""
-        cost = self.step + self.token * query_len + self.logit * num_logits
+        launches = self.launches.at(phase, query_len, num_shared_blocks, num_unique_blocks)
+        cost = self.step + self.launch * launches + self.token * query_len + self.logit * num_logits
         ring_slots = num_logits * self.ring_width
         if phase.causal:
             cost = cost + query_len**2 / 2

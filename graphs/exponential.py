@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 
 from graphs.cost import CostFunction
+from graphs.decode_twins import decode_twins
 from graphs.limits import StepLimits
 from graphs.shape import BatchShape, Phase
 
@@ -66,12 +67,13 @@ class ExponentialRule:
             yield BatchShape(phase, query_len, num_shared, num_unique, min(largest.num_logits, query_len))
 
     def build(self, limits: StepLimits, cost: CostFunction) -> tuple[BatchShape, ...]:
-        """Return the thinned grid of every reachable phase."""
+        """Return the thinned grid of every reachable phase, and what decodes alone lack besides."""
         families: dict[Phase, list[BatchShape]] = {}
         for phase in limits.reachable_phases:
             family = replace(phase, unique=True) if self.merge_unique else phase
             families.setdefault(family, []).extend(self.grid(limits, phase))
-        return tuple(bucket for shapes in families.values() for bucket in thin(shapes, cost, self.slack))
+        buckets = [bucket for shapes in families.values() for bucket in thin(shapes, cost, self.slack)]
+        return (*buckets, *decode_twins(buckets, limits, cost))
 
 
 def thin(shapes: Iterable[BatchShape], cost: CostFunction, slack: float) -> tuple[BatchShape, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.cost import CostFunction
-from graphs.planner.levels import QUERY, SHARED, UNIQUE, Bools, Floats, Levels, holds, price
+from graphs.planner.levels import CAUSAL, QUERY, SHARED, UNIQUE, Bools, Floats, Levels, price, serves
 
 _SPREAD_SIZES = 20
 _NEAR_SIZES = 4
@@ -38,7 +38,7 @@ class Duties:
 
     def met_by(self, buckets: Levels, prices: Floats) -> Bools:
         """Say for each bucket and duty whether the bucket does it, bool ``[m, n]``."""
-        return holds(buckets, self.tops) & (prices[:, None] <= self.ceiling[None, :])
+        return serves(buckets, self.tops) & (prices[:, None] <= self.ceiling[None, :])
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _Table:
                 gone.append(number)
         kept = np.delete(self.buckets, gone, axis=0)
         shapes = np.concatenate([self._demand.shapes, self._duties.tops])
-        for bucket, held in zip(kept, holds(kept, shapes)):
+        for bucket, held in zip(kept, serves(kept, shapes)):
             bucket[:QUERY] = shapes[held, :QUERY].max(axis=0)
             for letter, blocks in _BLOCKS.items():
                 bucket[blocks] *= bucket[letter]
@@ -226,6 +226,7 @@ class _Table:
         lowest = np.maximum(lowest, self._demand.shapes[rest >= _LACKING].max(axis=0, initial=0))
         bucket = self.buckets[number].copy()
         fits = self._demand.shapes <= bucket
+        fits[:, CAUSAL] = self._demand.shapes[:, CAUSAL] == bucket[CAUSAL]
         for column in range(bucket.size):
             is_held = np.delete(fits, column, axis=1).all(axis=1)
             sizes = self._sizes(bucket, column, self._demand.shapes[is_held, column])
@@ -247,6 +248,8 @@ class _Table:
 
     def _sizes(self, bucket: Levels, column: int, wanted: Levels) -> Levels:
         """Values that a column may take: some of those of the traffic, more of them close by."""
+        if column == CAUSAL:
+            return bucket[column : column + 1]
         if column < QUERY:
             if column in _BLOCKS and bucket[_BLOCKS[column]]:
                 return bucket[column : column + 1]
@@ -269,4 +272,4 @@ class _Table:
 
 def _paid(buckets: Levels, prices: Floats, demand: Demand) -> Floats:
     """Cost of each shape in each bucket, float64 ``[m, n]``; very large where it does not fit."""
-    return np.where(holds(buckets, demand.shapes), demand.paid(prices[:, None]), _LACKING)
+    return np.where(serves(buckets, demand.shapes), demand.paid(prices[:, None]), _LACKING)

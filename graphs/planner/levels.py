@@ -15,7 +15,7 @@ Levels = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-QUERY, SHARED, UNIQUE, LOGITS = 3, 4, 5, 6
+CAUSAL, QUERY, SHARED, UNIQUE, LOGITS = 0, 3, 4, 5, 6
 _ROWS_AT_ONCE = 1 << 14
 _PHASES = tuple(Phase.all())
 
@@ -50,6 +50,14 @@ def holds(buckets: Levels, shapes: Levels) -> Bools:
     for column in range(buckets.shape[1]):
         held &= buckets[:, column, None] >= shapes[None, :, column]
     return held
+
+
+def serves(buckets: Levels, shapes: Levels) -> Bools:
+    """Which bucket is planned for which shape, bool ``[m, n]``: it holds it, and both have prompts or none.
+
+    Decode-only steps do not run in buckets with a causal part (``graphs.decode_twins``), so none is planned.
+    """
+    return holds(buckets, shapes) & (buckets[:, None, CAUSAL] == shapes[None, :, CAUSAL])
 
 
 def cheapest(buckets: Levels, prices: Floats, shapes: Levels) -> NDArray[np.int64]:

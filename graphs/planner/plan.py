@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.cost import CostFunction, StepCost
+from graphs.decode_twins import decode_twins
 from graphs.limits import StepLimits
 from graphs.planner.levels import cheapest, price, to_levels, to_shapes
 from graphs.planner.search import Resolution, TableSearch
@@ -136,27 +137,54 @@ def plan_table(
         return BucketTable((limits.largest,), cost)
     blurred = smoothed(limits, traffic, blur)
     search = TableSearch(limits, cost, blurred, traffic, worst_case, resolution)
-    return BucketTable(_within(budget, limits, search, cover_share), cost)
+
+    def find(num_buckets: int, *, is_draft: bool = False) -> tuple[BatchShape, ...]:
+        return _with_twins(limits, cost, search, num_buckets, cover_share, is_draft)
+
+    return BucketTable(_within(budget, limits, find), cost)
+
+
+def _with_twins(
+    limits: StepLimits,
+    cost: CostFunction,
+    search: TableSearch,
+    num_buckets: int,
+    cover_share: float,
+    is_draft: bool,
+) -> tuple[BatchShape, ...]:
+    """The best table of at most so many buckets in which no decode-only step runs a causal part."""
+    room, tries_draft = num_buckets, True
+    while True:
+        found = to_shapes(search.find(room, cover_share, is_draft=is_draft or tries_draft))
+        twins = decode_twins(found, limits, cost)
+        excess = len(found) + len(twins) - num_buckets
+        if excess > 0 and room > search.fewest:
+            # A draft lacks about as many twins as what it is made into.
+            room = max(search.fewest, room - excess)
+        elif tries_draft and not is_draft:
+            tries_draft = False
+        else:
+            return (*found, *twins)
 
 
 def _within(
-    budget: GraphBudget, limits: StepLimits, search: TableSearch, cover_share: float
+    budget: GraphBudget, limits: StepLimits, find: Callable[..., tuple[BatchShape, ...]]
 ) -> tuple[BatchShape, ...]:
     """The largest table that fits the count and the memory."""
     most = budget.most_graphs
-    buckets = to_shapes(search.find(most, cover_share))
+    buckets = find(most)
     if not budget.bytes_short(buckets):
         return buckets
     fitting: tuple[BatchShape, ...] = (limits.largest,)
     fits, fails = 1, most
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        buckets = to_shapes(search.find(middle, cover_share, is_draft=True))
+        buckets = find(middle, is_draft=True)
         if budget.bytes_short(buckets):
             fails = middle
         else:
             fitting, fits = buckets, middle
-    buckets = to_shapes(search.find(fits, cover_share)) if fits > 1 else fitting
+    buckets = find(fits) if fits > 1 else fitting
     return fitting if budget.bytes_short(buckets) else buckets
 
 

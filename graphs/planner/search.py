@@ -10,7 +10,7 @@ from graphs.cost import CostFunction
 from graphs.limits import StepLimits
 from graphs.planner.cells import Cells
 from graphs.planner.descent import Demand, Descent, Duties
-from graphs.planner.levels import QUERY, Bools, Floats, Levels, holds, price, to_levels
+from graphs.planner.levels import QUERY, Bools, Floats, Levels, price, serves, to_levels
 from graphs.planner.traffic import Prototypes, Traffic
 
 _BISECTIONS = 14
@@ -55,6 +55,9 @@ class TableSearch:
         traffic: weighted shapes to plan for.
         recorded: the part of it that is not from blurring; it proposes buckets of its own.
 
+    Attributes:
+        fewest: buckets that hold everything.
+
     Every step takes the first of equals, and random choices start from the same seed, so the same input gives
     the same table.
     """
@@ -76,8 +79,8 @@ class TableSearch:
         whole = to_levels([limits.largest])
         self._tops = _of_phases(phases, np.concatenate([self._cells.highest, phases, whole]))
         self._top_prices = price(cost, self._tops)
-        self._holds_cell = holds(self._tops, self._cells.highest)
-        self._fewest = len(_greedy_cover(self._holds_cell, self._top_prices))
+        self._holds_cell = serves(self._tops, self._cells.highest)
+        self.fewest = len(_greedy_cover(self._holds_cell, self._top_prices))
         # A bucket as cheap as the top itself will always do: nothing that holds the top is cheaper.
         # The margin is for rounding, which depends on how many rows are priced together.
         self._enough = price(cost, self._cells.highest) * (1 + 1e-9)
@@ -92,7 +95,7 @@ class TableSearch:
         self._descent = Descent(
             self._demand(Prototypes.of(traffic, cost, resolution.num_rows)), candidates, cost
         )
-        held = holds(candidates, self._points.levels)
+        held = serves(candidates, self._points.levels)
         self._fillers = candidates[held.any(axis=1)]
         self._filler_cost = np.where(held, prices[:, None], np.inf)[held.any(axis=1)]
 
@@ -106,7 +109,7 @@ class TableSearch:
             cover_share: share of the buckets that may be spent on the cover.
             is_draft: move buckets, and replace none: much faster, and hardly worse.
         """
-        room = max(self._fewest, int(num_buckets * cover_share))
+        room = max(self.fewest, int(num_buckets * cover_share))
         tolerance = self._least(room)
         chosen = self._tops[_greedy_cover(self._may_cover(tolerance), self._top_prices)]
         chosen = self._filled(chosen, num_buckets)
@@ -147,7 +150,7 @@ class TableSearch:
 
     def _filled(self, chosen: Levels, num_buckets: int) -> Levels:
         prices = price(self._cost, chosen)
-        current = np.where(holds(chosen, self._points.levels), prices[:, None], np.inf).min(axis=0)
+        current = np.where(serves(chosen, self._points.levels), prices[:, None], np.inf).min(axis=0)
         added: list[int] = []
         while len(chosen) + len(added) < num_buckets:
             savings = np.maximum(current[None, :] - self._filler_cost, 0.0) @ self._points.weight

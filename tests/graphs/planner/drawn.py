@@ -33,12 +33,12 @@ limits_strategy = limits_of(st.just(1))
 
 
 @st.composite
-def scheduled_shapes(draw: st.DrawFn, limits: StepLimits) -> BatchShape:
+def scheduled_shapes(draw: st.DrawFn, limits: StepLimits, *, has_prompts: bool = True) -> BatchShape:
     """Draw rows first and derive the shape from them, so that ``StepLimits`` is checked, not repeated."""
     max_rows = limits.max_num_seqs
     shortest = limits.decode_len + 1
     max_chunks = min(limits.max_chunk_rows, limits.max_num_seqs, limits.max_num_batched_tokens // shortest)
-    num_chunks = draw(st.integers(0, max_chunks))
+    num_chunks = draw(st.integers(0, max_chunks if has_prompts else 0))
     num_left = limits.max_num_batched_tokens - shortest * num_chunks
     num_decodes = draw(st.integers(0 if num_chunks else 1, min(limits.max_num_seqs - num_chunks, num_left)))
     num_decoded = draw(st.integers(num_decodes, min(num_decodes * limits.decode_len, num_left)))
