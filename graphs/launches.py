@@ -41,14 +41,20 @@ class Launches:
     def at(self, phase: Phase, query_len: Any, num_shared_blocks: Any, num_unique_blocks: Any) -> Any:
         """Operators of a layer, or of each of many steps when sizes are arrays that broadcast together.
 
-        Chunks are counted in parts, so that the count does not jump, and never falls with a size.
+        Chunks beyond the first are counted in parts, so that the count does not jump; it never falls with a
+        size.
         """
         count: Any = self.layer
         if phase.causal:
             count = count + self.causal + self.causal_slice * np.maximum(query_len / self.query_slice, 1.0)
         if phase.shared:
             blocks = np.clip(self.shared_pairs / query_len, 1.0, self.shared_blocks)
-            count = count + self.shared + self.shared_chunk * num_shared_blocks / blocks
+            count = count + self.shared + self.shared_chunk * _chunks(num_shared_blocks, blocks)
         if phase.unique:
-            count = count + self.unique + self.unique_chunk * num_unique_blocks / self.unique_blocks
+            chunks = _chunks(num_unique_blocks, self.unique_blocks)
+            count = count + self.unique + self.unique_chunk * chunks
         return count
+
+
+def _chunks(num_blocks: Any, size: Any) -> Any:
+    return np.where(num_blocks > 0, np.maximum(num_blocks / size, 1.0), 0.0)

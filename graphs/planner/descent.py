@@ -227,6 +227,8 @@ class _Table:
         bucket = self.buckets[number].copy()
         fits = self._demand.shapes <= bucket
         fits[:, CAUSAL] = self._demand.shapes[:, CAUSAL] == bucket[CAUSAL]
+        if not bucket[CAUSAL]:
+            fits[:, :QUERY] = self._demand.shapes[:, :QUERY] == bucket[:QUERY]
         for column in range(bucket.size):
             is_held = np.delete(fits, column, axis=1).all(axis=1)
             sizes = self._sizes(bucket, column, self._demand.shapes[is_held, column])
@@ -248,7 +250,7 @@ class _Table:
 
     def _sizes(self, bucket: Levels, column: int, wanted: Levels) -> Levels:
         """Values that a column may take: some of those of the traffic, more of them close by."""
-        if column == CAUSAL:
+        if column == CAUSAL or (column < QUERY and not bucket[CAUSAL]):
             return bucket[column : column + 1]
         if column < QUERY:
             if column in _BLOCKS and bucket[_BLOCKS[column]]:

@@ -53,11 +53,13 @@ def holds(buckets: Levels, shapes: Levels) -> Bools:
 
 
 def serves(buckets: Levels, shapes: Levels) -> Bools:
-    """Which bucket is planned for which shape, bool ``[m, n]``: it holds it, and both have prompts or none.
+    """Which bucket is planned for which shape, bool ``[m, n]``: it holds it and runs no part of it in vain.
 
-    Decode-only steps do not run in buckets with a causal part (``graphs.decode_twins``), so none is planned.
+    That is asked for steps without prompts alone; see ``graphs.decode_twins``.
     """
-    return holds(buckets, shapes) & (buckets[:, None, CAUSAL] == shapes[None, :, CAUSAL])
+    is_exact = (buckets[:, None, :QUERY] == shapes[None, :, :QUERY]).all(axis=2)
+    both_have_prompts = buckets[:, None, CAUSAL] & shapes[None, :, CAUSAL]
+    return holds(buckets, shapes) & (is_exact | (both_have_prompts == 1))
 
 
 def cheapest(buckets: Levels, prices: Floats, shapes: Levels) -> NDArray[np.int64]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
@@ -135,6 +137,9 @@ def plan_table(
     budget.check_holds(limits.largest)
     if budget.most_graphs == 1:
         return BucketTable((limits.largest,), cost)
+    smallest = _smallest(limits)
+    if budget.most_graphs < len(smallest):
+        return BucketTable(smallest[: budget.most_graphs], cost)
     blurred = smoothed(limits, traffic, blur)
     search = TableSearch(limits, cost, blurred, traffic, worst_case, resolution)
 
@@ -142,6 +147,18 @@ def plan_table(
         return _with_twins(limits, cost, search, num_buckets, cover_share, is_draft)
 
     return BucketTable(_within(budget, limits, find), cost)
+
+
+def _smallest(limits: StepLimits) -> tuple[BatchShape, ...]:
+    """A bucket for prompts and whatever comes with them, one for decodes alone, one for those that share.
+
+    Together they hold everything, and decodes run no part in vain; without the last one those that share
+    blocks run with prompts.
+    """
+    largest = [limits.largest_of(phase) for phase in limits.reachable_phases]
+    prompts = [shape for shape in largest if shape.phase.causal]
+    decodes = [shape for shape in largest if not shape.phase.causal]
+    return (*([reduce(or_, prompts)] if prompts else []), *sorted(decodes))
 
 
 def _with_twins(

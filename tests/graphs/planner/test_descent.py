@@ -57,7 +57,7 @@ def test_buckets_shrink_to_what_they_serve_and_split_what_differs() -> None:
     shapes = [
         BatchShape.parse(f"--u/q{q}/s0/u{u}/l{q}") for q, u in ((1, 10), (2, 12), (60, 900), (64, 1000))
     ]
-    start = [BatchShape.parse("-su/q100/s10/u2000/l100"), BatchShape.parse("-su/q100/s10/u1500/l100")]
+    start = [BatchShape.parse("--u/q100/s0/u2000/l100"), BatchShape.parse("--u/q100/s0/u1500/l100")]
     levels = to_levels(shapes)
     demand = Demand.of(levels, np.ones(4), price(cost, levels), 0.5, 0.1)
     duties = Duties(levels, np.full(4, np.inf))
