@@ -35,7 +35,7 @@ class StepCost:
     Matrix work counts as arithmetic. Memory traffic (reading the weights once per step, and cached slots once
     per decoded token) and launches count as the arithmetic that takes as long. The defaults stand for an
     eight-billion-parameter dense model in bf16 on Gaudi 2 (432 TFLOP/s, 2.45 TB/s, and 1 µs to launch an
-    operator: ``hpu_duo.cost.OPERATOR_S``). The result ranks buckets and predicts no time.
+    operator). The result ranks buckets and predicts no time.
 
     Args:
         block_size: tokens of one block.

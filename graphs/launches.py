@@ -1,4 +1,4 @@
-"""How many operators a layer launches: what a small step is made of on a device that has to be told each."""
+"""Numbers of operators that a layer launches, which is what small steps take their time for."""
 
 from __future__ import annotations
 

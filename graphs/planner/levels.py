@@ -53,9 +53,9 @@ def holds(buckets: Levels, shapes: Levels) -> Bools:
 
 
 def serves(buckets: Levels, shapes: Levels) -> Bools:
-    """Which bucket is planned for which shape, bool ``[m, n]``: it holds it and runs no part of it in vain.
+    """Say for each bucket and shape whether the bucket is planned to serve it, bool ``[m, n]``.
 
-    That is asked for steps without prompts alone; see ``graphs.decode_twins``.
+    Steps without prompts are served by buckets with just their parts; see ``graphs.decode_twins``.
     """
     is_exact = (buckets[:, None, :QUERY] == shapes[None, :, :QUERY]).all(axis=2)
     both_have_prompts = buckets[:, None, CAUSAL] & shapes[None, :, CAUSAL]
