@@ -32,9 +32,10 @@ def decode_twins(
     """
     held = tuple(buckets)
     twins: list[BatchShape] = []
-    for phase in limits.reachable_phases:
+    # Twins of steps that share blocks hold steps that do not, so they come first.
+    for phase in sorted(limits.reachable_phases, reverse=True):
         if not phase.causal:
-            twins += _joined(_missing(held, phase, limits, cost), cost)
+            twins += _joined(_missing((*held, *twins), phase, limits, cost), cost)
     return tuple(twins)
 
 

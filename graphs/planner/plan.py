@@ -169,7 +169,7 @@ def _with_twins(
     cover_share: float,
     is_draft: bool,
 ) -> tuple[BatchShape, ...]:
-    """The best table of at most so many buckets in which no decode-only step runs a causal part."""
+    """The best table of at most so many buckets in which decode-only steps run their own parts alone."""
     room, tries_draft = num_buckets, True
     while True:
         found = to_shapes(search.find(room, cover_share, is_draft=is_draft or tries_draft))
