@@ -119,8 +119,8 @@ class GraphConfig:
     """Settings of the capture of steps.
 
     Attributes:
-        backend: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto" (see
-            ``graphs.backends.best_name``), or a capture backend of your own.
+        backend: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto" or "default" (see
+            ``graphs.backends.chosen_name``), or a capture backend of your own.
         table: buckets; None = the exponential default, or with "eager" the exact shape of each step.
         on_miss: policy for a step that no bucket holds.
         max_captured_tokens: buckets with more query tokens run as they are written; None = none do.
@@ -131,7 +131,7 @@ class GraphConfig:
             step of this model, as in the default table. Buckets from a file have no cost function.
     """
 
-    backend: str | CaptureBackend = "eager"
+    backend: str | CaptureBackend = "default"
     table: BucketTable | None = None
     on_miss: MissPolicy = MissPolicy.ERROR
     max_captured_tokens: int | None = None
@@ -144,7 +144,7 @@ class GraphConfig:
         missing = [name for name in members if not hasattr(self.backend, name)]
         if missing and not isinstance(self.backend, str):
             raise ValueError(
-                f"expected graphs to be auto, {', '.join(BACKEND_NAMES)} or a capture backend, "
+                f"expected graphs to be default, auto, {', '.join(BACKEND_NAMES)} or a capture backend, "
                 f"got {self.backend!r}, which lacks {', '.join(missing)}"
             )
         if self.table is not None and not isinstance(self.table, BucketTable):

@@ -93,7 +93,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
         device_memory_utilization: float = CacheConfig.device_memory_utilization,
-        graphs: str | CaptureBackend = "eager",
+        graphs: str | CaptureBackend = "default",
         buckets: BucketTable | str | Path | None = None,
         on_miss: str = "error",
         max_captured_tokens: int | None = None,
@@ -127,7 +127,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, device_memory_utilization: see ``CacheConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
-                backend of your own. None of them falls back to another one.
+                backend of your own; "default" is "auto" on HPU and "eager" elsewhere. None of them falls
+                back to another one.
             buckets: table of shapes, or a file with one, such as ``hpu-duo plan`` writes; None = the
                 default for ``graphs``. A manifest of ``hpu-duo warmup`` is accepted too, if it was written
                 for this configuration; ``max_model_len`` and the number of blocks are then the manifest's if

@@ -3,9 +3,33 @@
 from graphs.backends.base import CaptureBackend, Inputs
 from graphs.backends.eager import EagerBackend
 
-__all__ = ["BACKEND_NAMES", "CaptureBackend", "EagerBackend", "Inputs", "best_name", "make_backend"]
+__all__ = [
+    "BACKEND_NAMES",
+    "CHOSEN_LATER",
+    "CaptureBackend",
+    "EagerBackend",
+    "Inputs",
+    "best_name",
+    "chosen_name",
+    "make_backend",
+]
 
 BACKEND_NAMES = ("eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph")
+
+
+CHOSEN_LATER = ("auto", "default")
+"""Names that stand for a backend of the device, see ``chosen_name``."""
+
+
+def chosen_name(name: str, device_type: str, is_lazy: bool) -> str:
+    """The backend that a name stands for on a kind of device.
+
+    "auto" is the best one. So is "default" on an HPU, where a step run operator by operator is thousands of
+    launches; elsewhere it is "eager", which needs no warm-up.
+    """
+    if name == "auto" or (name == "default" and device_type == "hpu"):
+        return best_name(device_type, is_lazy)
+    return "eager" if name == "default" else name
 
 
 def best_name(device_type: str, is_lazy: bool) -> str:

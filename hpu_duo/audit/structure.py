@@ -29,7 +29,7 @@ from hpu_duo.startup.assembly import layer_spec
 from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern, ring_slack
 from hpu_duo.startup.kernels import ChosenKernels
 from hpu_duo.startup.memory import plan_memory
-from hpu_duo.startup.tables import check_table, default_table, resolve_limits
+from hpu_duo.startup.tables import check_table, planned_table, resolve_limits
 from kernels_ref import FusedOperators, Implementation, Softmax
 from kernels_ref.hpu.operators import LINE_BYTES
 
@@ -94,7 +94,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     path = Path(config.model.path)
     hf_config = read_config(path, needs_weights=False)
     text_config = hf_config.get_text_config()
-    dtype = resolve_dtype(config.model.dtype, hf_config)
+    dtype = resolve_dtype(config.model.dtype, hf_config, HPU.type)
     scheduler = config.scheduler
     max_len = served_len(text_config, scheduler.max_model_len)
     check_pattern(config.heads, path)
@@ -125,7 +125,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
         step_model = StepModel(model, layers, specs, store.layers, live)
     table = config.graph.table
     if table is None:
-        table = default_table(limits, step_model.specs, text_config)
+        table = planned_table(limits, step_model.specs, text_config)
     check_table(table, limits)
     check_reach(table, limits)
     return Structure(

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from graphs import CaptureBackend, GraphCache, MissPolicy, make_backend
-from graphs.backends import best_name
+from graphs.backends import CHOSEN_LATER, chosen_name
 from graphs.backends.replay import ReplayBackend
 from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import EngineConfig
@@ -28,7 +28,7 @@ from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.file_weights import leave_files, plain_bytes
 from hpu_duo.modeling.fused_modules import fuse_modules
 from hpu_duo.modeling.live_rows import LiveRows
-from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
+from hpu_duo.modeling.loading import dtype_note, load_model, read_config, resolve_dtype
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
 from hpu_duo.modeling.probe import DecoderLayer, probe
 from hpu_duo.modeling.rope import fix_frequencies, frequencies_note, served_len
@@ -65,9 +65,12 @@ def assemble(
     runtime = runtime_for(device, lazy)
     _backend(config, device, runtime)  # refused before weights are read
     hf_config = read_config(config.model.path)
-    dtype = resolve_dtype(config.model.dtype, hf_config)
+    dtype = resolve_dtype(config.model.dtype, hf_config, device.type)
     served_len(hf_config.get_text_config(), config.scheduler.max_model_len)  # refused before weights are read
-    notes = check_pattern(config.heads, config.model.path)
+    notes = (
+        *dtype_note(config.model.dtype, hf_config, dtype),
+        *check_pattern(config.heads, config.model.path),
+    )
     model = load_model(config.model.path, hf_config, dtype, _first_device(device, runtime))
     engine = assemble_around(model, config, eos_token_ids, tokenizer, seed)
     engine.notes = (*notes, *engine.notes)
@@ -113,7 +116,7 @@ def assemble_around(
         sizes = (config.cache, config.scheduler, max_len, dtype)
         return plan_memory(layers, heads, *sizes, budget=budget, graph_bytes=graph_bytes)
 
-    tables = StepTables(config, specs, text_config, max_len, backend, runtime.compiles_operators)
+    tables = StepTables(config, specs, text_config, max_len, backend, device, runtime.compiles_operators)
     if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
         raise ValueError(
             "trim_chunks needs a table of buckets to trim to: expected graphs other than 'eager', or buckets"
@@ -234,11 +237,11 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
     chosen = config.graph.backend
     own = runtime.own_backend()
     if own is not None and isinstance(chosen, str):
-        if chosen not in ("eager", "auto"):
+        if chosen not in ("eager", *CHOSEN_LATER):
             raise ValueError(f"device {runtime.name!r} captures steps in its own way, got graphs={chosen!r}")
         return own
     if isinstance(chosen, str):
-        chosen = _make_backend(best_name(device.type, runtime.is_lazy) if chosen == "auto" else chosen)
+        chosen = _make_backend(chosen_name(chosen, device.type, runtime.is_lazy))
     problem = chosen.problem(device)
     if problem is not None:
         raise ValueError(f"graphs={chosen.name!r} cannot be used: {problem}")

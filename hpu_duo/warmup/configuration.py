@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from graphs.backends import CHOSEN_LATER
 from graphs.manifest import Configuration
 from hpu_duo import __version__
 from hpu_duo.config import EngineConfig
@@ -60,15 +61,18 @@ def known_before_loading(config: EngineConfig) -> Configuration:
     scheduler, cache = config.scheduler, config.cache
     known: dict[str, Any] = {
         **_model_entries(hf_config),
-        "dtype": _dtype_name(resolve_dtype(config.model.dtype, hf_config)),
         "limits.max_num_seqs": scheduler.max_num_seqs,
         "limits.max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "limits.max_chunk_rows": scheduler.max_chunk_rows,
         "limits.decode_len": scheduler.decode_len,
         "limits.block_size": cache.block_size,
     }
+    device = str(config.model.device)
+    if config.model.dtype != "auto" or device != "auto":
+        kind = device.partition(":")[0].partition("-")[0]
+        known["dtype"] = _dtype_name(resolve_dtype(config.model.dtype, hf_config, kind))
     backend = config.graph.backend
-    if isinstance(backend, str) and backend != "auto" and str(config.model.device) not in PLUGGED:
+    if isinstance(backend, str) and backend not in CHOSEN_LATER and device not in PLUGGED:
         known["backend"] = backend
     if scheduler.max_model_len is not None:
         known["limits.max_model_len"] = scheduler.max_model_len

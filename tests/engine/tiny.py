@@ -34,6 +34,7 @@ class Tiny:
         """Serve it with small blocks and small steps unless told otherwise."""
         defaults = {
             "attention": "reference",
+            "dtype": "float32",
             "block_size": BLOCK,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 16,

@@ -34,6 +34,7 @@ from tests.sim.workload import LIMITS, Workload
 pytestmark = pytest.mark.usefixtures("device")
 
 SMALL: dict[str, Any] = {
+    "dtype": "float32",
     "block_size": 8,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 8,

@@ -142,10 +142,11 @@ class EngineOptions(SizeOptions):
     graphs: Annotated[
         str,
         typer.Option(
-            help="How steps are captured: auto, eager, compile, cuda, hpu-compile or hpu-graph.",
+            help="How steps are captured: auto, eager, replay, compile, cuda, hpu-compile or hpu-graph; "
+            "default is auto on HPU, else eager.",
             rich_help_panel=ENGINE,
         ),
-    ] = "eager"
+    ] = "default"
     attention: Annotated[
         str,
         typer.Option(help="Attention kernels: auto, reference, sdpa, triton or hpu.", rich_help_panel=ENGINE),

@@ -1,0 +1,63 @@
+"""Defaults that depend on the device: capture backend, dtype and table."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphs.backends import chosen_name
+from graphs.planner import evaluate
+from hpu_duo import HPUDuoModel
+from hpu_duo.builtin import MODEL_DIR
+from hpu_duo.modeling.loading import dtype_note, resolve_dtype
+from hpu_duo.simulate import prior
+from hpu_duo.startup.tables import default_table
+
+LIMITS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 512,
+    "block_size": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "is_lazy", "backend"),
+    [
+        ("default", "hpu", False, "hpu-compile"),
+        ("default", "hpu", True, "hpu-graph"),
+        ("default", "cpu", False, "eager"),
+        ("default", "cuda", False, "eager"),
+        ("auto", "cpu", False, "replay"),
+        ("auto", "cuda", False, "cuda"),
+        ("eager", "hpu", False, "eager"),
+    ],
+)
+def test_an_hpu_captures_unless_told_otherwise(name: str, device: str, is_lazy: bool, backend: str) -> None:
+    assert chosen_name(name, device, is_lazy) == backend
+
+
+@pytest.mark.parametrize("own", ["float32", "float16", "bfloat16"])
+def test_an_hpu_computes_in_bfloat16_unless_told_otherwise(own: str) -> None:
+    config = SimpleNamespace(dtype=own)
+    assert resolve_dtype("auto", config, "hpu") == torch.bfloat16
+    assert resolve_dtype("auto", config) == getattr(torch, own)
+    assert resolve_dtype(own, config, "hpu") == getattr(torch, own)
+    told = dtype_note("auto", config, torch.bfloat16)
+    assert bool(told) is (own != "bfloat16")
+    assert all(own in note for note in told)
+
+
+def test_a_table_of_an_accelerator_is_planned_and_pads_less() -> None:
+    served = HPUDuoModel.from_pretrained(MODEL_DIR, device="hpu-sim", num_blocks=64, **LIMITS)
+    limits, runner = served.engine.scheduler.limits, served.engine.runner
+    config = runner.model.model.config.get_text_config()
+    planned, default = runner.graphs.table, default_table(limits, runner.model.specs, config)
+    traffic = prior(limits, seed=3)
+    reports = [evaluate(table.buckets, limits, planned.cost, traffic) for table in (planned, default)]
+    assert len(planned) <= len(default)
+    assert all(report.holds_all for report in reports)
+    assert reports[0].mean < reports[1].mean
