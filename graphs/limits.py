@@ -10,7 +10,7 @@ class StepLimits:
     """The limits of the scheduler and of the stores, and the shapes that follow from them.
 
     Shared by scheduler, bucket tables, planner, warm-up, audit and capacity. Settings that a user left open
-    (``hpu_duo.limit_config``) have values here.
+    have values here.
 
     Args:
         max_num_seqs: running requests, hence rows of a step and ring rows.

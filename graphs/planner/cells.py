@@ -59,21 +59,23 @@ def lowest_of(limits: StepLimits, phase: Phase) -> tuple[int, int, int, int]:
     return limits.fewest_tokens(phase), 0, 0, 1
 
 
-def reachable_corners(lowest: Levels, highest: Levels) -> tuple[Levels, Levels, Bools]:
+def reachable_corners(lowest: Levels, highest: Levels, decode_len: int) -> tuple[Levels, Levels, Bools]:
     """Pull the corners of boxes onto the reachable shapes inside.
 
     A row has at least one token, so a step with a causal part has no more logit rows than query tokens;
-    without it every row has one token, and rows can only be missing between them.
+    without it no row has more than ``decode_len``, and rows may be missing between them.
 
     Returns:
         ``(lowest, highest, is_reachable)``; the last is False for boxes without any reachable shape.
     """
     low, high = lowest.copy(), highest.copy()
     is_causal = lowest[:, 0] == 1
-    small, large = np.where(is_causal, LOGITS, QUERY), np.where(is_causal, QUERY, LOGITS)
-    row = np.arange(len(lowest))
-    low[row, large] = np.maximum(low[row, large], low[row, small])
-    high[row, small] = np.minimum(high[row, small], high[row, large])
+    query, rows = low[:, QUERY], low[:, LOGITS]
+    low[:, QUERY] = np.where(is_causal, np.maximum(query, rows), query)
+    low[:, LOGITS] = np.where(is_causal, rows, np.maximum(rows, -(-query // decode_len)))
+    query, rows = high[:, QUERY], high[:, LOGITS]
+    high[:, LOGITS] = np.where(is_causal, np.minimum(rows, query), rows)
+    high[:, QUERY] = np.where(is_causal, query, np.minimum(query, decode_len * rows))
     is_reachable: Bools = np.asarray((low <= high).all(axis=1))
     return low, high, is_reachable
 
@@ -89,7 +91,7 @@ def _whole(limits: StepLimits, phase: Phase, cost: CostFunction) -> Cells:
     highest = np.array([limits.largest_of(phase).levels], dtype=np.int64)
     lowest = highest.copy()
     lowest[0, QUERY:] = lowest_of(limits, phase)
-    lowest, highest, _ = reachable_corners(lowest, highest)
+    lowest, highest, _ = reachable_corners(lowest, highest, limits.decode_len)
     return Cells(lowest, highest, price(cost, lowest), price(cost, highest))
 
 
@@ -115,7 +117,7 @@ def _cut(limits: StepLimits, phase: Phase, cost: CostFunction, ratio: float, mos
         rest = _select(todo, ~is_done)
         if sum(map(len, done)) + 2 * len(rest) > most:
             return None
-        todo = _halve(rest, cut_column[~is_done], cut_after[~is_done], cost)
+        todo = _halve(rest, cut_column[~is_done], cut_after[~is_done], cost, limits.decode_len)
     return _joined(done)
 
 
@@ -143,13 +145,13 @@ def _best_cuts(cells: Cells, cost: CostFunction, ladders: dict[int, Levels]) -> 
     return column_of, after_of
 
 
-def _halve(cells: Cells, column: Levels, after: Levels, cost: CostFunction) -> Cells:
+def _halve(cells: Cells, column: Levels, after: Levels, cost: CostFunction, decode_len: int) -> Cells:
     row = np.arange(len(cells))
     below, above = cells.highest.copy(), cells.lowest.copy()
     below[row, column] = after
     above[row, column] = after + 1
     lowest, highest, is_reachable = reachable_corners(
-        np.concatenate([cells.lowest, above]), np.concatenate([below, cells.highest])
+        np.concatenate([cells.lowest, above]), np.concatenate([below, cells.highest]), decode_len
     )
     lowest, highest = lowest[is_reachable], highest[is_reachable]
     return Cells(lowest, highest, price(cost, lowest), price(cost, highest))
@@ -173,7 +175,7 @@ def grid_cells(axes: dict[int, Levels], limits: StepLimits, phase: Phase) -> Ite
     for low_query, high_query in zip(lows[0], highs[0]):
         box_high = _product(letters, [np.array([high_query]), *highs[1:]])
         box_low = _product(letters, [np.array([low_query]), *lows[1:]])
-        box_low, box_high, is_reachable = reachable_corners(box_low, box_high)
+        box_low, box_high, is_reachable = reachable_corners(box_low, box_high, limits.decode_len)
         yield box_low[is_reachable], box_high[is_reachable]
 
 

@@ -119,7 +119,8 @@ def _worst_of_table(
         if phase.causal:
             query, logits, exists = np.maximum(q_low, n_low), n_low, n_low <= q_high
         else:
-            query, logits, exists = np.full_like(n_low, q_low), np.maximum(n_low, q_low), q_low <= n_high
+            fewest = -(-q_low // limits.decode_len)
+            query, logits, exists = np.full_like(n_low, q_low), np.maximum(n_low, fewest), fewest <= n_high
         if not exists.any():
             continue
         own = _prices_of(cost, phase, query[exists], s_low, u_low, logits[exists])

@@ -121,12 +121,9 @@ def plan_table(
         resolution: finer takes longer and pads less.
 
     Raises:
-        ValueError: rows decode several tokens; the budget does not hold the smallest table, which is one
-            bucket that holds everything; the traffic is not reachable within the limits; or a share or bound
-            is out of range.
+        ValueError: the budget does not hold the smallest table, which is one bucket that holds everything;
+            the traffic is not reachable within the limits; or a share or bound is out of range.
     """
-    if limits.decode_len > 1:
-        raise ValueError(f"tables are planned for decode_len=1, got {limits.decode_len}")
     budget = GraphBudget.of(budget)
     if worst_case <= 0 or not 0 < cover_share <= 1:
         raise ValueError(

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketTable, ExponentialRule, Miss, Phase, StepCost, StepLimits
-from tests.graphs.planner.drawn import limits_of, limits_strategy, scheduled_shapes
+from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
 LIMITS = StepLimits(
     max_num_seqs=32,
@@ -72,7 +72,7 @@ def test_fit_obeys_an_injected_cost() -> None:
 def test_an_exponential_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(
     data: st.DataObject,
 ) -> None:
-    limits = data.draw(limits_of(st.sampled_from([1, 2, 8])))
+    limits = data.draw(limits_strategy)
     table = BucketTable.exponential(limits)
     for _ in range(10):
         shape = data.draw(scheduled_shapes(limits))

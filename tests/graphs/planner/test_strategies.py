@@ -138,18 +138,21 @@ def test_padding_aware_sizes_are_at_most_a_quarter_apart() -> None:
     assert len(points) < 8192 // 128 / 2
 
 
-def test_the_worst_reachable_padding_is_that_of_every_shape_tried_one_by_one() -> None:
+@pytest.mark.parametrize("decode_len", [1, 2])
+def test_the_worst_reachable_padding_is_that_of_every_shape_tried_one_by_one(decode_len: int) -> None:
     limits = StepLimits(
         max_num_seqs=3,
         max_num_batched_tokens=6,
         max_model_len=12,
         block_size=4,
         num_blocks=4,
-        decode_len=1,
+        decode_len=decode_len,
         max_chunk_rows=1,
     )
     cost = StepCost(block_size=4, hidden_size=8, num_layers=1, vocab_size=64)
-    table = BucketTable.from_strings(["--u/q3/s0/u2/l3", "csu/q6/s4/u4/l3", "c-u/q4/s0/u1/l2"], cost)
+    # Two tokens without prompts, in one row or in two, are the least that runs in a bucket for prompts.
+    alone = [f"{phase}/q1/s{num_shared}/u4/l3" for phase, num_shared in (("--u", 0), ("-su", 4))]
+    table = BucketTable.from_strings([*alone, "csu/q6/s4/u4/l3", "c-u/q4/s0/u1/l2"], cost)
     reachable = [
         shape
         for phase in limits.reachable_phases
