@@ -12,13 +12,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("hpu_duo", "graphs", "kernels_ref", "bias_builders")
 OPTIONAL = (
-    *("triton", "habana_frameworks", "optimum", "matplotlib", "ray", "lm_eval", "aiohttp"),
+    *("triton", "habana_frameworks", "optimum", "matplotlib", "ray", "lm_eval", "aiohttp", "llguidance"),
     *("fastapi", "starlette", "uvicorn", "pydantic", "openai", "prometheus_client", "opentelemetry"),
 )
 SOURCES = (*PACKAGES, "benchmarks", "examples", "tests")
 LEAVES = (
     *("kernels_ref.triton", "graphs.backends.hpu", "hpu_duo.eval.lm_eval_adapter"),
-    *("hpu_duo.load.client", "hpu_duo.load.measure"),
+    *("hpu_duo.load.client", "hpu_duo.load.measure", "hpu_duo.sampling.guidance"),
     *("hpu_duo.server.http", "hpu_duo.server.service", "hpu_duo.server.responding"),
     *("hpu_duo.server.telemetry", "hpu_duo.server.planning", "hpu_duo.server.protocol"),
 )

@@ -18,6 +18,7 @@ from hpu_duo.engine.batch import RowCounts
 from hpu_duo.engine.executor import bucket_step
 from hpu_duo.modeling.step_model import run_layer
 from hpu_duo.sampling import SamplingRoute, sample_tokens, static_routes
+from hpu_duo.sampling.masks import num_words
 
 Progress = Callable[[int, int, str], None]
 
@@ -97,9 +98,15 @@ def _audit_sampling(structure: Structure, name: str, route: SamplingRoute) -> St
             route.num_rows, route.vocab_size, dtype=next(structure.model.model.parameters()).dtype, device=HPU
         )
         floats = torch.empty(route.num_floats, dtype=torch.float32, device=HPU)
-        tracer = StepTracer((logits, floats))
-        _follow(tracer, lambda: sample_tokens(logits, floats, route))
-        return StepAudit.of(name, tracer.tally, tracer.peak_bytes, floats.nbytes)
+        inputs, masks = [logits, floats], None
+        if route.has_masks:
+            size = (route.num_rows, num_words(route.vocab_size))
+            masks = torch.empty(size, dtype=torch.int32, device=HPU)
+            inputs.append(masks)
+        tracer = StepTracer(tuple(inputs))
+        _follow(tracer, lambda: sample_tokens(logits, floats, route, masks))
+        num_bytes = sum(each.nbytes for each in inputs[1:])
+        return StepAudit.of(name, tracer.tally, tracer.peak_bytes, num_bytes)
 
 
 def _follow(tracer: StepTracer, step: Callable[[], object]) -> None:
@@ -112,7 +119,7 @@ def _follow(tracer: StepTracer, step: Callable[[], object]) -> None:
 
 
 def _routes(structure: Structure, buckets: tuple[BatchShape, ...]) -> Iterator[tuple[str, SamplingRoute]]:
-    """Greedy rows, everything at once with the longest lists, and the same with log-probabilities."""
+    """Greedy rows, everything at once with the longest lists, and that with log-probabilities or masks."""
     decode_len = structure.geometry.decode_len
     for num_rows in sorted({RowCounts.of(bucket, decode_len).logits for bucket in buckets}):
         routes = tuple(static_routes(num_rows, structure.vocab_size, structure.max_len))
@@ -121,6 +128,8 @@ def _routes(structure: Structure, buckets: tuple[BatchShape, ...]) -> Iterator[t
             what = "everything" if route.has_row_values else "greedy"
             if route.num_logprobs >= 0:
                 what += " and logprobs"
+            elif route.has_masks:
+                what += " and masks"
             elif route.has_row_values and route.num_seen < longest:
                 continue
             yield f"{what}, {num_rows} rows", route

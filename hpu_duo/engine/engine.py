@@ -144,6 +144,8 @@ class Engine(Uncopied):
         name: str | None = None,
     ) -> str:
         """Queue the samples of one prompt, with parameters of their own; messages call it by its name."""
+        for params in {id(one): one for one in each}.values():
+            self.prepare(params)
         with interrupts_deferred(), self._turns:
             public_id = self._free_id() if request_id is None else request_id
             if self._is_in_use(public_id):
@@ -156,6 +158,16 @@ class Engine(Uncopied):
             self._num_added += 1
             self._samples.add(public_id, states)
         return public_id
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what ``structured_outputs`` ask for, ahead; steps of other threads go on meanwhile.
+
+        ``add_request`` does so too.
+
+        Raises:
+            ValueError: it cannot be compiled, or not for this model; the message names the field.
+        """
+        self._intake.prepare(params)
 
     def _is_in_use(self, request_id: str) -> bool:
         return self._samples.is_live(request_id) or self._deliveries.is_expected(request_id)

@@ -121,7 +121,7 @@ class Executor(Uncopied):
             logits = self._forward(message)
             if message.sampling is None:
                 return _NOTHING
-            self.bytes_copied += message.sampling.floats.nbytes
+            self.bytes_copied += message.sampling.num_bytes
             tokens = read(sample(logits, message.sampling))
             on_host = logits.cpu() if message.hosted else None
         sampled, logprobs = message.sampled, tokens.logprobs

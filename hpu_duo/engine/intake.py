@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpu_duo.engine.output_text import SampleState
 from hpu_duo.request import Request, TokenLimits
-from hpu_duo.sampling import SamplingParams, derive_seed, special_token_ids
+from hpu_duo.sampling import SamplingParams, StructuredOutputs, derive_seed, special_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from hpu_duo.sampling.guidance import Grammars, GrammarState
 
 Prompt = Sequence[int] | np.ndarray
 
@@ -33,6 +37,45 @@ class Intake:
         # Checkpoints may name tokens that the model does not have; they never come up.
         self._eos = tuple(token for token in limits.eos_token_ids if token < limits.vocab_size)
         self._special_ids = None if tokenizer is None else special_token_ids(tokenizer)
+        self._grammars: Grammars | None = None
+        self._grammars_lock = Lock()
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what the output must be like, and check forced tokens against it; any thread may ask.
+
+        It takes time, once for each grammar, that no step should wait for.
+
+        Raises:
+            ValueError: that cannot be done; the message names the field.
+        """
+        if params.structured_outputs is None:
+            return
+        state = self._grammar(params.structured_outputs)
+        num_taken = state.num_accepted_of(params.forced_token_ids)
+        if num_taken < len(params.forced_token_ids):
+            raise ValueError(
+                "forced_token_ids: expected the beginning of what structured_outputs allow, got token "
+                f"{params.forced_token_ids[num_taken]} at place {num_taken}"
+            )
+
+    def _grammar(self, wanted: StructuredOutputs) -> GrammarState:
+        """Return the state before the first token."""
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = self._make_grammars()
+        return self._grammars.start(wanted)
+
+    def _make_grammars(self) -> Grammars:
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs need a tokenizer, and this model was loaded without one")
+        if find_spec("llguidance") is None:
+            raise ValueError(
+                "structured_outputs need llguidance, which is not installed: "
+                "pip install 'hpu-duo[structured]'"
+            )
+        from hpu_duo.sampling.guidance import Grammars
+
+        return Grammars(self._tokenizer, self.vocab_size, self._eos)
 
     def requests(
         self,
@@ -54,6 +97,7 @@ class Intake:
         """
         for params in each:
             params.validate(self.vocab_size)
+            self.prepare(params)
         if any(params.stop for params in each) and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
         seed = derive_seed(self._seed, number) if each[0].seed is None else each[0].seed
@@ -79,6 +123,13 @@ class Intake:
     def states(self, request_id: str, requests: Sequence[Request]) -> list[SampleState]:
         """Make the engine's state of each sample."""
         return [
-            SampleState(request, request_id, self._eos, self._tokenizer, self._special_ids)
+            SampleState(
+                request,
+                request_id,
+                self._eos,
+                self._tokenizer,
+                self._special_ids,
+                None if (wanted := request.params.structured_outputs) is None else self._grammar(wanted),
+            )
             for request in requests
         ]

@@ -32,7 +32,8 @@ class StepMessage:
             step itself.
         num_block_copies, num_row_copies: how many of the copies in ``ints`` to carry out before the step
             writes anything, padding included; the rest of ``ints`` is undefined.
-        sampling: parameters of sampling, with one float32 array; None samples nothing.
+        sampling: parameters of sampling, with one float32 array, and one int32 array of masks if a row has a
+            grammar; None samples nothing.
         sampled: rows of logits whose tokens are returned, int32 ``[S]``, in order.
         hosted: rows of logits whose tokens are chosen on the host, so that logits are copied there.
     """

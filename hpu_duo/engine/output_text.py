@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from hpu_duo.engine.outputs import RequestOutput, TokenLogprob
 from hpu_duo.engine.step_plan import CommittedToken
 from hpu_duo.request import FinishReason, Request
@@ -13,9 +16,11 @@ from hpu_duo.sampling import IncrementalDetokenizer, PenaltyState, Released, Sam
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hpu_duo.sampling.guidance import GrammarState
+
 
 class SampleState:
-    """State of one sample besides its ``Request``: penalties, text, stop strings."""
+    """State of one sample besides its ``Request``: penalties, grammar, text, stop strings."""
 
     def __init__(
         self,
@@ -24,6 +29,7 @@ class SampleState:
         eos_token_ids: tuple[int, ...],
         tokenizer: PreTrainedTokenizerBase | None,
         special_ids: frozenset[int] | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         params = request.params
         self.request = request
@@ -31,6 +37,7 @@ class SampleState:
         self.penalties = PenaltyState.from_token_ids(params, request.prompt_token_ids.tolist())
         self._eos = eos_token_ids
         self._stop = StopChecker(params, _text_before(request, tokenizer)) if params.stop else None
+        self._grammar = grammar
         self._host = None if params.host_sampler is None else params.host_sampler(request.sample_index)
         self._text = None
         if tokenizer is not None:
@@ -42,13 +49,17 @@ class SampleState:
         request, choose = self.request, None
         if self._host is not None and self._host.chooses:
             choose = partial(self._host.choose, request.output_token_ids)
+        place = request.num_output_tokens + number
+        # Forced tokens have been checked against the grammar when the request came.
+        is_forced = place < len(request.params.forced_token_ids)
         return SamplingRow(
             request.params,
             request.sampling_seed,
-            request.num_output_tokens + number,
+            place,
             self.penalties,
             self._eos,
             choose,
+            None if is_forced else self._grammar,
         )
 
     def take(self, committed: CommittedToken, logprob: TokenLogprob | None) -> RequestOutput:
@@ -62,7 +73,7 @@ class SampleState:
         if reason is FinishReason.STOP and token in request.params.stop_token_ids:
             stop_reason = token
         shows = reason is not FinishReason.STOP or request.params.include_stop_str_in_output
-        if reason is None and self._host is not None and self._host.ends(outputs):
+        if self._ends(token, outputs, reason):
             reason = FinishReason.STOP
         text, match = self._push(token, len(outputs), reason, shows)
         if match is not None:
@@ -76,6 +87,17 @@ class SampleState:
             finish_reason=reason,
             stop_reason=stop_reason,
         )
+
+    def _ends(self, token: int, outputs: npt.NDArray[np.int32], reason: FinishReason | None) -> bool:
+        """Say whether the sample ends for another reason than those that its request knows."""
+        if reason is FinishReason.STOP:
+            return False
+        if self._grammar is not None:
+            self._grammar.accept(token)
+            # An output that is whole with its last token has not been cut by its length.
+            if self._grammar.is_complete:
+                return True
+        return reason is None and self._host is not None and self._host.ends(outputs)
 
     def abort(self) -> RequestOutput:
         """The last output of a sample that was aborted."""

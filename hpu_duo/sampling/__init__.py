@@ -5,7 +5,7 @@ The engine, once per request: ``SamplingParams.validate``, ``PenaltyState.from_t
 ``sample`` (or the capturable ``sample_tokens``) on the device, then ``PenaltyState.append``.
 """
 
-from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute, SamplingRow, static_route, static_routes
+from hpu_duo.sampling.batch import SamplingBatch
 from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, special_token_ids
 from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.host import HostChoice, HostSampler, choose_on_host, hosted_rows, without
@@ -13,9 +13,12 @@ from hpu_duo.sampling.logprobs import TokenLogprobs
 from hpu_duo.sampling.params import SamplingParams
 from hpu_duo.sampling.penalties import PenaltyState
 from hpu_duo.sampling.rng import derive_seed, uniform
+from hpu_duo.sampling.route import SamplingRoute, static_route, static_routes
 from hpu_duo.sampling.row_error import RowError
+from hpu_duo.sampling.rows import SamplingRow
 from hpu_duo.sampling.sampler import SampledTokens, sample, sample_tokens
 from hpu_duo.sampling.stop import Released, StopChecker, StopMatch
+from hpu_duo.sampling.structured import StructuredOutputs
 
 __all__ = [
     "FieldError",
@@ -32,6 +35,7 @@ __all__ = [
     "SamplingRow",
     "StopChecker",
     "StopMatch",
+    "StructuredOutputs",
     "TokenLogprobs",
     "choose_on_host",
     "derive_seed",

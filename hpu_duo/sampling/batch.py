@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from hpu_duo.sampling.host import HostChoice
-from hpu_duo.sampling.params import SamplingParams
-from hpu_duo.sampling.penalties import PenaltyState
+from hpu_duo.sampling.masks import blank_masks, write_mask
 from hpu_duo.sampling.positions import PositionList, pad_to_power_of_two
 from hpu_duo.sampling.rng import uniform, wrap_seed
+from hpu_duo.sampling.route import SamplingRoute, static_route
 from hpu_duo.sampling.row_error import RowError
+from hpu_duo.sampling.rows import FORBIDDEN, RowTensors, RowValues, SamplingRow, is_plain, row_values
 
-#: Added to the logit of a token that may not be sampled. Finite, so that no row can become NaN, and so large
-#: that it absorbs any logit and bias and still has probability zero at ``MAX_TEMPERATURE``.
-FORBIDDEN = -1e30
-
-#: Added to the logit of a forced token. Finite for the same reason, also after division by the smallest
+#: Added to the logit of a forced token. Finite, as ``FORBIDDEN`` is, also after division by the smallest
 #: temperature, and above any other logit after any penalty.
 REQUIRED = 1e30
 
@@ -34,112 +27,27 @@ MOST_EXACT = 2**24
 MAX_TOPK_WIDTH = 1024
 
 
-class SamplingRow(NamedTuple):
-    """One logit row that belongs to a request.
-
-    Attributes:
-        params: the request's parameters.
-        seed: the stream of the request's draws: any integer, used modulo 2**64.
-        num_output_tokens: tokens generated so far, which is also the number of this draw.
-        penalties: the request's history; required when ``params.needs_penalties``.
-        eos_token_ids: the ids that end the output unless ``params.ignore_eos``.
-        choose: chooses the token on the host, if given; see ``choose_on_host``.
-    """
-
-    params: SamplingParams
-    seed: int = 0
-    num_output_tokens: int = 0
-    penalties: PenaltyState | None = None
-    eos_token_ids: Sequence[int] = ()
-    choose: HostChoice | None = None
-
-
-@dataclass(frozen=True, order=True)
-class SamplingRoute:
-    """Everything about a batch that decides which operations run, and with which shapes.
-
-    Two batches of equal route run the same captured graph. The other rows of a batch may change its route,
-    and with it the work, but never a row's token.
-
-    Attributes:
-        num_rows: N, rows with a request or not.
-        vocab_size: V.
-        has_random: some row draws; otherwise every token is an argmax.
-        num_edits: padded number of addends to logits: logit bias, tokens forbidden by min_tokens, forced
-            tokens.
-        num_seen: padded number of (token, code) pairs of all penalty histories.
-        topk_width: k of the one top-k selection; 0 when no row needs it or ``has_sort``.
-        has_sort: a full sort is needed: some row has top_p, or a k above ``MAX_TOPK_WIDTH``.
-        has_min_p: some row has min_p.
-        num_logprobs: -1 for none, else the padded number of top logprobs (0: the sampled token's only).
-    """
-
-    num_rows: int
-    vocab_size: int
-    has_random: bool = False
-    num_edits: int = 0
-    num_seen: int = 0
-    topk_width: int = 0
-    has_sort: bool = False
-    has_min_p: bool = False
-    num_logprobs: int = -1
-
-    @property
-    def has_row_values(self) -> bool:
-        """Whether the per-row parameters are needed on the device."""
-        return self.has_random or self.num_seen > 0
-
-    @property
-    def num_row_floats(self) -> int:
-        """Number of per-row values at the start of ``SamplingBatch.floats``."""
-        return len(RowTensors._fields) * self.num_rows if self.has_row_values else 0
-
-    @property
-    def num_floats(self) -> int:
-        """Length of ``SamplingBatch.floats``."""
-        return self.num_row_floats + 3 * (self.num_edits + self.num_seen)
-
-
-class RowValues(NamedTuple):
-    """The parameters of one row, on the host. The defaults are those of a row without request."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    log_min_p: float = FORBIDDEN
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    top_k: float = 0.0
-    is_greedy: float = 1.0
-
-
-class RowTensors(NamedTuple):
-    """The same parameters of all rows, on the device, and each row's uniform number; all float32 [N]."""
-
-    temperature: Tensor
-    top_p: Tensor
-    log_min_p: Tensor
-    repetition_penalty: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    top_k: Tensor
-    is_greedy: Tensor
-    uniform: Tensor
-
-
 @dataclass(frozen=True)
 class SamplingBatch:
-    """One step's sampling parameters, ready for one host-to-device copy.
+    """One step's sampling parameters, ready for one host-to-device copy, or two with masks.
 
     Attributes:
         route: the static part.
         floats: float32 [route.num_floats]: the fields of ``RowTensors`` one after the other (only if
             ``route.has_row_values``), then addends, rows and tokens of the edits, then codes, rows and tokens
             of the seen tokens. Padding has addend or code 0, which changes nothing.
+        masks: which tokens each row may sample, int32 [route.num_rows, num_words(route.vocab_size)]; None
+            without ``route.has_masks``.
     """
 
     route: SamplingRoute
     floats: npt.NDArray[np.float32]
+    masks: npt.NDArray[np.int32] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that go to the device."""
+        return self.floats.nbytes + (0 if self.masks is None else self.masks.nbytes)
 
     @classmethod
     def build(
@@ -163,24 +71,24 @@ class SamplingBatch:
             raise ValueError(
                 f"expected at most {MOST_EXACT} rows and tokens, got {num_rows} rows of {vocab_size}"
             )
-        for row in rows:
-            if row is not None and not (
-                row.params.is_plain_greedy and row.num_output_tokens >= row.params.min_tokens
-            ):
-                break
-        else:
+        if all(map(is_plain, rows)):
             return _greedy_batch(num_rows, vocab_size)
         edits, seen = PositionList(num_rows, vocab_size), PositionList(num_rows, vocab_size)
         values = [_NO_REQUEST] * num_rows
+        has_masks = any(row is not None and row.grammar is not None for row in rows)
+        masks = blank_masks(num_rows, vocab_size) if has_masks else None
         for index, row in enumerate(rows):
             if row is not None:
                 try:
                     _collect_edits(edits, index, row)
                     _collect_seen(seen, index, row)
-                    values[index] = _row_values(row.params, vocab_size)
+                    values[index] = row_values(row.params, vocab_size)
+                    if masks is not None and row.grammar is not None:
+                        write_mask(masks[index], row)
                 except Exception as error:
                     raise RowError(index, error) from error
         route = _choose_route(rows, values, vocab_size, edits.padded_size, seen.padded_size)
+        route = replace(route, has_masks=has_masks)
         if is_static:
             route = static_route(route)
         floats = np.empty(route.num_floats, np.float32)
@@ -191,7 +99,7 @@ class SamplingBatch:
         lists = floats[route.num_row_floats :]
         edits.write(lists[: 3 * route.num_edits].reshape(3, -1))
         seen.write(lists[3 * route.num_edits :].reshape(3, -1))
-        return cls(route, floats)
+        return cls(route, floats, masks)
 
     @classmethod
     def padding(cls, route: SamplingRoute) -> SamplingBatch:
@@ -201,53 +109,10 @@ class SamplingBatch:
             block = floats[: route.num_row_floats].reshape(len(RowTensors._fields), route.num_rows)
             block[:-1] = np.array(_NO_REQUEST, dtype=np.float32)[:, None]
             block[-1] = 0.5
-        return cls(route, floats)
+        masks = blank_masks(route.num_rows, route.vocab_size) if route.has_masks else None
+        return cls(route, floats, masks)
 
 
-def static_route(route: SamplingRoute) -> SamplingRoute:
-    """Widen a route to one of few routes that do all it does, and more.
-
-    There are two kinds of routes: every row plainly greedy, and all filters at once. A filter that a row
-    does not use leaves its logits as they are, so its token is the same. Sizes of lists are 64 times a power
-    of four, and the number of reported logprobs, if any, doubles from eight.
-    """
-    if route == SamplingRoute(route.num_rows, route.vocab_size):
-        return route
-    size = _MIN_STATIC_LIST
-    while size < max(route.num_edits, route.num_seen):
-        size *= 4
-    num_logprobs = route.num_logprobs
-    if num_logprobs >= 0:
-        num_logprobs = min(max(num_logprobs, _MIN_STATIC_LOGPROBS), route.vocab_size)
-    return replace(
-        route,
-        has_random=True,
-        num_edits=size,
-        num_seen=size,
-        topk_width=0,
-        has_sort=True,
-        has_min_p=True,
-        num_logprobs=num_logprobs,
-    )
-
-
-def static_routes(num_rows: int, vocab_size: int, max_len: int) -> Iterator[SamplingRoute]:
-    """The routes to warm up for ``num_rows`` rows: those of requests of up to ``max_len`` tokens.
-
-    Longer lists of edits than ``num_rows * max_len``, and more than eight logprobs, are left out.
-    """
-    plain = SamplingRoute(num_rows, vocab_size)
-    yield plain
-    longest = static_route(replace(plain, num_seen=num_rows * min(max_len, vocab_size))).num_seen
-    size = _MIN_STATIC_LIST
-    while size <= longest:
-        yield static_route(replace(plain, num_seen=size))
-        size *= 4
-    yield static_route(replace(plain, num_logprobs=0))
-
-
-_MIN_STATIC_LIST = 64
-_MIN_STATIC_LOGPROBS = 8
 _NO_REQUEST = RowValues()
 
 
@@ -256,15 +121,6 @@ def _greedy_batch(num_rows: int, vocab_size: int) -> SamplingBatch:
     floats = np.empty(0, np.float32)
     floats.setflags(write=False)
     return SamplingBatch(SamplingRoute(num_rows, vocab_size), floats)
-
-
-def _row_values(params: SamplingParams, vocab_size: int) -> RowValues:
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    if params.is_greedy:
-        return RowValues(1.0, 1.0, FORBIDDEN, *penalties)
-    log_min_p = math.log(params.min_p) if params.min_p > 0.0 else FORBIDDEN
-    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-    return RowValues(params.temperature, params.top_p, log_min_p, *penalties, top_k, 0.0)
 
 
 def _draw(rows: Sequence[SamplingRow | None]) -> npt.NDArray[np.float32]:
@@ -309,7 +165,8 @@ def _collect_edits(edits: PositionList, index: int, row: SamplingRow) -> None:
         return
     if params.logit_bias:
         edits.add(index, *params.bias_arrays)
-    if row.num_output_tokens < params.min_tokens:
+    # A grammar's mask has left them out already, where it can do without.
+    if row.num_output_tokens < params.min_tokens and row.grammar is None:
         forbidden = set(params.stop_token_ids)
         if not params.ignore_eos:
             forbidden.update(row.eos_token_ids)

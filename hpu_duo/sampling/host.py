@@ -12,7 +12,7 @@ from torch import Tensor
 from hpu_duo.sampling.rng import uniform, wrap_seed
 
 if TYPE_CHECKING:
-    from hpu_duo.sampling.batch import SamplingRow
+    from hpu_duo.sampling.rows import SamplingRow
 
 HostChoice = Callable[[Tensor, float], int]
 """From the logits of one row, ``[V]``, and a uniform number in (0, 1) to a token id."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu_duo.sampling.batch import FORBIDDEN
 from hpu_duo.sampling.gather import take_column
+from hpu_duo.sampling.rows import FORBIDDEN
 
 # N logit rows, V vocabulary, K reported tokens
 

@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.host import HostSampler
+from hpu_duo.sampling.structured import StructuredOutputs
 
 #: Below this temperature a request is greedy: dividing by less only overflows.
 GREEDY_TEMPERATURE = 1e-5
 
-#: Upper bound that keeps a forbidden logit (see ``batch.FORBIDDEN``) at probability zero after the division.
+#: Upper bound that keeps a forbidden logit (see ``rows.FORBIDDEN``) at probability zero after the division.
 MAX_TEMPERATURE = 1e6
 
 #: The range of the OpenAI API for ``logit_bias`` values.
@@ -65,6 +66,10 @@ class SamplingParams:
             come from a decode.
         host_sampler: makes, from the index of each sample, a ``HostSampler`` that chooses its tokens on the
             host instead of the fields above, or ends it. Slow.
+        structured_outputs: what the text must be like. Tokens that cannot lead to such a text are not
+            sampled, whatever their bias; the output ends with ``stop`` where nothing may follow, also before
+            ``min_tokens``, and is cut by ``max_tokens``, stop strings and stop tokens as any other. Reported
+            log-probabilities are the model's own.
 
     Raises:
         FieldError: a value is outside its range; the message names the field, the range and the value.
@@ -92,6 +97,7 @@ class SamplingParams:
     forced_token_ids: Sequence[int] = ()
     decoded_prompt_tokens: int = 0
     host_sampler: Callable[[int], HostSampler] | None = field(default=None, hash=False)
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -145,12 +151,16 @@ class SamplingParams:
         _check_int("decoded_prompt_tokens", self.decoded_prompt_tokens, 0)
         if self.host_sampler is not None:
             self._check_host_sampler()
+        if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
+            raise ValueError(
+                f"structured_outputs: expected StructuredOutputs or None, got {self.structured_outputs!r}"
+            )
 
     def _check_host_sampler(self) -> None:
         if not callable(self.host_sampler):
             raise FieldError("host_sampler", f"expected a callable or None, got {self.host_sampler!r}")
         # Log-probabilities belong to tokens that the device chose, and forced tokens are chosen already.
-        for name in ("logprobs", "forced_token_ids"):
+        for name in ("logprobs", "forced_token_ids", "structured_outputs"):
             if getattr(self, name) not in (None, ()):
                 raise FieldError(name, f"expected none with host_sampler, got {getattr(self, name)!r}")
 

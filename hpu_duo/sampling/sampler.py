@@ -19,9 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu_duo.sampling.batch import FORBIDDEN, RowTensors, SamplingBatch, SamplingRoute
+from hpu_duo.sampling.batch import SamplingBatch
 from hpu_duo.sampling.gather import take_column
 from hpu_duo.sampling.logprobs import TokenLogprobs, gather_logprobs
+from hpu_duo.sampling.masks import forbid
+from hpu_duo.sampling.route import SamplingRoute
+from hpu_duo.sampling.rows import FORBIDDEN, RowTensors
 
 # N logit rows, V vocabulary, K columns of a top-k selection, E edits or seen tokens
 
@@ -45,7 +48,7 @@ class SampledTokens(NamedTuple):
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-    """Sample one token per row; at most one small host-to-device copy, no device-to-host read.
+    """Sample one token per row; at most one small host-to-device copy and one of masks, no read.
 
     Args:
         logits: float32, bfloat16 or float16 [N, V], as the model gave them. Not modified.
@@ -59,32 +62,36 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         raise ValueError(f"logits: expected shape {expected}, got {tuple(logits.shape)}")
     # The array of a cached batch is read-only, which torch cannot represent, and empty.
     floats = torch.from_numpy(batch.floats) if batch.floats.size else torch.empty(0)
-    return sample_tokens(logits, floats.to(logits.device), batch.route)
+    masks = None if batch.masks is None else torch.from_numpy(batch.masks).to(logits.device)
+    return sample_tokens(logits, floats.to(logits.device), batch.route, masks)
 
 
-def sample_tokens(logits_NV: Tensor, floats: Tensor, route: SamplingRoute) -> SampledTokens:
+def sample_tokens(
+    logits_NV: Tensor, floats: Tensor, route: SamplingRoute, masks_NW: Tensor | None = None
+) -> SampledTokens:
     """The capturable part of ``sample``: tensors in, tensors out, every shape given by ``route``.
 
     Args:
         logits_NV: float [N, V].
-        floats: the array of ``SamplingBatch`` on the device of the logits.
+        floats, masks_NW: the arrays of ``SamplingBatch`` on the device of the logits.
 
     Source: top-k, Fan et al. 2018 (arXiv:1805.04833); top-p, Holtzman et al. 2020 (arXiv:1904.09751);
         min-p, Nguyen et al. 2024 (arXiv:2407.01082); repetition penalty, Keskar et al. 2019
         (arXiv:1909.05858).
     """
     scores_NV = logits_NV
-    if route.num_edits or route.has_row_values:
+    if route.num_edits or route.has_row_values or route.has_masks:
         scores_NV = logits_NV.float()
     edits, seen = _split_lists(floats[route.num_row_floats :], route)
     if route.num_edits:
         scores_NV = scores_NV + _scatter(edits, route)
     if not route.has_row_values:
-        token_ids = most_likely(scores_NV)
+        token_ids = most_likely(_masked(scores_NV, masks_NW))
     else:
         rows = _split_rows(floats[: route.num_row_floats], route)
         if route.num_seen:
             scores_NV = penalize(scores_NV, _scatter(seen, route), rows)
+        scores_NV = _masked(scores_NV, masks_NW)
         token_ids = most_likely(scores_NV)
         if route.has_random:
             kept_NV = filter_scores(scores_NV / rows.temperature[:, None], rows, route)
@@ -188,6 +195,10 @@ def _cumulative(probs_NV: Tensor) -> Tensor:
     """Running sum of probabilities in units of 2**-30, int32 [N, V]: exact in any order of summation."""
     units_NV = (probs_NV * _ONE + 0.5).to(torch.int32)
     return torch.cumsum(units_NV, dim=-1, dtype=torch.int32)
+
+
+def _masked(scores_NV: Tensor, masks_NW: Tensor | None) -> Tensor:
+    return scores_NV if masks_NW is None else forbid(scores_NV, masks_NW, FORBIDDEN)
 
 
 def _split_rows(floats: Tensor, route: SamplingRoute) -> RowTensors:

@@ -2,7 +2,7 @@
 
 The first line names the format and its version. The second line is JSON: the origin of the steps, that is the
 engine that ran them. Each step follows as a line of JSON with its small parts, and the bytes of its two
-arrays, little-endian. Nothing in the file is ever executed.
+arrays, little-endian, and of its masks if there are any. Nothing in the file is ever executed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphs import BatchShape
 from hpu_duo.engine.message import StepMessage
 from hpu_duo.sampling import SamplingBatch, SamplingRoute
 
-VERSION = 1
+VERSION = 2
 """Version of the format; others are refused."""
 
 _FORMAT = b"hpu-duo steps "
@@ -167,6 +167,7 @@ class StepRecorder:
 def _bytes(message: StepMessage, token_ids: npt.NDArray[np.int32]) -> bytes:
     sampling = message.sampling
     floats = np.zeros(0, np.float32) if sampling is None else sampling.floats
+    masks = np.zeros(0, np.int32) if sampling is None or sampling.masks is None else sampling.masks
     head = {
         "shape": str(message.shape),
         "bucket": str(message.bucket),
@@ -178,20 +179,28 @@ def _bytes(message: StepMessage, token_ids: npt.NDArray[np.int32]) -> bytes:
         "tokens": token_ids.tolist(),
         "num_ints": len(message.ints),
         "num_floats": len(floats),
+        "num_masks": masks.size,
     }
-    arrays = message.ints.astype(_INTS).tobytes() + floats.astype(_FLOATS).tobytes()
+    arrays = b"".join(
+        (
+            message.ints.astype(_INTS).tobytes(),
+            floats.astype(_FLOATS).tobytes(),
+            masks.astype(_INTS).tobytes(),
+        )
+    )
     return json.dumps(head).encode() + b"\n" + arrays
 
 
 def _step(head: bytes, file: BinaryIO) -> LoggedStep | None:
     """A step whose first line has been read; None if the file ends inside of it."""
     parts = json.loads(head)
-    sizes = [int(parts["num_ints"]), int(parts["num_floats"])]
+    sizes = [int(parts[f"num_{name}"]) for name in ("ints", "floats", "masks")]
     if min(sizes) < 0:
         raise ValueError(f"expected sizes of at least 0, got {sizes}")
-    ints, floats = (file.read(4 * size) for size in sizes)
-    if len(ints) < 4 * sizes[0] or len(floats) < 4 * sizes[1]:
+    arrays = [file.read(4 * size) for size in sizes]
+    if any(len(array) < 4 * size for array, size in zip(arrays, sizes)):
         return None
+    ints, floats, masks = arrays
     route = parts["route"]
     message = StepMessage(
         BatchShape.parse(parts["shape"]),
@@ -199,13 +208,20 @@ def _step(head: bytes, file: BinaryIO) -> LoggedStep | None:
         np.frombuffer(ints, _INTS).astype(np.int32),
         int(parts["block_copies"]),
         int(parts["row_copies"]),
-        None
-        if route is None
-        else SamplingBatch(SamplingRoute(**route), np.frombuffer(floats, _FLOATS).astype(np.float32)),
+        None if route is None else _sampling(SamplingRoute(**route), floats, masks),
         np.array(parts["sampled"], np.int32),
         tuple(map(int, parts["hosted"])),
     )
     return LoggedStep(message, np.array(parts["tokens"], np.int32))
+
+
+def _sampling(route: SamplingRoute, floats: bytes, masks: bytes) -> SamplingBatch:
+    words = np.frombuffer(masks, _INTS).astype(np.int32)
+    return SamplingBatch(
+        route,
+        np.frombuffer(floats, _FLOATS).astype(np.float32),
+        words.reshape(route.num_rows, -1) if route.has_masks else None,
+    )
 
 
 def _line(file: BinaryIO) -> bytes:

@@ -74,7 +74,7 @@ def test_plainly_greedy_rows_keep_the_shortest_route() -> None:
     assert SamplingBatch.build(rows, V, is_static=True).route == SamplingRoute(2, V)
 
 
-@pytest.mark.parametrize(("num_rows", "max_len", "most"), [(1, 40, 3), (256, 131072, 13)])
+@pytest.mark.parametrize(("num_rows", "max_len", "most"), [(1, 40, 4), (256, 131072, 14)])
 def test_the_number_of_routes_grows_with_the_logarithm_of_the_tokens(
     num_rows: int, max_len: int, most: int
 ) -> None:

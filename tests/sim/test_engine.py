@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from graphs import BatchShape
 from hpu_duo import HeadPattern, HPUDuoModel, sim
 from hpu_duo.request import FinishReason
-from hpu_duo.sampling import SamplingParams, static_routes
+from hpu_duo.sampling import SamplingParams, StructuredOutputs, static_routes
 from hpu_duo.sim import HpuRuleViolation
-from tests.engine.tiny import PATTERN, Tiny, tokens_of
+from tests.engine.tiny import PATTERN, Tiny, make_tiny, tokens_of
 from tests.modeling.families import (
     BASE,
     FAMILIES,
@@ -130,6 +130,33 @@ def test_a_step_copies_once_and_once_more_to_sample(tiny: Tiny, name: str) -> No
     served = tiny.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
     assert _copies(served, prompts_of([5]), [params]) == [num_copies] * 6
     assert _copies(served, prompts_of([5, 7]), [params, COPIES["plain greedy"][0]]) == [num_copies] * 6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_grammars_cost_one_more_copy_and_nothing_new_after_warm_up(
+    tmp_path: Path, temperature: float
+) -> None:
+    ending = make_tiny(tmp_path, {2: "<eos>"})
+    GenerationConfig(pad_token_id=0, eos_token_id=2).save_pretrained(tmp_path)
+    prompts = prompts_of([5, 12, 30], seed=4)
+    wanted = StructuredOutputs(regex="[A-Z]{2}-[0-9]{1,4}( [a-z]+)?!")
+    common: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 12}
+    params = [
+        SamplingParams(structured_outputs=wanted, **common),
+        SamplingParams(structured_outputs=wanted, logprobs=2, repetition_penalty=1.3, n=2, **common),
+        SamplingParams(**common),
+    ]
+    served = ending.load(device="hpu-sim", pattern=PATTERN, **LIMITS)
+    served.warmup()
+    with sim.watch() as seen:
+        done = served.engine.generate(prompts, params)
+    report = seen.report()
+    assert not report.excused
+    assert (report.new_graphs, report.new_recipes) == (0, 0)
+    assert report.max_reads == 1
+    assert max(step.h2d_copies for step in report.steps) == 3
+    on_cpu = ending.load(device="cpu", pattern=PATTERN, buckets=served.engine.runner.graphs.table, **LIMITS)
+    assert tokens_of(done) == tokens_of(on_cpu.engine.generate(prompts, params))
 
 
 @pytest.mark.parametrize("name", ["plain greedy", "penalised"])

@@ -19,15 +19,16 @@ from tests.modeling.families import prompts_of
 
 def message(number: int) -> StepMessage:
     shape = BatchShape.parse(f"--u/q{number + 1}/s0/u7/l3")
-    route = SamplingRoute(3, 100, has_random=True, num_edits=16)
+    route = SamplingRoute(3, 100, has_random=True, num_edits=16, has_masks=number == 3)
     floats = np.linspace(-1, 1, route.num_floats, dtype=np.float32)
+    masks = np.arange(12, dtype=np.int32).reshape(3, 4) - 7 if route.has_masks else None
     return StepMessage(
         shape,
         shape,
         np.arange(10 * number, dtype=np.int32) - 5,
         number,
         2 * number,
-        SamplingBatch(route, floats) if number % 2 else None,
+        SamplingBatch(route, floats, masks) if number % 2 else None,
         np.arange(number % 3, dtype=np.int32),
         (1,) if number % 3 == 2 else (),
     )
@@ -61,6 +62,9 @@ def assert_equal(log: StepLog, num_steps: int) -> None:
         if got.sampling is not None and expected.sampling is not None:
             assert got.sampling.route == expected.sampling.route
             assert np.array_equal(got.sampling.floats, expected.sampling.floats)
+            assert (got.sampling.masks is None) == (expected.sampling.masks is None) == (number != 3)
+            if got.sampling.masks is not None:
+                assert got.sampling.masks.tolist() == expected.sampling.masks.tolist()
 
 
 def test_what_is_written_is_read_as_often_as_asked(path: Path) -> None:
@@ -87,9 +91,9 @@ def test_a_file_cut_anywhere_gives_the_steps_before_the_cut(path: Path) -> None:
     [
         (b"", "got something else"),
         (b'{"shape": "c--/q1/s0/u0/l1", "count": 1}\n', "got something else"),
-        (b"hpu-duo steps 2\n{}\n", "expected recorded steps of version 1 in .*, got version 2"),
-        (b"hpu-duo steps 1\n", "got no step"),
-        (b"hpu-duo steps 1\n[]\n", "got no description"),
+        (b"hpu-duo steps 1\n{}\n", "expected recorded steps of version 2 in .*, got version 1"),
+        (b"hpu-duo steps 2\n", "got no step"),
+        (b"hpu-duo steps 2\n[]\n", "got no description"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, data: bytes, problem: str) -> None:

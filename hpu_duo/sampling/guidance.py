@@ -1,0 +1,151 @@
+"""Grammars compiled against a vocabulary, and which tokens they allow next; by llguidance.
+
+Mask of a step: int32 ``[W]`` with ``W = ceil(V / 32)``; bit ``t % 32`` of word ``t // 32`` is token ``t``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from hpu_duo.sampling.structured import StructuredOutputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MOST_KEPT = 256
+_LONGEST_MESSAGE = 300
+
+# One blank, or a new line and its indentation: a model that likes blanks could write them without end.
+_WHITESPACE = r"( |\n[ \t]{0,40})?"
+
+
+class GrammarState:
+    """The state of one output in its grammar; a function of the tokens accepted so far.
+
+    Args:
+        matcher: at the beginning; nobody else may use it.
+        field: of ``StructuredOutputs``, for messages.
+    """
+
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self._matcher, self._field = matcher, field
+
+    def write_allowed(self, words: npt.NDArray[np.int32]) -> None:
+        """Write the mask of the next token, int32 ``[W]``, contiguous. Once complete, only EOS is allowed.
+
+        Raises:
+            ValueError: the grammar is too large to go on with, or an earlier error.
+        """
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+
+    def accept(self, token: int) -> None:
+        """Go on by a token.
+
+        Raises:
+            ValueError: the token is not allowed here, or an earlier error.
+        """
+        self._matcher.consume_token(token)
+        self._check()
+
+    def num_accepted_of(self, tokens: Sequence[int]) -> int:
+        """Count the leading tokens that could be accepted one after the other; nothing changes."""
+        return self._matcher.validate_tokens(list(tokens))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but EOS may follow."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"structured_outputs.{self._field}: {_sentence(self._matcher.get_error())}")
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary; any thread may ask.
+
+    Args:
+        tokenizer: whose tokens spell texts; a fast one, of bytes or with byte fallback.
+        vocab_size: V, the width of the logits; ids without a token are never allowed.
+        eos_token_ids: tokens that end a text, at least one.
+
+    Raises:
+        ValueError: llguidance cannot read the tokenizer, or there is no EOS.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        eos = sorted(eos_token_ids) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+        if not eos:
+            raise ValueError("structured_outputs: expected a model with an end-of-text token")
+        try:
+            self._tokenizer: LLTokenizer = from_tokenizer(cast(Any, tokenizer), vocab_size, eos)
+        except Exception as error:  # the library raises whatever went wrong in reading
+            raise ValueError(
+                f"structured_outputs: expected a tokenizer of bytes that llguidance reads: {error}"
+            ) from error
+        self._lock = threading.Lock()
+        self._matchers: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+
+    def start(self, wanted: StructuredOutputs) -> GrammarState:
+        """Return the state before the first token; compiled once, and again if others came in between.
+
+        Raises:
+            ValueError: it cannot be compiled; the message names the field and says why.
+        """
+        with self._lock:
+            matcher = self._matchers.get(wanted)
+        if matcher is None:
+            matcher = self._compile(wanted)
+        with self._lock:
+            self._matchers[wanted] = matcher
+            self._matchers.move_to_end(wanted)
+            while len(self._matchers) > _MOST_KEPT:
+                self._matchers.popitem(last=False)
+            return GrammarState(matcher.deep_copy(), wanted.field)
+
+    def _compile(self, wanted: StructuredOutputs) -> LLMatcher:
+        grammar = _grammar_of(wanted)
+        is_bad, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+        # A keyword of a schema that has no effect would give outputs that do not keep to it.
+        if is_bad or messages:
+            raise ValueError(f"structured_outputs.{wanted.field}: {_sentence('; '.join(messages))}")
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs.{wanted.field}: {_sentence(matcher.get_error())}")
+        return matcher
+
+
+def _grammar_of(wanted: StructuredOutputs) -> str:
+    match wanted.field:
+        case "json" | "json_object":
+            schema = wanted.json if wanted.json_object is False else '{"type": "object"}'
+            return LLMatcher.grammar_from_json_schema(
+                str(schema), defaults={"whitespace_pattern": _WHITESPACE}
+            )
+        case "regex":
+            return LLMatcher.grammar_from_regex(str(wanted.regex))
+        case "choice":
+            assert wanted.choice is not None
+            return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, wanted.choice))}")
+        case _:
+            return LLMatcher.grammar_from_lark(str(wanted.grammar))
+
+
+def _sentence(message: str) -> str:
+    """Bring an error into one line, without drawings of where it is and the state of the parser."""
+    lines = [line.strip() for line in message.partition("<state>")[0].splitlines()]
+    kept = [line for line in lines if line.strip("^ ") and not re.match(r"\d+ \|", line)]
+    return " ".join(kept)[:_LONGEST_MESSAGE] or "the grammar cannot be used"
