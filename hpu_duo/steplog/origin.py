@@ -65,8 +65,10 @@ def fingerprint_of(engine: Engine, model: str | Path) -> dict[str, Any]:
     """Collect all that a message relies on: weights, heads, dtype, kernels, capture, layout of the stores."""
     runner = engine.runner
     layouts = {
-        f"layout.layer_{number}": ", ".join(str(list(units.layout)) for units in cache)
-        for number, cache in enumerate(runner.store.layers)
+        f"layout.layer_{number}": ", ".join(
+            f"{group.kind.name} {list(units.layout)}" for group, units in zip(layer.groups, cache)
+        )
+        for number, (layer, cache) in enumerate(zip(runner.store.plan.layers, runner.store.layers))
     }
     return {
         "checkpoint": model_fingerprint(Path(model)),

@@ -126,7 +126,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _attention_text(spec: LayerSpec) -> str:
     softmax = "" if spec.softmax is Softmax.EXACT else f", {spec.softmax.value} softmax"
     softcap = "" if spec.softcap is None else f", softcap {spec.softcap:g}"
+    streaming = [group for group in spec.groups if group.kind.reach is not None]
+    counts = "+".join(str(group.num_heads) for group in streaming) or "0"
+    seen = "".join(f", {group.kind.describe()}" for group in streaming)
     return (
-        f"{spec.impl.value}: heads {' and '.join(map(str, spec.groups))}, x {spec.group_size} queries x "
-        f"{spec.head_dim}, scale {spec.scale:.6g}{softcap}{softmax}"
+        f"{spec.impl.value}: {spec.num_retrieval} retrieval and {counts} streaming heads x "
+        f"{spec.group_size} queries x {spec.head_dim}, scale {spec.scale:.6g}{seen}{softcap}{softmax}"
     )

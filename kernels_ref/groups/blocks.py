@@ -57,7 +57,7 @@ class Blocks(GroupKind):
         return None
 
     def describe(self) -> str:
-        """Return an empty text: the kind has no numbers."""
+        """Return an empty text: a token sees all tokens."""
         return ""
 
     def num_slots(self, block_size: int) -> int:

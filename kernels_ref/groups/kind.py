@@ -79,7 +79,7 @@ class GroupKind(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Describe its numbers in words; empty without any."""
+        """Describe the visibility; empty for all tokens, and distinct for kinds of distinct visibility."""
 
     @abstractmethod
     def num_slots(self, block_size: int) -> int:
@@ -152,7 +152,3 @@ class HeadGroup:
     def __post_init__(self) -> None:
         if self.num_heads < 1:
             raise ValueError(f"expected a group of 1 head or more, got {self.num_heads}")
-
-    def __str__(self) -> str:
-        numbers = self.kind.describe()
-        return f"{self.num_heads} in {self.kind.name}{f' ({numbers})' if numbers else ''}"

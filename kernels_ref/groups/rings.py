@@ -78,9 +78,8 @@ class Rings(GroupKind):
         return self.window.size
 
     def describe(self) -> str:
-        """Describe the window, and the slack if there is any."""
-        slack = f", slack {self.slack}" if self.slack else ""
-        return f"{self.window.sink} first and {self.window.recent} newest tokens{slack}"
+        """Describe the window."""
+        return f"sink {self.window.sink}, recent {self.window.recent}"
 
     def num_slots(self, block_size: int) -> int:
         """Return the slots of the window and of the slack."""

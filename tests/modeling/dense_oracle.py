@@ -54,10 +54,15 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
-@torch.inference_mode()
 def oracle_logits(model: Any, pattern: HeadPattern, tokens: Sequence[int]) -> torch.Tensor:
     """Logits after each token of one text, float ``[len(tokens), V]``, with heads masked by the pattern."""
     masks = [head_masks(pattern, layer, len(tokens)) for layer in range(pattern.num_layers)]
+    return masked_logits(model, masks, tokens)
+
+
+@torch.inference_mode()
+def masked_logits(model: Any, masks: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
+    """The same with masks as given, of each layer, bool ``[K, len(tokens), len(tokens)]``."""
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:

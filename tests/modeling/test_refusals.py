@@ -19,12 +19,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from bias_builders import Window
 from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.attention import NAME, Probe
 from hpu_duo.modeling.loading import load_model, read_config
 from hpu_duo.modeling.probe import probe
 from hpu_duo.modeling.trial import try_flat_batch
 from hpu_duo.modeling.visibility import look_through, read_window
+from kernels_ref import Blocks, Rings
 from tests.modeling.driving import teacher_forced
 from tests.modeling.families import BASE, BLOCK, IS_5, WINDOW, is_known, make_config, prompts_of, save_random
 
@@ -167,7 +169,9 @@ def test_the_window_is_what_is_masked_whatever_the_configuration_says(
 ) -> None:
     model = save_random(make_sliding(), tmp_path)
     served = HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
-    assert {spec.window and spec.window.recent for spec in served.engine.runner.model.specs} == {window}
+    assert {group.kind for spec in served.engine.runner.model.specs for group in spec.groups} == {
+        Rings(Window(0, window)) if window else Blocks()
+    }
     prompt = prompts_of([30])[0]
     new = served.generate([prompt], max_new_tokens=10)[0, 30:].tolist()
     assert new == teacher_forced(model, prompt, new).argmax(dim=-1).tolist()
