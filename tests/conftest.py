@@ -6,8 +6,13 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 HAS_GPU = torch.cuda.is_available()
+
+# The time that an example takes says more of the load of a machine than of the code.
+settings.register_profile("hpu-duo", deadline=None)
+settings.load_profile("hpu-duo")
 
 if not HAS_GPU:
     # Triton reads this when it is imported, which any test may cause. This file is run before all of them,

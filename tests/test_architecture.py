@@ -36,7 +36,6 @@ TORCH_INTERNALS = (
     "hpu_duo.audit.fake_tensors",
     "hpu_duo.modeling.packed_linear",
     "hpu_duo.rules.operators",
-    "hpu_duo.selftest.operators",
     "hpu_duo.sim.tensor",
     "kernels_ref.sdpa.prefill",
     "kernels_ref.x86.library",

@@ -103,6 +103,7 @@ def _most_important(scores_LK: np.ndarray, count: int) -> np.ndarray:
 def test_the_directory_is_small_enough_to_ship() -> None:
     files = [path for path in MODEL_DIR.iterdir() if path.is_file()]
     assert {path.name for path in files} == {
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "model.safetensors",

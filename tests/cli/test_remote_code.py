@@ -53,8 +53,13 @@ NEEDED = {
     ("eval", "perplexity"): (),
     ("doctor",): (),
     ("replay",): ("{tmp}/steps",),
+    ("selftest",): ("--output", "{tmp}/report"),
+    ("serve",): (),
 }
 """Further arguments of each command that takes a model."""
+
+NAMES_NO_CHECKPOINT = [("bench", "serve")]
+"""There ``--model`` is what a server calls its model."""
 
 READ_NO_TOKENIZER = [("capacity",), ("plan",), ("audit",), ("pattern", "show")]
 
@@ -111,7 +116,7 @@ def arguments(command: tuple[str, ...], model: Path, tmp_path: Path, pattern: Pa
 
 
 def test_every_command_that_takes_a_model_is_tried_here() -> None:
-    assert set(commands_with_a_model()) == set(NEEDED)
+    assert set(commands_with_a_model()) == {*NEEDED, *NAMES_NO_CHECKPOINT}
 
 
 @pytest.mark.parametrize("command", NEEDED, ids=" ".join)

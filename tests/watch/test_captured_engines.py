@@ -205,7 +205,7 @@ def test_an_object_that_is_no_backend_is_refused(tiny: Tiny) -> None:
         def capture(self) -> None: ...
 
     with pytest.raises(
-        ValueError, match="expected graphs to be auto, eager, replay, compile, cuda, hpu-compile"
+        ValueError, match="expected graphs to be default, auto, eager, replay, compile, cuda, hpu-compile"
     ):
         tiny.load(device="cpu", graphs=Half())
 

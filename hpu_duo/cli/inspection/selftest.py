@@ -48,11 +48,15 @@ def selftest(
         from hpu_duo.builtin import MODEL_DIR
         from hpu_duo.cost import find_hardware
         from hpu_duo.device import usable_name
+        from hpu_duo.modeling.loading import load_tokenizer, read_config
         from hpu_duo.selftest.selftest import run_selftest
         from hpu_duo.selftest.subject import Subject
 
         if hardware is not None:
             find_hardware(hardware)
+        if model is not None:  # refused before minutes have passed
+            read_config(model)
+            load_tokenizer(model)
         # A device that is named and not usable stays: the report has to say why.
         name = usable_name(device) if device == "auto" else device
         subject = Subject(name, model or MODEL_DIR, hardware, cards)
