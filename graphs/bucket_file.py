@@ -1,6 +1,7 @@
 """Tables in files: our own, one shape a line, and the bucket file of vllm-gaudi.
 
-**Ours.** ``csu/q2048/s64/u512/l32`` a line; ``#`` begins a comment.
+**Ours.** ``csu/q2048/s64/u512/l32`` a line; ``#`` begins a comment. A comment ``padding: 0.064 by StepCost``
+is the padding that the table was planned for.
 
 **vllm-gaudi's** (``VLLM_BUCKETING_FROM_FILE``). ``(batch, query_len, num_context_blocks)`` a line, where each
 entry is an integer, a list of integers or a ``range``, and stands for every combination. ``query_len`` 1 is a
@@ -26,12 +27,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from graphs.atomic_file import replace_file
 from graphs.cost import CostFunction
+from graphs.promise import Promise
 from graphs.shape import LARGEST_SIZE, BatchShape, Phase
 from graphs.table import BucketTable
 
@@ -88,12 +91,15 @@ def read_table(path: str | Path, cost: CostFunction | None = None) -> BucketTabl
             shapes.append(str(BatchShape.parse(text)))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-    return BucketTable.from_strings(shapes, cost)
+    return replace(BucketTable.from_strings(shapes, cost), promise=_promise(path))
 
 
-def write_table(path: str | Path, buckets: Iterable[BatchShape], comment: str = "") -> None:
-    """Write a table, one shape a line below the comment."""
-    heading = [f"# {line}".rstrip() for line in comment.splitlines()]
+def write_table(
+    path: str | Path, buckets: Iterable[BatchShape], comment: str = "", promise: Promise | None = None
+) -> None:
+    """Write a table, one shape a line below the comment and what was promised."""
+    lines = [*comment.splitlines(), *([] if promise is None else [str(promise)])]
+    heading = [f"# {line}".rstrip() for line in lines]
     replace_file(path, "\n".join([*heading, *map(str, buckets)]) + "\n")
 
 
@@ -116,13 +122,28 @@ def _gaudi_buckets(path: str | Path, lines: list[tuple[int, str]]) -> tuple[Gaud
     return tuple(found)
 
 
-def _entries(path: str | Path) -> Iterator[tuple[int, str]]:
+def _promise(path: str | Path) -> Promise | None:
+    """The first promise in the comments."""
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            promise = Promise.find(line.partition("#")[2])
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        if promise is not None:
+            return promise
+    return None
+
+
+def _lines(path: str | Path) -> list[str]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"cannot read buckets from {path}: {reason}") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+
+
+def _entries(path: str | Path) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(_lines(path), start=1):
         entry = line.split("#", 1)[0].strip()
         if entry:
             yield number, entry

@@ -11,12 +11,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from graphs.atomic_file import replace_file
 from graphs.cost import CostFunction
+from graphs.promise import Promise
 from graphs.shape import BatchShape
 from graphs.table import BucketTable
 
@@ -55,11 +56,13 @@ class Manifest:
         configuration: everything that shapes a graph, by name.
         versions: of the software that measured.
         graphs: the buckets of the table, each once; those that have been captured have costs.
+        promise: padding that the table was planned for, if anything is known of that.
     """
 
     configuration: Configuration
     versions: Mapping[str, str]
     graphs: tuple[GraphRecord, ...]
+    promise: Promise | None = None
     _by_shape: dict[BatchShape, GraphRecord] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +86,8 @@ class Manifest:
 
     def table(self, cost: CostFunction | None = None) -> BucketTable:
         """The buckets; ``cost`` as for ``BucketTable.from_strings``."""
-        return BucketTable.from_strings((str(record.shape) for record in self.graphs), cost)
+        table = BucketTable.from_strings((str(record.shape) for record in self.graphs), cost)
+        return replace(table, promise=self.promise)
 
     def record_of(self, shape: BatchShape) -> GraphRecord | None:
         """Return the record of a bucket; None for one that is not in the table."""
@@ -139,6 +143,7 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
         "versions": dict(manifest.versions),
         "configuration": dict(manifest.configuration),
         "phases": manifest.phases,
+        "promise": None if manifest.promise is None else str(manifest.promise),
         "graphs": [
             {"shape": str(record.shape), "seconds": record.seconds, "bytes": record.num_bytes}
             for record in manifest.graphs
@@ -212,7 +217,14 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     _expect(bool(records), "graphs", "at least one", "none")
     repeated = [shape for shape, count in Counter(record.shape for record in records).items() if count > 1]
     _expect(not repeated, "graphs", "each shape once", ", ".join(map(str, repeated)))
-    return Manifest(fields["configuration"], fields["versions"], records)
+    return Manifest(fields["configuration"], fields["versions"], records, _promise(fields.get("promise")))
+
+
+def _promise(text: Any) -> Promise | None:
+    """The promise of a table; manifests of older versions have none."""
+    found = Promise.find(text) if isinstance(text, str) else None
+    _expect(text is None or found is not None, "promise", 'a text such as "padding: 0.1 by StepCost"', text)
+    return found
 
 
 def _record(name: str, item: Any) -> GraphRecord:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from graphs.atomic_file import replace_file
 from graphs.shape import BatchShape
 
 _UNBELIEVABLE = 1 << 62
@@ -79,6 +80,15 @@ class ShapeRecorder:
         tail = os.pread(self._file, 4096, max(0, size - 4096))
         if tail and not tail.endswith(b"\n"):
             os.ftruncate(self._file, size - len(tail) + tail.rfind(b"\n") + 1)
+
+
+def write_shapes(path: str | Path, counts: Mapping[BatchShape, int]) -> None:
+    """Write a recording in one piece, a line for each shape.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    replace_file(path, b"".join(_line(shape, count) for shape, count in counts.items()).decode())
 
 
 def read_shapes(*paths: str | Path) -> dict[BatchShape, int]:

@@ -1,7 +1,7 @@
 """The table of buckets, and the search for the bucket of a step."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
 
@@ -10,6 +10,7 @@ import numpy as np
 from graphs.cost import CostFunction, StepCost
 from graphs.exponential import ExponentialRule
 from graphs.limits import StepLimits
+from graphs.promise import Promise
 from graphs.shape import BatchShape
 
 _NUM_NEAREST = 3
@@ -36,10 +37,12 @@ class BucketTable:
     Args:
         buckets: in any order, repeats allowed; kept sorted and unique.
         cost: ranks the buckets that hold a shape; ties go to the smaller bucket.
+        promise: padding that it was planned for; None where nothing is known of that.
     """
 
     buckets: tuple[BatchShape, ...]
     cost: CostFunction = field(default_factory=StepCost)
+    promise: Promise | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(sorted(set(self.buckets))))
@@ -90,7 +93,7 @@ class BucketTable:
 
     def with_buckets(self, shapes: Iterable[BatchShape]) -> "BucketTable":
         """This table plus ``shapes``."""
-        return BucketTable((*self.buckets, *shapes), self.cost)
+        return replace(self, buckets=(*self.buckets, *shapes))
 
     @cached_property
     def by_cost(self) -> tuple[BatchShape, ...]:

@@ -1,6 +1,6 @@
 """The choice of buckets for a budget and for traffic, and a comparison with other strategies."""
 
-from graphs.planner.evaluation import PaddingReport, evaluate
+from graphs.planner.evaluation import PaddingReport, evaluate, mean_padding
 from graphs.planner.plan import ASSUMED, FINE, RECORDED, GraphBudget, or_default, plan_table
 from graphs.planner.search import Resolution
 from graphs.planner.strategies import Grid, exponential, linear, padding_aware, upstream_unified
@@ -19,6 +19,7 @@ __all__ = [
     "evaluate",
     "exponential",
     "linear",
+    "mean_padding",
     "or_default",
     "padding_aware",
     "plan_table",

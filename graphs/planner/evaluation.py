@@ -23,6 +23,7 @@ from graphs.planner.levels import (
 from graphs.planner.strategies import Grid
 from graphs.planner.traffic import Traffic
 from graphs.shape import BatchShape, Phase
+from graphs.table import BucketTable
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,17 @@ class PaddingReport:
     worst_reachable: float
     missed: float
     holds_all: bool
+
+
+def mean_padding(table: BucketTable, traffic: Traffic) -> float:
+    """The mean cost of steps padded to a table over that of exact ones, minus 1; missed steps left out."""
+    exact, buckets = to_levels(traffic), to_levels(table.buckets)
+    weight = np.array(list(traffic.values()), dtype=np.float64)
+    prices = price(table.cost, buckets)
+    found = cheapest(buckets, prices, exact)
+    is_held = found >= 0
+    own = (weight * price(table.cost, exact))[is_held].sum()
+    return float((weight * prices[found])[is_held].sum() / own - 1) if own else 0.0
 
 
 def evaluate(

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.interrupts import Deferral, interrupts_deferred
+from graphs.recording import write_shapes
 from hpu_duo.engine.intake import Intake, Prompt
 from hpu_duo.engine.outputs import (
     Completion,
@@ -83,7 +85,9 @@ class Engine(Uncopied):
     @recorder.setter
     def recorder(self, recorder: ShapeRecorder | None) -> None:
         """Record shapes there from now on."""
-        self._stepper.telemetry.recorder = recorder
+        telemetry = self._stepper.telemetry
+        telemetry.recorder = recorder
+        telemetry.shapes.recording = None if recorder is None else recorder.path
 
     @property
     def step_recorder(self) -> StepSink | None:
@@ -331,8 +335,24 @@ class Engine(Uncopied):
     def stats(self) -> EngineStats:
         """Return a snapshot of counts and memory."""
         with interrupts_deferred(), self._turns:
-            counters = self._stepper.telemetry.counters
-            return EngineStats.of(counters, self.scheduler, self.runner, self.pattern, self.notes)
+            return EngineStats.of(
+                self._stepper.telemetry, self.scheduler, self.runner, self.pattern, self.notes
+            )
+
+    def write_shapes(self, path: str | Path) -> None:
+        """Write a sample of the shapes of all steps so far, to plan a bucket table from.
+
+        Raises:
+            ValueError: there was no step, or the file cannot be written.
+        """
+        with interrupts_deferred(), self._turns:
+            counts = self._stepper.telemetry.shapes.reservoir.counts()
+        if not counts:
+            raise ValueError("expected shapes of steps to write, and there was no step")
+        try:
+            write_shapes(path, counts)
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
     def _has_rows(self, wanted: int | None) -> bool:
         """Whether ``wanted`` more samples find rows now; True if there are no others, and for None."""

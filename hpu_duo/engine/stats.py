@@ -11,7 +11,9 @@ from hpu_duo.engine.resolved import Resolved
 if TYPE_CHECKING:
     from hpu_duo.engine.runner import Runner, StepResult
     from hpu_duo.engine.scheduler import Scheduler
+    from hpu_duo.engine.shape_watch import Drift
     from hpu_duo.engine.step_plan import StepPlan
+    from hpu_duo.engine.telemetry import Telemetry
     from hpu_duo.heads import HeadPattern
     from hpu_duo.kv.leases import KVLeases
     from hpu_duo.kv.plan import MemoryPlan
@@ -42,6 +44,7 @@ class EngineStats:
         bytes_copied: bytes of step messages, copied to the device.
         notes: what a user should know of how the model was loaded.
         resolved: what the engine runs with; see there.
+        drift: padding far beyond what the bucket table promises, once there was; else None.
     """
 
     steps: dict[str, int]
@@ -71,17 +74,19 @@ class EngineStats:
     bytes_copied: int
     resolved: Resolved
     notes: tuple[str, ...] = ()
+    drift: Drift | None = None
 
     @classmethod
     def of(
         cls,
-        counters: StepCounters,
+        telemetry: Telemetry,
         scheduler: Scheduler,
         runner: Runner,
         pattern: HeadPattern | None,
         notes: tuple[str, ...] = (),
     ) -> EngineStats:
         """Collect the counters, and what is held now."""
+        counters = telemetry.counters
         leases, memory, graphs = scheduler.leases, runner.store.plan, runner.graphs.counters
         return cls(
             steps=dict(counters.steps),
@@ -111,6 +116,7 @@ class EngineStats:
             bytes_copied=runner.executor.bytes_copied,
             resolved=Resolved.of(runner, scheduler, pattern),
             notes=notes,
+            drift=telemetry.shapes.drift,
         )
 
     @property

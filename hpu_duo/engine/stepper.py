@@ -13,6 +13,7 @@ from hpu_duo.engine.live_samples import LiveSamples
 from hpu_duo.engine.outputs import TokenLogprob, logprobs_of
 from hpu_duo.engine.runner import Runner, StepResult
 from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.shape_watch import Replanning, ShapeWatch
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
 from hpu_duo.engine.suspects import Suspects
 from hpu_duo.engine.telemetry import Telemetry
@@ -36,7 +37,9 @@ class Stepper:
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
-        self.samples, self.deliveries, self.telemetry = LiveSamples(), Deliveries(), Telemetry()
+        self.samples, self.deliveries = LiveSamples(), Deliveries()
+        replanning = Replanning(runner.model.model.name_or_path or "DIR", scheduler.limits)
+        self.telemetry = Telemetry(ShapeWatch(lambda: runner.graphs.table, replanning))
         self._runner, self._scheduler = runner, scheduler
         self._suspects = Suspects()
         self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from graphs.recording import ShapeRecorder
     from hpu_duo.engine.message import StepMessage
     from hpu_duo.engine.runner import StepResult
+    from hpu_duo.engine.shape_watch import ShapeWatch
     from hpu_duo.engine.step_plan import StepPlan
     from hpu_duo.kv.leases import KVLeases
     from hpu_duo.kv.plan import MemoryPlan
@@ -36,12 +37,13 @@ class Telemetry:
 
     Attributes:
         counters: running totals.
+        shapes: a sample of the shapes of steps, and what they pad.
         recorder: takes the exact shape of every step; None records nothing.
         step_recorder: takes every step; None records nothing.
     """
 
-    def __init__(self) -> None:
-        self.counters = StepCounters()
+    def __init__(self, shapes: ShapeWatch) -> None:
+        self.counters, self.shapes = StepCounters(), shapes
         self.recorder: ShapeRecorder | None = None
         self.step_recorder: StepSink | None = None
 
@@ -51,6 +53,7 @@ class Telemetry:
         Errors, of a full disk say, are counted, and the first one is logged.
         """
         is_noted = self._try(lambda: self.counters.count(plan, result, leases, memory))
+        is_noted &= self._try(partial(self.shapes.add, result.shape, result.bucket))
         if self.recorder is not None:
             is_noted &= self._try(partial(self.recorder.add, result.shape))
         if self.step_recorder is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class StepTables:
         check_table(given, limits)
         if self.config.graph.own_cost:
             return given
-        return BucketTable(given.buckets, model_cost(limits, self._specs, self._text_config))
+        return replace(given, cost=model_cost(limits, self._specs, self._text_config))
 
     def geometry(self, memory: MemoryPlan) -> StepGeometry:
         """The sizes of the stores that steps point into."""

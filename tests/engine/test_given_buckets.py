@@ -9,6 +9,9 @@ import pytest
 from graphs import BucketTable, SkippingCost, StepCost
 from graphs.backends.compile import CompileBackend
 from graphs.bucket_file import write_table
+from graphs.promise import Promise
+from graphs.recording import read_shapes
+from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny
 
 TABLE = BucketTable.from_strings(["csu/q16/s64/u64/l4", "csu/q8/s64/u64/l4"])
@@ -39,6 +42,33 @@ def test_a_manifest_gives_buckets_without_a_cost(tiny: Tiny, tmp_path: Path) -> 
     table = tiny.load(**options, buckets=tmp_path / "warm.json").engine.runner.graphs.table
     assert table.buckets == first.engine.runner.graphs.table.buckets
     assert table.cost == tiny.load(**options).engine.runner.graphs.table.cost != StepCost(block_size=8)
+
+
+def test_an_engine_tells_when_its_steps_pad_far_more_than_its_table_promises(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpu_duo.engine.shape_watch.WINDOW", 8)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    table = tmp_path / "buckets.txt"
+    write_table(table, TABLE, promise=Promise(0.01, "SkippingCost"))
+    served = tiny.load(
+        attention="sdpa", num_blocks=64, buckets=table, graphs=CompileBackend(compiler="eager")
+    )
+    assert served.stats().drift is None
+    served.engine.generate([[1, 2, 3]], SamplingParams(max_tokens=10, ignore_eos=True))
+    drift = served.stats().drift
+    assert drift is not None
+    assert drift.promised == 0.01 < drift.seen
+    assert f"--model {tiny.path} " in drift.command
+    (recorded,) = tmp_path.glob("hpu-duo-shapes-*.jsonl")
+    assert sum(read_shapes(recorded).values()) == 8
+    served.engine.write_shapes(tmp_path / "all.jsonl")
+    assert sum(read_shapes(tmp_path / "all.jsonl").values()) == served.stats().num_steps == 10
+
+
+def test_shapes_of_no_step_are_not_written(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there was no step"):
+        tiny.load().engine.write_shapes(tmp_path / "none.jsonl")
 
 
 def test_a_table_with_a_cost_of_its_own_keeps_it(tiny: Tiny) -> None:

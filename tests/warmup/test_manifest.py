@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import BatchShape
+from graphs import BatchShape, StepCost
 from graphs.bucket_file import write_table
 from graphs.manifest import GraphRecord, Manifest, is_manifest, read_manifest, write_manifest
+from graphs.promise import Promise
 
 VERSIONS = {"torch": "2.13.0", "python": "3.11.7"}
 CONFIGURATION = {"model.hidden_size": 32, "dtype": "float32", "limits.num_blocks": 48, "model.rope": None}
@@ -68,6 +70,18 @@ def test_what_is_written_is_read_back(
     assert read == manifest
     assert is_manifest(path)
     read.check(configuration, {})
+
+
+def test_the_padding_that_a_table_was_planned_for_is_kept(path: Path) -> None:
+    promise = Promise.by(StepCost(), 0.125)
+    write_manifest(path, replace(MANIFEST, promise=promise))
+    assert read_manifest(path).table().promise == promise
+    fields = json.loads(path.read_text())
+    del fields["promise"]
+    path.write_text(json.dumps(fields))
+    assert read_manifest(path).table().promise is None
+    with pytest.raises(ValueError, match="expected promise to be a text such as"):
+        read_manifest(changed(path, promise="little"))
 
 
 def test_the_file_says_what_a_reader_looks_for(path: Path) -> None:

@@ -20,6 +20,7 @@ from graphs.planner import (
     padding_aware,
     upstream_unified,
 )
+from graphs.promise import Promise
 from hpu_duo.simulate import plan_buckets
 
 if TYPE_CHECKING:
@@ -75,15 +76,21 @@ def listed(chosen: tuple[BatchShape, ...] | Grid) -> tuple[BatchShape, ...]:
     return tuple(sorted(chosen.buckets()))
 
 
-def write(out: Path | None, gaudi_out: Path | None, shapes: tuple[BatchShape, ...], comment: str) -> None:
-    """Write the table, and the file for vllm-gaudi, where asked to.
+def write(
+    out: Path | None,
+    gaudi_out: Path | None,
+    shapes: tuple[BatchShape, ...],
+    comment: str,
+    promise: Promise,
+) -> None:
+    """Write the table with the padding that it promises, and the file for vllm-gaudi, where asked to.
 
     Raises:
         ValueError: a file cannot be written.
     """
     try:
         if out is not None:
-            write_table(out, shapes, comment)
+            write_table(out, shapes, comment, promise)
         if gaudi_out is not None:
             write_gaudi_buckets(gaudi_out, (b for shape in shapes for b in from_shape(shape)), comment)
     except OSError as error:

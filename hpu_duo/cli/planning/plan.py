@@ -117,6 +117,7 @@ def plan(
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs import StepLimits
         from graphs.planner import GraphBudget, evaluate
+        from graphs.promise import Promise
         from graphs.recording import read_shapes
         from hpu_duo.cli.planning.bucket_plans import bucket_table, choose, listed, padding_table, write
 
@@ -188,7 +189,8 @@ def plan(
         shapes = None
         if out is not None or gaudi_out is not None or not compare:
             shapes = listed(chosen)
-            write(out, gaudi_out, shapes, f"{strategy}, for {size.name} and {limits}")
+            promise = Promise.by(cost, reports[strategy].mean)
+            write(out, gaudi_out, shapes, f"{strategy}, for {size.name} and {limits}", promise)
     if as_json:
         fields: dict[str, Any] = {
             "limits": asdict(limits),

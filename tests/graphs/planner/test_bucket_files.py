@@ -4,6 +4,7 @@ import pytest
 
 from graphs import BatchShape, StepCost
 from graphs.bucket_file import GaudiBucket, from_shape, read_table, write_gaudi_buckets, write_table
+from graphs.promise import Promise
 
 GAUDI_FILE = """# prompts
 (1, 2048, 0)
@@ -22,6 +23,24 @@ def test_a_table_survives_being_written_and_read(tmp_path: Path) -> None:
     assert table.buckets == shapes
     assert table.cost == StepCost(block_size=16)
     assert path.read_text().startswith("# planned for\n# two shapes\n--u/q1")
+
+
+def test_a_table_keeps_the_padding_that_it_was_planned_for(tmp_path: Path) -> None:
+    path = tmp_path / "table.txt"
+    promise = Promise.by(StepCost(), 0.064)
+    write_table(path, [BatchShape.parse("--u/q1/s0/u8/l1")], "planned", promise)
+    assert read_table(path).promise == promise
+    assert path.read_text().splitlines()[:2] == ["# planned", "# padding: 0.064 by StepCost"]
+    write_table(path, [BatchShape.parse("--u/q1/s0/u8/l1")], "planned")
+    assert read_table(path).promise is None
+
+
+@pytest.mark.parametrize("padding", ["-0.5", "much", "nan", "inf"])
+def test_a_promise_of_no_padding_is_refused_with_its_line(tmp_path: Path, padding: str) -> None:
+    path = tmp_path / "table.txt"
+    path.write_text(f"# planned\n# padding: {padding} by StepCost\n--u/q1/s0/u8/l1\n")
+    with pytest.raises(ValueError, match=f"line 2: expected a padding of 0 or more, got '{padding}'"):
+        read_table(path)
 
 
 def test_the_three_spellings_of_the_gaudi_file_are_read(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import BatchShape
-from graphs.recording import ShapeRecorder, read_shapes
+from graphs.recording import ShapeRecorder, read_shapes, write_shapes
 
 DECODE, CHUNK = BatchShape.parse("--u/q4/s0/u40/l4"), BatchShape.parse("cs-/q64/s8/u0/l1")
 
@@ -99,3 +99,12 @@ def test_an_empty_recording_is_refused(tmp_path: Path) -> None:
         read_shapes(path)
     with pytest.raises(ValueError, match="count of at least 1"), ShapeRecorder(path) as recorder:
         recorder.add(DECODE, 0)
+
+
+def test_counts_are_written_in_one_piece(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.jsonl"
+    write_shapes(path, {DECODE: 2, CHUNK: 6})
+    assert read_shapes(path) == {DECODE: 2, CHUNK: 6}
+    with ShapeRecorder(path) as recorder:
+        recorder.add(DECODE)
+    assert read_shapes(path) == {DECODE: 3, CHUNK: 6}
