@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 
 LARGEST_SIZE = 2**31 - 1
@@ -128,7 +129,7 @@ class BatchShape:
         except ValueError as error:
             raise ValueError(f"shape {text!r}: {error}") from error
 
-    @property
+    @cached_property
     def levels(self) -> tuple[int, ...]:
         """Seven ints ``(c, s, u, Q, NS, NU, N)``: a shape holds another unless one of them is lower."""
         parts = (int(self.phase.causal), int(self.phase.shared), int(self.phase.unique))
