@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import wrap
 
 _HEADING = "## "
 _INTRODUCTION = """# First contact with a Gaudi
 
-Made by `python -m benchmarks.first_contact PART --page benchmarks/results/hpu-first-contact.md`, each section by the
-part named in it. Nothing here ran on a Gaudi: the figures are counted, computed from sizes, or measured on a CPU."""
+Made by `python -m benchmarks.first_contact PART --page benchmarks/results/hpu-first-contact.md`, each
+section by the part named in it. Nothing here ran on a Gaudi: the figures are counted, computed from sizes,
+or measured on a CPU."""
+
+
+def paragraph(*sentences: str) -> str:
+    """Break sentences into lines of a page, however they are broken in the source."""
+    words = " ".join(" ".join(sentences).split())
+    return "\n".join(wrap(words, width=110, break_long_words=False, break_on_hyphens=False))
 
 
 @dataclass(frozen=True)
