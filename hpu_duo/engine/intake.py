@@ -11,7 +11,7 @@ import numpy as np
 
 from hpu_duo.engine.output_text import SampleState
 from hpu_duo.request import Request, TokenLimits
-from hpu_duo.sampling import SamplingParams, StructuredOutputs, derive_seed, special_token_ids
+from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs, derive_seed, special_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,9 +53,10 @@ class Intake:
         state = self._grammar(params.structured_outputs)
         num_taken = state.num_accepted_of(params.forced_token_ids)
         if num_taken < len(params.forced_token_ids):
-            raise ValueError(
-                "forced_token_ids: expected the beginning of what structured_outputs allow, got token "
-                f"{params.forced_token_ids[num_taken]} at place {num_taken}"
+            raise FieldError(
+                "forced_token_ids",
+                "expected the beginning of what structured_outputs allow, got token "
+                f"{params.forced_token_ids[num_taken]} at place {num_taken}",
             )
 
     def _grammar(self, wanted: StructuredOutputs) -> GrammarState:
@@ -67,11 +68,13 @@ class Intake:
 
     def _make_grammars(self) -> Grammars:
         if self._tokenizer is None:
-            raise ValueError("structured_outputs need a tokenizer, and this model was loaded without one")
+            raise FieldError(
+                "structured_outputs", "expected a model with a tokenizer, and this one was loaded without"
+            )
         if find_spec("llguidance") is None:
-            raise ValueError(
-                "structured_outputs need llguidance, which is not installed: "
-                "pip install 'hpu-duo[structured]'"
+            raise FieldError(
+                "structured_outputs",
+                "expected llguidance, which is not installed: pip install 'hpu-duo[structured]'",
             )
         from hpu_duo.sampling.guidance import Grammars
 

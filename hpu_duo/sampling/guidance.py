@@ -17,6 +17,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
+from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.structured import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"structured_outputs.{self._field}: {_sentence(self._matcher.get_error())}")
+            raise FieldError(f"structured_outputs.{self._field}", _sentence(self._matcher.get_error()))
 
 
 class Grammars:
@@ -89,12 +90,12 @@ class Grammars:
     ) -> None:
         eos = sorted(eos_token_ids) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
         if not eos:
-            raise ValueError("structured_outputs: expected a model with an end-of-text token")
+            raise FieldError("structured_outputs", "expected a model with an end-of-text token")
         try:
             self._tokenizer: LLTokenizer = from_tokenizer(cast(Any, tokenizer), vocab_size, eos)
         except Exception as error:  # the library raises whatever went wrong in reading
-            raise ValueError(
-                f"structured_outputs: expected a tokenizer of bytes that llguidance reads: {error}"
+            raise FieldError(
+                "structured_outputs", f"expected a tokenizer of bytes that llguidance reads: {error}"
             ) from error
         self._lock = threading.Lock()
         self._matchers: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
@@ -121,10 +122,10 @@ class Grammars:
         is_bad, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         # A keyword of a schema that has no effect would give outputs that do not keep to it.
         if is_bad or messages:
-            raise ValueError(f"structured_outputs.{wanted.field}: {_sentence('; '.join(messages))}")
+            raise FieldError(f"structured_outputs.{wanted.field}", _sentence("; ".join(messages)))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"structured_outputs.{wanted.field}: {_sentence(matcher.get_error())}")
+            raise FieldError(f"structured_outputs.{wanted.field}", _sentence(matcher.get_error()))
         return matcher
 
 

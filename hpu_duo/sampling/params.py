@@ -152,8 +152,8 @@ class SamplingParams:
         if self.host_sampler is not None:
             self._check_host_sampler()
         if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
-            raise ValueError(
-                f"structured_outputs: expected StructuredOutputs or None, got {self.structured_outputs!r}"
+            raise FieldError(
+                "structured_outputs", f"expected StructuredOutputs or None, got {self.structured_outputs!r}"
             )
 
     def _check_host_sampler(self) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from json import dumps, loads
 from typing import Any
 
+from hpu_duo.sampling.field_error import FieldError
+
 _MANY = 2**20
 """More characters than this are no specification that somebody wrote."""
 
@@ -40,8 +42,8 @@ class StructuredOutputs:
         given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
         if len(given) != 1:
             names = ", ".join(each.name for each in fields(self))
-            raise ValueError(
-                f"structured_outputs: expected exactly one of {names}, got {' and '.join(given) or 'none'}"
+            raise FieldError(
+                "structured_outputs", f"expected exactly one of {names}, got {' and '.join(given) or 'none'}"
             )
         match given[0]:
             case "json":
@@ -50,8 +52,8 @@ class StructuredOutputs:
                 object.__setattr__(self, "choice", _choices(self.choice))
             case "json_object":
                 if self.json_object is not True:
-                    raise ValueError(
-                        f"structured_outputs.json_object: expected true or false, got {self.json_object!r}"
+                    raise FieldError(
+                        "structured_outputs.json_object", f"expected true or false, got {self.json_object!r}"
                     )
             case "regex" | "grammar" as name:
                 _check_text(name, getattr(self, name))
@@ -68,15 +70,15 @@ def _schema_text(schema: object) -> str:
         try:
             schema = loads(schema)
         except ValueError as error:
-            raise ValueError(
-                f"structured_outputs.json: expected a JSON schema, got no JSON: {error}"
+            raise FieldError(
+                "structured_outputs.json", f"expected a JSON schema, got no JSON: {error}"
             ) from None
     if not isinstance(schema, Mapping):
-        raise ValueError(f"structured_outputs.json: expected a JSON schema, an object, got {schema!r:.60}")
+        raise FieldError("structured_outputs.json", f"expected a JSON schema, an object, got {schema!r:.60}")
     try:
         text = dumps(dict(schema))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"structured_outputs.json: expected what JSON can hold: {error}") from None
+        raise FieldError("structured_outputs.json", f"expected what JSON can hold: {error}") from None
     _check_text("json", text)
     return text
 
@@ -84,16 +86,19 @@ def _schema_text(schema: object) -> str:
 def _choices(choices: object) -> tuple[str, ...]:
     found = tuple(choices) if isinstance(choices, Iterable) and not isinstance(choices, (str, bytes)) else ()
     if not found or any(not isinstance(one, str) or not one for one in found):
-        raise ValueError(
-            f"structured_outputs.choice: expected one or more strings that are not empty, got {choices!r:.60}"
+        raise FieldError(
+            "structured_outputs.choice",
+            f"expected one or more strings that are not empty, got {choices!r:.60}",
         )
     if sum(map(len, found)) > _MANY:
-        raise ValueError(f"structured_outputs.choice: expected at most {_MANY} characters")
+        raise FieldError("structured_outputs.choice", f"expected at most {_MANY} characters")
     return found
 
 
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str) or not text:
-        raise ValueError(f"structured_outputs.{name}: expected a text that is not empty, got {text!r:.60}")
+        raise FieldError(f"structured_outputs.{name}", f"expected a text that is not empty, got {text!r:.60}")
     if len(text) > _MANY:
-        raise ValueError(f"structured_outputs.{name}: expected at most {_MANY} characters, got {len(text)}")
+        raise FieldError(
+            f"structured_outputs.{name}", f"expected at most {_MANY} characters, got {len(text)}"
+        )

@@ -295,7 +295,7 @@ def test_a_model_without_what_it_needs_refuses(
     for file in ending.path.iterdir():
         if not file.name.startswith("tokenizer"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ValueError, match="structured_outputs need a tokenizer"):
+    with pytest.raises(ValueError, match="structured_outputs: expected a model with a tokenizer"):
         HPUDuoModel.from_pretrained(tmp_path, max_model_len=64).engine.prepare(asked("regex"))
     monkeypatch.setattr(intake, "find_spec", lambda name: None)
     with pytest.raises(

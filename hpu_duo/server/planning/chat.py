@@ -6,9 +6,10 @@ import json
 from functools import partial
 from typing import Any
 
-from hpu_duo.sampling import FieldError
+from hpu_duo.sampling import FieldError, StructuredOutputs
 from hpu_duo.server.answers import AnswerHead, ChatAnswer, Usage
 from hpu_duo.server.answers.logprobs import TokenNames
+from hpu_duo.server.planning.formats import compile_format, format_of
 from hpu_duo.server.planning.plan import Plan, new_answer_id
 from hpu_duo.server.planning.sampling import (
     check_length,
@@ -20,10 +21,10 @@ from hpu_duo.server.planning.sampling import (
 )
 from hpu_duo.server.planning.served import Served
 from hpu_duo.server.prompts import Chat, ChatTemplateError
-from hpu_duo.server.protocol import ChatMessage, ChatRequest, FunctionTool, TokenizeRequest
+from hpu_duo.server.protocol import ChatMessage, ChatRequest, FunctionTool, TokenizeRequest, ToolChoice
 from hpu_duo.server.protocol.errors import bad_value, unsupported
 from hpu_duo.server.protocol.refusals import refuse_unserved
-from hpu_duo.server.tools import make_parser
+from hpu_duo.server.tools import calls_grammar, make_parser
 
 
 class ChatPlanner:
@@ -54,7 +55,12 @@ class ChatPlanner:
         check_length("messages", len(prompt), max_name, max_tokens, served)
         names = {"max_tokens": max_name, "logprobs": "top_logprobs"}
         params = params_of(
-            request, served, max_tokens=max_tokens, logprobs=_num_logprobs(request), names=names
+            request,
+            served,
+            max_tokens=max_tokens,
+            logprobs=_num_logprobs(request),
+            structured=await self._format(request, parser),
+            names=names,
         )
         try:
             served.engine.check(prompt, params)
@@ -115,20 +121,51 @@ class ChatPlanner:
             return None
         if choice == "none":
             return None
-        if choice not in (None, "auto"):
-            # Needs a grammar; see refusals.REFUSED for the others that do.
-            raise unsupported("tool_choice", "tool_choice: expected 'auto' or 'none': calls cannot be forced")
         if self._served.tool_parser is None:
             raise unsupported(
                 "tools", "tools: the model's chat template shows no tool calls of a known format"
             )
         return self._served.tool_parser
 
+    async def _format(self, request: ChatRequest, parser: str | None) -> StructuredOutputs | None:
+        """The format of the answer's text: that of the request, or of calls that it has to make."""
+        wanted = await format_of(request, self._served)
+        if parser is None:
+            return wanted
+        if wanted is not None:
+            raise bad_value(
+                "response_format", "response_format: expected no tools with it, unless tool_choice is 'none'"
+            )
+        functions = _to_call(request)
+        if functions is None:
+            return None
+        is_one = isinstance(request.tool_choice, ToolChoice) or request.parallel_tool_calls is False
+        calls = StructuredOutputs(grammar=calls_grammar(parser, functions, is_one=is_one))
+        await compile_format(self._served, calls, "tools")
+        return calls
+
     def _names(self, request: ChatRequest) -> TokenNames | None:
         if not request.logprobs:
             return None
         assert self._served.texts is not None, "what can be encoded has texts"
         return TokenNames(self._served.texts, by_id=bool(request.return_tokens_as_token_ids))
+
+
+def _to_call(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]] | None:
+    """Functions of which one has to be called; None if none has to be."""
+    choice = request.tool_choice
+    functions = [(tool.function.name, tool.function.parameters) for tool in request.tools or ()]
+    if choice == "required":
+        return functions
+    if not isinstance(choice, ToolChoice):
+        return None
+    chosen = [function for function in functions if function[0] == choice.function.name]
+    if not chosen:
+        names = ", ".join(name for name, _ in functions)
+        raise bad_value(
+            "tool_choice", f"tool_choice: expected one of the tools {names}, got {choice.function.name!r}"
+        )
+    return chosen[:1]
 
 
 def _num_logprobs(request: ChatRequest) -> int | None:

@@ -8,6 +8,7 @@ from hpu_duo.engine.outputs import TokenLogprob
 from hpu_duo.sampling import FieldError, SamplingParams
 from hpu_duo.server.answers import AnswerHead, CompletionAnswer, EchoedPrompt, Usage
 from hpu_duo.server.answers.logprobs import TokenNames
+from hpu_duo.server.planning.formats import format_of
 from hpu_duo.server.planning.plan import Plan, new_answer_id
 from hpu_duo.server.planning.sampling import (
     check_length,
@@ -55,7 +56,13 @@ class CompletionPlanner:
         for prompt in prompts:
             check_length("prompt", len(prompt), "max_tokens", max_tokens, served)
         # Nothing is generated for max_tokens=0, but the other fields are checked all the same.
-        params = params_of(request, served, max_tokens=max(1, max_tokens), logprobs=request.logprobs)
+        params = params_of(
+            request,
+            served,
+            max_tokens=max(1, max_tokens),
+            logprobs=request.logprobs,
+            structured=await format_of(request, served),
+        )
         for prompt in prompts:
             self._check(prompt, params)
         answer_id = new_answer_id("cmpl", request.request_id)

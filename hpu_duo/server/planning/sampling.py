@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpu_duo.sampling import FieldError, SamplingParams
+from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs
 from hpu_duo.server.planning.served import Served
 from hpu_duo.server.protocol.errors import bad_value, too_long
 from hpu_duo.server.protocol.generation import GenerationRequest
@@ -25,13 +25,14 @@ def params_of(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    structured: StructuredOutputs | None = None,
     names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
     """The sampling parameters that a request comes to.
 
     Args:
         max_tokens: None is as many as fit.
-        logprobs: see ``SamplingParams``.
+        logprobs, structured: see ``SamplingParams``.
         names: what the request calls fields of ``SamplingParams`` that it has by other names.
 
     Raises:
@@ -43,7 +44,12 @@ def params_of(
         given[name] = getattr(served.defaults, name) if value is None else value
     try:
         params = SamplingParams(
-            n=request.num_samples, stop=request.stops, max_tokens=max_tokens, logprobs=logprobs, **given
+            n=request.num_samples,
+            stop=request.stops,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            structured_outputs=structured,
+            **given,
         )
     except FieldError as error:
         raise refusal(error, names) from error

@@ -8,8 +8,6 @@ from typing import Any
 from hpu_duo.server.protocol.errors import unsupported
 from hpu_duo.server.protocol.generation import GenerationRequest
 
-_STRUCTURED = "structured outputs are not served"
-
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((), "best_of is not served; use n, and choose among the answers"),
     "suffix": (("",), "insertion before a suffix is not served"),
@@ -19,12 +17,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "bad_words": (([],), "bad_words is not served; use logit_bias"),
     "logits_processors": (([],), "code of the caller is not run"),
     "prompt_logprobs": ((), "prompt_logprobs is not served; use echo with logprobs of /v1/completions"),
-    "response_format": (({"type": "text"},), _STRUCTURED),
-    "structured_outputs": (({},), _STRUCTURED),
-    "guided_json": ((), _STRUCTURED),
-    "guided_regex": ((), _STRUCTURED),
-    "guided_choice": ((), _STRUCTURED),
-    "guided_grammar": ((), _STRUCTURED),
     "chat_template": ((), "a template of the caller is not run; the server has --chat-template"),
     "functions": (([],), "functions is deprecated and not served; use tools"),
     "function_call": (("none",), "function_call is deprecated and not served; use tool_choice"),

@@ -85,6 +85,10 @@ class AsyncEngine:
         """Refuse what the engine would refuse; see ``Engine.check_request``."""
         self._engine.check_request(prompt_token_ids, params, name="the prompt")
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what parameters ask for, from any thread; see ``Engine.prepare``."""
+        self._engine.prepare(params)
+
     def open(self, submissions: Sequence[Submission], timing: Timing | None = None) -> OutputStream:
         """Submit requests whose outputs one reader gets.
 

@@ -1,0 +1,126 @@
+"""The format that a request asks its answers to have, compiled beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs
+from hpu_duo.server.planning.served import Served
+from hpu_duo.server.protocol.errors import bad_value, unsupported
+from hpu_duo.server.protocol.generation import GenerationRequest
+
+_RESPONSE_FORMAT, _STRUCTURED = "response_format", "structured_outputs"
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's older fields, and what ``StructuredOutputs`` calls them."""
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+async def format_of(request: GenerationRequest, served: Served) -> StructuredOutputs | None:
+    """Return the format of a request, compiled; None if it asks for none.
+
+    Raises:
+        ApiError: it cannot be served; the error names the field that asks for it.
+    """
+    found = _asked(request)
+    if not found:
+        return None
+    if len(found) > 1:
+        fields = list(found)
+        raise bad_value(fields[1], f"{fields[1]}: expected no {fields[0]} with it")
+    [(field, given)] = found.items()
+    try:
+        wanted = StructuredOutputs(**given)
+    except FieldError as error:
+        raise bad_value(field, f"{field}: {error.reason}") from error
+    await compile_format(served, wanted, field)
+    return wanted
+
+
+async def compile_format(served: Served, wanted: StructuredOutputs, field: str) -> None:
+    """Compile a format for the model, in a thread.
+
+    Args:
+        field: what the request calls it.
+
+    Raises:
+        ApiError: it cannot be compiled.
+    """
+    try:
+        await asyncio.to_thread(served.engine.prepare, SamplingParams(structured_outputs=wanted))
+    except FieldError as error:
+        raise bad_value(field, f"{field}: {error.reason}") from error
+
+
+def _asked(request: GenerationRequest) -> dict[str, dict[str, Any]]:
+    """Fields that ask for a format, with arguments of ``StructuredOutputs``."""
+    found: dict[str, dict[str, Any]] = {}
+    if request.response_format is not None:
+        given = _of_response_format(request.response_format)
+        if given is not None:
+            found[_RESPONSE_FORMAT] = given
+    if request.structured_outputs:
+        found[_STRUCTURED] = _of_structured_outputs(request.structured_outputs)
+    for field, name in _GUIDED.items():
+        value = getattr(request, field)
+        if value is not None:
+            found[field] = {name: value}
+    return found
+
+
+def _of_response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Arguments of ``StructuredOutputs``; None for plain text."""
+    kind = given.get("type")
+    read = _FORMATS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        kinds = ", ".join(_FORMATS)
+        raise bad_value(
+            _RESPONSE_FORMAT, f"{_RESPONSE_FORMAT}: expected type to be one of {kinds}, got {kind!r}"
+        )
+    return read(given)
+
+
+def _json_schema(given: Mapping[str, Any]) -> dict[str, Any]:
+    inner = given.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise bad_value(
+            _RESPONSE_FORMAT,
+            f"{_RESPONSE_FORMAT}: expected an object in json_schema.schema, got {schema!r:.60}",
+        )
+    return {"json": schema}
+
+
+def _same(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    def read(given: Mapping[str, Any]) -> dict[str, Any]:
+        if given.get(name) is None:
+            raise bad_value(_RESPONSE_FORMAT, f"{_RESPONSE_FORMAT}: expected {name} with type {name!r}")
+        return {name: given[name]}
+
+    return read
+
+
+_FORMATS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
+    "text": lambda given: None,
+    "json_object": lambda given: {"json_object": True},
+    "json_schema": _json_schema,
+    "regex": _same("regex"),
+    "choice": _same("choice"),
+    "grammar": _same("grammar"),
+}
+
+
+def _of_structured_outputs(given: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = sorted(name for name in given.keys() - set(_KINDS) if given[name] not in (None, False))
+    if unknown:
+        raise unsupported(
+            _STRUCTURED, f"{_STRUCTURED}: expected one of {', '.join(_KINDS)}, got {', '.join(unknown)}"
+        )
+    return {name: given[name] for name in _KINDS if given.get(name) not in (None, False)}
