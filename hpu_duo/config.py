@@ -14,6 +14,7 @@ import torch
 from graphs import BucketTable, CaptureBackend, MissPolicy
 from graphs.backends import BACKEND_NAMES
 from hpu_duo.limit_config import CacheConfig, SchedulerConfig, check_at_least, check_bool
+from kernels_ref import Implementation
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
@@ -46,7 +47,7 @@ class ModelConfig:
     pack_weights: bool | None = None
 
     def __post_init__(self) -> None:
-        _one_of("attention", self.attention, ("auto", "reference", "sdpa", "triton", "hpu"))
+        _one_of("attention", self.attention, ("auto", *(each.value for each in Implementation)))
         _one_of("softmax", self.softmax, ("exact", "fast"))
         if not isinstance(self.path, str | PathLike):
             raise ValueError(f"expected path to be a directory, got {type(self.path).__name__}")

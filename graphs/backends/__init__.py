@@ -1,5 +1,7 @@
 """Capture backends, by name."""
 
+from pkgutil import resolve_name
+
 from graphs.backends.base import CaptureBackend, Inputs
 from graphs.backends.eager import EagerBackend
 
@@ -14,8 +16,17 @@ __all__ = [
     "make_backend",
 ]
 
-BACKEND_NAMES = ("eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph")
+_CLASSES = {
+    "eager": "graphs.backends.eager:EagerBackend",
+    "replay": "graphs.backends.replay:ReplayBackend",
+    "compile": "graphs.backends.compile:CompileBackend",
+    "cuda": "graphs.backends.cuda:CudaBackend",
+    "hpu-compile": "graphs.backends.hpu:HpuCompileBackend",
+    "hpu-graph": "graphs.backends.hpu:HpuGraphBackend",
+}
+"""Classes by name, as ``module:class``: a module is imported when its backend is asked for."""
 
+BACKEND_NAMES = tuple(_CLASSES)
 
 CHOSEN_LATER = ("auto", "default")
 """Names that stand for a backend of the device, see ``chosen_name``."""
@@ -58,28 +69,7 @@ def make_backend(name: str) -> CaptureBackend:
     Raises:
         ValueError: an unknown name.
     """
-    match name:
-        case "eager":
-            return EagerBackend()
-        case "replay":
-            from graphs.backends.replay import ReplayBackend
-
-            return ReplayBackend()
-        case "compile":
-            from graphs.backends.compile import CompileBackend
-
-            return CompileBackend()
-        case "cuda":
-            from graphs.backends.cuda import CudaBackend
-
-            return CudaBackend()
-        case "hpu-compile":
-            from graphs.backends.hpu import HpuCompileBackend
-
-            return HpuCompileBackend()
-        case "hpu-graph":
-            from graphs.backends.hpu import HpuGraphBackend
-
-            return HpuGraphBackend()
-        case _:
-            raise ValueError(f"expected a capture backend out of {', '.join(BACKEND_NAMES)}, got {name!r}")
+    if name not in _CLASSES:
+        raise ValueError(f"expected a capture backend out of {', '.join(BACKEND_NAMES)}, got {name!r}")
+    backend: CaptureBackend = resolve_name(_CLASSES[name])()
+    return backend
