@@ -266,10 +266,11 @@ def merge_by_owner(
     largest = widened(scores_XKGB.amax(dim=-1))
     block_max = torch.where(member_NX[..., None, None], largest[None], FLOOR)
     row_max = torch.maximum(total.max, block_max.amax(dim=1))
-    reference = gather(row_max, torch.clamp(owner, max=num_rows - 1))
+    owned = (owner < num_rows)[:, None, None]
+    # Far above any score where nobody owns a block: its weights are 0, and no infinity meets its values.
+    reference = torch.where(owned, gather(row_max, torch.clamp(owner, max=num_rows - 1)), -FLOOR)
     weights = scores_XKGB.sub_(reference[..., None].to(scores_XKGB.dtype)).exp_()
     # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
-    owned = (owner < num_rows)[:, None, None]
     attn = torch.where(
         owned[..., None], torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).to(largest.dtype), 0.0
     )

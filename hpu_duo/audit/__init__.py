@@ -6,11 +6,12 @@ nothing about compilers or speed; see docs/audit.md.
 
 from hpu_duo.audit.allocations import peak_allocated_bytes
 from hpu_duo.audit.audit import Progress, audit, audit_bucket
-from hpu_duo.audit.native import Engine, NativeOperator, native_operators, native_sources
+from hpu_duo.audit.findings import Finding, Severity
 from hpu_duo.audit.report import AuditReport, LayerRecipe, OperatorUse, StepAudit
 from hpu_duo.audit.structure import Structure, build_structure
-from hpu_duo.audit.tracer import Finding, Severity, StepTracer
+from hpu_duo.audit.tracer import StepTracer
 from hpu_duo.audit.work import Work, operator_work
+from hpu_duo.rules import Engine, NativeOperator, native_operators, native_sources
 
 __all__ = [
     "AuditReport",

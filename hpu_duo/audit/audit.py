@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from graphs import BatchShape
+from hpu_duo.audit.findings import TraceEnded
 from hpu_duo.audit.report import AuditReport, LayerRecipe, StepAudit
 from hpu_duo.audit.structure import HPU, Structure
-from hpu_duo.audit.tracer import Part, StepTracer, TraceEnded, without_memory
+from hpu_duo.audit.tracer import Part, StepTracer, without_memory
 from hpu_duo.engine.batch import RowCounts
 from hpu_duo.engine.executor import bucket_step
 from hpu_duo.modeling.step_model import run_layer
@@ -64,7 +65,9 @@ def audit_bucket(structure: Structure, bucket: BatchShape) -> StepAudit:
     """
     with structure.mode, torch.no_grad():
         inputs = structure.inputs(bucket)
-        tracer = StepTracer((*structure.held, *inputs.values()))
+        model = structure.model.model
+        held = (*structure.held, *inputs.values())
+        tracer = StepTracer(held, model.parameters(), model.dtype)
         known: dict[Hashable, tuple[Part, Any]] = {}
         runners: dict[Hashable, Callable[..., Any]] = {
             kind: partial(_run_layer, tracer, known, kind) for kind in structure.model.kinds

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bias_builders import Window
-from hpu_duo.audit.native import Engine, NativeOperator, native_operators
-from hpu_duo.audit.tracer import Finding, FindingKey, Severity, Tally
+from hpu_duo.audit.findings import Finding, FindingKey, Severity
+from hpu_duo.audit.tracer import Tally
 from hpu_duo.audit.work import Work
+from hpu_duo.rules import Engine, NativeOperator, native_operators
 from kernels_ref import HeadGroup, Rings
 
 _NO_WORK = Work()

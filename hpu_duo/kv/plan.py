@@ -165,7 +165,11 @@ class MemoryPlan:
 
     def num_units(self, kind: GroupKind) -> int:
         """Units of a store of this kind, the trash included."""
-        return 1 + (self.num_blocks if kind.owner is Owner.BLOCK else self.max_num_seqs)
+        return self.trash_unit(kind) + 1
+
+    def trash_unit(self, kind: GroupKind) -> int:
+        """Number of the unit that padding points at, behind those that are leased."""
+        return self.num_blocks if kind.owner is Owner.BLOCK else self.max_num_seqs
 
     def _unit_bytes(self, owner: Owner) -> int:
         return sum(

@@ -6,6 +6,7 @@ import torch
 
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.reserved import reserved_zeros
+from hpu_duo.rules import mark_trash
 from hpu_duo.uncopied import Uncopied
 from kernels_ref import HeadGroup, KVUnits, Owner, as_units
 from kernels_ref.index import gather, index_dtype
@@ -39,6 +40,9 @@ class KVStore(Uncopied):
         layout = group.kind.layout(num_units, group.num_heads, self.plan.block_size)
         shape = (layout.num_units * layout.unit_stride, layer.head_dim)
         k, v = (reserved_zeros(shape, dtype, device) for _ in range(2))
+        trash = self.plan.trash_unit(group.kind)
+        for flat in (k, v):
+            mark_trash(flat, trash * layout.unit_stride, (trash + 1) * layout.unit_stride)
         return as_units(k, v, layout)
 
     @property

@@ -4,11 +4,18 @@ The simulated HPU raises an error for a broken rule (``hpu_duo.sim``); the audit
 (``hpu_duo.audit``).
 """
 
+from hpu_duo.rules.limits import REGION_NODES, STEP_OPERATORS
+from hpu_duo.rules.native import Engine, NativeOperator, native_operators, native_sources
 from hpu_duo.rules.operators import Operator, OpOverload, Transfer, base_name, describe
 from hpu_duo.rules.rule import HpuRuleViolation, Rule, calling_line
+from hpu_duo.rules.trash import mark_trash
 
 __all__ = [
+    "REGION_NODES",
+    "STEP_OPERATORS",
+    "Engine",
     "HpuRuleViolation",
+    "NativeOperator",
     "OpOverload",
     "Operator",
     "Rule",
@@ -16,4 +23,7 @@ __all__ = [
     "base_name",
     "calling_line",
     "describe",
+    "mark_trash",
+    "native_operators",
+    "native_sources",
 ]

@@ -8,6 +8,8 @@ from enum import Enum
 import torch
 from torch._ops import OpOverload
 
+from hpu_duo.rules.native import Engine, native_operators
+
 _DYNAMIC = frozenset(
     {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc"}
 )
@@ -36,6 +38,8 @@ _INDEX_ARGUMENT = {
 }
 """Positions of the index argument and of its dimension; None: the first dimension."""
 
+_STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
+_OVERWRITING = frozenset({"index_copy", "index_copy_"})
 _LONG_ON_CPU = frozenset({"index_copy", "index_copy_", "index_fill", "index_fill_", "gather", "take"})
 _RESIZING = frozenset({"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_"})
 
@@ -64,11 +68,15 @@ class Operator:
         is_scatter: writes to scattered places.
         may_make_wide, may_take_wide: 64-bit results or operands are its only form, or about to end.
         makes_indices: its results hold indices that the device computed, below the size of a dimension.
-        keeps_indices: it returns such indices unchanged.
+        keeps_numbers: its results hold the numbers of an operand: a view, or a copy, of another type perhaps.
         reads_indices: it looks up entries by index.
         index: position of an index argument, and of the dimension; None for an operator without.
         takes_index_list: ``aten.index`` and its relatives, with a list of indices.
         needs_long: torch's CPU kernel insists on int64 for this index.
+        overwrites: it writes entries by index, of which the last one stays where an index repeats.
+        is_strided: it makes a view by strides.
+        is_random: its result depends on the state of a random number generator.
+        engine: that it keeps busy; None for an operator that public sources do not show on HPU.
     """
 
     name: str
@@ -82,11 +90,15 @@ class Operator:
     may_make_wide: bool
     may_take_wide: bool
     makes_indices: bool
-    keeps_indices: bool
+    keeps_numbers: bool
     reads_indices: bool
     index: tuple[int, int | None] | None
     takes_index_list: bool
     needs_long: bool
+    overwrites: bool
+    is_strided: bool
+    is_random: bool
+    engine: Engine | None
 
 
 def base_name(func: OpOverload) -> str:
@@ -110,6 +122,7 @@ def describe(func: OpOverload) -> Operator:
     is_view = not written and any(
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
     )
+    native = native_operators().get(base_name(func))
     return Operator(
         name=str(func),
         is_composite=_is_composite(func),
@@ -122,11 +135,15 @@ def describe(func: OpOverload) -> Operator:
         may_make_wide=is_view or name in _WIDE_RESULTS,
         may_take_wide=is_view or name in _COPIES,
         makes_indices=name in _WIDE_RESULTS,
-        keeps_indices=is_view or name in _COPIES,
+        keeps_numbers=is_view or name in _COPIES,
         reads_indices=name in _INDEX_ARGUMENT or name in _INDEX_LISTS,
         index=_INDEX_ARGUMENT.get(name),
         takes_index_list=name in _INDEX_LISTS,
         needs_long=name in _LONG_ON_CPU,
+        overwrites=name in _OVERWRITING,
+        is_strided=name in _STRIDED,
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        engine=native.engine if native is not None else None,
     )
 
 

@@ -21,7 +21,14 @@ class Rule(str, Enum):
     narrows silently. ``BAD_INDEX``: an index below zero or past the end, undefined on the device.
     ``VIEW_WRITE``: a write through a view of a part of a tensor, which graphs cannot hold. ``SCATTER``:
     ``index_put`` and ``scatter``, slow or not native. ``HOST_IN_GRAPH``: a transfer or a wait inside a
-    captured graph. ``GRAPH_CHANGED``: a replay that computes something else than was captured.
+    captured graph. ``HOST_WAIT``: the host waits for a value outside of one. ``GRAPH_CHANGED``: a replay that
+    computes something else than was captured. ``GRAPH_SIZE``: more operators than compile in reasonable time.
+    ``STORE_COPY``: a graph that copies a whole store to write a few vectors. ``REPEATED_INDEX``: a write to
+    the same place twice, of which either may win, outside of trash. ``AS_STRIDED``: a view by strides, which
+    says nothing of what it shows of its base. ``UNKNOWN_OPERATOR``: one that public sources do not show on
+    HPU. ``FLOAT_TYPE``: a product with a weight in another float type than the weight's own, or float16 in a
+    model of another type. ``RANDOM_IN_GRAPH``: random numbers inside a captured graph, the same in each
+    replay. ``NAN``: NaN made of numbers that are none.
     """
 
     DYNAMIC_SHAPE = "data-dependent output shape"
@@ -32,7 +39,16 @@ class Rule(str, Enum):
     VIEW_WRITE = "write through a partial view"
     SCATTER = "scattered write"
     HOST_IN_GRAPH = "host transfer inside a graph"
+    HOST_WAIT = "host waits for a value"
     GRAPH_CHANGED = "replay differs from capture"
+    GRAPH_SIZE = "graph above the limit"
+    STORE_COPY = "copy of a whole store"
+    REPEATED_INDEX = "write to a place twice"
+    AS_STRIDED = "view by strides"
+    UNKNOWN_OPERATOR = "operator that sources do not show"
+    FLOAT_TYPE = "float type other than the model's"
+    RANDOM_IN_GRAPH = "random numbers inside a graph"
+    NAN = "NaN made of numbers"
 
 
 class HpuRuleViolation(RuntimeError):

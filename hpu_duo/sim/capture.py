@@ -9,7 +9,7 @@ import torch
 
 from graphs.backends.base import Inputs, Outputs, Region
 from graphs.shape import BatchShape
-from hpu_duo.rules import Rule
+from hpu_duo.rules import Rule, limits
 from hpu_duo.sim.simulated import SimulatedHpu
 from hpu_duo.sim.tensor import SimTensor
 
@@ -55,6 +55,7 @@ class _Executable(Generic[Outputs]):
             outputs = self._fn(inputs)
         if self._operators is None:
             self._operators, self._addresses, self._outputs = tuple(operators), addresses, outputs
+            self._check_size(len(operators))
             self._device.journal.capture(self._label)
         else:
             is_same = self._compare(tuple(operators), addresses)
@@ -65,6 +66,11 @@ class _Executable(Generic[Outputs]):
         for watch in self._device.journal.watches:
             watch.run_graph(self._label)
         return self._outputs  # type: ignore[return-value]
+
+    def _check_size(self, num_operators: int) -> None:
+        if num_operators > limits.STEP_OPERATORS:
+            detail = f"expected at most {limits.STEP_OPERATORS} operators in a step, got {num_operators}"
+            self._device.break_rule(Rule.GRAPH_SIZE, self._label, detail)
 
     def _compare(self, operators: tuple[int, ...], addresses: dict[str, int]) -> bool:
         assert self._operators is not None, "compared before it was captured"

@@ -25,6 +25,7 @@ class SimRuntime:
 
     def __init__(self, device: SimulatedHpu) -> None:
         self._device = device
+        self._model_dtype: torch.dtype | None = None
 
     def version(self) -> str:
         """A text that says that there is no hardware."""
@@ -45,7 +46,7 @@ class SimRuntime:
 
     def step(self) -> AbstractContextManager[None]:
         """Return a context in which the counts of one step are taken."""
-        return self._device.step()
+        return self._device.step(self._model_dtype)
 
     def synchronize(self) -> None:
         """Do nothing: operators have ended when they return."""
@@ -75,7 +76,14 @@ class SimRuntime:
         """
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if tensor.device.type == "hpu" else self._device.upload(tensor.detach())
+            if tensor.device.type == "hpu":
+                return tensor
+            placed = self._device.upload(tensor.detach())
+            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                placed.weight_dtype = tensor.dtype
+            return placed
+
+        self._model_dtype = next((each.dtype for each in module.parameters()), None)
 
         with self._device.allow(Rule.WIDE_DTYPE):
             replace_tensors(module, move)

@@ -19,54 +19,14 @@ from hpu_duo.rules import (
     calling_line,
     describe,
 )
+from hpu_duo.sim.call import Call, leaves_device
+from hpu_duo.sim.checks import WIDE, Checks, has_nan
 from hpu_duo.sim.garbage import spoil, with_any_index
 from hpu_duo.sim.journal import Journal, Watch
-from hpu_duo.sim.tensor import HPU, SimTensor
+from hpu_duo.sim.tensor import SimTensor
 
 _HERE = str(Path(__file__).parent)
 _CPU = torch.device("cpu")
-_WIDE = (torch.int64, torch.float64, torch.complex128)
-_MASKS = (torch.bool, torch.uint8)
-
-
-class _Call:
-    """One operator call: its host arguments and its operands.
-
-    Attributes:
-        sims: operands on the device.
-        strays: operands in host memory that are more than scalars.
-        signature: key of the call's recipe.
-    """
-
-    def __init__(self) -> None:
-        self.sims: list[SimTensor] = []
-        self.strays: list[torch.Tensor] = []
-        self.signature: list[Any] = []
-
-    def unwrap(self, value: Any) -> Any:
-        """Return a value with host data in place of device tensors, and the CPU in place of the device."""
-        if type(value) is SimTensor:
-            self.sims.append(value)
-            self.signature.append(value.signature)
-            return value.host
-        if isinstance(value, torch.Tensor):
-            if value.dim():
-                self.strays.append(value)
-                self.signature.append((tuple(value.shape), value.dtype))
-            else:
-                self.signature.append((value.item(), value.dtype))
-            return value
-        if isinstance(value, list | tuple):
-            return type(value)(map(self.unwrap, value))
-        if isinstance(value, torch.device):
-            return _CPU
-        if isinstance(value, torch.ScriptObject):
-            # A process group, say, is another object in each call, and may not live as long as the counts.
-            self.signature.append(type(value))
-            return value
-        # 1, 1.0 and True are equal, and different recipes.
-        self.signature.append((type(value), value))
-        return value
 
 
 class SimulatedHpu:
@@ -83,6 +43,7 @@ class SimulatedHpu:
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._graph: list[int] | None = None
         self._is_launching = True
+        self._checks = Checks(self.break_rule)
 
     # What others ask of the device
 
@@ -103,11 +64,19 @@ class SimulatedHpu:
             self._allowed = before
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Count what happens inside as one step of an engine."""
+    def step(self, model_dtype: torch.dtype | None = None) -> Iterator[None]:
+        """Count what happens inside as one step of an engine.
+
+        Args:
+            model_dtype: float type of its model, which float types inside are held to.
+        """
         for watch in self.journal.watches:
             watch.begin_step()
-        yield
+        before, self._checks.model_dtype = self._checks.model_dtype, model_dtype
+        try:
+            yield
+        finally:
+            self._checks.model_dtype = before
         for watch in self.journal.watches:
             watch.end_step()
 
@@ -163,8 +132,9 @@ class SimulatedHpu:
             made = SimTensor(func(*args, device=_CPU, **kwargs))
             if not self._is_launching:
                 spoil(made.host, set())
-            if made.dtype in _WIDE:
+            if made.dtype in WIDE:
                 self.break_rule(Rule.WIDE_DTYPE, str(func), f"makes {made.dtype}")
+            self._checks.made(str(func), made.host)
             if launches:
                 self._launch((func, str(args), made.signature))
             return made
@@ -191,7 +161,7 @@ class SimulatedHpu:
         match operator.transfer:
             case Transfer.COPY:
                 return self._copy(operator.name, args[0], args[1])
-            case Transfer.TO_COPY if _leaves(kwargs):
+            case Transfer.TO_COPY if leaves_device(kwargs):
                 return self._download(operator.name, func, args, kwargs)
             case Transfer.READ:
                 return self._read(operator.name, func, args)
@@ -200,24 +170,23 @@ class SimulatedHpu:
     def _compute(
         self, func: OpOverload, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        call = _Call()
-        host_args = [call.unwrap(arg) for arg in args]
-        host_kwargs = {name: call.unwrap(value) for name, value in kwargs.items()}
-        host_kwargs.pop("pin_memory", None)
-        self._check(operator, call, args, kwargs)
+        call = Call(operator, args, kwargs)
+        self._checks.before(call, in_graph=self._graph is not None, reads_values=self._is_launching)
         if operator.needs_long and operator.index is not None:
             # A limit of torch's CPU kernels, not of the device.
-            host_args[operator.index[0]] = host_args[operator.index[0]].long()
+            call.host_args[operator.index[0]] = call.host_args[operator.index[0]].long()
         if not operator.is_view:
             self._launch((func, *call.signature))
         if self._is_launching or operator.is_view:
-            result = func(*host_args, **host_kwargs)
-        elif operator.written or operator.written_names:
-            return [*(args[at] for at in operator.written), *(kwargs[n] for n in operator.written_names)][0]
+            had_nan = any(map(has_nan, call.written))
+            result = func(*call.host_args, **call.host_kwargs)
+            self._checks.after(call, result, had_nan)
+        elif call.written:
+            return call.written[0]
         else:
-            result = func(*with_any_index(operator, host_args), **host_kwargs)
+            result = func(*with_any_index(operator, call.host_args), **call.host_kwargs)
             spoil(result, {sim.host.untyped_storage().data_ptr() for sim in call.sims})
-        if _leaves(kwargs):
+        if call.leaves_device:
             return result
         return self._wrap(operator, call.sims, result)
 
@@ -229,9 +198,12 @@ class SimulatedHpu:
             made = SimTensor(result)
             if result.dtype == torch.int64:
                 made.is_own_index = operator.makes_indices or (
-                    operator.keeps_indices and any(sim.is_own_index for sim in sims)
+                    operator.keeps_numbers and any(sim.is_own_index for sim in sims)
                 )
-            if result.dtype in _WIDE and not (operator.may_make_wide or made.is_own_index):
+            if operator.keeps_numbers and sims:
+                made.weight_dtype = sims[0].weight_dtype
+                made.trash = sims[0].trash if operator.is_view else None
+            if result.dtype in WIDE and not (operator.may_make_wide or made.is_own_index):
                 self.break_rule(Rule.WIDE_DTYPE, operator.name, f"makes {result.dtype}")
             return made
         if isinstance(result, list | tuple):
@@ -252,7 +224,7 @@ class SimulatedHpu:
         host_target = target.host if isinstance(target, SimTensor) else target
         host_source = source.host if isinstance(source, SimTensor) else source
         if isinstance(target, SimTensor) and isinstance(source, SimTensor):
-            self._check_written(name, target)
+            self._checks.written(name, target)
             self._launch((name, target.signature, source.signature))
         elif isinstance(target, SimTensor):
             if not host_target.is_contiguous():
@@ -272,6 +244,8 @@ class SimulatedHpu:
         return func(host, *args[1:], **kwargs)
 
     def _read(self, name: str, func: OpOverload, args: tuple[Any, ...]) -> Any:
+        if self._graph is None:
+            self.break_rule(Rule.HOST_WAIT, name, "read results of a step together, as tensors")
         # A number of one tensor, or whether two are equal.
         self._cross(args[0].host if len(args) == 1 else None, "d2h", name)
         return func(*(arg.host if isinstance(arg, SimTensor) else arg for arg in args))
@@ -284,63 +258,8 @@ class SimulatedHpu:
             self.journal.count(d2h_reads=1, d2h_bytes=num_bytes)
             return
         assert host is not None, "an upload has data"
-        if host.dtype in _WIDE:
+        if host.dtype in WIDE:
             self.break_rule(Rule.WIDE_DTYPE, name, f"uploads {host.dtype}")
+        self._checks.made(name, host)
         if num_bytes:
             self.journal.count(h2d_copies=1, h2d_bytes=num_bytes)
-
-    # Rules
-
-    def _check(
-        self, operator: Operator, call: _Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        name = operator.name
-        if operator.is_dynamic and kwargs.get("output_size") is None:
-            self.break_rule(Rule.DYNAMIC_SHAPE, name, "the size of the result depends on values")
-        if call.strays:
-            shapes = ", ".join(str(tuple(stray.shape)) for stray in call.strays)
-            self.break_rule(Rule.MIXED_DEVICES, name, f"operands {shapes} are in host memory")
-        if not operator.may_take_wide:
-            for sim in call.sims:
-                if sim.signature[-1] in _WIDE and not (sim.is_own_index and operator.reads_indices):
-                    self.break_rule(Rule.WIDE_DTYPE, name, f"takes {sim.dtype} {tuple(sim.shape)}")
-        if operator.is_scatter:
-            self.break_rule(Rule.SCATTER, name, "use index_copy_, index_add or where")
-        if operator.index is not None:
-            position, along = operator.index
-            source = args[0]
-            size = source.shape[0] if along is None else source.shape[args[along]]
-            self._check_index(name, args[position], size)
-        if operator.takes_index_list:
-            for dim, index in enumerate(args[1]):
-                if index is not None:
-                    self._check_index(name, index, args[0].shape[dim])
-        for position in operator.written:
-            self._check_written(name, args[position])
-        for keyword in operator.written_names:
-            self._check_written(name, kwargs[keyword])
-
-    def _check_index(self, name: str, index: torch.Tensor, size: int) -> None:
-        if index.dtype in _MASKS:
-            self.break_rule(Rule.BOOLEAN_INDEX, name, f"a mask of shape {tuple(index.shape)}")
-            return
-        host = index.host if isinstance(index, SimTensor) else index
-        if host.numel() and self._is_launching:
-            low, high = torch.aminmax(host)
-            if low < 0 or high >= size:
-                self.break_rule(
-                    Rule.BAD_INDEX,
-                    name,
-                    f"expected indices in [0, {size}), got {low.item()} to {high.item()}",
-                )
-
-    def _check_written(self, name: str, target: Any) -> None:
-        for tensor in target if isinstance(target, list | tuple) else (target,):
-            if isinstance(tensor, SimTensor) and tensor.is_partial_view:
-                self.break_rule(Rule.VIEW_WRITE, name, f"writes {tuple(tensor.shape)} of a larger tensor")
-
-
-def _leaves(kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator is to leave the device, by its keyword arguments."""
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type != HPU.type

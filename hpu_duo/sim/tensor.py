@@ -25,11 +25,15 @@ class SimTensor(torch.Tensor):
         signature: shape, strides, offset and dtype: what a recipe depends on.
         is_own_index: indices that the device computed itself, as ``topk`` does: each is below the size of a
             dimension, so it is the same number in 32 bits and in 64.
+        weight_dtype: float type of the model's weight that it holds the numbers of, None for other tensors.
+        trash: elements ``[begin, end)`` of its memory that may be written twice, None = none.
     """
 
     host: torch.Tensor
     signature: Signature
     is_own_index: bool
+    weight_dtype: torch.dtype | None
+    trash: tuple[int, int] | None
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> SimTensor:
@@ -43,6 +47,7 @@ class SimTensor(torch.Tensor):
         self.host = host
         self.signature = (host.size(), host.stride(), host.storage_offset(), host.dtype)
         self.is_own_index = False
+        self.weight_dtype = self.trash = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -58,6 +63,11 @@ class SimTensor(torch.Tensor):
     def tolist(self) -> Any:
         """The values as Python numbers: a device-to-host read."""
         return self.cpu().tolist()
+
+    def mark_trash(self, begin: int, end: int) -> None:
+        """Let entries ``[begin, end)`` of dimension 0 be written twice."""
+        stride, offset = int(self.host.stride(0)), int(self.host.storage_offset())
+        self.trash = offset + begin * stride, offset + end * stride
 
     @property
     def is_partial_view(self) -> bool:

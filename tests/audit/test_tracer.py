@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hpu_duo.audit import Engine, Severity, StepTracer, native_sources, peak_allocated_bytes
+from hpu_duo.audit.findings import TraceEnded
 from hpu_duo.audit.structure import make_hpu_known
-from hpu_duo.audit.tracer import TraceEnded
 from hpu_duo.sim import Rule
 
 Tensor = torch.Tensor
@@ -48,6 +49,13 @@ def fake() -> FakeTensorMode:
         (lambda x, i: x.double(), Rule.WIDE_DTYPE),
         (lambda x, i: x[x[:, 0].argsort() + 0], Rule.WIDE_DTYPE),
         (lambda x, i: x[:2].add_(1), Rule.VIEW_WRITE),
+        (lambda x, i: x.as_strided((2, 2), (8, 1)), Rule.AS_STRIDED),
+        (lambda x, i: torch.rand_like(x), Rule.RANDOM_IN_GRAPH),
+        (lambda x, i: nn.functional.dropout(x, 0.5), Rule.RANDOM_IN_GRAPH),
+        (lambda x, i: torch.ones((), dtype=torch.float64, device="hpu"), Rule.WIDE_DTYPE),
+        (lambda x, i: x.sum().double(), Rule.WIDE_DTYPE),
+        (lambda x, i: x.half(), Rule.FLOAT_TYPE),
+        (lambda x, i: x.bfloat16() @ x.t().bfloat16(), Rule.FLOAT_TYPE),
     ],
 )
 def test_what_the_simulated_device_refuses_is_found_without_data(
@@ -55,7 +63,7 @@ def test_what_the_simulated_device_refuses_is_found_without_data(
 ) -> None:
     with fake:
         tensors = (on_hpu(4, 8), on_hpu(2, dtype=torch.int32))
-        tracer = StepTracer(tensors)
+        tracer = StepTracer(tensors, weights=tensors[:1], model_dtype=torch.float32)
         try:
             with torch.no_grad(), tracer:
                 run(*tensors)
@@ -65,6 +73,18 @@ def test_what_the_simulated_device_refuses_is_found_without_data(
     assert {finding.rule for finding in found} == {rule}
     assert {finding.severity for finding in found} == {Severity.FORBIDDEN}
     assert "test_tracer.py" in found[0].source
+
+
+def test_what_is_no_product_with_a_weight_may_be_in_any_float_type(fake: FakeTensorMode) -> None:
+    with fake:
+        weight, x = on_hpu(8, 8, dtype=torch.bfloat16), on_hpu(4, 8, dtype=torch.bfloat16)
+        tracer = StepTracer((weight, x), weights=(weight,), model_dtype=torch.bfloat16)
+        with torch.no_grad(), tracer:
+            scores = (x @ weight).float()
+            (scores @ scores.t()).softmax(dim=-1).bfloat16() @ x
+            weight.float().square().sum()
+            x.new_ones(()) * 2.0
+    assert not tracer.tally.findings
 
 
 def test_int64_indices_that_an_operator_found_are_noted_where_they_are_read(fake: FakeTensorMode) -> None:

@@ -90,3 +90,18 @@ def test_the_host_has_no_part_in_a_captured_step(backend: sim.SimBackend, name: 
         backend.capture(fn, SHAPE)(inputs_of(1))
     assert caught.value.rule is Rule.HOST_IN_GRAPH
     assert __file__ in caught.value.source
+
+
+def test_a_step_of_too_many_operators_is_refused(
+    backend: sim.SimBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpu_duo.rules.limits.STEP_OPERATORS", 3)
+    for num, is_fine in ((3, True), (4, False)):
+        step = backend.capture(lambda inputs, num=num: [inputs["x"] + i for i in range(num)], SHAPE)
+        if is_fine:
+            assert len(step(inputs_of(1))) == num
+            continue
+        with pytest.raises(HpuRuleViolation, match="at most 3 operators in a step, got 4") as caught:
+            step(inputs_of(1))
+        assert caught.value.rule is Rule.GRAPH_SIZE
+        assert caught.value.operator == str(SHAPE)

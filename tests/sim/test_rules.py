@@ -10,6 +10,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from hpu_duo import sim
+from hpu_duo.rules import mark_trash
 from hpu_duo.sim import HpuRuleViolation, Rule
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -25,6 +26,26 @@ def ints(*values: int) -> Tensor:
 
 def table() -> Tensor:
     return on_device(torch.arange(12, dtype=torch.float32).view(4, 3))
+
+
+def weight() -> Tensor:
+    """A bfloat16 weight ``[2, 3]``, as a model on the device has it."""
+    linear = nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
+    sim.SimRuntime(sim.install()).place(linear)
+    return linear.weight
+
+
+def in_step(dtype: torch.dtype, act: Callable[[], object]) -> None:
+    """Act in a step of a model of a float type."""
+    with sim.install().step(dtype):
+        act()
+
+
+def in_graph(act: Callable[[Tensor], object]) -> None:
+    """Act in a captured step."""
+    x = table()
+    with sim.install().graph():
+        act(x)
 
 
 BAD: dict[str, tuple[Rule, Callable[[], object]]] = {
@@ -60,6 +81,33 @@ BAD: dict[str, tuple[Rule, Callable[[], object]]] = {
         Rule.VIEW_WRITE,
         lambda: torch.add(ints(1, 2), ints(3, 4), out=torch.zeros(4, dtype=torch.int32, device="hpu")[:2]),
     ),
+    "float64 number": (Rule.WIDE_DTYPE, lambda: torch.ones((), dtype=torch.float64, device="hpu")),
+    "uploaded float64 number": (Rule.WIDE_DTYPE, lambda: on_device(torch.tensor(0.5, dtype=torch.float64))),
+    "read number": (Rule.HOST_WAIT, lambda: table().sum().item()),
+    "decision of the host": (Rule.HOST_WAIT, lambda: bool((table() > 1).any())),
+    "compared tensors": (Rule.HOST_WAIT, lambda: torch.equal(table(), table())),
+    "view by strides": (Rule.AS_STRIDED, lambda: table().as_strided((2, 2), (3, 1))),
+    "operator of nobody": (Rule.UNKNOWN_OPERATOR, lambda: table().digamma()),
+    "two writes to a row": (Rule.REPEATED_INDEX, lambda: table().index_copy_(0, ints(2, 2), table()[:2])),
+    "two writes to a column": (
+        Rule.REPEATED_INDEX,
+        lambda: table().index_copy(1, ints(0, 2, 0), table()),
+    ),
+    "difference of infinities": (Rule.NAN, lambda: (table() / 0).sub_(table() / 0)),
+    "infinity times zero": (
+        Rule.NAN,
+        lambda: table().clone().fill_(torch.inf) @ torch.zeros(3, 1, device="hpu"),
+    ),
+    "softmax of nothing": (Rule.NAN, lambda: table().masked_fill(table() > -1, -torch.inf).softmax(dim=-1)),
+    "made float16": (Rule.FLOAT_TYPE, lambda: in_step(torch.bfloat16, lambda: table().half())),
+    "uploaded float16": (
+        Rule.FLOAT_TYPE,
+        lambda: in_step(torch.float32, lambda: on_device(torch.ones(2, dtype=torch.float16))),
+    ),
+    "weight as float32": (Rule.FLOAT_TYPE, lambda: nn.functional.linear(table(), weight().float())),
+    "turned weight as float32": (Rule.FLOAT_TYPE, lambda: table() @ weight().t().float()),
+    "random numbers of a graph": (Rule.RANDOM_IN_GRAPH, lambda: in_graph(lambda x: torch.rand_like(x))),
+    "random choice in a graph": (Rule.RANDOM_IN_GRAPH, lambda: in_graph(lambda x: x.bernoulli_(0.5))),
     "scattered write": (Rule.SCATTER, lambda: table().index_put((ints(0), ints(1)), table()[0, :1])),
 }
 
@@ -98,6 +146,11 @@ GOOD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "made": lambda x, i: (
         torch.arange(3, dtype=torch.int32, device=x.device) + x.new_zeros(3) + torch.eye(3).to(x)
     ),
+    "rows written twice by filling": lambda x, i: x.index_fill_(0, torch.cat([i, i]), 3.0),
+    "weighed in its own type": lambda x, i: nn.functional.linear(x.bfloat16(), x.bfloat16()).float(),
+    "random outside of a graph": lambda x, i: torch.zeros_like(x).bernoulli_(1.0),
+    "halved outside of a step": lambda x, i: x.half().float(),
+    "infinities of one kind": lambda x, i: (x.exp() / 0).neg().exp(),
     "normalised": lambda x, i: nn.functional.rms_norm(x, (3,)),
 }
 
@@ -123,11 +176,47 @@ def test_a_write_is_seen_through_every_view_of_the_tensor() -> None:
     assert row.tolist() == [0, 1, 0]
 
 
+def test_trash_may_be_written_twice_and_its_neighbours_may_not() -> None:
+    store = torch.zeros(12, 2, device="hpu")
+    mark_trash(store, 8, 12)
+    new = torch.ones(3, 2, device="hpu")
+    store.index_copy_(0, ints(3, 9, 9), new)
+    units = store.unflatten(0, (3, 4))
+    units.index_copy_(0, ints(1, 2, 2), torch.ones(3, 4, 2, device="hpu"))
+    for bad in (
+        lambda: store.index_copy_(0, ints(3, 7, 7), new),
+        lambda: units.index_copy_(0, ints(1, 1), units[:2]),
+    ):
+        with pytest.raises(HpuRuleViolation, match="write to a place twice"):
+            bad()
+    copy = store.clone()
+    with pytest.raises(HpuRuleViolation, match="index 9 comes 2 times"):
+        copy.index_copy_(0, ints(3, 9, 9), new)
+
+
+def test_a_step_of_a_float16_model_has_float16() -> None:
+    model = nn.Linear(3, 2, dtype=torch.float16)
+    runtime = sim.SimRuntime(sim.install())
+    runtime.place(model)
+    with runtime.step():
+        assert model(table().half()).dtype == torch.float16
+    for dtype in (torch.bfloat16, torch.float32):
+        with sim.install().step(dtype), pytest.raises(HpuRuleViolation, match="makes float16 in a model"):
+            model(table().half())
+
+
+def test_nan_that_was_there_before_is_nobodys_fault() -> None:
+    x = on_device(torch.tensor([1.0, torch.nan]))
+    assert (x + 1).add_(1).cpu().isnan().tolist() == [False, True]
+    assert (torch.empty(4, device="hpu") * 0 + 1).shape == (4,)
+
+
 def test_transfers_and_waits_are_counted_in_bytes() -> None:
     with sim.watch() as seen:
         x = torch.ones(2, 3).to("hpu")
         torch.zeros(8, device="hpu")[2:5].copy_(torch.ones(3))
-        assert bool((x > 0).all())
+        with sim.allow(Rule.HOST_WAIT):
+            assert bool((x > 0).all())
         x.cpu()
         x.to(torch.bfloat16).tolist()
     traffic = seen.report().between
