@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from graphs import StepLimits
 from hpu_duo.engine.arrivals import ArrivalOrder
+from hpu_duo.engine.siblings import Siblings
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
 from hpu_duo.request import FinishReason, Request, RequestStatus
@@ -47,7 +48,7 @@ class Scheduler:
         self._unfinished: dict[str, Request] = {}
         self._waiting = ArrivalOrder()
         self._running = ArrivalOrder()
-        self._followers: dict[Request, list[Request]] = {}
+        self._siblings = Siblings(self.leases, limits.decode_len)
         self._num_arrived = 0
         self._plan_in_flight: StepPlan | None = None
 
@@ -95,9 +96,11 @@ class Scheduler:
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._unfinished[request.request_id] = request
-        if request.parent is not None and self._can_follow(request.parent):
+        parent = request.parent
+        is_coming = parent is not None and self._unfinished.get(parent.request_id) is parent
+        if parent is not None and is_coming and Siblings.may_wait_for(parent):
             request.status = RequestStatus.FOLLOWING
-            self._followers.setdefault(request.parent, []).append(request)
+            self._siblings.add(request)
         else:
             self._enqueue(request)
 
@@ -171,23 +174,18 @@ class Scheduler:
         """
         if plan is not self._plan_in_flight:
             raise ValueError("only the plan that was made last can be committed, and only once")
-        if len(token_ids) != plan.num_samples:
-            raise ValueError(f"expected {plan.num_samples} sampled tokens, got {len(token_ids)}")
-        most = [row.num_samples for row in plan.sampled_rows]
-        accepted = most if num_accepted is None else list(num_accepted)
-        if accepted is not most:
-            _check_accepted(accepted, most)
+        accepted = plan.accepted(len(token_ids), num_accepted)
         self._plan_in_flight = None
 
         committed = self._append(plan, token_ids, accepted)
         ended = [(done.request, done.finish_reason) for done in committed if done.finish_reason is not None]
-        forking = self._prefilled_parents(plan) if self._followers else []
+        forking = self._siblings.parents_prefilled_by(plan)
         # Room first, then forks, then the parents that ended: until then they hold what is forked.
         for request, reason in ended:
             if request not in forking:
                 self._end(request, reason)
         for parent in forking:
-            self._fork_followers(parent)
+            self._fork(parent)
         for request, reason in ended:
             if request in forking:
                 self._end(request, reason)
@@ -249,7 +247,7 @@ class Scheduler:
         self.leases.close(request)
         request.num_computed_tokens = 0
         self._enqueue(request)
-        self._release_followers(request)
+        self._release(request)
 
     def _restart_running(self, but: Request | None = None) -> None:
         for request in [r for r in self._running if r is not but]:
@@ -329,47 +327,20 @@ class Scheduler:
             case RequestStatus.WAITING:
                 self._waiting.remove(request)
             case RequestStatus.FOLLOWING:
-                assert request.parent is not None
-                self._followers[request.parent].remove(request)
+                self._siblings.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._unfinished[request.request_id]
-        self._release_followers(request)
+        self._release(request)
 
-    # Siblings
-
-    def _can_follow(self, parent: Request) -> bool:
-        return (
-            self._unfinished.get(parent.request_id) is parent
-            and parent.num_prompt_tokens > 1
-            and parent.num_computed_tokens < parent.num_prompt_tokens
-            and parent.num_output_tokens == 0
-        )
-
-    def _prefilled_parents(self, plan: StepPlan) -> list[Request]:
-        return [
-            row.request
-            for row in plan.rows
-            if row.request in self._followers and row.end >= row.request.num_prompt_tokens
-        ]
-
-    def _release_followers(self, parent: Request) -> None:
-        for child in self._followers.pop(parent, ()):
+    def _release(self, parent: Request) -> None:
+        """Let siblings that wait for a request be ordinary ones."""
+        for child in self._siblings.release(parent):
             self._enqueue(child)
 
-    def _fork_followers(self, parent: Request) -> None:
-        num_tokens = parent.num_prompt_tokens - 1
-        # The ring still holds what a child sees, which begins as many tokens before as are decoded at once.
-        num_behind = parent.num_computed_tokens - parent.num_prompt_tokens
-        is_at_end_of_prompt = 0 <= num_behind < self.limits.decode_len
-        for child in self._followers.pop(parent):
-            if is_at_end_of_prompt and self.leases.fork(parent, child, num_tokens):
-                child.num_computed_tokens = num_tokens
+    def _fork(self, parent: Request) -> None:
+        for child, has_cache in self._siblings.fork(parent):
+            if has_cache:
                 self._run(child)
             else:
                 self._enqueue(child)
-
-
-def _check_accepted(accepted: Sequence[int], most: Sequence[int]) -> None:
-    if len(accepted) != len(most) or not all(1 <= n <= of for n, of in zip(accepted, most)):
-        raise ValueError(f"expected 1 or more and at most {most} accepted tokens, got {accepted}")

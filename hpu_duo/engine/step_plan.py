@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -73,6 +74,26 @@ class StepPlan:
     def num_samples(self) -> int:
         """Tokens that the step samples, of all rows."""
         return sum(row.num_samples for row in self.rows)
+
+    def accepted(self, num_token_ids: int, num_accepted: Sequence[int] | None) -> list[int]:
+        """Return the number of tokens that each of ``sampled_rows`` takes.
+
+        Args:
+            num_token_ids: tokens that were sampled.
+            num_accepted: those that each row takes, 1 or more; None = all.
+
+        Raises:
+            ValueError: other numbers than the plan can have.
+        """
+        if num_token_ids != self.num_samples:
+            raise ValueError(f"expected {self.num_samples} sampled tokens, got {num_token_ids}")
+        most = [row.num_samples for row in self.sampled_rows]
+        if num_accepted is None:
+            return most
+        accepted = list(num_accepted)
+        if len(accepted) != len(most) or not all(1 <= n <= of for n, of in zip(accepted, most)):
+            raise ValueError(f"expected 1 or more and at most {most} accepted tokens, got {accepted}")
+        return accepted
 
 
 class CommittedToken(NamedTuple):
