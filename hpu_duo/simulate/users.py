@@ -10,8 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from graphs import BatchShape, StepLimits
+from graphs import BatchShape, BucketTable, StepLimits
 from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.simulate.simulation import Simulation
@@ -27,7 +28,7 @@ _SAMPLED_SHARE = 0.03
 _MOST_SAMPLES = 8
 
 
-def prior(limits: StepLimits, seed: int = 0) -> dict[BatchShape, float]:
+def prior(limits: StepLimits, seed: int = 0, table: BucketTable | None = None) -> dict[BatchShape, float]:
     """The steps of a stated workload, as the scheduler plans them; no tensors, no model.
 
     Every step takes one unit of time. Users send a request, wait for its end (of samples, the first one's),
@@ -43,20 +44,26 @@ def prior(limits: StepLimits, seed: int = 0) -> dict[BatchShape, float]:
 
     Args:
         seed: of the users; another seed gives other users of the same kind.
+        table: prompts end at the borders of its buckets, see ``ChunkTrimming``; None trims none.
 
     Returns:
         The number of steps of each shape; the same for the same arguments.
     """
-    return dict(_prior(limits, seed))
+    return dict(_prior(limits, seed) if table is None else _served(limits, seed, table))
 
 
 @lru_cache(maxsize=16)
 def _prior(limits: StepLimits, seed: int) -> dict[BatchShape, float]:
+    return _served(limits, seed, None)
+
+
+def _served(limits: StepLimits, seed: int, table: BucketTable | None) -> dict[BatchShape, float]:
+    trimming = None if table is None else ChunkTrimming(table, limits.block_size).num_postponed
     found: Counter[BatchShape] = Counter()
     for number, load in enumerate(_LOADS):
         rng = random.Random(seed * len(_LOADS) + number)
         users = Users(limits, rng, max(1, round(load * limits.max_num_seqs)))
-        simulation = Simulation(Scheduler(limits), users, _one_unit)
+        simulation = Simulation(Scheduler(limits, trimming), users, _one_unit)
         found.update(step.shape for step in simulation.steps(until=_STEPS_PER_LOAD))
     return {shape: float(count) for shape, count in found.items()}
 

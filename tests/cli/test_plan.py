@@ -4,10 +4,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import Result
 
-from graphs import StepLimits
+from graphs import BucketTable, StepLimits
 from graphs.bucket_file import read_table
 from graphs.planner import Traffic
 from graphs.recording import read_shapes
@@ -86,16 +87,16 @@ def test_assumed_traffic_is_measured_on_users_that_no_table_was_chosen_for(
     hpu_duo: Run, config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def noting(seeds: set[int]) -> Callable[..., Traffic]:
-        def noted(limits: StepLimits, *, seed: int = 0) -> Traffic:
+        def noted(limits: StepLimits, *, seed: int = 0, table: BucketTable | None = None) -> Traffic:
             seeds.add(seed)
-            return prior(limits, seed=seed)
+            return prior(limits, seed, table)
 
         return noted
 
     chosen_on: set[int] = set()
     measured_on: set[int] = set()
     monkeypatch.setattr("hpu_duo.simulate.planning.prior", noting(chosen_on))
-    monkeypatch.setattr("hpu_duo.simulate.prior", noting(measured_on))
+    monkeypatch.setattr("hpu_duo.cli.planning.bucket_plans.prior", noting(measured_on))
     result = hpu_duo(
         *("plan", "--model", config_dir, *LIMITS, "--max-model-len", 64, "--graphs-budget", 64, "--json")
     )
@@ -103,6 +104,38 @@ def test_assumed_traffic_is_measured_on_users_that_no_table_was_chosen_for(
     assert chosen_on == {0, 1}
     assert len(measured_on) == 1
     assert not measured_on & chosen_on
+
+
+def test_a_table_for_rows_that_decode_several_tokens_serves_them(
+    hpu_duo: Run, model_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "table.txt"
+    arguments = (*LIMITS, "--max-model-len", 512, "--decode-len", 4, "--graphs-budget", 8)
+    planned = hpu_duo("plan", "--model", model_dir, *arguments, "--out", out, "--json")
+    assert planned.exit_code == 0, planned.stderr
+    fields = json.loads(planned.stdout)
+    assert fields["limits"]["decode_len"] == 4
+    assert fields["padding"]["planned"]["holds_all"]
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 16, "max_model_len": 512}
+    texts = [[5] * 9, [7] * 30], [[[3, 4, 5, 6, 7], [8]], [[9] * 11]]
+    scores = [
+        HPUDuoModel.from_pretrained(model_dir, decode_len=4, **limits, **options).score(*texts)
+        for options in ({"graphs": "eager"}, {"graphs": "replay", "buckets": out, "on_miss": "error"})
+    ]
+    free, padded = (np.concatenate([each.logprobs for one in found for each in one]) for found in scores)
+    np.testing.assert_allclose(padded, free, atol=1e-4)
+
+
+def test_the_table_is_the_same_whether_prompts_are_trimmed_or_not(hpu_duo: Run, config_dir: Path) -> None:
+    limits = (*LIMITS, "--max-model-len", 512, "--strategy", "thinned", "--json")
+    buckets = []
+    for more in ((), ("--trim-chunks",)):
+        result = hpu_duo("plan", "--model", config_dir, *limits, *more)
+        assert result.exit_code == 0, result.stderr
+        fields = json.loads(result.stdout)
+        assert fields["padding"]["thinned"]["missed"] == 0
+        buckets.append(fields["buckets"])
+    assert buckets[0] == buckets[1]
 
 
 def test_compare_shows_every_strategy(hpu_duo: Run, config_dir: Path) -> None:
@@ -130,6 +163,9 @@ def test_compare_shows_every_strategy(hpu_duo: Run, config_dir: Path) -> None:
         (("--graphs-budget", 0), "at least 1 graph, got 0"),
         (("--from-shapes", "missing.jsonl"), "cannot read recorded shapes from missing.jsonl"),
         (("--max-num-seqs", 0), "expected max_num_seqs >= 1, got 0"),
+        (("--decode-len", 0), "expected decode_len >= 1, got 0"),
+        (("--trim-chunks", "--compare"), "expected --trim-chunks without --compare"),
+        (("--trim-chunks", "--from-shapes", "x"), "expected --trim-chunks without --from-shapes"),
     ],
 )
 def test_bad_input_is_refused_with_a_sentence(

@@ -1,5 +1,7 @@
 """The workload that tables are planned for without a recording."""
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 
 from graphs import BucketTable, StepCost, StepLimits
@@ -32,6 +34,16 @@ def test_the_prior_is_the_same_every_time_and_other_users_are_others() -> None:
     first.clear()
     assert prior(LIMITS) == kept
     assert prior(LIMITS, seed=1) != kept
+
+
+def test_prompts_that_end_at_the_borders_of_a_table_are_padded_less() -> None:
+    limits = replace(LIMITS, max_num_seqs=4, max_num_batched_tokens=2048, max_model_len=8192, num_blocks=512)
+    table = BucketTable.exponential(limits, cost=COST)
+    whole, trimmed = (
+        evaluate(table.buckets, limits, COST, prior(limits, seed=2, table=served)) for served in (None, table)
+    )
+    assert trimmed.missed == 0
+    assert trimmed.mean < 0.98 * whole.mean
 
 
 def test_a_table_planned_for_the_prior_pads_other_users_less_than_the_default_table_does() -> None:

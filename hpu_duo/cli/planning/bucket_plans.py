@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -21,24 +21,11 @@ from graphs.planner import (
     upstream_unified,
 )
 from graphs.promise import Promise
-from hpu_duo.simulate import plan_buckets
+from hpu_duo.simulate import plan_buckets, prior
 
-if TYPE_CHECKING:
-    from hpu_duo.cost import ModelSize
-
+# Tables are planned for users of seed 0, and compared on those of seed 1.
+_MEASURED_SEED = 2
 _LONGEST_LIST = 20_000
-
-
-def step_cost(size: ModelSize, block_size: int) -> StepCost:
-    """The cost of a step of a model."""
-    first = size.layers[0]
-    return StepCost(
-        block_size=block_size,
-        hidden_size=size.hidden_size,
-        num_layers=len(size.layers),
-        vocab_size=size.vocab_size,
-        kv_ratio=first.num_kv_heads / first.num_heads,
-    )
 
 
 def choose(
@@ -58,6 +45,24 @@ def choose(
             return linear(limits)
         case _:
             return padding_aware(limits)
+
+
+def measured_on(
+    chosen: tuple[BatchShape, ...] | Grid,
+    limits: StepLimits,
+    cost: StepCost,
+    recorded: Traffic | None,
+    trims_chunks: bool,
+) -> Traffic:
+    """Return the recorded traffic, or else that of users that no table was chosen for.
+
+    Args:
+        trims_chunks: whether their prompts end at the borders of the chosen table.
+    """
+    if recorded is not None:
+        return recorded
+    table = BucketTable(listed(chosen), cost) if trims_chunks else None
+    return prior(limits, seed=_MEASURED_SEED, table=table)
 
 
 def listed(chosen: tuple[BatchShape, ...] | Grid) -> tuple[BatchShape, ...]:

@@ -162,7 +162,7 @@ class HardwareOptions:
 
 
 def graph_bytes(
-    model: Path, size: ModelSize, kv_layers: tuple[LayerKV, ...], block_size: int
+    model: Path, size: ModelSize, kv_layers: tuple[LayerKV, ...], block_size: int, decode_len: int
 ) -> Callable[[BatchShape], float]:
     """Bytes that the graph of a bucket keeps on HPU at worst: its results and intermediates of its own.
 
@@ -187,5 +187,5 @@ def graph_bytes(
     ]
     directory = model if model.is_dir() else model.parent
     config = read_config(directory, needs_weights=False).get_text_config()
-    sizes = StepSizes.of(specs, config, block_size, dtype_bytes=2)
+    sizes = StepSizes.of(specs, config, block_size, dtype_bytes=2, decode_len=decode_len)
     return GraphMemory(KEPT["hpu-compile"], 1, sizes).kept_bytes

@@ -1,0 +1,111 @@
+"""The model, limits and costs that a table is planned for, anywhere or on named hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from graphs import StepCost, StepLimits
+from hpu_duo.cli.planning.hardware import HardwareOptions
+from hpu_duo.cli.planning.plan_options import PlannedLimits
+from hpu_duo.cost import Capacity, ModelSize, Serving, WarmUp
+from hpu_duo.cost import step_cost as cost_on_hardware
+from hpu_duo.cost import step_limits as limits_on_hardware
+from hpu_duo.cost.read_model import read_model
+from hpu_duo.kv.plan import LayerKV
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model as it is to be served.
+
+    Attributes:
+        size: of the model.
+        limits, cost: of its steps.
+        kv_layers: the groups of heads of each layer.
+        serving: the devices; None without named hardware, and then nothing is in ``found``.
+        found: what fits and how fast it would be for each choice, the one that is planned for first.
+        num_layer_kinds: layers that are compiled apart.
+    """
+
+    size: ModelSize
+    limits: StepLimits
+    cost: StepCost
+    kv_layers: tuple[LayerKV, ...]
+    serving: Serving | None = None
+    found: tuple[Capacity, ...] = ()
+    num_layer_kinds: int = 1
+
+    @classmethod
+    def anywhere(cls, model: Path, asked: PlannedLimits, num_blocks: int) -> Setting:
+        """A model on any device with so many blocks.
+
+        Raises:
+            ValueError: the model cannot be read, or a limit is out of range.
+        """
+        size = read_model(model)
+        limits = StepLimits(
+            max_num_seqs=asked.max_num_seqs,
+            max_num_batched_tokens=asked.max_num_batched_tokens,
+            max_model_len=asked.max_model_len or size.max_positions,
+            block_size=asked.block_size,
+            num_blocks=num_blocks,
+            decode_len=asked.decode_len,
+            max_chunk_rows=asked.max_chunk_rows,
+        )
+        kv_layers = size.kv_layers(0.0, 0, 1, size.max_positions)
+        return cls(size, limits, _cost_anywhere(size, asked.block_size), kv_layers)
+
+    @classmethod
+    def on(
+        cls,
+        hardware: str,
+        model: Path,
+        served: HardwareOptions,
+        asked: PlannedLimits,
+        num_blocks: int | None,
+        num_graphs: int,
+    ) -> Setting:
+        """A model on named hardware, with the blocks that fit there unless others are asked for.
+
+        Args:
+            num_graphs: most buckets, which bound the warm-up.
+
+        Raises:
+            ValueError: the model cannot be read or does not fit, or a limit is out of range.
+        """
+        size = read_model(model)
+        serving = served.on(hardware, asked.max_num_seqs, asked.max_num_batched_tokens, asked.block_size)
+        found = served.compare(size, serving, num_graphs)
+        deployment = served.deployment(size, serving, asked.max_model_len or size.max_positions)
+        limits = replace(limits_on_hardware(deployment, asked.max_chunk_rows), decode_len=asked.decode_len)
+        if num_blocks is not None:
+            limits = replace(limits, num_blocks=num_blocks)
+        return cls(
+            size,
+            limits,
+            cost_on_hardware(deployment),
+            deployment.kv_layers,
+            serving,
+            tuple(found),
+            deployment.num_layer_kinds,
+        )
+
+    def with_table(self, num_graphs: int) -> Setting:
+        """The same with the warm-up of a table for the choice that was planned for."""
+        if not self.found:
+            return self
+        warm_up = WarmUp.of(num_graphs, self.num_layer_kinds, is_bound=False)
+        return replace(self, found=(replace(self.found[0], warm_up=warm_up), *self.found[1:]))
+
+
+def _cost_anywhere(size: ModelSize, block_size: int) -> StepCost:
+    """The cost of a step of a model on no device in particular."""
+    first = size.layers[0]
+    return StepCost(
+        block_size=block_size,
+        hidden_size=size.hidden_size,
+        num_layers=len(size.layers),
+        vocab_size=size.vocab_size,
+        kv_ratio=first.num_kv_heads / first.num_heads,
+    )
