@@ -86,7 +86,7 @@ def test_bad_options_end_with_a_sentence(
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
-    from hpu_duo.cli.serving.options import ListeningOptions
+    from hpu_duo.cli.serving.listening_options import ListeningOptions
 
     file = tmp_path / "keys"
     file.write_text("# ours\nfirst\n\n  second \n")

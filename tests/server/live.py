@@ -16,7 +16,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.server.config import ServerConfig
 from hpu_duo.server.http.app import create_app
 from hpu_duo.server.http.listening import DrainingServer, bind
-from hpu_duo.server.service import Service
+from hpu_duo.server.service import Service, Sink
 
 HOST = "127.0.0.1"
 KEY = "sk-of-the-tests"
@@ -33,11 +33,10 @@ class Live:
         url: of the server.
     """
 
-    def __init__(self, model: HPUDuoModel, **settings: Any) -> None:
+    def __init__(self, model: HPUDuoModel, sinks: tuple[Sink, ...] = (), **settings: Any) -> None:
         self.model = model
-        self.service = Service(
-            model, ServerConfig(**{"model_names": ("tiny",), "drain_seconds": 2.0, **settings})
-        )
+        config = ServerConfig(**{"model_names": ("tiny",), "drain_seconds": 2.0, **settings})
+        self.service = Service(model, config, sinks)
         bound = bind(HOST, 0)
         self.port: int = bound.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}"

@@ -11,7 +11,9 @@ import typer
 from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_cold
 from hpu_duo.cli.arguments.option_groups import grouped
-from hpu_duo.cli.serving.options import CallOptions, ListeningOptions, ServingEngineOptions
+from hpu_duo.cli.serving.call_options import CallOptions, ServingEngineOptions
+from hpu_duo.cli.serving.listening_options import ListeningOptions
+from hpu_duo.cli.serving.telling_options import TellingOptions
 from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
 from hpu_duo.limit_config import SchedulerConfig
 
@@ -25,6 +27,7 @@ def serve(
     model: opt.Model = None,
     listening: ListeningOptions,
     calls: CallOptions,
+    telling: TellingOptions,
     warm_up: Annotated[
         bool,
         typer.Option(
@@ -47,10 +50,12 @@ def serve(
                 f"expected the packages of the extra serve: pip install 'hpu-duo[serve]'; missing: "
                 f"{', '.join(missing)}"
             )
-        config = calls.config(model, listening)
+        config = calls.config(model, listening, telling)
         tls = listening.tls
         from hpu_duo.server.http.listening import bind
 
+        log, tracing = telling.request_log(), telling.tracing()
+        told = [one for one in (log, tracing) if one is not None]
         # A port that is taken is told before weights are read.
         bound = bind(listening.host, listening.port)
         loaded = load_cold(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
@@ -58,7 +63,9 @@ def serve(
         from hpu_duo.server.http.listening import is_interrupt, listen
         from hpu_duo.server.service import Service
 
-        service = Service(loaded, config)
+        service = Service(loaded, config, tuple(one.add for one in told))
+        if log is not None:
+            log.on_lost = service.metrics.lost_line
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     for note in loaded.engine.notes:
         typer.echo(f"note: {note}", err=True)
@@ -71,6 +78,8 @@ def serve(
         typer.echo(f"hpu-duo: serving {names} at {place}{', warming up' if captures else ''}", err=True)
 
     ending = listen(app, service, bound, tls, tell)
+    for one in told:
+        one.close()
     if ending.signal_number is None:
         typer.echo("hpu-duo: the engine has failed; see above", err=True)
         raise typer.Exit(_FAILED)

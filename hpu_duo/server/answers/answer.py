@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.request import FinishReason
 from hpu_duo.server.answers.choice import Choice
-from hpu_duo.server.answers.events import event
+from hpu_duo.server.answers.events import EventFrame
 from hpu_duo.server.answers.usage import Usage
 from hpu_duo.server.running import ChoiceOutput
 
@@ -66,7 +65,7 @@ class Answer(ABC):
         self.choices = [Choice() for _ in range(num_choices)]
         self._tells_usage, self._tells_usage_always = tells_usage, tells_usage_always
         self._returns_token_ids = returns_token_ids
-        self._part = head.fields(self.part_kind)
+        self._frame = EventFrame(head.fields(self.part_kind))
 
     def add(self, batch: Sequence[ChoiceOutput]) -> None:
         """Take outputs in, for the body."""
@@ -85,24 +84,24 @@ class Answer(ABC):
 
     def events(self, batch: Sequence[ChoiceOutput]) -> bytes:
         """Outputs as events: one for each choice, however many outputs of it have come."""
-        fresh: dict[int, list[RequestOutput]] = {}
-        for choice, output in batch:
+        fresh: dict[int, Choice] = {}
+        for index, output in batch:
             self.usage.completion_tokens += len(output.token_ids)
-            fresh.setdefault(choice, []).append(output)
-        told = bytearray()
-        for index, outputs in fresh.items():
-            whole = Choice.of(outputs)
-            self.choices[index].finish_reason = whole.finish_reason
-            if not whole.is_empty or self._returns_token_ids:
-                for part in self._parts(index, whole):
-                    told += self._event([part])
-        return bytes(told)
+            if index not in fresh:
+                fresh[index] = Choice()
+            fresh[index].add(output)
+        told = []
+        for index, choice in fresh.items():
+            self.choices[index].finish_reason = choice.finish_reason
+            if not choice.is_empty or self._returns_token_ids:
+                told += [self._event([part]) for part in self._parts(index, choice)]
+        return b"".join(told)
 
     def ending(self) -> bytes:
         """Events behind the last output, but for ``[DONE]``."""
         if not self._tells_usage:
             return b""
-        return event({**self._part, "choices": [], "usage": self.usage.fields()})
+        return self._frame.event({"choices": [], "usage": self.usage.fields()})
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
@@ -118,12 +117,12 @@ class Answer(ABC):
         """Choices of events."""
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        data = {**self._part, "choices": choices}
+        data: dict[str, Any] = {"choices": choices}
         if self._tells_usage_always:
             data["usage"] = self.usage.fields()
         elif self._tells_usage:
             data["usage"] = None
-        return event(data)
+        return self._frame.event(data)
 
     def _with_token_ids(self, fields: dict[str, Any], choice: Choice) -> dict[str, Any]:
         return {**fields, "token_ids": choice.token_ids} if self._returns_token_ids else fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpu_duo.engine.outputs import RequestOutput, TokenLogprob
@@ -32,14 +31,6 @@ class Choice:
         self.logprobs += output.logprobs
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-
-    @classmethod
-    def of(cls, outputs: Sequence[RequestOutput]) -> Choice:
-        """The sum of several outputs of one sample."""
-        whole = cls()
-        for output in outputs:
-            whole.add(output)
-        return whole
 
     @property
     def is_empty(self) -> bool:

@@ -1,0 +1,125 @@
+"""Options of where a server listens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hpu_duo.server.http.listening import Tls
+
+_LISTENING = "Listening"
+
+
+@dataclass(frozen=True)
+class ListeningOptions:
+    """Options of where a server listens, and who may call."""
+
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=_LISTENING)
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port; 0 takes one that is free.", rich_help_panel=_LISTENING)] = (
+        8000
+    )
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="HPU_DUO_API_KEY",
+            metavar="KEY",
+            help="Callers must have one of these keys; repeat for several.",
+            show_default="everybody may call",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with one key in each line.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Pages from there may call (CORS); repeat for several, * for all.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Certificate, to be called by https.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Its key.", show_default="none", rich_help_panel=_LISTENING),
+    ] = None
+    ssl_keyfile_password: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HPU_DUO_SSL_KEYFILE_PASSWORD",
+            help="The key's password.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    ssl_ca_certs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Callers must have a certificate of one of these authorities.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key.
+
+        Raises:
+            ValueError: the file cannot be read, or has none.
+        """
+        given = tuple(self.api_key or ())
+        if self.api_key_file is None:
+            return given
+        try:
+            lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read --api-key-file {self.api_key_file}: {error}") from error
+        found = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+        if not found:
+            raise ValueError(f"expected a key in --api-key-file {self.api_key_file}, found none")
+        return given + found
+
+    @property
+    def tls(self) -> Tls | None:
+        """Files of https; None without.
+
+        Raises:
+            ValueError: a file is missing, or one is given that belongs to another.
+        """
+        from hpu_duo.server.http.listening import Tls
+
+        files = (self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+        for file in files:
+            if file is not None and not file.is_file():
+                raise ValueError(
+                    f"expected a file of --ssl-certfile, --ssl-keyfile or --ssl-ca-certs, got {file}"
+                )
+        if self.ssl_certfile is None:
+            if any(file is not None for file in files):
+                raise ValueError("expected --ssl-certfile with --ssl-keyfile and --ssl-ca-certs")
+            return None
+        return Tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password, self.ssl_ca_certs)

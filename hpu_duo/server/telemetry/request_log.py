@@ -1,0 +1,108 @@
+"""One JSON line per call, written beside the event loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpu_duo.server.telemetry.record import CallRecord
+
+_log = logging.getLogger(__name__)
+
+_MOST_WAITING = 10_000
+"""Lines that may wait for a slow disk; more are lost, and counted."""
+
+
+class RequestLog:
+    """Writes a line for each call that is over; no call waits for it, and none fails with it.
+
+    Neither prompts nor answers are in it, nor messages of errors, which may quote a call, unless prompts are
+    asked for.
+
+    Args:
+        file: appended to; None is standard output.
+        has_prompts: write the prompts as well.
+
+    Attributes:
+        on_lost: called for each line that could not be written, as on a full disk.
+    """
+
+    def __init__(self, file: Path | None, *, has_prompts: bool = False) -> None:
+        self._file, self._has_prompts = file, has_prompts
+        self.on_lost: Callable[[], None] = lambda: None
+        self._lines: Queue[str | None] = Queue(_MOST_WAITING)
+        self._has_warned = False
+        self._thread = Thread(target=self._run, name="hpu-duo-log", daemon=True)
+        self._thread.start()
+
+    def add(self, record: CallRecord) -> None:
+        """Write down a call."""
+        try:
+            self._lines.put_nowait(json.dumps(self._fields(record), ensure_ascii=False) + "\n")
+        except Full:
+            self.on_lost()
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._lines.put(None)
+        self._thread.join()
+
+    def _fields(self, record: CallRecord) -> dict[str, Any]:
+        plan, timing = record.plan, record.timing
+        ended_at = datetime.fromtimestamp(record.ended_at, timezone.utc)
+        fields: dict[str, Any] = {
+            "time": ended_at.isoformat(timespec="milliseconds"),
+            "path": record.path,
+            "status": 200 if record.error is None else record.error.status,
+            "error": None if record.error is None else record.error.code,
+            "param": None if record.error is None else record.error.param,
+            "is_cut": record.is_cut,
+            "seconds": round(record.seconds, 6),
+            "first_token_seconds": None if timing.first is None else round(timing.first - timing.arrived, 6),
+        }
+        if plan is None:
+            return fields
+        usage = plan.answer.usage
+        fields |= {
+            "id": plan.answer_id,
+            "model": plan.model,
+            "user": plan.user,
+            "stream": plan.is_streamed,
+            "choices": len(plan.answer.choices),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "finish_reasons": record.reasons,
+        }
+        if self._has_prompts:
+            fields["prompts"] = list(plan.texts) or [list(map(int, prompt)) for prompt in plan.prompts]
+        return fields
+
+    def _run(self) -> None:
+        opened: IO[str] | None = None
+        while (line := self._lines.get()) is not None:
+            try:
+                opened = opened or self._open()
+                opened.write(line)
+                opened.flush()
+            except (OSError, ValueError) as error:
+                self._lose(error)
+                opened = None
+        if opened is not None and self._file is not None:
+            opened.close()
+
+    def _open(self) -> IO[str]:
+        return sys.stdout if self._file is None else self._file.open("a", encoding="utf-8")
+
+    def _lose(self, error: Exception) -> None:
+        self.on_lost()
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("the log of calls cannot be written, and calls are served all the same: %s", error)
