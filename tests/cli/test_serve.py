@@ -27,7 +27,7 @@ MESSAGES = [
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_it_serves_the_built_in_model_until_a_signal_comes(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "hpu_duo.cli", "serve", "--port", "0", "--max-num-seqs", "2"]
-    limits = ["--max-model-len", "512", "--num-blocks", "8", "--api-key", "secret"]
+    limits = ["--max-model-len", "512", "--num-blocks", "8", "--graphs", "eager", "--api-key", "secret"]
     with subprocess.Popen([*command, *limits], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines = []

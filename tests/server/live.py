@@ -16,6 +16,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.server.config import ServerConfig
 from hpu_duo.server.http.app import create_app
 from hpu_duo.server.http.listening import DrainingServer, bind
+from hpu_duo.server.running.admission import Stage
 from hpu_duo.server.service import Service, Sink
 
 HOST = "127.0.0.1"
@@ -33,17 +34,21 @@ class Live:
         url: of the server.
     """
 
-    def __init__(self, model: HPUDuoModel, sinks: tuple[Sink, ...] = (), **settings: Any) -> None:
+    def __init__(
+        self, model: HPUDuoModel, sinks: tuple[Sink, ...] = (), *, warm_up: bool = False, **settings: Any
+    ) -> None:
         self.model = model
         config = ServerConfig(**{"model_names": ("tiny",), "drain_seconds": 2.0, **settings})
         self.service = Service(model, config, sinks)
         bound = bind(HOST, 0)
         self.port: int = bound.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}"
-        self.server = DrainingServer(create_app(self.service), self.service)
+        self.server = DrainingServer(create_app(self.service, warm_up=warm_up), self.service)
         self._thread = threading.Thread(target=lambda: self.server.run(sockets=[bound]))
         self._thread.start()
         wait_until(lambda: self.server.started)
+        if not warm_up:
+            wait_until(lambda: self.service.stage is Stage.READY)
 
     def client(self, **options: Any) -> OpenAI:
         """The openai package, synchronous."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -257,6 +258,47 @@ def _plain(body: dict[str, Any]) -> dict[str, Any]:
     own = {"ignore_eos"}
     known = {name: value for name, value in body.items() if name not in own}
     return {**known, "extra_body": {name: body[name] for name in own if name in body}}
+
+
+def test_calls_are_taken_once_every_shape_is_captured(
+    tiny: TinyChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, may_capture = tiny.load(graphs="replay", attention="sdpa"), threading.Event()
+    warmup = model.warmup
+
+    def late(progress: Any) -> None:
+        may_capture.wait()
+        warmup(progress)
+
+    monkeypatch.setattr(model, "warmup", late)
+    server = Live(model, warm_up=True)
+    with server.http() as http:
+        assert (http.get("/health").status_code, http.get("/ready").status_code) == (200, 503)
+        refused = http.post("/v1/completions", json=LONG)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert http.get("/metrics").status_code == http.get("/v1/models").status_code == 200
+        may_capture.set()
+        wait_until(lambda: http.get("/ready").status_code == 200)
+        assert http.post("/v1/completions", json=LONG).json()["usage"]["completion_tokens"] == 80
+        done, total = server.service.warm_up_progress or (0, 1)
+        assert done == total
+        found = {line.split("{")[0]: line for line in http.get("/metrics").text.splitlines()}
+        assert found["hpuduo:recompilations_total"].endswith(" 0.0")
+    server.signal()
+    assert server.join()
+
+
+def test_a_warm_up_that_fails_ends_the_server(tiny: TinyChat, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.load(graphs="replay", attention="sdpa")
+
+    def fail(_: Any) -> None:
+        raise ValueError("no memory")
+
+    monkeypatch.setattr(model, "warmup", fail)
+    server = Live(model, warm_up=True)
+    assert server.join()
+    assert server.server.ending.signal_number is None
 
 
 def test_a_connection_that_asks_for_nothing_is_no_call(server: Live) -> None:
