@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpu_duo.engine.output_text import SampleState
+from hpu_duo.engine.samples import SampleState
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs, derive_seed, special_token_ids
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from graphs import RecompileError
 from graphs.interrupts import Deferral
 from hpu_duo.engine.deliveries import Deliveries
-from hpu_duo.engine.live_samples import LiveSamples
 from hpu_duo.engine.outputs import TokenLogprob, logprobs_of
 from hpu_duo.engine.runner import Runner, StepResult
+from hpu_duo.engine.samples import LiveSamples
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.shape_watch import Replanning, ShapeWatch
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan

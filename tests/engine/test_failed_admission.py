@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpu_duo.engine.output_text import SampleState
 from hpu_duo.engine.outputs import RequestOutput
+from hpu_duo.engine.samples import SampleState
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny, assert_holds_nothing
 

@@ -15,8 +15,8 @@ import pytest
 from graphs import BatchShape, BucketTable, GraphMissError, StepCost
 from graphs.recording import ShapeRecorder, read_shapes
 from hpu_duo import HPUDuoModel
-from hpu_duo.engine.output_text import SampleState
 from hpu_duo.engine.outputs import RequestOutput
+from hpu_duo.engine.samples import SampleState
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny, assert_holds_nothing, serve, tokens_of
