@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpu_duo.selftest.finding import Notes
+from hpu_duo.selftest.fused import try_fused
 from hpu_duo.selftest.steps import record_steps, run_uncaptured, worst_by_phase
 from hpu_duo.selftest.subject import Subject
 
@@ -23,7 +24,10 @@ def compare_kernels(subject: Subject, notes: Notes) -> None:
     Steps run uncaptured: what is at fault here is a kernel or an operator and no graph.
     """
     steps = record_steps(subject)
-    for name in _IMPLEMENTATIONS[subject.kind]:
+    names: tuple[str, ...] = _IMPLEMENTATIONS[subject.kind]
+    if "hpu" in names and not try_fused(subject, notes):
+        names = tuple(name for name in names if name != "hpu")
+    for name in names:
         for dtype, tolerance in TOLERANCES.items():
             notes.begin(f"{name} in {dtype}")
             try:

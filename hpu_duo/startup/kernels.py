@@ -57,6 +57,12 @@ def choose_kernels(
     return chosen
 
 
+def line_bytes(device: torch.device) -> int:
+    """Return the cache lines of fused statistics on a device; see ``FusedOperators``."""
+    # The name of a device ends with its number.
+    return LINE_BYTES if str(torch.get_device_module(device).get_device_name()).endswith("3") else 0
+
+
 def _asked_for(
     impl: Implementation, device: torch.device, layers: tuple[DecoderLayer, ...]
 ) -> Implementation:
@@ -124,8 +130,7 @@ def _try_fused(
     device: torch.device, layers: tuple[DecoderLayer, ...], dtype: torch.dtype, softmax: Softmax
 ) -> Trial:
     """A trial of the operators for heads of every size in a model."""
-    # The name of a device ends with its number.
-    line_bytes = LINE_BYTES if str(torch.get_device_module(device).get_device_name()).endswith("3") else 0
     sizes = {(layer.call.num_heads // layer.call.num_kv_heads, layer.call.head_dim) for layer in layers}
-    trials = [try_operators(device, dtype, *each, softmax, line_bytes) for each in sorted(sizes)]
+    lines = line_bytes(device)
+    trials = [try_operators(device, dtype, *each, softmax, lines) for each in sorted(sizes)]
     return Trial.of_all(trials)
