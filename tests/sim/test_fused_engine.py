@@ -149,7 +149,7 @@ def test_families_are_fused_where_they_are_plain_and_get_the_tokens_of_transform
     prompts, params = prompts_of([19, 6], seed=6), SamplingParams(temperature=0, max_tokens=4)
     sizes: dict[str, Any] = {"block_size": 8, "max_num_seqs": 2, "max_num_batched_tokens": 16}
     served = HPUDuoModel.from_pretrained(
-        tmp_path, device="hpu-sim", attention="hpu", max_model_len=32, **sizes
+        tmp_path, device="hpu-sim", attention="hpu", dtype="float32", max_model_len=32, **sizes
     )
     with counted(monkeypatch) as calls, sim.watch() as seen:
         done = served.engine.generate(prompts, params)
@@ -163,7 +163,7 @@ def test_a_norm_that_changes_what_it_computes_is_kept(zoo: Zoo, monkeypatch: pyt
     _, path = zoo.load("llama")
     norm = torch.ops.hpu.rms_norm
     monkeypatch.setattr(torch.ops.hpu, NORM, lambda x, weight, epsilon: norm(x, weight + 1, epsilon))
-    served = HPUDuoModel.from_pretrained(path, device="hpu-sim", attention="hpu", **LIMITS)
+    served = HPUDuoModel.from_pretrained(path, device="hpu-sim", attention="hpu", dtype="float32", **LIMITS)
     assert not any(isinstance(module, FusedRMSNorm) for module in served.engine.runner.model.model.modules())
 
 
