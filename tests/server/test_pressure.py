@@ -260,6 +260,12 @@ def _plain(body: dict[str, Any]) -> dict[str, Any]:
     return {**known, "extra_body": {name: body[name] for name in own if name in body}}
 
 
+def recompilations(http: Any) -> str:
+    """The metric as the server tells it."""
+    found = {line.split("{")[0]: line for line in http.get("/metrics").text.splitlines()}
+    return found["hpuduo:recompilations_total"].split()[-1]
+
+
 def test_calls_are_taken_once_every_shape_is_captured(
     tiny: TinyChat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,13 +284,14 @@ def test_calls_are_taken_once_every_shape_is_captured(
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         assert http.get("/metrics").status_code == http.get("/v1/models").status_code == 200
+        before = recompilations(http)
         may_capture.set()
         wait_until(lambda: http.get("/ready").status_code == 200)
         assert http.post("/v1/completions", json=LONG).json()["usage"]["completion_tokens"] == 80
         done, total = server.service.warm_up_progress or (0, 1)
         assert done == total
-        found = {line.split("{")[0]: line for line in http.get("/metrics").text.splitlines()}
-        assert found["hpuduo:recompilations_total"].endswith(" 0.0")
+        # The compiler counts for the whole process, other engines of it included.
+        assert recompilations(http) == before
     server.signal()
     assert server.join()
 

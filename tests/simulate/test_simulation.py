@@ -75,6 +75,8 @@ def simulated(
 class Shapes(list[BatchShape]):
     """Notes the shape of every step, in place of a recorder."""
 
+    path = None
+
     def add(self, shape: BatchShape) -> None:
         self.append(shape)
 

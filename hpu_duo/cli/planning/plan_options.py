@@ -47,7 +47,7 @@ class PlannedLimits(LimitOptions):
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """What a table may cost."""
+    """Bounds on the cost of a table."""
 
     graphs_budget: Annotated[
         int, typer.Option(help="Most shapes to capture, when planned.", rich_help_panel=_BUDGET)

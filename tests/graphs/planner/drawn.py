@@ -14,17 +14,22 @@ def _limits(max_num_seqs: int, decode_len: int, num_spare_tokens: int, **others:
     )
 
 
-limits_strategy = st.builds(
-    _limits,
-    max_num_seqs=st.integers(1, 40),
-    decode_len=st.sampled_from([1, 1, 2, 8]),
-    num_spare_tokens=st.integers(0, 600),
-    max_model_len=st.integers(1, 5000),
-    block_size=st.sampled_from([1, 16, 128]),
-    num_blocks=st.integers(1, 700),
-    uses_blocks=st.booleans(),
-    max_chunk_rows=st.integers(1, 8),
-)
+def limits_of(decode_len: st.SearchStrategy[int]) -> st.SearchStrategy[StepLimits]:
+    """Limits whose rows decode so many tokens at most."""
+    return st.builds(
+        _limits,
+        max_num_seqs=st.integers(1, 40),
+        decode_len=decode_len,
+        num_spare_tokens=st.integers(0, 600),
+        max_model_len=st.integers(1, 5000),
+        block_size=st.sampled_from([1, 16, 128]),
+        num_blocks=st.integers(1, 700),
+        uses_blocks=st.booleans(),
+        max_chunk_rows=st.integers(1, 8),
+    )
+
+
+limits_strategy = limits_of(st.sampled_from([1, 1, 2, 8]))
 
 
 @st.composite
