@@ -103,7 +103,8 @@ def test_no_bucket_exceeds_a_limit_and_the_largest_of_each_phase_is_one(
         assert bucket.num_shared_blocks <= (limits.num_blocks if limits.uses_blocks else 0)
         assert bucket.num_unique_blocks <= (limits.num_blocks if limits.uses_blocks else 0)
         assert bucket.num_logits <= limits.max_num_seqs
-        assert bucket.phase.causal or bucket.query_len == bucket.num_logits * limits.decode_len
+        most = bucket.num_logits * limits.decode_len
+        assert bucket.phase.causal or bucket.num_logits <= bucket.query_len <= most
     assert {limits.largest_of(phase) for phase in limits.reachable_phases} <= set(table)
     assert table.envelope == limits.largest
 
