@@ -46,13 +46,25 @@ class SampleState:
             self._text = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context, special_ids)
 
     def sampling_row(self, number: int = 0) -> SamplingRow:
-        """Return the sampling of the next token, or of the one behind ``number`` drafts."""
+        """Return the sampling of the next token, or of the one behind ``number`` drafts.
+
+        Behind drafts it must be a forced one, which no penalty weighs: penalties count tokens that have been
+        taken, and of one step's tokens none has been.
+
+        Raises:
+            ValueError: the token behind drafts is not forced.
+        """
         request, choose = self.request, None
         if self._host is not None and self._host.chooses:
             choose = partial(self._host.choose, request.output_token_ids)
         place = request.num_output_tokens + number
         # Forced tokens have been checked against the grammar when the request came.
-        is_forced = place < len(request.params.forced_token_ids)
+        num_forced = len(request.params.forced_token_ids)
+        is_forced = place < num_forced
+        if number and not is_forced:
+            raise ValueError(
+                f"expected drafts before one of {num_forced} forced tokens, got {number} at place {place}"
+            )
         return SamplingRow(
             request.params,
             request.sampling_seed,

@@ -66,6 +66,8 @@ class Stepper:
         if self._is_stepping:
             self._aborted_meanwhile.append(request_id)
             return bool(states)
+        # The plan of a step that has failed names requests, and is not looked at again.
+        self._scheduler.discard()
         for state in states:
             self._end(state.request, FinishReason.ABORT)
             self.deliveries.report(state.abort())
@@ -177,4 +179,5 @@ class Stepper:
     def _end(self, request: Request, reason: FinishReason) -> None:
         if not request.is_finished:
             self._scheduler.finish(request, reason)
+        self._suspects.forget(request)
         self.samples.remove(request.request_id)

@@ -18,6 +18,8 @@ class Suspects:
     A request is suspect after two failing steps without a token between them. A step that no bucket holds
     would be planned again in the same shape, so its requests are suspect at once.
 
+    Only requests that have not ended are kept.
+
     Attributes:
         last_failed: requests of the last step, if it has failed.
     """
@@ -30,8 +32,6 @@ class Suspects:
     @property
     def alone(self) -> Request | None:
         """The request that the next step is to run alone; None when all may run."""
-        while self._queue and self._queue[0].is_finished:
-            self._queue.popleft()
         return self._queue[0] if self._queue else None
 
     def culprit(self, plan: StepPlan, error: Exception) -> Request | None:
@@ -40,10 +40,17 @@ class Suspects:
         is_miss = isinstance(error, GraphMissError)
         if requests == (self.alone,):
             return requests[0]
-        before = {request: n for request, n in self._num_failures.items() if not request.is_finished}
-        self._num_failures = before | {request: before.get(request, 0) + 1 for request in requests}
+        for request in requests:
+            self._num_failures[request] = self._num_failures.get(request, 0) + 1
         self._queue.extend(r for r in requests if is_miss or self._num_failures[r] >= _MOST_FAILURES)
         return None
+
+    def forget(self, request: Request) -> None:
+        """Drop a request that has ended."""
+        self.last_failed = tuple(each for each in self.last_failed if each is not request)
+        self._num_failures.pop(request, None)
+        if request in self._queue:
+            self._queue.remove(request)
 
     def clear(self, plan: StepPlan) -> None:
         """Note that a step has not failed: requests that it gave a token are no longer suspect."""

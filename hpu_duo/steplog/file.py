@@ -2,13 +2,15 @@
 
 The first line names the format and its version. The second line is JSON: the origin of the steps, that is the
 engine that ran them. Each step follows as a line of JSON with its small parts, and the bytes of its two
-arrays, little-endian, and of its masks if there are any. Nothing in the file is ever executed.
+arrays, little-endian, and of its masks if there are any. Each line of JSON has its CRC-32 in front, and that
+of the bytes behind it among its parts, by which damage is found. Nothing in the file is ever executed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,12 +23,16 @@ from graphs import BatchShape
 from hpu_duo.engine.message import StepMessage
 from hpu_duo.sampling import SamplingBatch, SamplingRoute
 
-VERSION = 2
+VERSION = 3
 """Version of the format; others are refused."""
 
 _FORMAT = b"hpu-duo steps "
 _INTS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")
 _LONGEST_LINE = 1 << 26
+
+
+class CutLogError(ValueError):
+    """The file ends inside of a step; all steps before it are whole."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +63,26 @@ class StepLog:
     def __iter__(self) -> Iterator[LoggedStep]:
         """Yield the steps in order.
 
-        A last step without its end, of a process that was killed while writing, is left out.
-
         Raises:
-            ValueError: the file cannot be read, or something in it is no step; the message names which.
+            CutLogError: the last step has no end, as that of a process that was killed while writing; behind
+                all whole steps.
+            ValueError: the file cannot be read, or a step is damaged; the message names which.
         """
         with _opened(self.path) as file:
             for _ in range(2):
                 _line(file)
             number = 0
-            while (head := _line(file)).endswith(b"\n"):
+            while head := _line(file):
                 number += 1
+                if not head.endswith(b"\n"):
+                    got = f"got {len(head)} bytes without one"
+                    raise CutLogError(f"{self.path} ends inside of step {number}: expected a line, {got}")
                 try:
-                    step = _step(head, file)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise ValueError(f"{self.path}: step {number} cannot be read: {error}") from error
-                if step is None:
-                    return
-                yield step
+                    yield _step(head, file)
+                except CutLogError as error:
+                    raise CutLogError(f"{self.path} ends inside of step {number}: {error}") from None
+                except (KeyError, TypeError, ValueError, OverflowError) as error:
+                    raise ValueError(f"{self.path}: step {number} is damaged: {error}") from error
 
 
 def read_log(path: str | Path) -> StepLog:
@@ -91,10 +99,12 @@ def read_log(path: str | Path) -> StepLog:
     version = first[len(_FORMAT) :].strip().decode(errors="replace")
     if version != str(VERSION):
         raise ValueError(f"expected recorded steps of version {VERSION} in {path}, got version {version}")
+    if not second.endswith(b"\n"):
+        raise ValueError(f"expected recorded steps in {path}, got no step")
     try:
-        origin = json.loads(second)
-    except ValueError:
-        raise ValueError(f"expected recorded steps in {path}, got no step") from None
+        origin = json.loads(_unsealed(second))
+    except ValueError as error:
+        raise ValueError(f"{path}: the description of the engine is damaged: {error}") from None
     if not isinstance(origin, dict):
         raise ValueError(f"expected recorded steps in {path}, got no description of what they are of")
     return StepLog(path, origin)
@@ -138,7 +148,7 @@ class StepRecorder:
         try:
             data = _bytes(message, token_ids)
             if self._origin is not None:
-                data = b"%s%d\n%s\n" % (_FORMAT, VERSION, json.dumps(self._origin()).encode()) + data
+                data = b"%s%d\n" % (_FORMAT, VERSION) + _sealed(self._origin()) + data
             self._write(data)
         except Exception as error:
             os.ftruncate(self._file.fileno(), start)
@@ -168,6 +178,13 @@ def _bytes(message: StepMessage, token_ids: npt.NDArray[np.int32]) -> bytes:
     sampling = message.sampling
     floats = np.zeros(0, np.float32) if sampling is None else sampling.floats
     masks = np.zeros(0, np.int32) if sampling is None or sampling.masks is None else sampling.masks
+    arrays = b"".join(
+        (
+            message.ints.astype(_INTS).tobytes(),
+            floats.astype(_FLOATS).tobytes(),
+            masks.astype(_INTS).tobytes(),
+        )
+    )
     head = {
         "shape": str(message.shape),
         "bucket": str(message.bucket),
@@ -180,26 +197,48 @@ def _bytes(message: StepMessage, token_ids: npt.NDArray[np.int32]) -> bytes:
         "num_ints": len(message.ints),
         "num_floats": len(floats),
         "num_masks": masks.size,
+        "crc": zlib.crc32(arrays),
     }
-    arrays = b"".join(
-        (
-            message.ints.astype(_INTS).tobytes(),
-            floats.astype(_FLOATS).tobytes(),
-            masks.astype(_INTS).tobytes(),
-        )
-    )
-    return json.dumps(head).encode() + b"\n" + arrays
+    return _sealed(head) + arrays
 
 
-def _step(head: bytes, file: BinaryIO) -> LoggedStep | None:
-    """A step whose first line has been read; None if the file ends inside of it."""
-    parts = json.loads(head)
+def _sealed(parts: Mapping[str, Any]) -> bytes:
+    """A line of JSON with its checksum."""
+    text = json.dumps(parts).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _unsealed(line: bytes) -> bytes:
+    """The JSON of a line.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    checksum, _, text = line.removesuffix(b"\n").partition(b" ")
+    _check(b"%08x" % zlib.crc32(text), checksum)
+    return text
+
+
+def _check(found: bytes, written: bytes) -> None:
+    if found != written:
+        named = written[:8].decode(errors="replace")
+        raise ValueError(f"expected the checksum that was written, {named}, got {found.decode()}")
+
+
+def _step(head: bytes, file: BinaryIO) -> LoggedStep:
+    """A step whose first line has been read.
+
+    Raises:
+        CutLogError: the file ends inside of it.
+        ValueError: it is damaged.
+    """
+    parts = json.loads(_unsealed(head))
     sizes = [int(parts[f"num_{name}"]) for name in ("ints", "floats", "masks")]
-    if min(sizes) < 0:
-        raise ValueError(f"expected sizes of at least 0, got {sizes}")
     arrays = [file.read(4 * size) for size in sizes]
-    if any(len(array) < 4 * size for array, size in zip(arrays, sizes)):
-        return None
+    num_bytes = sum(map(len, arrays))
+    if num_bytes < 4 * sum(sizes):
+        raise CutLogError(f"expected {4 * sum(sizes)} bytes of arrays, got {num_bytes}")
+    _check(b"%08x" % zlib.crc32(b"".join(arrays)), b"%08x" % parts["crc"])
     ints, floats, masks = arrays
     route = parts["route"]
     message = StepMessage(

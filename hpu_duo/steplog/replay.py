@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 from graphs import MissPolicy
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.message import StepMessage
-from hpu_duo.steplog.file import StepLog
+from hpu_duo.steplog.file import CutLogError, LoggedStep, StepLog
 from hpu_duo.steplog.origin import check_origin, differing_versions
 
 
@@ -40,6 +41,7 @@ class ReplayReport:
             are compared, since later messages hold the host's choices.
         differences: tokens that differ.
         versions: software whose version differs.
+        cut: where the file ends inside of a step, in words: it was replayed up to there; None if it is whole.
     """
 
     num_steps: int
@@ -47,6 +49,7 @@ class ReplayReport:
     num_hosted: int
     differences: tuple[Difference, ...]
     versions: tuple[str, ...]
+    cut: str | None = None
 
 
 def replay(engine: Engine, model: str | Path, log: StepLog) -> ReplayReport:
@@ -57,7 +60,8 @@ def replay(engine: Engine, model: str | Path, log: StepLog) -> ReplayReport:
         model: the checkpoint that it was loaded from.
 
     Raises:
-        ValueError: the engine is of another model, head pattern, dtype or layout, or has requests.
+        ValueError: the engine is of another model, head pattern, dtype or layout, or has requests; or a step
+            is damaged.
     """
     with engine.exclusive():
         if engine.has_unfinished:
@@ -65,7 +69,8 @@ def replay(engine: Engine, model: str | Path, log: StepLog) -> ReplayReport:
         check_origin(log.origin, engine, model)
         num_tokens = num_hosted = number = 0
         differences: list[Difference] = []
-        for number, step in enumerate(log, start=1):
+        steps = _WholeSteps(log)
+        for number, step in enumerate(steps, start=1):
             message = step.message
             _make_room(engine, message)
             got = engine.runner.executor.execute(message).token_ids
@@ -76,7 +81,25 @@ def replay(engine: Engine, model: str | Path, log: StepLog) -> ReplayReport:
                 row, expected = int(message.sampled[place]), int(step.token_ids[place])
                 differences.append(Difference(number, row, expected, int(got[place])))
     versions = tuple(differing_versions(log.origin, engine))
-    return ReplayReport(number, num_tokens, num_hosted, tuple(differences), versions)
+    return ReplayReport(number, num_tokens, num_hosted, tuple(differences), versions, steps.cut)
+
+
+class _WholeSteps:
+    """The steps of a log, without one that the end of the file cuts off.
+
+    Attributes:
+        cut: the place of the cut, in words, once all others have been read.
+    """
+
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
+        self.cut: str | None = None
+
+    def __iter__(self) -> Iterator[LoggedStep]:
+        try:
+            yield from self._log
+        except CutLogError as error:
+            self.cut = str(error)
 
 
 def _make_room(engine: Engine, message: StepMessage) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,6 +217,28 @@ def test_where_every_step_fails_every_request_ends_with_the_error(
     again = Served(model)
     again.loop()
     assert [again.tokens[name] for name in NAMES] == expected
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_request_of_a_failed_step_is_let_go_when_it_ends(
+    tiny: Tiny, num_failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.load()
+    monkeypatch.setattr(model.engine.runner, "run", _fail)
+    served = Served(model)
+    kept = [weakref.ref(model.engine.scheduler.get(f"{name}#0")) for name in NAMES]
+    assert all(each() is not None for each in kept)
+    for _ in range(num_failures):
+        with pytest.raises(Failure):
+            model.engine.step()
+    for name in NAMES:
+        assert served.engine.abort(name)
+    gc.collect()
+    assert [each() for each in kept] == [None] * len(NAMES)
+
+
+def _fail(*_: Any) -> None:
+    raise Failure
 
 
 def test_a_request_whose_shape_no_bucket_holds_ends_and_the_others_go_on(

@@ -163,6 +163,50 @@ def test_forced_tokens_come_first_and_the_model_goes_on_from_them(tiny: Tiny, de
     assert done[1][0].token_ids == [*forced, *greedy(tiny.model, [*prompt, *forced], 6)]
 
 
+def penalised(model: Any, prompt: Sequence[int], forced: Sequence[int], num: int, weight: float) -> list[int]:
+    """Greedy decoding behind forced tokens, each token's logit less ``weight`` for each occurrence."""
+    output = list(forced)
+    while len(output) < num:
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1].float()
+        logits = logits - weight * torch.bincount(torch.tensor(output), minlength=len(logits))
+        output.append(int(logits.argmax()))
+    return output
+
+
+@pytest.mark.parametrize("decode_len", [1, 2, 5, 8])
+@pytest.mark.parametrize("weight", [-0.35, 0.35, 1.5])
+def test_penalties_count_forced_tokens_of_one_step_and_do_not_weigh_them(
+    tiny: Tiny, decode_len: int, weight: float
+) -> None:
+    """Behind the forced tokens each occurrence counts; at them the probability is the model's own."""
+    (prompt,) = prompts_of([12])
+    forced = (*greedy(tiny.model, prompt, 3), 6, 6, 6, *greedy(tiny.model, prompt, 3))
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=20,
+        logprobs=0,
+        forced_token_ids=forced,
+        frequency_penalty=weight,
+        ignore_eos=True,
+    )
+    ((done,),) = serve(tiny.load(decode_len=decode_len, **ROOM), [prompt], params)
+    assert done.token_ids == penalised(tiny.model, prompt, forced, 20, weight)
+    logprobs, _ = reference(tiny.model, prompt, forced)
+    assert [one.logprob for one in done.logprobs[: len(forced)]] == pytest.approx(logprobs, abs=TOLERANCE)
+
+
+def test_a_draft_that_is_not_forced_has_no_sampling_row(tiny: Tiny) -> None:
+    """Its penalties would have to count the drafts before it."""
+    served = tiny.load(decode_len=8, **ROOM)
+    served.engine.add_request([5], SamplingParams(forced_token_ids=(5, 9), repetition_penalty=1.2), "a")
+    state = served.engine._samples["a#0"]
+    assert [state.sampling_row(number).num_output_tokens for number in (0, 1)] == [0, 1]
+    with pytest.raises(ValueError, match="expected drafts before one of 2 forced tokens, got 2 at place 2"):
+        state.sampling_row(2)
+    served.engine.abort("a")
+
+
 def test_forced_tokens_hold_for_requests_that_draw_and_for_ends_of_text(tiny: Tiny) -> None:
     params = SamplingParams(
         temperature=1e-4, top_k=2, max_tokens=4, min_tokens=3, forced_token_ids=(2, 1, 2, 9), ignore_eos=True

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from graphs import BatchShape
 from hpu_duo.engine.message import StepMessage
 from hpu_duo.sampling import SamplingBatch, SamplingParams, SamplingRoute
-from hpu_duo.steplog import StepLog, StepRecorder, read_log
+from hpu_duo.steplog import CutLogError, StepLog, StepRecorder, read_log
+from hpu_duo.steplog.file import LoggedStep
 from tests.engine.tiny import PATTERN, Tiny, serve
 from tests.modeling.families import prompts_of
 
@@ -47,7 +53,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "steps"
 
 
-def assert_equal(log: StepLog, num_steps: int) -> None:
+def assert_equal(log: Iterable[LoggedStep], num_steps: int) -> None:
     steps = list(log)
     assert len(steps) == num_steps
     for number, step in enumerate(steps):
@@ -80,10 +86,41 @@ def test_a_file_cut_anywhere_gives_the_steps_before_the_cut(path: Path) -> None:
     found = set()
     for size in range(begin, len(data), 7):
         path.write_bytes(data[:size])
-        steps = list(read_log(path))
-        assert_equal(read_log(path), len(steps))
-        found.add(len(steps))
-    assert found == set(range(7))
+        steps, problem = whole_steps(read_log(path))
+        assert_equal(steps, len(steps))
+        if problem is not None:
+            assert re.fullmatch(
+                rf".*steps ends inside of step {len(steps) + 1}: expected .*, got .*", problem
+            )
+        found.add((len(steps), problem is None))
+    assert {num for num, _ in found} == set(range(7))
+    assert {num for num, is_whole in found if not is_whole} == set(range(7))
+
+
+def whole_steps(log: StepLog) -> tuple[list[LoggedStep], str | None]:
+    steps = []
+    try:
+        for step in log:
+            steps.append(step)
+    except CutLogError as error:
+        return steps, str(error)
+    return steps, None
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_with_another_byte_gives_the_steps_before_it_and_says_where_it_is_damaged(
+    path: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    whole = path.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    other = data.draw(st.integers(0, 255).filter(lambda byte: byte != whole[at]))
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(whole[:at] + bytes([other]) + whole[at + 1 :])
+    steps: list[LoggedStep] = []
+    with pytest.raises(ValueError, match=r"expected .*, got "):
+        steps.extend(read_log(damaged))
+    assert_equal(steps, len(steps))
 
 
 @pytest.mark.parametrize(
@@ -91,9 +128,10 @@ def test_a_file_cut_anywhere_gives_the_steps_before_the_cut(path: Path) -> None:
     [
         (b"", "got something else"),
         (b'{"shape": "c--/q1/s0/u0/l1", "count": 1}\n', "got something else"),
-        (b"hpu-duo steps 1\n{}\n", "expected recorded steps of version 2 in .*, got version 1"),
-        (b"hpu-duo steps 2\n", "got no step"),
-        (b"hpu-duo steps 2\n[]\n", "got no description"),
+        (b"hpu-duo steps 2\n{}\n", "expected recorded steps of version 3 in .*, got version 2"),
+        (b"hpu-duo steps 3\n", "got no step"),
+        (b"hpu-duo steps 3\n%08x []\n" % zlib.crc32(b"[]"), "got no description"),
+        (b"hpu-duo steps 3\n{}\n", "description of the engine is damaged: expected .*, got "),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, data: bytes, problem: str) -> None:
@@ -109,12 +147,20 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [(b'"bucket": "--u', b'"bucket": "xyz'), (b'"num_ints": 10', b'"num_ints": -1'), (b'"route"', b'"rout"')],
+    ("old", "new"), [(b'"bucket": "--u', b'"bucket": "xyz'), (b'"num_ints": 10', b'"num_ints": 1e')]
 )
 def test_a_damaged_step_is_named(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(path.read_bytes().replace(old, new, 1))
-    with pytest.raises(ValueError, match=r"step [12] cannot be read: "):
+    with pytest.raises(
+        ValueError, match=r"steps: step [12] is damaged: expected the checksum .*, got [0-9a-f]+"
+    ):
+        list(read_log(path))
+
+
+def test_damaged_arrays_are_named(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match="step 7 is damaged: expected the checksum"):
         list(read_log(path))
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.cli.app import app
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.steplog import StepLog, options_of, read_log, replay
+from hpu_duo.steplog import StepLog, StepRecorder, options_of, read_log, replay
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve
 from tests.modeling.families import prompts_of
 
@@ -59,12 +59,12 @@ def test_a_replay_gives_the_same_tokens(tiny: Tiny, tmp_path: Path, options: dic
 
 def test_a_replay_notices_another_token(tiny: Tiny, tmp_path: Path) -> None:
     log = recorded(tiny, tmp_path / "steps")
-    data = log.path.read_bytes()
-    tokens = next(step.token_ids for step in log if len(step.token_ids)).tolist()
-    old, new = (f'"tokens": {json.dumps(each)}'.encode() for each in (tokens, [tokens[0] ^ 1, *tokens[1:]]))
-    changed = tmp_path / "changed"
-    changed.write_bytes(data.replace(old, new, 1))
-    (difference,) = replay(again(tiny, log).engine, tiny.path, read_log(changed)).differences
+    place, tokens = next((place, step.token_ids) for place, step in enumerate(log) if len(step.token_ids))
+    changed = StepRecorder(tmp_path / "changed", lambda: log.origin)
+    for number, step in enumerate(log):
+        step.token_ids[:1] ^= number == place
+        changed.add(step.message, step.token_ids)
+    (difference,) = replay(again(tiny, log).engine, tiny.path, read_log(changed.path)).differences
     assert (difference.expected, difference.got) == (tokens[0] ^ 1, tokens[0])
 
 
@@ -133,3 +133,18 @@ def test_the_command_replays_a_recording(tiny: Tiny, tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["replay", str(tmp_path / "steps"), *model, "--dtype", "bfloat16"])
     assert refused.exit_code == 2
     assert "dtype: float32, not bfloat16" in refused.output
+
+
+def test_the_command_says_where_a_file_is_cut_or_damaged(tiny: Tiny, tmp_path: Path) -> None:
+    log = recorded(tiny, tmp_path / "steps")
+    num_steps, data = len(list(log)), log.path.read_bytes()
+    command = ["replay", str(log.path), "--model", str(tiny.path)]
+    log.path.write_bytes(data[:-5])
+    cut = CliRunner().invoke(app, command)
+    assert cut.exit_code == 0, cut.output
+    assert f"{num_steps - 1:,} steps of" in cut.output
+    assert f"ends inside of step {num_steps}: expected " in cut.output
+    log.path.write_bytes(data[:-5] + b"12345")
+    damaged = CliRunner().invoke(app, command)
+    assert damaged.exit_code == 2
+    assert f"step {num_steps} is damaged: expected the checksum" in " ".join(damaged.output.split())

@@ -79,6 +79,8 @@ def _print(console: Console, file: Path, report: ReplayReport) -> None:
     lines.append(f"{len(report.differences):,} differ" if report.differences else "all are the same")
     if report.num_hosted:
         lines.append(f"not replayable: {report.num_hosted:,} tokens that were chosen on the host")
+    if report.cut is not None:
+        lines.append(f"note: {report.cut}")
     lines += [f"note: recorded with {each}" for each in report.versions]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
