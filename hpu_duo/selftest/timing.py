@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from graphs import BatchShape
+from graphs import BatchShape, StepLimits
 from hpu_duo.cost import FITTED, Formats, ModelSize, Step, find_hardware, predict_seconds, step_work
 from hpu_duo.cost.measured import MeasuredRow
 from hpu_duo.cost.read_model import read_model
@@ -19,18 +19,26 @@ if TYPE_CHECKING:
 
 ROW = "row"
 """Name of the value that holds a measured row."""
-_NUM_REPEATS = 5
-_MAX_LEN = 2048
 
 
 class _Effort(NamedTuple):
     num_buckets: int
+    num_repeats: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
     input_len: int
     output_len: int
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Limits of the engine whose steps are timed."""
+        names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        return {name: getattr(self, name) for name in names}
 
-_EFFORT = _Effort(8, 128, 64)
-_SMALL_EFFORT = _Effort(3, 16, 4)
+
+_EFFORT = _Effort(8, 5, 8, 512, 2048, 128, 64)
+_SMALL_EFFORT = _Effort(3, 2, 4, 64, 512, 16, 4)
 """Effort on the simulated device, which is slow and whose times mean nothing."""
 
 
@@ -43,18 +51,16 @@ def time_steps(subject: Subject, notes: Notes) -> None:
     from hpu_duo.llm import HPUDuoModel
 
     notes.begin(f"loading {subject.model}")
-    limits: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": _MAX_LEN}
-    model = HPUDuoModel.from_pretrained(
-        subject.model, device=subject.device, dtype="bfloat16", graphs="auto", on_miss="capture", **limits
-    )
+    effort = _EFFORT if subject.kind != SIMULATED else _SMALL_EFFORT
+    options: dict[str, Any] = {"graphs": "auto", "on_miss": "capture", **effort.limits}
+    model = HPUDuoModel.from_pretrained(subject.model, device=subject.device, dtype="bfloat16", **options)
     size = read_model(subject.model)
     runner = model.engine.runner
-    block_size = model.engine.scheduler.limits.block_size
-    effort = _EFFORT if subject.kind != SIMULATED else _SMALL_EFFORT
+    limits = model.engine.scheduler.limits
     for bucket in _spread(runner.graphs.table.by_cost or (runner.executor.largest,), effort.num_buckets):
         notes.begin(f"bucket {bucket}")
-        seconds = _replay_seconds(model, bucket)
-        predicted = _prediction(subject, size, bucket, block_size)
+        seconds = _replay_seconds(model, bucket, effort.num_repeats)
+        predicted = _prediction(subject, size, bucket, limits)
         detail = f"{seconds * 1e3:.2f} ms"
         if predicted is not None:
             detail += f"; predicted {predicted * 1e3:.2f} ms, {seconds / predicted:.2f} times"
@@ -75,7 +81,7 @@ def _spread(buckets: tuple[BatchShape, ...], num: int) -> list[BatchShape]:
     return [buckets[place] for place in sorted(places)]
 
 
-def _replay_seconds(model: HPUDuoModel, bucket: BatchShape) -> float:
+def _replay_seconds(model: HPUDuoModel, bucket: BatchShape, num_repeats: int) -> float:
     runner = model.engine.runner
     message = runner.builder.padding(bucket)
 
@@ -84,7 +90,7 @@ def _replay_seconds(model: HPUDuoModel, bucket: BatchShape) -> float:
         runner.runtime.synchronize()
 
     step()
-    return median(_timed(step) for _ in range(_NUM_REPEATS))
+    return median(_timed(step) for _ in range(num_repeats))
 
 
 def _timed(step: Callable[[], None]) -> float:
@@ -93,14 +99,14 @@ def _timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def _prediction(subject: Subject, size: ModelSize, bucket: BatchShape, block_size: int) -> float | None:
+def _prediction(subject: Subject, size: ModelSize, bucket: BatchShape, limits: StepLimits) -> float | None:
     if subject.hardware is None:
         return None
     num_blocks = bucket.num_shared_blocks + bucket.num_unique_blocks
     rows = bucket.num_logits if not bucket.phase.causal else 1
     new_tokens = max(1, bucket.query_len // rows)
-    step = Step(rows, num_blocks * block_size // rows, new_tokens)
-    kv_layers = size.kv_layers(0.0, 0, 1, _MAX_LEN)
+    step = Step(rows, num_blocks * limits.block_size // rows, new_tokens)
+    kv_layers = size.kv_layers(0.0, 0, 1, limits.max_model_len)
     work = step_work(size, kv_layers, Formats(), step)
     return predict_seconds(work, find_hardware(subject.hardware), 1, FITTED).total
 
