@@ -30,7 +30,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.cpu import VOCAB, make_checkpoint, prompt
+from benchmarks.cpu_systems import VOCAB, make_checkpoint, prompt
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.sampling import SamplingParams

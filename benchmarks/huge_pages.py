@@ -2,8 +2,9 @@
 
     python benchmarks/huge_pages.py
 
-All linears of the 110M Llama of ``benchmarks/cpu.py`` are multiplied with one row each, by one thread,
-from tensors of torch's allocator and from ``HugePages`` in turns. CPU time of the process is compared.
+All linears of the 110M Llama of ``benchmarks/cpu_systems.py`` are multiplied with one row each, by one
+thread, from tensors of torch's allocator and from ``HugePages`` in turns. CPU time of the process is
+compared.
 """
 
 from __future__ import annotations

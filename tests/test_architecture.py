@@ -51,6 +51,8 @@ INHERITED = ("forward", "extra_repr")
 ANSWERS_A_QUESTION = re.compile(r"(what|which|who|whose|whom|where|when|how)\b", re.IGNORECASE)
 """Beginning of a docstring that describes a thing by a question instead of naming it."""
 
+MOST_LINES, MOST_FUNCTION_LINES = 350, 80
+
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -249,6 +251,34 @@ def test_docstrings_begin_with_a_verb_or_with_what_the_thing_is(package: str) ->
 @pytest.mark.parametrize("module", MODULES)
 def test_no_module_is_a_drawer_for_odds_and_ends(module: str) -> None:
     assert module.rpartition(".")[2] not in ("utils", "util", "helpers", "common", "misc")
+
+
+def num_statement_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from the first statement behind the docstring to the end."""
+    first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
+    return (node.end_lineno or node.lineno) - first.lineno + 1
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_files_fit_into_one_head(package: str) -> None:
+    lengths = {
+        path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines())
+        for path in (ROOT / package).rglob("*.py")
+    }
+    too_long = {str(path): length for path, length in lengths.items() if length > MOST_LINES}
+    assert not too_long, f"expected files of at most {MOST_LINES} lines, got {too_long}"
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_functions_fit_on_a_screen_or_two_behind_parameters_and_docstring(package: str) -> None:
+    too_long = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and num_statement_lines(node) > MOST_FUNCTION_LINES
+    ]
+    assert not too_long, "\n".join(too_long)
 
 
 @pytest.mark.parametrize(("arguments", "is_run"), [((), False), (("-m", "slow"), True)])

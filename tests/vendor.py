@@ -30,6 +30,12 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
+def choose_mode(monkeypatch: pytest.MonkeyPatch, is_lazy: bool) -> None:
+    """Let the stand-in be imported in lazy or in eager mode."""
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", str(int(is_lazy)))
+    __import__("habana_frameworks.torch.hpu")
+
+
 def forget() -> None:
     """The next import of the package is the first one again."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:

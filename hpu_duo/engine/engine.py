@@ -10,12 +10,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.interrupts import Deferral, interrupts_deferred
+from graphs.interrupts import interrupts_deferred
 from graphs.recording import write_shapes
+from hpu_duo.engine.calls import Add, Calls
 from hpu_duo.engine.intake import Intake, Prompt
 from hpu_duo.engine.outputs import (
     Completion,
-    Completions,
     ContinuationScore,
     RequestOutput,
 )
@@ -73,6 +73,7 @@ class Engine(Uncopied):
         self._stepper = Stepper(runner, scheduler)
         self._samples, self._deliveries = self._stepper.samples, self._stepper.deliveries
         self._turns = Turns()
+        self._calls = Calls(self._stepper, self._turns, runner.store.plan.max_num_seqs)
         self._num_added = 0
         self.notes: tuple[str, ...] = ()
         self.pattern: HeadPattern | None = None
@@ -240,11 +241,11 @@ class Engine(Uncopied):
         )
         if len(each) != len(prompts):
             raise ValueError(f"expected one SamplingParams per prompt, got {len(each)} for {len(prompts)}")
-        waiting = deque(
+        waiting: deque[Add] = deque(
             partial(self._add, prompt, _samples_of(one), name=f"prompt {number}")
             for number, (prompt, one) in enumerate(zip(prompts, each))
         )
-        return self._serve(waiting, on_output)
+        return self._calls.serve(waiting, on_output)
 
     def score(
         self,
@@ -279,58 +280,9 @@ class Engine(Uncopied):
                 raise ValueError(f"prompt {number}: expected at least one continuation, got none")
             # Refuses what it would refuse later, when others have run.
             self._intake.requests("", 0, prompts[number], each, f"prompt {number}")
-        waiting = deque(partial(self._add, prompt, each) for prompt, each in zip(prompts, asked))
-        done = self._serve(waiting, None, [len(each) for each in asked])
+        waiting: deque[Add] = deque(partial(self._add, prompt, each) for prompt, each in zip(prompts, asked))
+        done = self._calls.serve(waiting, None, [len(each) for each in asked])
         return [[score_of(sample) for sample in samples] for samples in done]
-
-    def _serve(
-        self,
-        waiting: deque[partial[str]],
-        on_output: Callable[[RequestOutput], None] | None,
-        widths: Sequence[int] | None = None,
-    ) -> list[list[Completion]]:
-        """Add requests and step until they have ended.
-
-        Args:
-            widths: samples of each request, to add one only when all of them find a row, for then they can
-                fork; None adds all at once.
-        """
-        call = Completions(on_output)
-        try:
-            while (outputs := self._outputs_of(call, waiting, widths)) is not None:
-                call.add(outputs)
-        finally:
-            with interrupts_deferred(), self._turns:
-                for request_id in call:
-                    self._stepper.abort(request_id)
-                self._deliveries.end(call)
-        return call.in_order()
-
-    def _outputs_of(
-        self, call: Completions, waiting: deque[partial[str]], widths: Sequence[int] | None
-    ) -> list[RequestOutput] | None:
-        """Return the new outputs of a call, after a step if there are none; None once all have ended."""
-        with interrupts_deferred() as deferral, self._turns:
-            self._stepper.check_between_steps()
-            while waiting and self._has_rows(None if widths is None else widths[len(call)]):
-                request_id = waiting.popleft()()
-                self._deliveries.expect(request_id, call)
-            if not call.mail:
-                if not waiting and not any(map(self._samples.is_live, call)):
-                    return None
-                self._advance_for(call, deferral)
-            return call.take_mail()
-
-    def _advance_for(self, call: Completions, deferral: Deferral) -> None:
-        """Run one step; an error that a request of another call may have caused is not raised.
-
-        If it comes again, the requests run one by one, and each call gets the errors of its own requests.
-        """
-        try:
-            self._stepper.advance(deferral)
-        except Exception:
-            if all(request_id in call for request_id in self._stepper.last_failed):
-                raise
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counts and memory."""
@@ -353,11 +305,6 @@ class Engine(Uncopied):
             write_shapes(path, counts)
         except OSError as error:
             raise ValueError(f"cannot write {path}: {error.strerror}") from error
-
-    def _has_rows(self, wanted: int | None) -> bool:
-        """Whether ``wanted`` more samples find rows now; True if there are no others, and for None."""
-        taken = len(self._samples)
-        return wanted is None or not taken or taken + wanted <= self.runner.store.plan.max_num_seqs
 
 
 def _samples_of(params: SamplingParams | None) -> list[SamplingParams]:

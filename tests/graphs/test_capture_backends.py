@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 import graphs
-from graphs import BatchShape, CaptureBackend, EagerBackend, RecompileError, make_backend
+from graphs import BatchShape, CaptureBackend, EagerBackend, make_backend
 from graphs.backends import BACKEND_NAMES, best_name
 from graphs.backends.compile import CompileBackend
 from graphs.backends.cuda import CudaBackend
-from graphs.backends.hpu import HpuCompileBackend, HpuGraphBackend, no_recompilation
+from graphs.backends.hpu import HpuGraphBackend
 from graphs.backends.replay import ReplayBackend
 from graphs.backends.whole_step import WholeStepBackend
 from tests.graphs.operator_graph import OperatorRecorder
-from tests.vendor import calls, importable
+from tests.vendor import calls, choose_mode
 
 SHAPE = BatchShape.parse("c--/q4/s0/u0/l1")
 WIDER = BatchShape.parse("c--/q6/s0/u0/l1")
@@ -29,17 +29,6 @@ WIDER = BatchShape.parse("c--/q6/s0/u0/l1")
 Step = Callable[[Mapping[str, Tensor]], Tensor]
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 recorded = pytest.mark.parametrize("backend", ["operators", cuda, "hpu-graph"], indirect=True)
-
-
-@pytest.fixture
-def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for _ in importable(monkeypatch):
-        yield monkeypatch
-
-
-def choose_mode(monkeypatch: pytest.MonkeyPatch, is_lazy: bool) -> None:
-    monkeypatch.setenv("PT_HPU_LAZY_MODE", str(int(is_lazy)))
-    __import__("habana_frameworks.torch.hpu")
 
 
 @pytest.fixture(
@@ -303,39 +292,6 @@ def test_a_graph_built_in_compile_only_mode_is_right_once_it_is_launched(
     expected = written.step(SHAPE)(inputs)
     assert not torch.allclose(garbage, expected)
     torch.testing.assert_close(step(inputs), expected)
-
-
-def grow(x: Tensor, by: Tensor) -> Tensor:
-    return x + by
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("guards", [False, True])
-def test_after_its_first_run_a_bucket_compiles_nothing_unless_guards_are_asked_for(
-    vendor: pytest.MonkeyPatch, guards: bool
-) -> None:
-    choose_mode(vendor, is_lazy=False)
-    backend = HpuCompileBackend(guards)
-    region, sizes = backend.region(SHAPE, "grow", grow), iter([3, 3, 4, 4, 3])
-    step = backend.capture(lambda inputs: region(torch.ones(next(sizes)), torch.ones(1)), SHAPE)
-    assert step({}).tolist() == step({}).tolist() == [2, 2, 2]
-    if guards:
-        assert step({}).tolist() == step({}).tolist() == [2, 2, 2, 2]
-        return
-    with pytest.raises(RecompileError, match="after warm-up, got c--/q4/s0/u0/l1: Recompilation") as raised:
-        step({})
-    assert len(raised.value.findings) == 1
-    assert step({}).tolist() == [2, 2, 2, 2], "who tries again is served"
-    assert step({}).tolist() == [2, 2, 2]
-    # The stance ended with the step: others compile as usual.
-    other = backend.region(WIDER, "grow", grow)
-    assert other(torch.ones(2), torch.ones(1)).tolist() == [2, 2]
-    assert torch._dynamo.eval_frame._stance.skip_guard_eval_unsafe is False
-
-
-def test_other_errors_pass_through_where_nothing_may_be_compiled() -> None:
-    with pytest.raises(RuntimeError, match="something else"), no_recompilation("a step"):
-        raise RuntimeError("something else")
 
 
 def test_importing_graphs_loads_neither_siblings_nor_compiled_backends() -> None:

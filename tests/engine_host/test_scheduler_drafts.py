@@ -1,0 +1,73 @@
+"""Tokens that are known beforehand: several in a step, and those behind the last accepted one taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scoring import forced
+from hpu_duo.request import FinishReason, Request, TokenLimits
+from hpu_duo.sampling import SamplingParams
+from tests.engine_host.planning import LIMITS, planned, shares_of
+from tests.engine_host.simulated_device import EOS
+
+DRAFTS = replace(LIMITS, max_num_batched_tokens=16, decode_len=4)
+
+
+def add_forced(scheduler: Scheduler, num_prompt_tokens: int, tokens: Sequence[int]) -> Request:
+    request = Request("f", [1] * num_prompt_tokens, forced(tokens), TokenLimits(64))
+    scheduler.add(request)
+    return request
+
+
+def test_tokens_that_are_known_beforehand_are_verified_together() -> None:
+    scheduler = Scheduler(DRAFTS)
+    request = add_forced(scheduler, 6, range(10, 17))
+    shares = []
+    while scheduler.has_unfinished:
+        plan = planned(scheduler)
+        shares += [(*share[1:], plan.num_samples) for share in shares_of(plan)]
+        done = request.num_output_tokens
+        committed = scheduler.commit(plan, range(10 + done, 10 + done + plan.num_samples))
+        assert [one.number for one in committed] == list(range(done, done + plan.num_samples))
+        assert [one.sample for one in committed] == list(range(plan.num_samples))
+    # The last token of the prompt and three drafts; what is behind the last draft is not known.
+    assert shares == [(0, 5, 0), (5, 4, 4), (9, 3, 3)]
+    assert request.output_token_ids.tolist() == list(range(10, 17))
+
+
+def test_what_is_computed_behind_the_last_accepted_token_is_taken_back() -> None:
+    scheduler = Scheduler(DRAFTS)
+    request = add_forced(scheduler, 6, range(10, 17))
+    scheduler.commit(planned(scheduler), [])
+    plan = planned(scheduler)
+    committed = scheduler.commit(plan, [10, 11, 12, 13], [2])
+    assert [done.token for done in committed] == [10, 11]
+    assert (request.num_computed_tokens, request.num_tokens) == (7, 8)
+    assert shares_of(planned(scheduler)) == [("f", 7, 4)]
+
+
+@pytest.mark.parametrize("accepted", [[0], [5], [], [1, 1]])
+def test_a_row_takes_at_least_one_token_and_no_more_than_were_sampled(accepted: list[int]) -> None:
+    scheduler = Scheduler(DRAFTS)
+    request = add_forced(scheduler, 6, range(10, 17))
+    scheduler.commit(planned(scheduler), [])
+    plan = planned(scheduler)
+    with pytest.raises(ValueError, match=r"at most \[4\] accepted tokens, got"):
+        scheduler.commit(plan, [10, 11, 12, 13], accepted)
+    scheduler.commit(plan, [10, 11, 12, 13])
+    assert request.num_output_tokens == 4
+
+
+def test_tokens_behind_the_one_that_ends_a_request_are_dropped() -> None:
+    scheduler = Scheduler(DRAFTS)
+    params = SamplingParams(forced_token_ids=(10, EOS, 12, 13), max_tokens=9)
+    request = Request("f", [1, 1], params, TokenLimits(64, frozenset([EOS])))
+    scheduler.add(request)
+    scheduler.commit(planned(scheduler), [10])
+    committed = scheduler.commit(planned(scheduler), [EOS, 12, 13])
+    assert [(done.token, done.finish_reason) for done in committed] == [(EOS, FinishReason.STOP)]
+    assert not scheduler.has_unfinished
