@@ -83,9 +83,10 @@ class ShapeWatch:
     Args:
         table: the table that steps run in now; it promises nothing where nobody planned it.
         replanning: the command that plans another one.
-        window: steps that are judged together; None: as many as are by default.
+        num_judged: steps that are judged together.
 
     Attributes:
+        num_judged: as given; may be changed before the first step.
         reservoir: the sample.
         recording: file that all shapes are written to; None writes the sample to a temporary file when there
             is something to tell.
@@ -96,13 +97,13 @@ class ShapeWatch:
         self,
         table: Callable[[], BucketTable],
         replanning: Replanning,
-        window: int | None = None,
+        num_judged: int = WINDOW,
     ) -> None:
         self.reservoir = ShapeReservoir()
         self.recording: Path | None = None
         self.drift: Drift | None = None
         self._table, self._replanning = table, replanning
-        self._num_judged = WINDOW if window is None else window
+        self.num_judged = num_judged
         self._window: list[tuple[BatchShape, BatchShape]] = []
 
     def add(self, shape: BatchShape, bucket: BatchShape) -> None:
@@ -110,7 +111,7 @@ class ShapeWatch:
         self.reservoir.add(shape)
         if self.drift is None:
             self._window.append((shape, bucket))
-            if len(self._window) == self._num_judged:
+            if len(self._window) == self.num_judged:
                 window, self._window = self._window, []
                 self._judge(window)
 

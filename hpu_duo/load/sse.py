@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MAX_EVENT_BYTES = 16 << 20
-"""Largest event that is accepted."""
+"""Bytes of the largest event that is accepted."""
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -13,9 +13,13 @@ class EventStream:
 
     Lines may end with LF, CR or CRLF; comments and fields other than ``data`` are passed over; several data
     lines of one event are joined with LF. An event that the end of the stream cuts off is dropped.
+
+    Args:
+        max_event_bytes: bytes of the largest event that is accepted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._max_event_bytes = max_event_bytes
         self._line = b""
         self._data: list[bytes] = []
         self._num_data_bytes = 0
@@ -26,7 +30,7 @@ class EventStream:
         """Take the next bytes; returns the data of the events that they complete.
 
         Raises:
-            ValueError: an event has more than ``MAX_EVENT_BYTES``.
+            ValueError: an event has more than ``max_event_bytes``.
         """
         if self._is_behind_cr and data:
             # CRLF is one end of a line, also where the two come apart.
@@ -42,8 +46,8 @@ class EventStream:
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, self._line = data.split(b"\n")
         events = [event for line in lines if (event := self._take(line)) is not None]
-        if len(self._line) + self._num_data_bytes > MAX_EVENT_BYTES:
-            raise ValueError(f"expected events of at most {MAX_EVENT_BYTES} bytes")
+        if len(self._line) + self._num_data_bytes > self._max_event_bytes:
+            raise ValueError(f"expected events of at most {self._max_event_bytes} bytes")
         return events
 
     def _take(self, line: bytes) -> bytes | None:

@@ -36,29 +36,40 @@ def copies_weights(num_chosen: int, num_experts: int) -> bool:
     return _PASSES_OF_A_COPY * num_chosen < num_experts
 
 
-def experts_at_a_time(bytes_of_one: int) -> int:
-    """Number of experts to run together, from the bytes of intermediates of one."""
-    return max(1, GROUP_BYTES // (2 * bytes_of_one))
+def experts_at_a_time(bytes_of_one: int, group_bytes: int = GROUP_BYTES) -> int:
+    """Number of experts to run together, from the bytes of intermediates of one, and of all of them."""
+    return max(1, group_bytes // (2 * bytes_of_one))
 
 
 def run_experts(
-    self: Any, hidden_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,
+    hidden_TH: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    group_bytes: int = GROUP_BYTES,
 ) -> torch.Tensor:
     """Return the output of the chosen experts for each token, ``[T, H]``.
 
     Args:
         self: transformers' module of all experts, with its weights in one tensor for each projection.
         top_k_index, top_k_weights: ``[T, k]``.
+        group_bytes: bound on the intermediates of experts that run together.
     """
     # Found as int64, which no operator here has to read.
     index_Tk = top_k_index.to(torch.int32)
     if hidden_TH.device.type == "cpu" and not torch.compiler.is_compiling():
         return _run_chosen(self, hidden_TH, index_Tk, top_k_weights)
-    return run_in_static_shapes(self, hidden_TH, index_Tk, top_k_weights)
+    return run_in_static_shapes(self, hidden_TH, index_Tk, top_k_weights, group_bytes=group_bytes)
 
 
 def run_in_static_shapes(
-    self: Any, hidden_TH: torch.Tensor, index_Tk: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,
+    hidden_TH: torch.Tensor,
+    index_Tk: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    group_bytes: int = GROUP_BYTES,
 ) -> torch.Tensor:
     """``run_experts`` for devices and compilers that do not look at the routing.
 
@@ -68,7 +79,7 @@ def run_in_static_shapes(
     """
     if copies_weights(index_Tk.numel(), self.down_proj.shape[0]):
         return _run_copies(self, hidden_TH, index_Tk, top_k_weights)
-    return _run_all(self, hidden_TH, index_Tk, top_k_weights)
+    return _run_all(self, hidden_TH, index_Tk, top_k_weights, group_bytes)
 
 
 def _run_chosen(
@@ -95,7 +106,7 @@ def _run_copies(
 
 
 def _run_all(
-    self: Any, hidden_TH: torch.Tensor, index_Tk: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any, hidden_TH: torch.Tensor, index_Tk: torch.Tensor, top_k_weights: torch.Tensor, group_bytes: int
 ) -> torch.Tensor:
     num_experts, num_tokens = self.down_proj.shape[0], hidden_TH.shape[0]
     expert_E = torch.arange(num_experts, dtype=torch.int32, device=hidden_TH.device)
@@ -103,7 +114,7 @@ def _run_all(
     share_ET = share_TkE.sum(dim=1).t()
     up_proj = self.gate_up_proj if _has(self, "gate", True) else self.up_proj
     made_per_token = up_proj[0].numel() // hidden_TH.shape[1] + hidden_TH.shape[1]
-    group = experts_at_a_time(num_tokens * made_per_token * hidden_TH.element_size())
+    group = experts_at_a_time(num_tokens * made_per_token * hidden_TH.element_size(), group_bytes)
     total_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
     for begin in range(0, num_experts, group):
         total_TH = total_TH + _run_group(self, hidden_TH, share_ET, slice(begin, begin + group))

@@ -9,7 +9,7 @@ import torch
 
 from graphs.backends.base import Inputs, Outputs, Region
 from graphs.shape import BatchShape
-from hpu_duo.rules import Rule, limits
+from hpu_duo.rules import STEP_OPERATORS, Rule
 from hpu_duo.sim.simulated import SimulatedHpu
 from hpu_duo.sim.tensor import SimTensor
 
@@ -21,13 +21,17 @@ class SimBackend:
     shapes, strides, dtypes or scalars, and inputs at other addresses. As with device graphs,
     an executable returns the same tensors each time, so a caller that keeps the result of one step
     finds that of the next.
+
+    Args:
+        device: where steps run.
+        most_operators: of a step.
     """
 
     name = "hpu-sim"
     num_first_runs = 1
 
-    def __init__(self, device: SimulatedHpu) -> None:
-        self._device = device
+    def __init__(self, device: SimulatedHpu, most_operators: int = STEP_OPERATORS) -> None:
+        self._device, self._most_operators = device, most_operators
 
     def problem(self, device: torch.device) -> str | None:
         """Why steps on ``device`` cannot be captured, or None on the simulated device."""
@@ -35,7 +39,7 @@ class SimBackend:
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
         """Return an executable that records ``fn`` at its first run."""
-        return _Executable(self._device, fn, str(shape))
+        return _Executable(self._device, fn, str(shape), self._most_operators)
 
     def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
         """Return ``fn``: steps are captured whole."""
@@ -43,8 +47,10 @@ class SimBackend:
 
 
 class _Executable(Generic[Outputs]):
-    def __init__(self, device: SimulatedHpu, fn: Callable[[Inputs], Outputs], label: str) -> None:
-        self._device, self._fn, self._label = device, fn, label
+    def __init__(
+        self, device: SimulatedHpu, fn: Callable[[Inputs], Outputs], label: str, most_operators: int
+    ) -> None:
+        self._device, self._fn, self._label, self._most_operators = device, fn, label, most_operators
         self._operators: tuple[int, ...] | None = None
         self._addresses: dict[str, int] = {}
         self._outputs: Outputs | None = None
@@ -68,8 +74,8 @@ class _Executable(Generic[Outputs]):
         return self._outputs  # type: ignore[return-value]
 
     def _check_size(self, num_operators: int) -> None:
-        if num_operators > limits.STEP_OPERATORS:
-            detail = f"expected at most {limits.STEP_OPERATORS} operators in a step, got {num_operators}"
+        if num_operators > self._most_operators:
+            detail = f"expected at most {self._most_operators} operators in a step, got {num_operators}"
             self._device.break_rule(Rule.GRAPH_SIZE, self._label, detail)
 
     def _compare(self, operators: tuple[int, ...], addresses: dict[str, int]) -> bool:

@@ -91,7 +91,7 @@ def held_rings(
     limits = launch.device_limits(q_NKHD.device)
     chosen = launch.decode(group, dim, k_RKWD.dtype, limits)
     tiles = launch.num_tiles(num_slots, chosen.keys)
-    splits = launch.num_splits(num_rows * num_heads, max(1, tiles // launch.TILES_OF_A_SPLIT), limits)
+    splits = launch.num_splits(num_rows * num_heads, max(1, tiles // limits.tiles_of_a_split), limits)
     parts = launch.partials(q_NKHD, splits * num_rows)
     held_rings_kernel[(num_heads, num_rows, splits)](
         q_NKHD,

@@ -49,10 +49,12 @@ class DeviceLimits:
     Attributes:
         num_processors: streaming multiprocessors.
         shared_bytes: most shared memory of one program.
+        tiles_of_a_split: least tiles of keys of a ring that are worth a program of their own.
     """
 
     num_processors: int
     shared_bytes: int
+    tiles_of_a_split: int = 8
 
     @property
     def is_large(self) -> bool:
@@ -126,9 +128,6 @@ MERGED_LINES = 16
 
 LISTED_BLOCKS = 256
 """Shared blocks that are put on lists at a time."""
-
-TILES_OF_A_SPLIT = 8
-"""Least tiles of keys of a ring that are worth a program of their own."""
 
 MERGE = Launch(rows=1, keys=MERGED_SLOTS, num_warps=4, num_stages=2)
 """Launch of kernels without products."""

@@ -70,7 +70,7 @@ def leading_rings(
     chosen = launch.decode(group, dim, k_RKWD.dtype, limits)
     tiles = launch.num_tiles(num_slots, chosen.keys)
     # A split of fewer tiles is over before the merge that it costs has begun.
-    splits = launch.num_splits(num_rows * num_heads, max(1, tiles // launch.TILES_OF_A_SPLIT), limits)
+    splits = launch.num_splits(num_rows * num_heads, max(1, tiles // limits.tiles_of_a_split), limits)
     parts = launch.partials(q_NKGD, splits * num_rows)
     leading_rings_kernel[(num_heads, num_rows, splits)](
         q_NKGD,

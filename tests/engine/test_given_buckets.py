@@ -47,13 +47,13 @@ def test_a_manifest_gives_buckets_without_a_cost(tiny: Tiny, tmp_path: Path) -> 
 def test_an_engine_tells_when_its_steps_pad_far_more_than_its_table_promises(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpu_duo.engine.shape_watch.WINDOW", 8)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     table = tmp_path / "buckets.txt"
     write_table(table, TABLE, promise=Promise(0.01, "SkippingCost"))
     served = tiny.load(
         attention="sdpa", num_blocks=64, buckets=table, graphs=CompileBackend(compiler="eager")
     )
+    served.engine._stepper.telemetry.shapes.num_judged = 8
     assert served.stats().drift is None
     served.engine.generate([[1, 2, 3]], SamplingParams(max_tokens=10, ignore_eos=True))
     drift = served.stats().drift

@@ -194,8 +194,7 @@ def test_loops_go_round_and_work_is_cut_and_merged(monkeypatch: pytest.MonkeyPat
     small = Launch(rows=16, keys=16, num_warps=4, num_stages=2)
     monkeypatch.setattr(launch, "prefill", lambda *_: small)
     monkeypatch.setattr(launch, "decode", lambda *_: small)
-    monkeypatch.setattr(launch, "device_limits", lambda _: DeviceLimits(6, 99 << 10))
-    monkeypatch.setattr(launch, "TILES_OF_A_SPLIT", 1)
+    monkeypatch.setattr(launch, "device_limits", lambda _: DeviceLimits(6, 99 << 10, tiles_of_a_split=1))
     rows = (RowSpec(70, 1), RowSpec(40, 60), RowSpec(0, 45), RowSpec(75, 1, 4))
     for block_size, window in ((12, Window(3, 37)), (32, Window(20, 30))):
         scenario = Scenario(rows, block_size, window, 1, 1, 3, 24, (2, 1, 1, 1), False, 5)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.load import sse
 from hpu_duo.load.sse import EventStream
 
 LINES = st.sampled_from(
@@ -72,9 +71,8 @@ def test_characters_are_put_together_again() -> None:
 
 
 @pytest.mark.parametrize("piece", [b"data: xxxxxxxxx\n", b"xxxxxxxxxxxxxxxx"])
-def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, piece: bytes) -> None:
-    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
-    stream = EventStream()
+def test_an_event_without_end_is_refused(piece: bytes) -> None:
+    stream = EventStream(max_event_bytes=100)
     for _ in range(5):
         stream.feed(piece)
     with pytest.raises(ValueError, match="at most 100 bytes"):

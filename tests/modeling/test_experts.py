@@ -62,10 +62,10 @@ def test_tokens_get_what_their_experts_make_of_them(
     made = make_experts(kind)
     routed = route(num_tokens, num_chosen, seed)
     expected = made(*routed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "GROUP_BYTES", group_bytes)
-        for run in (experts.run_experts, experts.run_in_static_shapes):
-            torch.testing.assert_close(run(made, *routed), expected, atol=1e-4, rtol=1e-4)
+    for run in (experts.run_experts, experts.run_in_static_shapes):
+        torch.testing.assert_close(
+            run(made, *routed, group_bytes=group_bytes), expected, atol=1e-4, rtol=1e-4
+        )
 
 
 def test_only_a_cpu_that_runs_uncaptured_looks_at_the_routing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +96,9 @@ def test_what_overflows_in_an_expert_that_nobody_chose_is_dropped() -> None:
     )
 
 
-def test_many_tokens_copy_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_copy_no_weights() -> None:
     made = make_experts("mixtral")
     routed = route(512, 2, seed=1)
     copied = 512 * 2 * 4 * made.gate_up_proj[0].numel()
-    monkeypatch.setattr(experts, "GROUP_BYTES", 1 << 20)
-    assert peak_allocated_bytes(lambda: experts.run_in_static_shapes(made, *routed)) < min(
-        3 << 20, copied // 2
-    )
+    peak = peak_allocated_bytes(lambda: experts.run_in_static_shapes(made, *routed, group_bytes=1 << 20))
+    assert peak < min(3 << 20, copied // 2)

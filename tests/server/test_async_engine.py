@@ -171,11 +171,10 @@ def test_a_dead_engine_fails_what_is_open_and_refuses_the_rest(
 
 
 def test_readers_are_woken_without_news(tiny: TinyChat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpu_duo.server.running.async_engine._NO_NEWS_S", 0.01)
     model = tiny.load()
 
     async def work() -> None:
-        async with started(model) as engine:
+        async with started(model, no_news_s=0.01) as engine:
             await engine.ask(lambda one: monkeypatch.setattr(one, "step", list))
             stream = engine.open([Submission("x", prompts_of([5])[0], PARAMS)])
             assert await stream.read() == []

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_NO_NEWS_S = 5.0
-"""Every so often readers are woken without news."""
-
 
 class AsyncEngine:
     """Requests of an event loop, served by an engine in a thread of its own.
@@ -36,10 +33,11 @@ class AsyncEngine:
     Args:
         engine: stepped by a thread of this object from ``start`` on.
         max_behind: most outputs of a stream that nobody has read.
+        no_news_s: every so often readers are woken without news.
     """
 
-    def __init__(self, engine: Engine, max_behind: int = 8192) -> None:
-        self._engine, self._max_behind = engine, max_behind
+    def __init__(self, engine: Engine, max_behind: int = 8192, no_news_s: float = 5.0) -> None:
+        self._engine, self._max_behind, self._no_news_s = engine, max_behind, no_news_s
         self._thread = EngineThread(engine, self)
         self._streams: dict[str, OutputStream] = {}
         self._num_open = 0
@@ -70,7 +68,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Begin to serve."""
         self._loop = asyncio.get_running_loop()
-        self._no_news = self._loop.call_later(_NO_NEWS_S, self._wake_readers)
+        self._no_news = self._loop.call_later(self._no_news_s, self._wake_readers)
         self._thread.start()
 
     async def stop(self, timeout_s: float = 10.0) -> bool:
@@ -202,7 +200,7 @@ class AsyncEngine:
         assert self._loop is not None, "start comes first"
         for stream in set(self._streams.values()):
             stream.wake()
-        self._no_news = self._loop.call_later(_NO_NEWS_S, self._wake_readers)
+        self._no_news = self._loop.call_later(self._no_news_s, self._wake_readers)
 
 
 def _abort(request_id: str, engine: Engine) -> None:
