@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["causal", "finish", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings", "write_kv"]
 
-QUERY_SLICE = 512
-"""Queries of one slice of the causal part."""
-
 Dense: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Scoring], Partial]
 """Queries ``[Q, K, G, D]`` against a list of keys and values ``[T, K, D]`` under a mask ``[Q, T]``."""
 
@@ -67,9 +64,9 @@ def causal(
     have begun before the band.
 
     Args:
-        dense, query_slice: how a slice attends, and its queries; None = ``attend_dense``, ``QUERY_SLICE``.
+        dense, query_slice: how a slice attends, and its queries; None = ``attend_dense``, ``scoring.slices``.
     """
-    num_queries, step = q_QKGD.shape[0], query_slice or QUERY_SLICE
+    num_queries, step = q_QKGD.shape[0], query_slice or scoring.slices.queries
     dense = dense or attend_dense
     parts = []
     for begin in range(0, num_queries, step):
@@ -174,7 +171,7 @@ def shared_rings(
     Args:
         dense, query_slice: see ``causal``.
     """
-    dense, step = dense or attend_dense, query_slice or QUERY_SLICE
+    dense, step = dense or attend_dense, query_slice or scoring.slices.queries
     used_CW = ring.chunk_position >= 0
     k_TKD, v_TKD = _as_keys(*gather_units(units, t.chunk_row), used_CW)
     parts = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from kernels_ref.slices import DEFAULT_SLICES, Slices
+
 
 class Softmax(str, Enum):
     """``exact``: scores and exponentials in float32. ``fast``: in bfloat16, where the model is."""
@@ -14,12 +16,14 @@ class Softmax(str, Enum):
 
 
 class Scoring(NamedTuple):
-    """Parameters of a layer's scores besides queries and keys; fixed for a captured step.
+    """Parameters of a layer's parts besides tensors; fixed for a captured step.
 
     Attributes:
         softcap: bound of the scores, None when the model has none.
         softmax: precision of scores and exponentials.
+        slices: sizes of what is computed at a time.
     """
 
     softcap: float | None = None
     softmax: Softmax = Softmax.EXACT
+    slices: Slices = DEFAULT_SLICES

@@ -15,6 +15,7 @@ from kernels_ref.groups import GroupInputs, GroupKind, HeadGroup
 from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, kernels
 from kernels_ref.scoring import Scoring, Softmax
+from kernels_ref.slices import DEFAULT_SLICES, Slices
 from kernels_ref.step import Step
 from kernels_ref.units import KVUnits, NewKV, UnitLayout
 
@@ -35,6 +36,7 @@ class LayerSpec:
         impl: implementation of the kernels.
         softmax: precision of scores and exponentials.
         operators: fused operators that ``impl`` calls, where it calls any.
+        slices: sizes of what ``impl`` computes at a time.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -45,11 +47,12 @@ class LayerSpec:
     impl: Implementation
     softmax: Softmax = Softmax.EXACT
     operators: FusedOperators = NO_OPERATORS
+    slices: Slices = DEFAULT_SLICES
 
     @property
     def scoring(self) -> Scoring:
         """The rule from scores of the layer to weights."""
-        return Scoring(self.softcap, self.softmax)
+        return Scoring(self.softcap, self.softmax, self.slices)
 
     @property
     def num_kv_heads(self) -> int:

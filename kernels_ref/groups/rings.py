@@ -13,7 +13,7 @@ from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
 from kernels_ref.index import gather, index_dtype, write_indices
 from kernels_ref.partial import Partial, unfold
-from kernels_ref.reference import QUERY_SLICE
+from kernels_ref.slices import QUERY_SLICE
 from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
 from kernels_ref.units import KVUnits, UnitLayout
 

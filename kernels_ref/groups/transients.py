@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernels_ref.reference import QUERY_SLICE
+from kernels_ref.slices import QUERY_SLICE
 from kernels_ref.step import StepParts
 
 FLOAT32 = 4

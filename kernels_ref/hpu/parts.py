@@ -25,9 +25,6 @@ from kernels_ref.units import KVUnits, NewKV
 if TYPE_CHECKING:
     from kernels_ref.groups import BlockStep, RingStep
 
-QUERY_SLICE = 1024
-"""Queries of one slice of the causal part: no scores are made, so a slice is bounded by its mask."""
-
 
 @dataclass(frozen=True)
 class FusedKernels:
@@ -45,7 +42,8 @@ class FusedKernels:
         """Tokens of prompt rows against the new keys of their own row."""
         if not self._fuses(scoring):
             return reference.causal(q_QKGD, new, t, window, scoring)
-        return reference.causal(q_QKGD, new, t, window, scoring, self._dense, QUERY_SLICE)
+        size = scoring.slices.masked_queries
+        return reference.causal(q_QKGD, new, t, window, scoring, self._dense, size)
 
     def shared_blocks(
         self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring
@@ -69,7 +67,8 @@ class FusedKernels:
         """Tokens of prompt rows against what their ring held before the step."""
         if not self._fuses(scoring):
             return reference.shared_rings(q_QKGD, units, t, ring, window, scoring)
-        return reference.shared_rings(q_QKGD, units, t, ring, window, scoring, self._dense, QUERY_SLICE)
+        size = scoring.slices.masked_queries
+        return reference.shared_rings(q_QKGD, units, t, ring, window, scoring, self._dense, size)
 
     def unique_blocks(
         self, q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring

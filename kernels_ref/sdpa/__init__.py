@@ -27,15 +27,12 @@ from kernels_ref.x86 import rows
 
 __all__ = ["causal", "finish", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings", "write_kv"]
 
-SHORT_SLICE = 8
-"""Blocks up to which the unique part is the reference's."""
-
 _ROWS = "Tensor row_start, Tensor row_num_new, Tensor row_query_start, Tensor causal_row"
 _QKV = "Tensor q, Tensor k, Tensor v"
-_causal = register("causal", f"{_QKV}, {_ROWS}, int sink, int recent", prefill.causal)
+_causal = register("causal", f"{_QKV}, {_ROWS}, int sink, int recent, int band_queries", prefill.causal)
 _shared_blocks = register(
     "shared_blocks",
-    f"{_QKV}, {_ROWS}, Tensor shared_block, Tensor shared_start, Tensor shared_reads",
+    f"{_QKV}, {_ROWS}, Tensor shared_block, Tensor shared_start, Tensor shared_reads, int context_blocks",
     prefill.shared_blocks,
 )
 _shared_rings = register(
@@ -45,7 +42,7 @@ _shared_rings = register(
 )
 _unique_blocks = register(
     "unique_blocks",
-    f"{_QKV}, Tensor owner, Tensor tail_block, Tensor tail_visible, float softcap",
+    f"{_QKV}, Tensor owner, Tensor tail_block, Tensor tail_visible, float softcap, int decode_slots",
     decode.unique_blocks,
 )
 _leading_rings = register("leading_rings", f"{_QKV}, Tensor visible, float softcap", decode.leading_rings)
@@ -65,14 +62,15 @@ def causal(
 ) -> Partial:
     """Tokens of prompt rows against the new keys of their own row."""
     _refuse(scoring)
-    return Partial(*_causal(q_QKGD, new.k, new.v, *_row_plan(t), *(window or (0, 0))))
+    sizes = (*(window or (0, 0)), scoring.slices.band_queries)
+    return Partial(*_causal(q_QKGD, new.k, new.v, *_row_plan(t), *sizes))
 
 
 def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring) -> Partial:
     """Every row against the shared blocks that it sees."""
     _refuse(scoring)
     plan = (*_row_plan(t), t.shared_block, t.shared_start, t.shared_reads)
-    return Partial(*_shared_blocks(q_QKGD, units.k, units.v, *plan))
+    return Partial(*_shared_blocks(q_QKGD, units.k, units.v, *plan, scoring.slices.context_blocks))
 
 
 def shared_rings(
@@ -102,9 +100,10 @@ def unique_blocks(
         return rows.attend_blocks(q_NKHD, units.k, units.v, *plan)
     if short.fits(q_NKHD, blocks.tails, (t.owner.shape[0] + 1) * units.layout.num_slots):
         return short.unique_blocks(q_NKHD, units, t, blocks, scoring)
-    if t.owner.shape[0] <= SHORT_SLICE:
+    if t.owner.shape[0] <= scoring.slices.short_blocks:
         return reference.unique_blocks(q_NKHD, units, t, blocks, scoring)
-    return Partial(*_unique_blocks(q_NKHD, units.k, units.v, *plan, scoring.softcap or 0.0))
+    bounds = scoring.softcap or 0.0, scoring.slices.decode_slots
+    return Partial(*_unique_blocks(q_NKHD, units.k, units.v, *plan, *bounds))
 
 
 def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:

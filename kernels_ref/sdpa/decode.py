@@ -13,10 +13,6 @@ from kernels_ref.partial import Partial, attend, empty, merge
 from kernels_ref.reference import merge_by_owner, own_units, side_by_side
 from kernels_ref.scoring import Scoring
 
-CHUNK_SLOTS = 8192
-"""Slots of the blocks that are read at a time: their scores stay in the second-level cache, and a single
-request of that many tokens fills a chunk, so that a longer one takes no more."""
-
 
 def unique_blocks(
     q_NKHD: torch.Tensor,
@@ -26,8 +22,9 @@ def unique_blocks(
     tail_block: torch.Tensor,
     tail_visible: torch.Tensor,
     softcap: float,
+    decode_slots: int,
 ) -> Partial:
-    """Whole blocks from the contiguous slice, then the tails of all rows."""
+    """Whole blocks from the contiguous slice, ``decode_slots`` at a time, then the tails of all rows."""
     num_rows = q_NKHD.shape[0]
     total = _tails(q_NKHD, k_XKBD, v_XKBD, tail_block, tail_visible, softcap)
     owned = (owner < num_rows).nonzero().flatten()
@@ -35,7 +32,7 @@ def unique_blocks(
         return total
     # Blocks before the first and after the last owned one are not read at all.
     first, last = int(owned[0]), int(owned[-1]) + 1
-    chunk = max(1, CHUNK_SLOTS // k_XKBD.shape[2])
+    chunk = max(1, decode_slots // k_XKBD.shape[2])
     for begin in range(first, last, chunk):
         end = min(begin + chunk, last)
         k, v = k_XKBD[begin:end], v_XKBD[begin:end]

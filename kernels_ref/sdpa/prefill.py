@@ -15,12 +15,6 @@ from bias_builders import Window, leading_slots, leading_visible, sees_streaming
 from kernels_ref.partial import FLOOR, Partial, attend, empty, merge
 from kernels_ref.x86 import attention as tiled
 
-BAND_SLICE = 256
-"""Queries of one slice of the streaming band."""
-
-CONTEXT_BLOCKS = 64
-"""Context blocks that are gathered at a time."""
-
 
 class _Row(NamedTuple):
     """A prompt row: number, flat range ``[begin, end)`` of its new tokens, tokens stored before."""
@@ -41,8 +35,9 @@ def causal(
     causal_row: torch.Tensor,
     sink: int,
     recent: int,
+    band_queries: int,
 ) -> Partial:
-    """Row by row, causal or in slices of the streaming band."""
+    """Row by row, causal or in slices of ``band_queries`` of the streaming band."""
     window = Window(sink, recent) if recent else None
     rows = list(_prompt_rows(row_start, row_num_new, row_query_start, causal_row))
     is_tiled = tiled.fits(q_QKGD, k_QKD)
@@ -60,18 +55,18 @@ def causal(
         elif window is None or len(q) <= window.recent:
             _put(total, row.begin, _flash(q, k, v, is_causal=True))
         else:
-            for offset, partial in _band(q, k, v, row.start, window):
+            for offset, partial in _band(q, k, v, row.start, window, band_queries):
                 _put(total, row.begin + offset, partial)
     return total
 
 
 def _band(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: Window
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: Window, num_queries: int
 ) -> Iterator[tuple[int, Partial]]:
-    """Slices of a row against the sinks and the band that each can see."""
+    """Slices of ``num_queries`` of a row against the sinks and the band that each can see."""
     position = torch.arange(start, start + len(q), dtype=torch.int32)
-    for begin in range(0, len(q), BAND_SLICE):
-        end = min(begin + BAND_SLICE, len(q))
+    for begin in range(0, len(q), num_queries):
+        end = min(begin + num_queries, len(q))
         first = max(0, begin - window.recent + 1)
         # Sinks among the new tokens that lie before the band.
         num_sinks = min(max(0, window.sink - start), first)
@@ -92,8 +87,9 @@ def shared_blocks(
     shared_block: torch.Tensor,
     shared_start: torch.Tensor,
     shared_reads: torch.Tensor,
+    context_blocks: int,
 ) -> Partial:
-    """Row by row over the gathered context, a bounded number of blocks at a time."""
+    """Row by row over the gathered context, ``context_blocks`` at a time."""
     shared_visible = leading_visible(shared_start, row_start[:, None], k_XKBD.shape[2]) * shared_reads[:-1]
     total = empty(q_QKGD)
     for row in _prompt_rows(row_start, row_num_new, row_query_start, causal_row):
@@ -101,7 +97,7 @@ def shared_blocks(
         seen = visible.nonzero().flatten()
         q = q_QKGD[row.begin : row.end]
         # An empty tensor splits into one empty part, and flash attention needs a key.
-        for part in seen.split(CONTEXT_BLOCKS) if len(seen) else ():
+        for part in seen.split(context_blocks) if len(seen) else ():
             k, v = _as_keys(k_XKBD, v_XKBD, shared_block[part], visible[part])
             if tiled.fits(q, k):
                 tiled.attend(_of_row(total, row), q, k, v)
@@ -109,9 +105,8 @@ def shared_blocks(
                 _add(total, row.begin, _flash(q, k, v))
             # What one part has gathered is gone before the next one gathers.
             del k, v
-    _add_decodes(
-        total, q_QKGD, k_XKBD, v_XKBD, row_num_new, row_query_start, causal_row, shared_block, shared_visible
-    )
+    rows = row_num_new, row_query_start, causal_row
+    _add_decodes(total, q_QKGD, k_XKBD, v_XKBD, *rows, shared_block, shared_visible, context_blocks)
     return total
 
 
@@ -137,6 +132,7 @@ def _add_decodes(
     causal_row: torch.Tensor,
     shared_block: torch.Tensor,
     shared_visible: torch.Tensor,
+    context_blocks: int,
 ) -> None:
     """Decodes that share blocks: few queries, so one masked product over all of them."""
     number = torch.arange(len(row_num_new), dtype=torch.int32)
@@ -152,7 +148,7 @@ def _add_decodes(
     query = torch.cat([torch.arange(begin, begin + num_new) for begin, num_new in plan])
     rows = rows.repeat_interleave(row_num_new[rows])
     q_KGND = q_QKGD.index_select(0, query).permute(1, 2, 0, 3)
-    for part in seen.split(CONTEXT_BLOCKS):
+    for part in seen.split(context_blocks):
         visible_NX = visible_rows[rows][:, part]
         k, v = (x.index_select(0, shared_block[part]) for x in (k_XKBD, v_XKBD))
         used = leading_slots(visible_NX.amax(dim=0), block_size)[:, None, :, None]

@@ -17,9 +17,10 @@ from hpu_duo.config import CacheConfig, SchedulerConfig
 from hpu_duo.cost import GAUDI2
 from hpu_duo.engine.batch import flatten
 from hpu_duo.heads import HeadPattern
+from hpu_duo.modeling.attention import AttentionLayer
 from hpu_duo.startup.sizes import StepSizes
 from kernels_ref import chunks
-from kernels_ref.sdpa import decode, prefill
+from kernels_ref.slices import Slices
 from tests.audit.conftest import TINY, engine_config
 from tests.modeling.families import IS_5, make_config
 
@@ -34,8 +35,6 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "SCORE_BYTES", 1 << 15)
     monkeypatch.setattr(chunks, "KEY_BYTES", 1 << 12)
     monkeypatch.setattr(chunks, "KEY_SLOTS", 64)
-    monkeypatch.setattr(prefill, "CONTEXT_BLOCKS", 4)
-    monkeypatch.setattr(decode, "CHUNK_SLOTS", 4 * BLOCK)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +54,9 @@ def test_a_measured_step_needs_no_more_after_a_longer_context(
 ) -> None:
     half = HeadPattern(np.eye(1, 2), sink=8, recent=24, retrieval=np.array([[True, False]]))
     executor = small_executor(weights_dir, attention, half, CONTEXTS[-1])
+    for module in executor.model.model.modules():
+        if isinstance(module, AttentionLayer):
+            module.spec = replace(module.spec, slices=Slices(context_blocks=4, decode_slots=4 * BLOCK))
     exact = [measure(executor, kind.rows(context)) for context in CONTEXTS]
     longest = kind.rows(CONTEXTS[-1])
     bucket = flatten(longest, np.zeros(int(longest.num_new.sum()), np.int32), BLOCK).shape

@@ -10,6 +10,7 @@ import torch
 from hpu_duo.sim import fused
 from kernels_ref import Implementation, Softmax, unified_attention
 from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
+from kernels_ref.slices import DEFAULT_SLICES, Slices
 from tests.kernels_ref.scenario import World
 
 
@@ -27,11 +28,12 @@ class Choice:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         softmax: Softmax = Softmax.EXACT,
+        slices: Slices = DEFAULT_SLICES,
     ) -> torch.Tensor:
         """Outputs of a step of one layer."""
         fused.register()
         q, k, v, step = world.inputs()
-        spec = replace(world.spec(self.impl, softcap, softmax), operators=self.operators)
+        spec = replace(world.spec(self.impl, softcap, softmax), operators=self.operators, slices=slices)
         with fused.named(self.device):
             return unified_attention(q, k, v, world.cache, step, spec, sinks)
 

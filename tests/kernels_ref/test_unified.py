@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, example, given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bias_builders import Leading, Window
-from kernels_ref import Implementation, Softmax, StepParts, chunks, reference, sdpa, unified_attention
-from kernels_ref.hpu import parts
-from kernels_ref.sdpa import decode, prefill, short
+from kernels_ref import Implementation, Softmax, StepParts, chunks, reference, unified_attention
+from kernels_ref.sdpa import short
+from kernels_ref.slices import Slices
 from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, Choice
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 
@@ -68,15 +68,10 @@ def test_sink_logits_enter_once_per_query(choice: Choice, scenario: Scenario) ->
 @ALL
 def test_long_rows_cross_slices_chunks_and_bands(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every loop of the kernels goes round several times, so that its borders are crossed."""
-    monkeypatch.setattr(reference, "QUERY_SLICE", 8)
     monkeypatch.setattr(chunks, "SCORE_BYTES", 4096)
     monkeypatch.setattr(reference, "unique_chunk", lambda *_: 3)
-    monkeypatch.setattr(sdpa, "SHORT_SLICE", 2)
-    monkeypatch.setattr(parts, "QUERY_SLICE", 8)
     monkeypatch.setattr(chunks, "MASK_BYTES", 2048)
-    monkeypatch.setattr(prefill, "BAND_SLICE", 8)
-    monkeypatch.setattr(prefill, "CONTEXT_BLOCKS", 2)
-    monkeypatch.setattr(decode, "CHUNK_SLOTS", 3 * 4)
+    slices = Slices(8, 8, band_queries=8, context_blocks=2, decode_slots=3 * 4, short_blocks=2)
     rows = (
         RowSpec(41, 1),
         RowSpec(37, 30),
@@ -89,7 +84,7 @@ def test_long_rows_cross_slices_chunks_and_bands(choice: Choice, monkeypatch: py
         for kr, ks in ((1, 1), (2, 0), (0, 2)):
             world = World(Scenario(rows, 4, window, kr, ks, 2, 8, (3, 2, 2, 1), False, 7))
             expected = world.dense()
-            out = choice.attend(world)[: len(expected)].double()
+            out = choice.attend(world, slices=slices)[: len(expected)].double()
             torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
