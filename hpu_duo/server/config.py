@@ -21,6 +21,7 @@ class ServerConfig:
         chat_template: source of a template to take in place of the checkpoint's.
         tool_call_parser: ``auto``, ``none`` or one of ``hpu_duo.server.tools.PARSERS``.
         uses_generation_config: take defaults of sampling from the checkpoint's generation_config.json.
+        has_page: answer ``/`` with a page to chat on.
         metrics_namespace: prefix of the metrics that mean what vLLM's of the same name mean.
     """
 
@@ -35,6 +36,7 @@ class ServerConfig:
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     uses_generation_config: bool = True
+    has_page: bool = True
     metrics_namespace: str = "hpuduo"
 
     def __post_init__(self) -> None:

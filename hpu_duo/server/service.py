@@ -50,6 +50,7 @@ class Service:
         metrics: of calls and steps.
         admission: who is let in.
         warm_up_progress: graphs captured so far and in all; None without a warm-up.
+        memory: sizes of what is cached.
     """
 
     def __init__(self, model: HPUDuoModel, config: ServerConfig, sinks: tuple[Sink, ...] = ()) -> None:
@@ -60,13 +61,13 @@ class Service:
         rows = model.engine.scheduler.limits.max_num_seqs
         self.admission = Admission(rows + config.max_queue)
         self.warm_up_progress: tuple[int, int] | None = None
+        self.memory = model.engine.runner.store.plan
         self._watch = model.engine.runner.watch
-        self._num_recompiles = 0
         self.metrics = ServerMetrics(
             self.served.names[0],
             lambda: self.engine.stats,
             lambda: self.engine.num_open,
-            self._count_recompiles,
+            lambda: self.num_recompiles,
             config.metrics_namespace,
         )
         self._sinks: tuple[Sink, ...] = (self.metrics.ended, *sinks)
@@ -130,7 +131,9 @@ class Service:
 
         self._model.warmup(progress)
 
-    def _count_recompiles(self) -> int:
+    @property
+    def num_recompiles(self) -> int:
+        """Compilations and captures after warm-up."""
         return self._watch.snapshot().num_recompiles
 
     # Calls

@@ -94,3 +94,13 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(ValueError, match="found none"):
         _ = ListeningOptions(api_key_file=file).keys
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_the_page_can_be_left_out(is_wanted: bool) -> None:
+    from hpu_duo.cli.serving.call_options import CallOptions
+    from hpu_duo.cli.serving.listening_options import ListeningOptions
+    from hpu_duo.cli.serving.telling_options import TellingOptions
+
+    config = CallOptions().config(None, ListeningOptions(page=is_wanted), TellingOptions())
+    assert config.has_page is is_wanted

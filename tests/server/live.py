@@ -66,6 +66,11 @@ class Live:
         """As SIGTERM."""
         self.server.handle_exit(signal.SIGTERM, None)
 
+    @property
+    def has_been_told_to_end(self) -> bool:
+        """Whether a signal has come."""
+        return self.server._signal_number is not None
+
     def join(self) -> bool:
         """Wait for the end; says whether it has come."""
         self._thread.join(PATIENCE_S)

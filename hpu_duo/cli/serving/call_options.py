@@ -100,6 +100,7 @@ class CallOptions:
             chat_template=None if self.chat_template is None else _read_template(self.chat_template),
             tool_call_parser=self.tool_call_parser,
             uses_generation_config=self.generation_config == "auto",
+            has_page=listening.page,
             metrics_namespace=telling.metrics_namespace,
         )
 

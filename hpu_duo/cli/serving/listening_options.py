@@ -84,6 +84,11 @@ class ListeningOptions:
         ),
     ] = None
 
+    page: Annotated[
+        bool,
+        typer.Option("--page/--no-page", help="Answer / with a page to chat on.", rich_help_panel=_LISTENING),
+    ] = True
+
     @property
     def keys(self) -> tuple[str, ...]:
         """Every key.

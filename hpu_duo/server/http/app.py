@@ -13,6 +13,7 @@ from hpu_duo.server.http.auth import ApiKeys, KeyMiddleware
 from hpu_duo.server.http.body_limit import BodyLimitMiddleware
 from hpu_duo.server.http.errors import install_error_handlers
 from hpu_duo.server.http.generation_routes import generation_routes
+from hpu_duo.server.http.page_routes import PAGE_PREFIX, page_routes
 from hpu_duo.server.http.state_routes import state_routes
 from hpu_duo.server.http.token_routes import token_routes
 from hpu_duo.server.service import Service
@@ -45,10 +46,12 @@ def create_app(service: Service, *, warm_up: bool = False) -> FastAPI:
     for router in (generation_routes(service), token_routes(service), state_routes(service)):
         app.include_router(router)
     config = service.config
+    if config.has_page:
+        app.include_router(page_routes())
     # The last one added is the first to see a call.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)
     if config.api_keys:
-        app.add_middleware(KeyMiddleware, keys=ApiKeys(config.api_keys))
+        app.add_middleware(KeyMiddleware, keys=ApiKeys(config.api_keys), open_prefixes=(PAGE_PREFIX,))
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

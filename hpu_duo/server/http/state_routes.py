@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -12,6 +11,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 from hpu_duo import __version__
 from hpu_duo.server.http.schemas import BUSY
+from hpu_duo.server.http.statistics import statistics
 from hpu_duo.server.responding import as_api_error, error_response
 from hpu_duo.server.running.admission import NotServingError, Stage
 from hpu_duo.server.service import Service
@@ -46,11 +46,8 @@ def state_routes(service: Service) -> APIRouter:
 
     @router.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Statistics of the engine, as of a moment ago."""
-        found = asdict(service.engine.stats)
-        limits = found["resolved"].pop("limits")
-        open_now = {"num_open": service.engine.num_open, "stage": service.stage.value}
-        return {**found, "resolved": {**found["resolved"], **limits}, **open_now}
+        """Statistics of the engine, as of a moment ago, and of the server around it; see docs/server.md."""
+        return statistics(service)
 
     @router.get("/metrics", response_class=Response)
     def metrics() -> Response:
