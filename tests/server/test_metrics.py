@@ -101,3 +101,13 @@ def test_statistics_are_json(server: Live) -> None:
         stats = http.get("/stats").json()
         assert (stats["stage"], stats["total_rows"], stats["resolved"]["max_num_seqs"]) == ("ready", 4, 4)
         assert http.get("/version").json()["version"]
+
+
+def test_the_schema_says_what_is_answered(server: Live) -> None:
+    with server.http() as http:
+        paths = http.get("/openapi.json").json()["paths"]
+        for path in ("/health", "/ready", "/version", "/stats", "/v1/models"):
+            told = paths[path]["get"]["responses"]["200"].get("content", {})
+            answer = http.get(path)
+            assert answer.status_code == 200
+            assert list(told) == ([answer.headers["content-type"]] if answer.content else [])

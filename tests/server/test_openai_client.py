@@ -208,6 +208,16 @@ def test_echo_without_new_tokens_gives_the_prompt(server: Live) -> None:
         parts = list(answer) if is_streamed else [answer]
         texts = {choice.index: choice.text for part in parts for choice in part.choices}
         assert [texts[index] for index in range(3)] == PROMPTS
+        reasons = [choice.finish_reason for part in parts for choice in part.choices]
+        assert reasons == ["length"] * 3
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_no_new_tokens_and_no_echo_are_an_answer_all_the_same(server: Live, is_streamed: bool) -> None:
+    answer = server.client().completions.create(model="tiny", prompt=PROMPT, max_tokens=0, stream=is_streamed)
+    parts = list(answer) if is_streamed else [answer]
+    [choice] = [choice for part in parts for choice in part.choices]
+    assert (choice.text, choice.finish_reason) == ("", "length")
 
 
 def test_models_are_listed_by_each_name(server: Live) -> None:

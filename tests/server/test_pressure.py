@@ -315,3 +315,8 @@ def test_a_connection_that_asks_for_nothing_is_no_call(server: Live) -> None:
     for connection in connections:
         connection.close()
     assert sum(server.service.metrics._responses.values()) == sum(before.values()) + 1
+
+
+def test_a_waiting_connection_outlives_those_of_clients(server: Live) -> None:
+    # With uvicorn's 5 seconds, as many as httpx has, calls are lost on connections that are being closed.
+    assert server.server.config.timeout_keep_alive > 60

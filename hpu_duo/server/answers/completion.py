@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpu_duo.engine.outputs import TokenLogprob
+from hpu_duo.request import FinishReason
 from hpu_duo.server.answers.answer import Answer, AnswerHead
 from hpu_duo.server.answers.choice import Choice
 from hpu_duo.server.answers.logprobs import CompletionLogprobs, TokenNames
@@ -32,6 +33,7 @@ class CompletionAnswer(Answer):
     Args:
         names: of tokens, where log-probabilities were asked for.
         echoes: what stands before each choice, one for each, or none.
+        generates: whether outputs will come; choices without any have reached their length.
         options: see ``Answer``.
     """
 
@@ -45,18 +47,23 @@ class CompletionAnswer(Answer):
         *,
         names: TokenNames | None = None,
         echoes: Sequence[EchoedPrompt] = (),
+        generates: bool = True,
         **options: bool,
     ) -> None:
         super().__init__(head, usage, num_choices, **options)
-        self._echoes = echoes
+        self._echoes, self._generates = echoes, generates
         self._logprobs = None if names is None else [CompletionLogprobs(names) for _ in range(num_choices)]
+        if not generates:
+            for choice in self.choices:
+                choice.finish_reason = FinishReason.LENGTH
 
     def beginning(self) -> bytes:
-        """The echoed prompts."""
+        """The echoed prompts, and the ends of choices that nothing is generated for."""
         told = bytearray()
-        for index, echo in enumerate(self._echoes):
+        nothing = () if self._generates else (EchoedPrompt(""),) * len(self.choices)
+        for index, echo in enumerate(self._echoes or nothing):
             logprobs = None if self._logprobs is None else self._logprobs[index].fields(echo.entries)
-            told += self._event([_part(index, echo.text, logprobs, Choice())])
+            told += self._event([_part(index, echo.text, logprobs, self.choices[index])])
         return bytes(told)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from hpu_duo.server.service import Service
 _BACKLOG = 4096
 _UNREAD_S = 300
 """A caller that has not acknowledged anything for so long is taken for gone."""
+_KEEP_ALIVE_S = 75
+"""A connection that waits for its next call is kept for longer than clients keep theirs (httpx 5 s, aiohttp
+15 s, vLLM's load generator 60 s), so that no call is sent on one that is being closed."""
 _LAST_WRITES_S = 5
 """Behind the last token, so long for slow readers to take what is in flight."""
 
@@ -119,6 +122,7 @@ class DrainingServer(uvicorn.Server):
             backlog=_BACKLOG,
             ws="none",
             lifespan="on",
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LAST_WRITES_S,
             **_tls_options(tls),
         )

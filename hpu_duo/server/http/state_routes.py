@@ -25,14 +25,14 @@ def state_routes(service: Service) -> APIRouter:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
 
-    @router.get("/health", responses={503: BUSY[503]})
+    @router.get("/health", response_class=Response, responses={503: BUSY[503]})
     async def health() -> Response:
         """Whether the process can still serve: 503 asks a supervisor to start it anew."""
         if service.stage is Stage.FAILED:
             return error_response(as_api_error(NotServingError(Stage.FAILED)))
         return Response()
 
-    @router.get("/ready", responses={503: BUSY[503]})
+    @router.get("/ready", response_class=Response, responses={503: BUSY[503]})
     async def ready() -> Response:
         """Whether requests are taken: all is loaded and captured, and the server is not about to stop."""
         if service.stage is not Stage.READY:

@@ -77,6 +77,7 @@ class CompletionPlanner:
                 len(prompts) * request.num_samples,
                 names=self._names(request),
                 echoes=await self._echoes(request, given, prompts),
+                generates=max_tokens > 0,
                 **stream_flags(request),
             ),
             is_streamed=bool(request.stream),

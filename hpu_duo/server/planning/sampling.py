@@ -72,7 +72,7 @@ def truncated(request: GenerationRequest, prompt: Sequence[int]) -> Sequence[int
 
 
 def check_length(param: str, num_tokens: int, max_param: str, max_tokens: int | None, served: Served) -> None:
-    """Refuse what is longer than the model takes, as the OpenAI API does.
+    """Refuse what is longer than the model takes, in words of the OpenAI API by which clients know the error.
 
     Args:
         param, num_tokens: field of the prompt, and its tokens.
@@ -89,8 +89,8 @@ def check_length(param: str, num_tokens: int, max_param: str, max_tokens: int | 
         culprit = param if num_tokens >= most else max_param
         raise too_long(
             culprit,
-            f"{culprit}: expected at most {most} tokens of prompt and output together, got {num_tokens} in "
-            f"the prompt and {asked} to generate",
+            f"{culprit}: this model's maximum context length is {most} tokens of prompt and output together, "
+            f"got {num_tokens} in the prompt and {asked} to generate (context_length_exceeded)",
         )
 
 
