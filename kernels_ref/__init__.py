@@ -7,7 +7,7 @@ from kernels_ref.partial import FLOOR, Partial, empty, merge, normalise
 from kernels_ref.scoring import Scoring, Softmax
 from kernels_ref.step import Step, StepParts, StepTensors, prepare_step
 from kernels_ref.unified import LayerCache, LayerSpec, stores_of, unified_attention
-from kernels_ref.units import KVUnits, NewKV, UnitLayout, as_units, of_stores
+from kernels_ref.units import KVUnits, NewKV, Scratch, UnitLayout, as_units, copy_to_scratch, of_stores
 
 __all__ = [
     "FLOOR",
@@ -24,12 +24,14 @@ __all__ = [
     "Partial",
     "Rings",
     "Scoring",
+    "Scratch",
     "Softmax",
     "Step",
     "StepParts",
     "StepTensors",
     "UnitLayout",
     "as_units",
+    "copy_to_scratch",
     "empty",
     "merge",
     "normalise",

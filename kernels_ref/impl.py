@@ -12,7 +12,7 @@ from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.partial import Partial
 from kernels_ref.scoring import Scoring
 from kernels_ref.step import StepTensors
-from kernels_ref.units import KVUnits, NewKV
+from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
     from kernels_ref.groups import BlockStep, RingStep
@@ -56,13 +56,13 @@ class Kernels(Protocol):
     def shared_rings(
         self,
         q_QKGD: torch.Tensor,
-        units: KVUnits,
+        scratch: Scratch,
         t: StepTensors,
         ring: RingStep,
         window: Window,
         scoring: Scoring,
     ) -> Partial:
-        """Tokens of prompt rows against what their ring held before the step."""
+        """Tokens of prompt rows against what their ring held before the step; ``t.chunk_row`` says whose."""
         ...
 
     def unique_blocks(

@@ -19,7 +19,7 @@ from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import FLOOR, Partial, attend, empty, finish, merge, widened
 from kernels_ref.scoring import Scoring, Softmax
 from kernels_ref.step import StepTensors
-from kernels_ref.units import KVUnits, NewKV, gather_units
+from kernels_ref.units import KVUnits, NewKV, Scratch, gather_units
 
 if TYPE_CHECKING:
     from kernels_ref.groups import BlockStep, RingStep
@@ -158,7 +158,7 @@ def _some_shared_blocks(
 
 def shared_rings(
     q_QKGD: torch.Tensor,
-    units: KVUnits,
+    scratch: Scratch,
     t: StepTensors,
     ring: RingStep,
     window: Window,
@@ -173,7 +173,7 @@ def shared_rings(
     """
     dense, step = dense or attend_dense, query_slice or scoring.slices.queries
     used_CW = ring.chunk_position >= 0
-    k_TKD, v_TKD = _as_keys(*gather_units(units, t.chunk_row), used_CW)
+    k_TKD, v_TKD = _as_keys(*scratch, used_CW)
     parts = []
     for q, row, position in zip(q_QKGD.split(step), t.causal_row.split(step), t.positions.split(step)):
         visible_QCW = ring_mask(row, position, t.chunk_row, ring.chunk_position, window)

@@ -10,6 +10,7 @@ Shapes: X units, K heads, S slots, D head size, V vectors of a store.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class KVUnits(NamedTuple):
         k, v: ``[X, K, S, D]``, views to be read; vectors of a head lie side by side.
         k_flat, v_flat: the stores as lists of vectors, ``[V, D]``, to be written.
         layout: where the units lie, in both.
+        scratch: units as they were before the step, for prompts to read, ``[C, K, S, D]``; None where a kind
+            of heads needs none, or no prompt reads any.
     """
 
     k: torch.Tensor
@@ -64,6 +67,18 @@ class KVUnits(NamedTuple):
     k_flat: torch.Tensor
     v_flat: torch.Tensor
     layout: UnitLayout
+    scratch: Scratch | None = None
+
+
+class Scratch(NamedTuple):
+    """Copies of some units, made before a step writes.
+
+    Attributes:
+        k, v: ``[C, K, S, D]``, dense.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 class NewKV(NamedTuple):
@@ -77,9 +92,11 @@ class NewKV(NamedTuple):
     v: torch.Tensor
 
 
-def as_units(k_flat: torch.Tensor, v_flat: torch.Tensor, layout: UnitLayout) -> KVUnits:
+def as_units(
+    k_flat: torch.Tensor, v_flat: torch.Tensor, layout: UnitLayout, scratch: Scratch | None = None
+) -> KVUnits:
     """The units of two stores ``[V, D]`` of one layout."""
-    return KVUnits(layout.view(k_flat), layout.view(v_flat), k_flat, v_flat, layout)
+    return KVUnits(layout.view(k_flat), layout.view(v_flat), k_flat, v_flat, layout, scratch)
 
 
 def of_stores(k_XKSD: torch.Tensor, v_XKSD: torch.Tensor) -> KVUnits:
@@ -87,6 +104,20 @@ def of_stores(k_XKSD: torch.Tensor, v_XKSD: torch.Tensor) -> KVUnits:
     num_units, num_heads, num_slots, dim = k_XKSD.shape
     layout = UnitLayout.dense(num_units, num_heads, num_slots)
     return KVUnits(k_XKSD, v_XKSD, k_XKSD.view(-1, dim), v_XKSD.view(-1, v_XKSD.shape[-1]), layout)
+
+
+def copy_to_scratch(caches: Iterable[Iterable[KVUnits]], unit: torch.Tensor) -> None:
+    """Copy units of every store that has a scratch there, before a step writes to the stores.
+
+    Args:
+        caches: units of each group of heads, of each layer.
+        unit: units to copy, in the order of their places, int32 ``[C]``.
+    """
+    for cache in caches:
+        for units in cache:
+            if units.scratch is not None:
+                for copy, source in zip(units.scratch, (units.k, units.v)):
+                    copy.copy_(gather(source, unit))
 
 
 def gather_units(units: KVUnits, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,18 @@ from benchmarks.gpu_suite.cases import Heads, Layout, RowSize
 from benchmarks.gpu_suite.rivals import Dense
 from benchmarks.gpu_suite.shapes import ModelShape, Sizes
 from bias_builders import Window
-from kernels_ref import Blocks, KVUnits, NewKV, Partial, Rings, Scoring, as_units, of_stores, reference
+from kernels_ref import (
+    Blocks,
+    KVUnits,
+    NewKV,
+    Partial,
+    Rings,
+    Scoring,
+    Scratch,
+    as_units,
+    of_stores,
+    reference,
+)
 from kernels_ref.triton import availability, launch, parts
 from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.stream_k_choice import choose
@@ -222,9 +233,10 @@ def _shared_rings(
     start = 4 * window.size
     layout = cases.lay_out([RowSize(start, chunk)], sizes.block_size, device, heads=heads, window=window)
     units = _rings(1, window, heads, dtype, device)
+    scratch = Scratch(units.k[:1].clone(), units.v[:1].clone())
     ring = layout.plans[Rings(window)]
     q = cases.queries(chunk, heads, dtype, device)
-    arguments = (q, units, layout.tensors, ring, window, Scoring())
+    arguments = (q, scratch, layout.tensors, ring, window, Scoring())
     ours, notes = _ours(
         device,
         partial(reference.shared_rings, *arguments),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -15,6 +15,9 @@ from graphs.backends.toolchain import cpu_compile_problem
 from graphs.backends.traced_step import TracedStep, untraced
 from graphs.interrupts import interrupts_deferred
 from graphs.shape import BatchShape
+
+Compiler: TypeAlias = Callable[..., Any]
+"""A backend of ``torch.compile``: takes a traced graph and its inputs, returns what runs it."""
 
 
 class CompileBackend:
@@ -29,7 +32,7 @@ class CompileBackend:
     number of buckets costs nothing at run time and no limit on variants is ever reached.
 
     Args:
-        compiler: name of the compiler behind ``torch.compile``; "eager" only traces.
+        compiler: what is behind ``torch.compile``, or its name; "eager" only traces.
         guards: let the compiler check before each call that a region's inputs are what it was
             compiled for; a violation is then a recompilation, which tests can see. Off, the bucket
             and the region's key vouch for the inputs, sizes included, and a call goes straight to the
@@ -39,7 +42,7 @@ class CompileBackend:
     name = "compile"
     num_first_runs = 1
 
-    def __init__(self, compiler: str = "inductor", guards: bool = False) -> None:
+    def __init__(self, compiler: str | Compiler = "inductor", guards: bool = False) -> None:
         self._compiler = compiler
         self._guards = guards
         self._regions: dict[tuple[BatchShape, Hashable], Callable[..., object]] = {}
@@ -69,7 +72,7 @@ class CompileBackend:
         place = (shape, key)
         if place not in self._regions:
             private = _private_copy(fn, f"{shape}")
-            backend: str | Callable[..., Any] = self._compiler
+            backend = self._compiler
             if backend == "inductor":
                 backend = partial(_inductor, checks_inputs=self._guards)
             compiled = torch.compile(private, backend=backend, fullgraph=True, dynamic=False)

@@ -7,6 +7,7 @@ nothing about compilers or speed; see docs/audit.md.
 from hpu_duo.audit.allocations import peak_allocated_bytes
 from hpu_duo.audit.audit import Progress, audit, audit_bucket
 from hpu_duo.audit.findings import Finding, Severity
+from hpu_duo.audit.lowering import LoweredGraph, lower_bucket
 from hpu_duo.audit.report import AuditReport, LayerRecipe, OperatorUse, StepAudit
 from hpu_duo.audit.structure import Structure, build_structure
 from hpu_duo.audit.tracer import StepTracer
@@ -18,6 +19,7 @@ __all__ = [
     "Engine",
     "Finding",
     "LayerRecipe",
+    "LoweredGraph",
     "NativeOperator",
     "OperatorUse",
     "Progress",
@@ -29,6 +31,7 @@ __all__ = [
     "audit",
     "audit_bucket",
     "build_structure",
+    "lower_bucket",
     "native_operators",
     "native_sources",
     "operator_work",

@@ -94,7 +94,7 @@ class StepTracer(DispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + part.peak_bytes)
         self._is_counting = False
         try:
-            return tree_map_only(_Like, _Like.make, template)
+            return Like.make_all(template)
         finally:
             self._is_counting = True
 
@@ -177,19 +177,22 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Like:
+class Like:
     """A tensor without memory."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
-    def make(self) -> torch.Tensor:
+    @staticmethod
+    def make_all(template: Any) -> Any:
+        """Make new tensors of all that ``without_memory`` has described."""
+        return tree_map_only(Like, Like._make, template)
+
+    def _make(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def without_memory(result: Any) -> Any:
     """A result with descriptions in place of its tensors, which keeps none of them alive."""
-    return tree_map_only(
-        torch.Tensor, lambda tensor: _Like(tensor.shape, tensor.dtype, tensor.device), result
-    )
+    return tree_map_only(torch.Tensor, lambda tensor: Like(tensor.shape, tensor.dtype, tensor.device), result)

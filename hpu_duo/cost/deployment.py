@@ -149,16 +149,18 @@ class Deployment:
         )
 
     def count_requests(self, context: int) -> int:
-        """Requests of ``context`` tokens whose blocks and rows fit, with the trash of both."""
+        """Requests of ``context`` tokens that fit, with the trash of blocks and rows and the scratch."""
         one = self.plan(1, 1)
-        return max(0, (self.kv_bytes - one.block_bytes - one.row_bytes) // one.bytes_per_request(context))
+        trash = one.block_bytes + one.row_bytes + one.scratch_bytes
+        return max(0, (self.kv_bytes - trash) // one.bytes_per_request(context))
 
     def count_blocks(self, num_rows: int) -> int:
-        """Blocks that fit next to ``num_rows`` ring rows, with the trash of both; 0 without need."""
+        """Blocks that fit next to ``num_rows`` ring rows, both trash and the scratch; 0 without need."""
         one = self.plan(1, 1)
         if not one.uses_blocks:
             return 0
-        return max(0, (self.kv_bytes - (num_rows + 1) * one.row_bytes) // one.block_bytes - 1)
+        rows = (num_rows + 1) * one.row_bytes + one.scratch_bytes
+        return max(0, (self.kv_bytes - rows) // one.block_bytes - 1)
 
     def step_seconds(self, step: Step) -> Seconds:
         """Predicted time of a step."""

@@ -175,6 +175,8 @@ def bucket_step(
 
     def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tensors = StepTensors(**{name: inputs[name] for name in StepTensors._fields})
+        if parts.causal and parts.shared:
+            model.copy_to_scratch(tensors.chunk_row)
         prepared = prepare_step(parts, tensors, decode_len=geometry.decode_len, stores=model.stores)
         return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 

@@ -88,7 +88,8 @@ class MemoryPlan:
 
     Each group of each layer has a store ``[num_units, K, num_slots, D]`` for keys and one for values, with
     ``num_blocks + 1`` units where blocks own them, and ``max_num_seqs + 1`` where rows do; the one extra is
-    the trash that padding points at. All figures are whole bytes, without rounding.
+    the trash that padding points at. Kinds that keep a scratch have one of ``max_chunk_rows`` units besides.
+    All figures are whole bytes, without rounding.
 
     Attributes:
         layers: one entry per decoder layer.
@@ -97,6 +98,7 @@ class MemoryPlan:
         max_num_seqs: rows that can be leased.
         num_blocks: blocks that can be leased; irrelevant when no group keeps blocks.
         graph_bytes: device memory that is left free for captured graphs; no store is in it.
+        max_chunk_rows: rows that are copied to a scratch in one step (C), for kinds of heads that keep one.
     """
 
     layers: tuple[LayerKV, ...]
@@ -105,11 +107,12 @@ class MemoryPlan:
     max_num_seqs: int
     num_blocks: int
     graph_bytes: int = 0
+    max_chunk_rows: int = 1
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers must name at least one layer, got none")
-        for name in ("dtype_bytes", "block_size", "max_num_seqs"):
+        for name in ("dtype_bytes", "block_size", "max_num_seqs", "max_chunk_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.graph_bytes < 0:
@@ -129,6 +132,7 @@ class MemoryPlan:
         max_num_seqs: int,
         kv_cache_bytes: int,
         graph_bytes: int = 0,
+        max_chunk_rows: int = 1,
     ) -> MemoryPlan:
         """The plan with the most blocks whose ``total_bytes`` is at most ``kv_cache_bytes``.
 
@@ -137,7 +141,8 @@ class MemoryPlan:
         Raises:
             ValueError: the budget does not hold all rows and one block per row (and the trash of both).
         """
-        plan = cls(layers, dtype_bytes, block_size, max_num_seqs, max_num_seqs, graph_bytes)
+        sizes = (dtype_bytes, block_size, max_num_seqs, max_num_seqs, graph_bytes, max_chunk_rows)
+        plan = cls(layers, *sizes)
         if kv_cache_bytes < plan.total_bytes:
             raise ValueError(
                 f"the KV cache needs at least {_show(plan.total_bytes)} for {max_num_seqs} requests with one "
@@ -171,14 +176,19 @@ class MemoryPlan:
         """Number of the unit that padding points at, behind those that are leased."""
         return self.num_blocks if kind.owner is Owner.BLOCK else self.max_num_seqs
 
-    def _unit_bytes(self, owner: Owner) -> int:
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch of all layers, into which rows are copied for prompts to read."""
+        return self.max_chunk_rows * self._unit_bytes(Owner.ROW, in_scratch=True)
+
+    def _unit_bytes(self, owner: Owner, *, in_scratch: bool = False) -> int:
         return sum(
             group.kind.unit_bytes(
                 group.num_heads, layer.elements_per_head * self.dtype_bytes, self.block_size
             )
             for layer in self.layers
             for group in layer.groups
-            if group.kind.owner is owner
+            if group.kind.owner is owner and (group.kind.keeps_scratch or not in_scratch)
         )
 
     @property
@@ -188,8 +198,9 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all KV tensors, the trash block and the trash row included."""
-        return (self.num_blocks + 1) * self.block_bytes + (self.max_num_seqs + 1) * self.row_bytes
+        """Bytes of all KV tensors, the trash block, the trash row and the scratch included."""
+        blocks, rows = (self.num_blocks + 1) * self.block_bytes, (self.max_num_seqs + 1) * self.row_bytes
+        return blocks + rows + self.scratch_bytes
 
     @property
     def max_tokens(self) -> int | None:

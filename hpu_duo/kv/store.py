@@ -8,7 +8,7 @@ from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.reserved import reserved_zeros
 from hpu_duo.rules import mark_trash
 from hpu_duo.uncopied import Uncopied
-from kernels_ref import HeadGroup, KVUnits, Owner, as_units
+from kernels_ref import HeadGroup, KVUnits, Owner, Scratch, as_units
 from kernels_ref.index import gather, index_dtype
 
 
@@ -43,7 +43,11 @@ class KVStore(Uncopied):
         trash = self.plan.trash_unit(group.kind)
         for flat in (k, v):
             mark_trash(flat, trash * layout.unit_stride, (trash + 1) * layout.unit_stride)
-        return as_units(k, v, layout)
+        if not group.kind.keeps_scratch:
+            return as_units(k, v, layout)
+        copies = (self.plan.max_chunk_rows, group.num_heads, layout.num_slots, layer.head_dim)
+        scratch = Scratch(*(reserved_zeros(copies, dtype, device) for _ in range(2)))
+        return as_units(k, v, layout, scratch)
 
     @property
     def device(self) -> torch.device:
@@ -54,7 +58,10 @@ class KVStore(Uncopied):
     def num_bytes(self) -> int:
         """Bytes that the tensors take."""
         return sum(
-            flat.nbytes for layer in self.layers for units in layer for flat in (units.k_flat, units.v_flat)
+            flat.nbytes
+            for layer in self.layers
+            for units in layer
+            for flat in (units.k_flat, units.v_flat, *(units.scratch or ()))
         )
 
     def carry_out(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:

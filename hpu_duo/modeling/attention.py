@@ -15,10 +15,20 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from kernels_ref import LayerCache, LayerSpec, Step, as_units, unified_attention
+from kernels_ref import (
+    KVUnits,
+    LayerCache,
+    LayerSpec,
+    Scratch,
+    Step,
+    UnitLayout,
+    as_units,
+    unified_attention,
+)
 
 NAME = "hpu_duo"
 LAYER_ATTRIBUTE = "hpu_duo_layer"
+_BUFFERS = ("k", "v", "k_scratch", "v_scratch")
 
 # What the attention of a decoder may be told besides tensors, and which of it changes the result.
 _HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
@@ -120,19 +130,22 @@ class AttentionLayer(nn.Module):
     def __init__(self, spec: LayerSpec, cache: LayerCache) -> None:
         super().__init__()
         self.spec = spec
-        # A pair of buffers for each group of heads, and where units lie in both.
-        self.stores = tuple((f"k_{i}", f"v_{i}", units.layout) for i, units in enumerate(cache))
-        for (k_name, v_name, _), units in zip(self.stores, cache):
-            self.register_buffer(k_name, units.k_flat, persistent=False)
-            self.register_buffer(v_name, units.v_flat, persistent=False)
+        # Two pairs of buffers for each group of heads, stores and scratch, and where units lie in the former.
+        self.layouts = tuple(units.layout for units in cache)
+        for i, units in enumerate(cache):
+            scratch = units.scratch or (None, None)
+            for name, buffer in zip(_BUFFERS, (units.k_flat, units.v_flat, *scratch)):
+                self.register_buffer(f"{name}_{i}", buffer, persistent=False)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        cache = tuple(
-            as_units(getattr(self, key), getattr(self, value), layout) for key, value, layout in self.stores
-        )
+        cache = tuple(self._units(i, layout) for i, layout in enumerate(self.layouts))
         return unified_attention(q, k, v, cache, step, self.spec, sinks)
+
+    def _units(self, group: int, layout: UnitLayout) -> KVUnits:
+        k, v, k_copy, v_copy = (getattr(self, f"{name}_{group}") for name in _BUFFERS)
+        return as_units(k, v, layout, None if k_copy is None else Scratch(k_copy, v_copy))
 
 
 def attention(

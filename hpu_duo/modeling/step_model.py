@@ -16,7 +16,7 @@ from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.uncopied import Uncopied
-from kernels_ref import LayerCache, LayerSpec, Step, stores_of
+from kernels_ref import LayerCache, LayerSpec, Step, copy_to_scratch, stores_of
 
 LayerRunner = Callable[..., Any]
 
@@ -59,6 +59,7 @@ class StepModel(Uncopied):
     ) -> None:
         self.model, self.live = model, live
         self.specs = tuple(specs)
+        self._caches = tuple(caches)
         self._runners: dict[Hashable, LayerRunner] = {}
         # Where it is not given, transformers counts it anew in each step, as int64.
         self._takes_cache_position = "cache_position" in signature(model.forward).parameters
@@ -72,6 +73,10 @@ class StepModel(Uncopied):
             layer.module.forward = ServedLayer(self._runners, kind, layer.module)
         self.kinds = tuple(kinds)
         self.stores = stores_of(specs, caches)
+
+    def copy_to_scratch(self, rows: torch.Tensor) -> None:
+        """Copy the rows of prompts to where the layers read them, before a step; int32 ``[C]``."""
+        copy_to_scratch(self._caches, rows)
 
     def logits(
         self,

@@ -8,6 +8,7 @@ from hpu_duo.rules.limits import REGION_NODES, STEP_OPERATORS
 from hpu_duo.rules.native import Engine, NativeOperator, native_operators, native_sources
 from hpu_duo.rules.operators import Operator, OpOverload, Transfer, base_name, describe
 from hpu_duo.rules.rule import HpuRuleViolation, Rule, calling_line
+from hpu_duo.rules.store_copies import StoreCopy, store_copies
 from hpu_duo.rules.trash import mark_trash
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "OpOverload",
     "Operator",
     "Rule",
+    "StoreCopy",
     "Transfer",
     "base_name",
     "calling_line",
@@ -26,4 +28,5 @@ __all__ = [
     "mark_trash",
     "native_operators",
     "native_sources",
+    "store_copies",
 ]

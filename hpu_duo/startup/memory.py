@@ -43,6 +43,7 @@ def plan_memory(
         "block_size": cache.block_size,
         "max_num_seqs": scheduler.max_num_seqs,
         "graph_bytes": graph_bytes,
+        "max_chunk_rows": scheduler.max_chunk_rows,
     }
     wanted = scheduler.max_num_seqs * -(-max_len // cache.block_size)
     if cache.num_blocks is not None:

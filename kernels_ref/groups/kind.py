@@ -86,6 +86,15 @@ class GroupKind(ABC):
         """Tokens that a unit holds."""
 
     @property
+    def keeps_scratch(self) -> bool:
+        """Whether prompts read units as they were before the step, from copies: ``KVUnits.scratch``.
+
+        A compiled layer writes a store in place if it writes it once and reads it only afterwards. So what a
+        prompt overwrites has to be copied outside of the layer. Only for kinds whose units belong to rows.
+        """
+        return False
+
+    @property
     def without_slack(self) -> GroupKind:
         """Return the kind without slack."""
         return self
@@ -122,7 +131,7 @@ class GroupKind(ABC):
 
         Args:
             run: the kernels of the parts.
-            units: of the group in this layer; written in place.
+            units: of the group in this layer; written in place, once, and read only after that.
             step: the tensors of ``prepare`` are at ``step.plans[self.key, units.layout]``.
 
         Returns:

@@ -11,7 +11,7 @@ import torch
 from bias_builders import Held, Leading, Ring, Seen, Window, ring_slot, slot_position, stays_in_ring
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
-from kernels_ref.index import gather, index_dtype, write_indices
+from kernels_ref.index import gather, write_indices
 from kernels_ref.partial import Partial, unfold
 from kernels_ref.slices import QUERY_SLICE
 from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
@@ -27,15 +27,13 @@ class RingStep(NamedTuple):
     Tensors of a part that does not run are empty.
 
     Attributes:
-        index_before: places of tokens written before attention, those of decode rows, ``[Q * K]``.
-        index_after: places of tokens written after attention, those of prompt rows that the ring keeps; the
-            trash row for all others, ``[Q * K]``.
+        write_index: places of the new tokens, in the trash row for those of prompts that the ring does not
+            keep, ``[Q * K]``.
         seen: visibility of the rings of decode rows to their tokens.
-        chunk_position: positions held by the gathered rings before the step, -1 = empty, ``[C, W]``.
+        chunk_position: positions held by the rings in the scratch, -1 = empty, ``[C, W]``.
     """
 
-    index_before: torch.Tensor
-    index_after: torch.Tensor
+    write_index: torch.Tensor
     seen: Seen
     chunk_position: torch.Tensor
 
@@ -45,7 +43,7 @@ class Rings(GroupKind):
     """Heads that keep the tokens of a window, in a ring: streaming heads and sliding windows.
 
     The unique part meets the rings of decode rows, the shared part those of prompt rows as they were before
-    the step, and the causal part the new keys of the same prompt.
+    the step, in the scratch, and the causal part the new keys of the same prompt.
 
     Attributes:
         window: the window of a token.
@@ -86,6 +84,11 @@ class Rings(GroupKind):
         return self.window.size + self.slack
 
     @property
+    def keeps_scratch(self) -> bool:
+        """Return True: the new tokens of a prompt replace what it still has to read."""
+        return True
+
+    @property
     def without_slack(self) -> GroupKind:
         """Return the ring without slack."""
         return replace(self, slack=0)
@@ -96,40 +99,37 @@ class Rings(GroupKind):
         """See ``RingStep``."""
         t, ring = tensors, self.ring
         no_row, trash_row = t.row_start.shape[0], next(iter(layouts)).num_units - 1
-        slot = ring_slot(t.positions, ring)
-        before = after = dict.fromkeys(layouts, slot.new_empty(0, dtype=index_dtype(slot.device)))
         seen: Seen = Leading(rows.end[:0, None])
         chunk_position = t.row_start.new_empty(0, ring.size)
+        is_kept = t.row < no_row
         if parts.unique:
-            row = torch.where(rows.row < no_row, rows.row, trash_row)
-            before = write_indices(row, slot, layouts)
             seen = _seen(rows, ring)
         if parts.causal:
             # One more entry, for the row number of padding.
             start, num_new = (torch.cat([x, x.new_zeros(1)]) for x in (t.row_start, t.row_num_new))
-            stays = stays_in_ring(t.positions, gather(start + num_new, t.row), ring)
-            row = torch.where((t.causal_row < no_row) & stays, t.causal_row, trash_row)
-            after = write_indices(row, slot, layouts)
+            is_kept &= stays_in_ring(t.positions, gather(start + num_new, t.row), ring)
             if parts.shared:
                 chunk_position = slot_position(gather(start, torch.clamp(t.chunk_row, max=no_row)), ring)
-        return {k: RingStep(before[k], after[k], seen, chunk_position) for k in layouts}
+        index = write_indices(torch.where(is_kept, t.row, trash_row), ring_slot(t.positions, ring), layouts)
+        return {layout: RingStep(index[layout], seen, chunk_position) for layout in layouts}
 
     def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
-        """Decode rows write first; a chunk writes once it has read what its tokens replace."""
+        """Write first: decode rows find their new keys in their rings, and prompts read the scratch."""
         t, parts = step.tensors, step.parts
         plan: RingStep = step.plans[self.key, units.layout]
         q_QKGD, new, sinks_KG, scoring = inputs
+        run.write_kv(units, plan.write_index, new)
         of_tokens: list[Partial] = []
         decoded = None
         if parts.unique:
-            run.write_kv(units, plan.index_before, new)
             decoded = run.unique_rings(of_rows(q_QKGD, step), units, plan, scoring)
             decoded = unfold(decoded, step.decode_len)
         if parts.causal:
             of_tokens.append(run.causal(q_QKGD, new, t, self.window, scoring))
             if parts.shared:
-                of_tokens.append(run.shared_rings(q_QKGD, units, t, plan, self.window, scoring))
-            run.write_kv(units, plan.index_after, new)
+                assert units.scratch is not None, "prompts with context read a scratch"
+                rings = run.shared_rings(q_QKGD, units.scratch, t, plan, self.window, scoring)
+                of_tokens.append(rings)
         return run.finish(q_QKGD, of_tokens, decoded, step.decode_slot, sinks_KG)
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:

@@ -20,7 +20,7 @@ from kernels_ref.index import write_kv
 from kernels_ref.partial import Partial, attend, finish
 from kernels_ref.scoring import Scoring
 from kernels_ref.step import StepTensors
-from kernels_ref.units import KVUnits, NewKV
+from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
     from kernels_ref.groups import BlockStep, RingStep
@@ -58,7 +58,7 @@ class FusedKernels:
     def shared_rings(
         self,
         q_QKGD: torch.Tensor,
-        units: KVUnits,
+        scratch: Scratch,
         t: StepTensors,
         ring: RingStep,
         window: Window,
@@ -66,9 +66,9 @@ class FusedKernels:
     ) -> Partial:
         """Tokens of prompt rows against what their ring held before the step."""
         if not self._fuses(scoring):
-            return reference.shared_rings(q_QKGD, units, t, ring, window, scoring)
+            return reference.shared_rings(q_QKGD, scratch, t, ring, window, scoring)
         size = scoring.slices.masked_queries
-        return reference.shared_rings(q_QKGD, units, t, ring, window, scoring, self._dense, size)
+        return reference.shared_rings(q_QKGD, scratch, t, ring, window, scoring, self._dense, size)
 
     def unique_blocks(
         self, q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring

@@ -22,7 +22,7 @@ from kernels_ref.sdpa import decode, prefill, short
 from kernels_ref.sdpa.operators import register
 from kernels_ref.sdpa.store import write_kv
 from kernels_ref.step import StepTensors
-from kernels_ref.units import KVUnits, NewKV
+from kernels_ref.units import KVUnits, NewKV, Scratch
 from kernels_ref.x86 import rows
 
 __all__ = ["causal", "finish", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings", "write_kv"]
@@ -75,7 +75,7 @@ def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring:
 
 def shared_rings(
     q_QKGD: torch.Tensor,
-    units: KVUnits,
+    scratch: Scratch,
     t: StepTensors,
     ring: RingStep,
     window: Window,
@@ -84,7 +84,7 @@ def shared_rings(
     """Tokens of prompt rows against what their ring held before the step."""
     _refuse(scoring)
     plan = (*_row_plan(t), t.chunk_row, ring.chunk_position, *window)
-    return Partial(*_shared_rings(q_QKGD, units.k, units.v, *plan))
+    return Partial(*_shared_rings(q_QKGD, *scratch, *plan))
 
 
 def unique_blocks(

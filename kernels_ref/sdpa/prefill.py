@@ -165,8 +165,8 @@ def _add_decodes(
 
 def shared_rings(
     q_QKGD: torch.Tensor,
-    k_RKWD: torch.Tensor,
-    v_RKWD: torch.Tensor,
+    k_CKWD: torch.Tensor,
+    v_CKWD: torch.Tensor,
     row_start: torch.Tensor,
     row_num_new: torch.Tensor,
     row_query_start: torch.Tensor,
@@ -184,8 +184,8 @@ def shared_rings(
             continue
         place = int((chunk_row == row.number).nonzero()[0])
         q = q_QKGD[row.begin : row.end]
-        used = min(row.start, k_RKWD.shape[2])
-        k, v = (x[row.number, :, :used].transpose(0, 1) for x in (k_RKWD, v_RKWD))
+        used = min(row.start, k_CKWD.shape[2])
+        k, v = (x[place, :, :used].transpose(0, 1) for x in (k_CKWD, v_CKWD))
         # Only the first tokens of the chunk still reach the recent part; all reach the sinks.
         near = min(len(q), window.recent - 1)
         if near:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels_ref.triton.availability import DTYPES, MAX_HEAD_DIM
-from kernels_ref.units import KVUnits
+from kernels_ref.units import KVUnits, Scratch
 
 Size = int | None
 """An expected size, or None for any."""
@@ -38,17 +38,26 @@ def check_units(units: KVUnits, q: torch.Tensor) -> None:
 
     Vectors of a head lie side by side; heads and units may lie further apart, whole vectors each.
     """
-    for name, store in (("units.k", units.k), ("units.v", units.v)):
+    _check_stores("units", units.k, units.v, q)
+
+
+def check_scratch(scratch: Scratch, q: torch.Tensor) -> None:
+    """Copies of units, see ``check_units``."""
+    _check_stores("scratch", *scratch, q)
+
+
+def _check_stores(what: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> None:
+    for name, store in ((f"{what}.k", k), (f"{what}.v", v)):
         _check(name, store, (None, q.shape[1], None, q.shape[-1]), q)
         dim, strides = store.shape[3], store.stride()
         if strides[2:] != (dim, 1) or strides[0] % dim or strides[1] % dim:
             raise ValueError(
                 f"expected the vectors of a head of {name} to lie side by side, got strides {strides}"
             )
-    if units.k.shape != units.v.shape or units.k.stride() != units.v.stride():
+    if k.shape != v.shape or k.stride() != v.stride():
         raise ValueError(
-            f"expected units.v to lie like units.k, {list(units.k.shape)} with strides {units.k.stride()}, "
-            f"got {list(units.v.shape)} with strides {units.v.stride()}"
+            f"expected {what}.v to lie like {what}.k, {list(k.shape)} with strides {k.stride()}, "
+            f"got {list(v.shape)} with strides {v.stride()}"
         )
 
 

@@ -18,12 +18,13 @@ from kernels_ref.triton.checks import (
     check_flat,
     check_plan,
     check_queries,
+    check_scratch,
     check_sinks,
     check_triple,
     check_units,
     check_vectors,
 )
-from kernels_ref.units import KVUnits, NewKV
+from kernels_ref.units import KVUnits, NewKV, Scratch
 
 _NO_WINDOW = Window(0, 0)
 
@@ -65,7 +66,7 @@ def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring:
 
 def shared_rings(
     q_QKGD: torch.Tensor,
-    units: KVUnits,
+    scratch: Scratch,
     t: StepTensors,
     ring: RingStep,
     window: Window,
@@ -73,15 +74,15 @@ def shared_rings(
 ) -> Partial:
     """Tokens of prompt rows against what their ring held before the step."""
     check_queries("q_QKGD", q_QKGD)
-    check_units(units, q_QKGD)
+    check_scratch(scratch, q_QKGD)
     num_queries, device = q_QKGD.shape[0], q_QKGD.device
     check_plan("causal_row", t.causal_row, (num_queries,), device)
     check_plan("positions", t.positions, (num_queries,), device)
     check_plan("row_start", t.row_start, (None,), device)
-    check_plan("chunk_row", t.chunk_row, (None,), device)
-    check_plan("chunk_position", ring.chunk_position, (t.chunk_row.shape[0], units.k.shape[2]), device)
+    check_plan("chunk_row", t.chunk_row, (scratch.k.shape[0],), device)
+    check_plan("chunk_position", ring.chunk_position, (t.chunk_row.shape[0], scratch.k.shape[2]), device)
     plan = (t.causal_row, t.positions, t.row_start, t.chunk_row, ring.chunk_position)
-    return Partial(*operators.shared_rings(q_QKGD, units.k, units.v, *plan, *window, scoring.softcap or 0.0))
+    return Partial(*operators.shared_rings(q_QKGD, *scratch, *plan, *window, scoring.softcap or 0.0))
 
 
 def unique_blocks(

@@ -1,6 +1,6 @@
 """Tokens of prompt rows against what their ring held before the step.
 
-Shapes: Q tokens, K heads, G query heads of each, D head size, C gathered rings of W slots.
+Shapes: Q tokens, K heads, G query heads of each, D head size, C rings of W slots in the scratch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def shared_rings_kernel(
             kept = (held < SINK)[None, :] | (held[None, :] > query_position[:, None] - RECENT)
             visible = owns[:, None] & (held >= 0)[None, :] & kept
             visible = visible & (held[None, :] <= query_position[:, None])
-            vector = ring_row.to(tl.int64) * UNIT + head * HEAD + slot
+            vector = ring.to(tl.int64) * UNIT + head * HEAD + slot
             k = load_vectors(k_ptr, vector, D, held >= 0, D, P)
             v = load_vectors(v_ptr, vector, D, held >= 0, D, P)
             scores = tl.where(visible, score(q, k, SOFTCAP), FLOOR)
@@ -89,8 +89,8 @@ def shared_rings_kernel(
 
 def shared_rings(
     q_QKGD: torch.Tensor,
-    k_RKWD: torch.Tensor,
-    v_RKWD: torch.Tensor,
+    k_CKWD: torch.Tensor,
+    v_CKWD: torch.Tensor,
     causal_row: torch.Tensor,
     positions: torch.Tensor,
     row_start: torch.Tensor,
@@ -102,14 +102,14 @@ def shared_rings(
 ) -> launch.Triple:
     """Launch the kernel; ``softcap`` 0 = none."""
     num_queries, num_heads, group, dim = q_QKGD.shape
-    chosen = launch.prefill(dim, k_RKWD.dtype, launch.device_limits(q_QKGD.device)).for_lines(
+    chosen = launch.prefill(dim, k_CKWD.dtype, launch.device_limits(q_QKGD.device)).for_lines(
         num_queries * group
     )
     out = launch.partials(q_QKGD, num_queries)
     shared_rings_kernel[(launch.num_tiles(num_queries * group, chosen.rows), num_heads)](
         q_QKGD,
-        k_RKWD,
-        v_RKWD,
+        k_CKWD,
+        v_CKWD,
         causal_row,
         positions,
         row_start,
@@ -120,10 +120,10 @@ def shared_rings(
         row_start.shape[0],
         chunk_row.shape[0],
         *q_QKGD.stride()[:3],
-        **launch.strides(k_RKWD),
+        **launch.strides(k_CKWD),
         NUM_HEADS=num_heads,
         GROUP=group,
-        SLOTS=k_RKWD.shape[2],
+        SLOTS=k_CKWD.shape[2],
         D=dim,
         P=launch.padded_dim(dim),
         M=chosen.rows,

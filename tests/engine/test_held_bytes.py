@@ -41,14 +41,17 @@ def test_held_bytes_are_those_of_leased_blocks_and_rows(tiny: Tiny) -> None:
         assert stats.full_attention_bytes == engine.scheduler.num_cached_tokens * LAYERS * KV_HEADS * token
         checked += blocks > 0
     assert checked > 15
-    assert served.stats().kv_bytes == 41 * BLOCK * LAYERS * token + 5 * ring
+    # With the trash of both, and the scratch of one row.
+    assert served.stats().kv_bytes == 41 * BLOCK * LAYERS * token + (5 + 1) * ring
 
 
 def test_kv_bytes_are_those_of_the_tensors(tiny: Tiny) -> None:
     for pattern in (None, PATTERN):
         store = tiny.load(pattern=pattern).engine.runner.store
         assert store.num_bytes == store.plan.total_bytes
-        flats = [flat for layer in store.layers for x in layer for flat in (x.k_flat, x.v_flat)]
+        flats = [
+            flat for layer in store.layers for x in layer for flat in (x.k_flat, x.v_flat, *(x.scratch or ()))
+        ]
         assert store.num_bytes == sum(flat.numel() * flat.element_size() for flat in flats)
 
 

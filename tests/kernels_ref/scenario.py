@@ -22,11 +22,13 @@ from kernels_ref import (
     KVUnits,
     LayerSpec,
     Rings,
+    Scratch,
     Softmax,
     StepParts,
     StepTensors,
     UnitLayout,
     as_units,
+    copy_to_scratch,
     prepare_step,
     stores_of,
 )
@@ -157,7 +159,7 @@ class World:
     def _stores(self, dtype: torch.dtype) -> tuple[KVUnits, KVUnits]:
         s = self.s
         blocks = self._units(self.num_blocks + 1, s.kr, s.block_size, dtype)
-        rings = self._units(self.max_rows + 1, s.ks, s.window.size + s.slack, dtype)
+        rings = self._units(self.max_rows + 1, s.ks, s.window.size + s.slack, dtype, len(s.rows) + 1)
         turning = s.window.recent + s.slack
         for i, row in enumerate(s.rows):
             table, ring = self.tables[i], int(self.rows.row_id[i])
@@ -171,13 +173,20 @@ class World:
                     rings[which][ring, :, slot] = vector[s.kr :]
         return blocks, rings
 
-    def _units(self, num_units: int, num_heads: int, num_slots: int, dtype: torch.dtype) -> KVUnits:
+    def _units(
+        self, num_units: int, num_heads: int, num_slots: int, dtype: torch.dtype, copied: int = 0
+    ) -> KVUnits:
         layout = UnitLayout.dense(num_units, num_heads, num_slots)
         if self.s.is_spread:
             stride = num_slots + 1
             layout = UnitLayout(num_units, num_heads, num_slots, stride, num_heads * stride + 3, 2)
         shape = (num_units * layout.unit_stride, self.s.head_dim)
-        return as_units(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)), layout)
+        stores = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+        if not copied:
+            return as_units(*stores, layout)
+        copies = (copied, num_heads, num_slots, self.s.head_dim)
+        scratch = Scratch(*(torch.full(copies, torch.nan, dtype=dtype) for _ in range(2)))
+        return as_units(*stores, layout, scratch)
 
     def new(self, content: list[torch.Tensor], extra: int) -> torch.Tensor:
         """New tokens of all rows, then finite padding."""
@@ -207,6 +216,8 @@ class World:
         fill(host, batch, bucket, geometry)
         assert all((array >= 0).all() for array in host.values()), "no index may be negative"
         tensors = StepTensors(**{k: torch.from_numpy(host[k]) for k in StepTensors._fields})
+        if phase.causal and phase.shared:
+            copy_to_scratch([self.cache], tensors.chunk_row)
         step = prepare_step(
             StepParts(phase.causal, phase.shared, phase.unique),
             tensors,

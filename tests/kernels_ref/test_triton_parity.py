@@ -24,6 +24,7 @@ from kernels_ref import (
     NewKV,
     Partial,
     Scoring,
+    Scratch,
     Step,
     as_units,
     reference,
@@ -66,7 +67,8 @@ def on_device(values: Any, device: torch.device) -> Any:
     if isinstance(values, torch.Tensor):
         return values.to(device)
     if isinstance(values, KVUnits):
-        return as_units(values.k_flat.to(device), values.v_flat.to(device), values.layout)
+        scratch = on_device(values.scratch, device)
+        return as_units(values.k_flat.to(device), values.v_flat.to(device), values.layout, scratch)
     if isinstance(values, dict):
         return {key: on_device(value, device) for key, value in values.items()}
     if isinstance(values, tuple):
@@ -92,13 +94,14 @@ class Inputs:
         self.plan, self.ring = world.plans(self.step)
         new = NewKV(self.k[:, : s.kr], self.v[:, : s.kr])
         write_kv(blocks, self.plan.write_index, new)
-        write_kv(rings, self.ring.index_before, NewKV(self.k[:, s.kr :], self.v[:, s.kr :]))
+        write_kv(rings, self.ring.write_index, NewKV(self.k[:, s.kr :], self.v[:, s.kr :]))
 
     def attend(self, run: Kernels, part: str, softcap: float | None, dtype: torch.dtype) -> Partial:
         """One part by one implementation, with inputs brought to ``dtype``."""
         s, t = self.scenario, self.t
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
         blocks, rings = (as_units(x.k_flat.to(dtype), x.v_flat.to(dtype), x.layout) for x in self.cache)
+        scratch = Scratch(*(x.to(dtype) for x in self.cache[1].scratch))
         kr, plan = s.kr, self.plan
         full = q[:, :kr], NewKV(k[:, :kr], v[:, :kr])
         streaming = q[:, kr:], NewKV(k[:, kr:], v[:, kr:])
@@ -112,7 +115,7 @@ class Inputs:
             case "shared_blocks":
                 return run.shared_blocks(full[0], blocks, t, scoring)
             case "shared_rings":
-                return run.shared_rings(streaming[0], rings, t, self.ring, s.window, scoring)
+                return run.shared_rings(streaming[0], scratch, t, self.ring, s.window, scoring)
             case "split_blocks" | "even_blocks":
                 return run.unique_blocks(of_rows(full[0], *rows), blocks, t, plan, scoring)
             case _:

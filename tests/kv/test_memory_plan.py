@@ -32,16 +32,31 @@ def _allocate(plan: MemoryPlan) -> int:
             for group in layer.groups:
                 units, slots = plan.num_blocks, plan.block_size
                 if isinstance(group.kind, Rings):
-                    units, slots = plan.max_num_seqs, group.kind.window.size + group.kind.slack
+                    # And the scratch.
+                    units = plan.max_num_seqs + plan.max_chunk_rows
+                    slots = group.kind.window.size + group.kind.slack
                 total += np.empty((units + 1, group.num_heads, slots, dim), dtype=np.uint8).nbytes
     return total * plan.dtype_bytes
 
 
-@given(_layers(), st.sampled_from([1, 2, 4]), st.integers(1, 16), st.integers(1, 4), st.integers(1, 9))
+@given(
+    _layers(),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 16),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 3),
+)
 def test_total_bytes_are_those_of_the_tensors(
-    layers: tuple[LayerKV, ...], dtype_bytes: int, block_size: int, max_num_seqs: int, num_blocks: int
+    layers: tuple[LayerKV, ...],
+    dtype_bytes: int,
+    block_size: int,
+    max_num_seqs: int,
+    num_blocks: int,
+    max_chunk_rows: int,
 ) -> None:
-    plan = MemoryPlan(layers, dtype_bytes, block_size, max_num_seqs, num_blocks)
+    sizes = (dtype_bytes, block_size, max_num_seqs, num_blocks)
+    plan = MemoryPlan(layers, *sizes, max_chunk_rows=max_chunk_rows)
     assert plan.total_bytes == _allocate(plan)
 
 
@@ -100,7 +115,7 @@ def test_without_retrieval_heads_there_are_no_blocks_and_no_bound_on_tokens() ->
         (layer_kv(0, 2, 8, 20),), dtype_bytes=2, block_size=16, max_num_seqs=4, kv_cache_bytes=10**6
     )
     assert (plan.uses_blocks, plan.num_blocks, plan.max_tokens) == (False, 0, None)
-    assert plan.total_bytes == 5 * plan.row_bytes
+    assert plan.total_bytes == (4 + 1) * plan.row_bytes + plan.scratch_bytes == 6 * plan.row_bytes
     assert plan.bytes_per_request(10**6) == plan.row_bytes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -40,6 +42,20 @@ def random_store() -> KVStore:
     for tensor in tensors(store):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return store
+
+
+def test_a_store_takes_the_bytes_of_its_plan() -> None:
+    plan = replace(PLAN, max_chunk_rows=2)
+    store = KVStore(plan, torch.float32, torch.device("cpu"))
+    assert store.num_bytes == plan.total_bytes == PLAN.total_bytes + PLAN.scratch_bytes
+    # Keys and values of 4 streaming heads of 4 elements, 3 + 4 slots a ring.
+    slots = sum(
+        group.kind.num_slots(2) * group.num_heads
+        for each in PLAN.layers
+        for group in each.groups[-1:]
+        if group.kind.keeps_scratch
+    )
+    assert PLAN.scratch_bytes == slots * 2 * 4 * 4
 
 
 def tensors(store: KVStore) -> list[torch.Tensor]:

@@ -15,7 +15,6 @@ from kernels_ref.impl import Kernels
 from kernels_ref.partial import attend, unfold
 from kernels_ref.reference import soften
 from kernels_ref.step import DecodeRows, of_rows
-from kernels_ref.units import gather_units
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,10 @@ class Segments(GroupKind):
         return self.size + self.slack
 
     @property
+    def keeps_scratch(self) -> bool:
+        return True
+
+    @property
     def _store(self) -> Rings:
         return Rings(Window(0, self.size), self.slack)
 
@@ -61,17 +64,16 @@ class Segments(GroupKind):
     def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
         t, plan = step.tensors, step.plans[self.key, units.layout]
         decoded, of_tokens = None, []
+        run.write_kv(units, plan.write_index, inputs.new)
         if step.parts.unique:
-            run.write_kv(units, plan.index_before, inputs.new)
             decoded = run.unique_rings(of_rows(inputs.q, step), units, plan, inputs.scoring)
             decoded = unfold(decoded, step.decode_len)
         if step.parts.causal:
             of_tokens.append(self._dense(inputs, *inputs.new, t.causal_row, t.positions, t))
             if step.parts.shared:
-                k, v = (x.transpose(1, 2).flatten(0, 1) for x in gather_units(units, t.chunk_row))
+                k, v = (x.transpose(1, 2).flatten(0, 1) for x in units.scratch)
                 row = t.chunk_row.repeat_interleave(units.layout.num_slots)
                 of_tokens.append(self._dense(inputs, k, v, row, plan.chunk_position.flatten(), t))
-            run.write_kv(units, plan.index_after, inputs.new)
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
     def _dense(

@@ -1,0 +1,100 @@
+"""The graphs that a compiler of regions gets for a bucket, without a compiler, a device or data.
+
+Regions are traced and functionalised as they are for the vendor's compiler; their operators are counted, and
+copies of whole stores are looked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs import BatchShape
+from graphs.backends.compile import CompileBackend
+from hpu_duo.audit.fake_tensors import aot_backend
+from hpu_duo.audit.structure import Structure
+from hpu_duo.audit.tracer import Like, without_memory
+from hpu_duo.engine.executor import bucket_step
+from hpu_duo.modeling.step_model import run_layer
+from hpu_duo.rules import StoreCopy, store_copies
+
+
+@dataclass(frozen=True)
+class LoweredGraph:
+    """One graph that is compiled by itself.
+
+    Attributes:
+        region: what it is part of.
+        num_nodes: operators, views included.
+        trace_s: seconds until the compiler has it, those of the graphs before it in the same region excluded.
+        num_writes: writes of vectors by index.
+        store_copies: copies of whole stores in it.
+    """
+
+    region: str
+    num_nodes: int
+    trace_s: float
+    num_writes: int
+    store_copies: tuple[StoreCopy, ...]
+
+
+class Lowering:
+    """A compiler that keeps what is to be known of graphs, and runs them as they are.
+
+    Attributes:
+        backend: captures regions with it, as the vendor's compiler captures them.
+        graphs: so far.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: list[LoweredGraph] = []
+        self.backend = CompileBackend(aot_backend(self._keep), guards=True)
+        self._region, self._began = "", 0.0
+
+    def runner(self, bucket: BatchShape, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A region that is lowered in its first call, and gives tensors like its first results after it."""
+        region = self.backend.region(bucket, key, fn)
+        name = fn.__name__.strip("_")
+        templates: list[Any] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not templates:
+                outer, self._region, self._began = self._region, name, time.perf_counter()
+                result = region(*args, **kwargs)
+                self._region, self._began = outer, time.perf_counter()
+                templates.append(without_memory(result))
+                return result
+            return Like.make_all(templates[0])
+
+        return run
+
+    def _keep(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        now = time.perf_counter()
+        operators = [node.target for node in module.graph.nodes if node.op == "call_function"]
+        num_writes = operators.count(torch.ops.aten.index_copy.default)
+        copies = store_copies(module.graph)
+        self.graphs.append(LoweredGraph(self._region, len(operators), now - self._began, num_writes, copies))
+        self._began = time.perf_counter()
+        forward: Callable[..., Any] = module.forward
+        return forward
+
+
+def lower_bucket(structure: Structure, bucket: BatchShape) -> tuple[LoweredGraph, ...]:
+    """Trace the regions of a bucket, each kind of layer once.
+
+    Returns:
+        The graphs in the order in which they are compiled.
+    """
+    lowering = Lowering()
+    with structure.mode, torch.no_grad():
+        runners: dict[Hashable, Callable[..., Any]] = {
+            kind: lowering.runner(bucket, kind, run_layer) for kind in structure.model.kinds
+        }
+        step = bucket_step(structure.model, structure.geometry, bucket, runners)
+        step(structure.inputs(bucket))
+    return tuple(lowering.graphs)

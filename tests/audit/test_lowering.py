@@ -1,0 +1,112 @@
+"""Layers write their stores in place, by the conditions of Gaudi's compiler, in every phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+from graphs import BatchShape
+from hpu_duo.audit import Structure, build_structure, lower_bucket
+from hpu_duo.audit.fake_tensors import aot_backend
+from hpu_duo.cost import GAUDI2
+from hpu_duo.heads import HeadPattern
+from hpu_duo.rules import StoreCopy, store_copies
+from tests.audit.conftest import engine_config
+
+PHASES = (
+    "c--/q16/s0/u0/l1",
+    "-su/q4/s8/u16/l4",
+    "--u/q4/s0/u16/l4",
+    "cs-/q32/s8/u0/l1",
+    "c-u/q32/s0/u16/l4",
+    "csu/q32/s8/u16/l4",
+)
+STORE, INDEX, NEW = torch.zeros(64, 4), torch.arange(3), torch.ones(3, 4)
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=lambda m: f"m={m}")
+def either(request: pytest.FixtureRequest, config_dir: Path, pattern: HeadPattern) -> Structure:
+    config = engine_config(config_dir, pattern)
+    return build_structure(
+        replace(config, scheduler=replace(config.scheduler, decode_len=request.param)), GAUDI2
+    )
+
+
+@pytest.mark.parametrize("shape", PHASES)
+def test_a_layer_writes_its_stores_in_place(either: Structure, shape: str) -> None:
+    # A layer of blocks and rings, and one of blocks only.
+    graphs = [each for each in lower_bucket(either, BatchShape.parse(shape)) if each.region == "run_layer"]
+    assert len(graphs) == 2
+    for graph in graphs:
+        assert graph.store_copies == ()
+        assert graph.num_writes in (2, 4)
+
+
+def lowered(function: Callable[..., object]) -> fx.Graph:
+    found: list[fx.Graph] = []
+
+    def keep(module: fx.GraphModule, inputs: object) -> Callable[..., object]:
+        found.append(module.graph)
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=aot_backend(keep), fullgraph=True)(STORE.clone(), INDEX, NEW)
+    (graph,) = found
+    return graph
+
+
+def write_and_read(store: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    store.index_copy_(0, index, new)
+    return store.view(8, 8, 4)[:2] * 2
+
+
+def write_a_view(store: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    store.view(-1, 4).index_copy_(0, index, new)
+    return new + 1
+
+
+def read_and_write(store: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    before = store.index_select(0, index)
+    store.index_copy_(0, index, new)
+    return before
+
+
+def write_twice(store: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    store.index_copy_(0, index, new)
+    store.index_copy_(0, index + 3, new)
+    return new + 1
+
+
+def write_and_copy(store: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    store.index_copy_(0, index, new)
+    return (store.view(8, 8, 4) * 2).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "strict", "later"),
+    [
+        (write_and_read, (), ()),
+        (write_a_view, ("a view",), ("a view",)),
+        (read_and_write, ("3 users",), ()),
+        (write_twice, ("the result of another write",), ()),
+        (write_and_copy, ("as much as the store holds",), ("as much as the store holds",)),
+    ],
+)
+def test_the_conditions_of_the_compiler(
+    function: Callable[..., object], strict: tuple[str, ...], later: tuple[str, ...]
+) -> None:
+    graph = lowered(function)
+    for reasons, copies in (
+        (strict, store_copies(graph)),
+        (later, store_copies(graph, strict=False)),
+    ):
+        assert len(copies) == len(reasons)
+        for reason, copy in zip(reasons, copies):
+            assert reason in copy.reason
+            assert copy == StoreCopy(copy.store, copy.operator, STORE.nbytes, copy.reason)
