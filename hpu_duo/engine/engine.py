@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from graphs.recording import ShapeRecorder
-    from hpu_duo.engine.telemetry import StepSink
+    from hpu_duo.engine.telemetry import StepListener, StepSink
     from hpu_duo.heads import HeadPattern
 
 
@@ -99,6 +99,16 @@ class Engine(Uncopied):
     def step_recorder(self, recorder: StepSink | None) -> None:
         """Record steps there from now on."""
         self._stepper.telemetry.step_recorder = recorder
+
+    @property
+    def profiler(self) -> StepListener | None:
+        """Profiler of some steps, if any."""
+        return self._stepper.telemetry.profiler
+
+    @profiler.setter
+    def profiler(self, profiler: StepListener | None) -> None:
+        """Tell it of every step from now on."""
+        self._stepper.telemetry.profiler = profiler
 
     @property
     def has_unfinished(self) -> bool:

@@ -32,6 +32,14 @@ class StepSink(Protocol):
         ...
 
 
+class StepListener(Protocol):
+    """An object that hears of every step, such as ``hpu_duo.watch.step_profiler.StepProfiler``."""
+
+    def stepped(self) -> None:
+        """A step has ended; called in the thread that made it."""
+        ...
+
+
 class Telemetry:
     """Counts steps, and records their shapes.
 
@@ -40,12 +48,14 @@ class Telemetry:
         shapes: a sample of the shapes of steps, and what they pad.
         recorder: takes the exact shape of every step; None records nothing.
         step_recorder: takes every step; None records nothing.
+        profiler: hears of every step; None for nobody.
     """
 
     def __init__(self, shapes: ShapeWatch) -> None:
         self.counters, self.shapes = StepCounters(), shapes
         self.recorder: ShapeRecorder | None = None
         self.step_recorder: StepSink | None = None
+        self.profiler: StepListener | None = None
 
     def note(self, plan: StepPlan, result: StepResult, leases: KVLeases, memory: MemoryPlan) -> None:
         """Account for a step that has run, before anything of it is given back.
@@ -58,6 +68,9 @@ class Telemetry:
             is_noted &= self._try(partial(self.recorder.add, result.shape))
         if self.step_recorder is not None:
             is_noted &= self._try(partial(self.step_recorder.add, result.message, result.token_ids))
+        # Last: what is noted of a step belongs to the profile of that step.
+        if self.profiler is not None:
+            is_noted &= self._try(self.profiler.stepped)
         self.counters.num_unrecorded_steps += not is_noted
 
     def _try(self, note: Callable[[], None]) -> bool:

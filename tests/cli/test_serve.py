@@ -74,6 +74,7 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(hpu_duo: Callab
         (("--ssl-keyfile", "/nowhere"), "/nowhere"),
         (("--host", "no.such.host.invalid"), "no.such.host.invalid"),
         (("--port", "99999"), "99999"),
+        (("--profile-steps", "3"), "--profile-dir"),
         (("--model", "/nowhere"), "/nowhere"),
     ],
 )

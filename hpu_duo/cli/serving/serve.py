@@ -13,6 +13,7 @@ from hpu_duo.cli.arguments.loading import load_cold
 from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.serving.call_options import CallOptions, ServingEngineOptions
 from hpu_duo.cli.serving.listening_options import ListeningOptions
+from hpu_duo.cli.serving.profile_options import ProfileOptions
 from hpu_duo.cli.serving.telling_options import TellingOptions
 from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
 from hpu_duo.limit_config import SchedulerConfig
@@ -28,6 +29,7 @@ def serve(
     listening: ListeningOptions,
     calls: CallOptions,
     telling: TellingOptions,
+    profiling: ProfileOptions,
     warm_up: Annotated[
         bool,
         typer.Option(
@@ -52,6 +54,7 @@ def serve(
             )
         config = calls.config(model, listening, telling)
         tls = listening.tls
+        profiling.check()
         from hpu_duo.server.http.listening import bind
 
         log, tracing = telling.request_log(), telling.tracing()
@@ -59,6 +62,8 @@ def serve(
         # A port that is taken is told before weights are read.
         bound = bind(listening.host, listening.port)
         loaded = load_cold(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
+        profiler = profiling.profiler(loaded.engine.runner.runtime.name)
+        loaded.engine.profiler = profiler
         from hpu_duo.server.http.app import create_app
         from hpu_duo.server.http.listening import is_interrupt, listen
         from hpu_duo.server.service import Service
@@ -80,6 +85,11 @@ def serve(
     ending = listen(app, service, bound, tls, tell)
     for one in told:
         one.close()
+    if profiler is not None and profiler.trace is None:
+        typer.echo(
+            f"hpu-duo: no profile was written: {profiler.remaining} more steps would have been needed",
+            err=True,
+        )
     if ending.signal_number is None:
         typer.echo("hpu-duo: the engine has failed; see above", err=True)
         raise typer.Exit(_FAILED)

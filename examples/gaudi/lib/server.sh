@@ -1,0 +1,51 @@
+# Step serve: the server in the place of this process, on the cores beside its card.
+# shellcheck shell=bash
+
+step_serve() {
+  need_limits
+  local arguments=() extra=()
+  if [[ -n $IS_DRY && ! -s $(manifest_file) ]]; then
+    say "there is no manifest yet"
+  else
+    need_manifest
+  fi
+  check_state
+  mapfile -t arguments < <(engine_options)
+  arguments+=(--buckets "$(manifest_file)" --host "$HOST" --port "$PORT" --drain-seconds "$DRAIN_SECONDS")
+  arguments+=(--metrics-namespace "$METRICS_NAMESPACE")
+  local name=$SERVED_MODEL_NAME
+  if [[ -z $name && $MODEL == builtin ]]; then name=builtin; fi
+  [[ -z $name ]] || arguments+=(--served-model-name "$name")
+  [[ -z $API_KEY_FILE ]] || arguments+=(--api-key-file "$API_KEY_FILE")
+  [[ -z $MAX_QUEUE ]] || arguments+=(--max-queue "$MAX_QUEUE")
+  [[ -z $LOG_REQUESTS ]] || arguments+=(--log-requests "$LOG_REQUESTS")
+  [[ $RECORD_SHAPES == 0 ]] || arguments+=(--record-shapes "$(shapes_file)")
+  [[ -z $PROFILE_STEPS ]] || arguments+=(--profile-steps "$PROFILE_STEPS" --profile-dir "$PROFILE_DIR")
+  read -r -a extra <<<"$SERVE_ARGS"
+  local command=(hpu-duo serve "${arguments[@]}" "${extra[@]}")
+  bind_cores
+  if [[ -n $IS_DRY ]]; then
+    say "would run: $(quoted "${BOUND[@]}" "${command[@]}")"
+    return
+  fi
+  say "$(quoted "${BOUND[@]}" "${command[@]}")"
+  # The server takes this process's place, so a SIGTERM is its own.
+  exec "${BOUND[@]}" "${command[@]}"
+}
+
+# Puts taskset before the command where the cores beside the card are known and may be used.
+bind_cores() {
+  local cores
+  BOUND=()
+  [[ $DEVICE == hpu && $BIND_CORES == 1 ]] || return 0
+  if [[ -z ${CARD:-} ]]; then
+    read_cards
+    choose_card
+  fi
+  cores=$(card_cores "$CARD")
+  if [[ -n $cores ]] && command -v taskset >/dev/null && taskset -c "$cores" true 2>/dev/null; then
+    BOUND=(taskset -c "$cores")
+  else
+    say "note: cores are not bound; the card's are ${cores:-unknown}, and may not be used here"
+  fi
+}

@@ -1,0 +1,63 @@
+"""Options of a profile of some steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hpu_duo.watch.step_profiler import StepProfiler
+
+_PROFILE = "Profile"
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Options of a profile of some steps; on HPU the vendor's profiler takes part."""
+
+    profile_steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Profile so many steps behind the warm-up, and write one trace.",
+            show_default="none",
+            rich_help_panel=_PROFILE,
+        ),
+    ] = None
+    profile_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory for the trace.", show_default="none", rich_help_panel=_PROFILE
+        ),
+    ] = None
+    profile_after: Annotated[
+        int, typer.Option(help="Steps that are left out before them.", rich_help_panel=_PROFILE)
+    ] = 1
+
+    def check(self) -> None:
+        """Refuse what does not fit together; needs no torch.
+
+        Raises:
+            ValueError: one of steps and directory without the other.
+        """
+        if (self.profile_steps is None) is not (self.profile_dir is None):
+            raise ValueError("expected --profile-steps and --profile-dir together, got one of them")
+
+    def profiler(self, device: str) -> StepProfiler | None:
+        """The profiler; None without.
+
+        Args:
+            device: name of the engine's runtime.
+
+        Raises:
+            ValueError: see ``check`` and ``StepProfiler``.
+        """
+        self.check()
+        if self.profile_steps is None or self.profile_dir is None:
+            return None
+        from hpu_duo.watch.step_profiler import StepProfiler
+
+        return StepProfiler(device, self.profile_dir, self.profile_steps, self.profile_after)

@@ -1,0 +1,157 @@
+"""launch.sh from nothing to the first token on the simulated device, and each of its steps by itself."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.examples.gaudi.gaudi_server import GAUDI, GAUDI3, SIMULATED, Server, refusal
+
+ENV = ("--env", SIMULATED)
+QUESTION = {
+    "messages": [
+        {
+            "role": "user",
+            "content": "It was a quiet night. The passkey for Joel is loom actor camel. Remember it. "
+            "The passkey for Nina is vase oats copper. Remember it. What is the passkey for Joel?",
+        }
+    ],
+    "temperature": 0,
+    "max_tokens": 20,
+}
+
+
+def test_limits_are_chosen_with_reasons_and_kept(server: Server) -> None:
+    variables = {"MAX_MODEL_LEN": "", "MAX_NUM_SEQS": ""}
+    done = server.launch(*ENV, "limits", **variables)
+    assert done.returncode == 0, done.stderr
+    assert "MAX_MODEL_LEN=8192: all that the model serves" in done.stderr
+    assert "MAX_NUM_SEQS=128: " in done.stderr
+    assert "measured by nobody" in done.stderr
+    written = (server.state / "limits.env").read_text()
+    again = server.launch(*ENV, "limits", **variables)
+    assert "nothing they follow from has changed" in again.stderr
+    assert (server.state / "limits.env").read_text() == written
+    anew = server.launch(*ENV, "limits", HARDWARE="gaudi2", **variables)
+    assert "Gaudi 2" in anew.stderr
+
+
+def test_steps_ask_for_those_before_them(server: Server) -> None:
+    for step in ("plan", "warmup", "verify", "serve"):
+        assert "run 'launch.sh limits' first" in refusal(server.launch(*ENV, step))
+
+
+def test_a_length_that_does_not_fit_is_refused_with_what_helps(server: Server) -> None:
+    said = refusal(server.launch(*ENV, "limits", MAX_MODEL_LEN="9000"))
+    assert "no limits were chosen, for the reason above" in said
+
+
+def test_a_dry_run_shows_every_command_and_writes_nothing(server: Server) -> None:
+    done = server.launch(*ENV, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for command in ("plan", "warmup", "serve"):
+        assert f"would run: hpu-duo {command} " in done.stderr
+    assert not server.state.exists()
+
+
+def test_a_server_with_a_card_is_bound_to_the_cores_beside_it(server: Server) -> None:
+    """The commands of a dry run, with the files of earlier steps made by hand."""
+    server.has_cards(GAUDI3)
+    variables = {"MIN_FREE_GIB": "0", "MAX_MODEL_LEN": "512", "MAX_NUM_SEQS": "2"}
+    limited = server.launch("--env", str(GAUDI / "env" / "gaudi3.env"), "limits", **variables)
+    assert limited.returncode == 0, limited.stderr
+    done = server.launch("--env", str(GAUDI / "env" / "gaudi3.env"), "--dry-run", "serve", **variables)
+    assert done.returncode == 0, done.stderr
+    assert "would run: taskset -c 0 hpu-duo serve " in done.stderr
+    unbound = server.launch(
+        "--env", str(GAUDI / "env" / "gaudi3.env"), "--dry-run", "serve", BIND_CORES="0", **variables
+    )
+    assert "would run: hpu-duo serve " in unbound.stderr
+
+
+@pytest.mark.slow
+def test_a_bare_machine_serves_its_first_token_and_stops_at_sigterm(server: Server) -> None:
+    command = [str(GAUDI / "launch.sh"), *ENV]
+    variables = {"PORT": "0", "DRAIN_SECONDS": "5", "LOG_REQUESTS": str(server.state / "calls.jsonl")}
+    environment = {**server.environment, **variables}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told, place = "", ""
+        # Ends with the pipe if the script does.
+        for line in process.stderr:
+            told += line
+            if found := re.match(r"hpu-duo: serving builtin at ([^\s,]+)", line):
+                place = found[1]
+            if line.startswith("hpu-duo: "):
+                break
+        assert place, told
+        curl = ("curl", "--silent", "--fail", "--retry", "60", "--retry-delay", "1", "--retry-all-errors")
+        ready = server.run(*curl, f"{place}/ready")
+        assert ready.returncode == 0, ready.stderr
+        asked = ("--header", "Content-Type: application/json", "--data", json.dumps(QUESTION))
+        answer = server.run(*curl, f"{place}/v1/chat/completions", *asked)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(60) == 0, rest
+    assert json.loads(answer.stdout)["choices"][0]["message"]["content"] == " loom actor camel."
+    for step in (
+        "MAX_MODEL_LEN=512",
+        "hpu-duo plan",
+        "graphs captured in",
+        "nothing was captured: a dry run",
+    ):
+        assert step in told
+    assert sorted(path.name for path in server.state.iterdir() if ".inputs" not in path.name) == [
+        "calls.jsonl",
+        "limits.env",
+        "shapes.jsonl",
+        "table.txt",
+        "warm.json",
+    ]
+    # What was done is not done again, and the recording is there for the next plan.
+    second = server.launch(*ENV, "check", "limits", "plan", "warmup", "verify")
+    assert second.returncode == 0, second.stderr
+    for kept in (
+        "limits are those of",
+        "is kept",
+        "'launch.sh --again plan warmup' plans for them",
+        "warm already",
+    ):
+        assert kept in second.stderr
+    # Another setting makes the manifest stale, and each step says which command helps.
+    stale = server.launch(*ENV, "serve", MAX_NUM_SEQS="1")
+    assert "chosen for other settings (MAX_NUM_SEQS=2 -> MAX_NUM_SEQS=1)" in refusal(stale)
+    for step in ("verify", "serve"):
+        said = refusal(server.launch(*ENV, step, DTYPE="bfloat16"))
+        assert "is stale (changed: --dtype auto -> --dtype bfloat16): run 'launch.sh plan warmup'" in said
+    # A manifest that was changed behind our back is refused by the package itself.
+    manifest = server.state / "warm.json"
+    manifest.write_text(manifest.read_text().replace('max_num_seqs": 2', 'max_num_seqs": 3'))
+    said = refusal(server.launch(*ENV, "verify"))
+    assert "run 'launch.sh --again plan warmup'" in said
+    replanned = server.launch(*ENV, "--again", "--dry-run", "plan")
+    assert f"--from-shapes {server.state / 'shapes.jsonl'}" in replanned.stderr
+
+
+def test_a_signal_ends_a_step_and_what_it_runs(server: Server, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    server.has_command("hpu-duo", f"#!/bin/sh\necho $$ > {pid_file}\nexec sleep 300\n")
+    server.state.mkdir()
+    assert server.launch(*ENV, "limits").returncode == 0
+    command = [str(GAUDI / "launch.sh"), *ENV, "plan"]
+    with subprocess.Popen(command, env=server.environment, stderr=subprocess.PIPE, text=True) as process:
+        while not (pid_file.exists() and pid_file.read_text().strip()):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+        assert process.stderr is not None
+        assert "stopped by SIGTERM" in process.stderr.read()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+    assert not (server.state / "table.txt.inputs").exists()

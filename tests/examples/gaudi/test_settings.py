@@ -1,0 +1,69 @@
+"""What launch.sh refuses to read, each time with one sentence that says what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.examples.gaudi.gaudi_server import GAUDI, SIMULATED, Server, refusal
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("MAX_MODEL_LENGTH=512", "line 1: MAX_MODEL_LENGTH is no variable of a deployment"),
+        ("MAX_MODEL_LEN 512", "line 1: expected NAME=value"),
+        ("export DEVICE=hpu", "line 1: expected NAME=value"),
+        ('MODEL="/models/llama"', "write MODEL without quotes"),
+        ("DEVICE=gpu", "expected DEVICE to be one of hpu hpu-sim cpu, got 'gpu'"),
+        ("HARDWARE=gaudi4", "expected HARDWARE to be one of gaudi2 gaudi3, got 'gaudi4'"),
+        ("MAX_NUM_SEQS=many", "expected MAX_NUM_SEQS to be a whole number, got 'many'"),
+        ("MAX_NUM_SEQS=-1", "expected MAX_NUM_SEQS to be a whole number, got '-1'"),
+        ("GRAPHS_BUDGET=0", "expected GRAPHS_BUDGET to be at least 1, got '0'"),
+        ("PORT=", "expected a value of PORT, got none"),
+        ("MODEL=", "expected a value of MODEL, got none"),
+        ("PROFILE_STEPS=4", "PROFILE_STEPS=4 needs PROFILE_DIR"),
+    ],
+)
+def test_a_wrong_env_file_ends_with_one_sentence(
+    server: Server, tmp_path: Path, line: str, said: str
+) -> None:
+    file = tmp_path / "wrong.env"
+    file.write_text(line + "\n", encoding="utf-8")
+    done = server.launch("--env", str(file), "check")
+    assert said in refusal(done)
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["/nowhere.env", str(GAUDI)])
+def test_an_env_file_that_is_none_is_refused(server: Server, name: str) -> None:
+    assert "env/gaudi3.env" in refusal(server.launch("--env", name))
+
+
+@pytest.mark.parametrize("arguments", [("serv",), ("--dry",), ("check", "warm")])
+def test_unknown_steps_and_options_are_refused(server: Server, arguments: tuple[str, ...]) -> None:
+    assert "check limits plan warmup verify serve" in refusal(server.launch(*arguments))
+
+
+def test_a_state_directory_must_be_a_whole_path_without_commas(server: Server) -> None:
+    for state in ("state", "/tmp/a,b", "/tmp/a b"):
+        assert "absolute path" in refusal(server.launch("check", STATE_DIR=state))
+
+
+def test_the_environment_comes_before_the_file_and_says_so(server: Server) -> None:
+    done = server.launch("--env", SIMULATED, "check", MODEL="/models/mine")
+    assert done.returncode == 0, done.stderr
+    assert "MODEL=/models/mine of the environment comes before MODEL=builtin" in done.stderr
+
+
+def test_lines_that_end_as_on_windows_are_read(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "dos.env"
+    file.write_bytes(b"# a comment\r\n\r\nDEVICE=hpu-sim\r\nMIN_FREE_GIB=0")
+    done = server.launch("--env", str(file), "check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_step(server: Server) -> None:
+    shown = server.launch("--help")
+    assert shown.returncode == 0
+    for step in ("check", "limits", "plan", "warmup", "verify", "serve", "--dry-run", "--again"):
+        assert f"  {step}" in shown.stdout
