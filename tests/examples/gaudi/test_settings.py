@@ -1,4 +1,4 @@
-"""What launch.sh refuses to read, each time with one sentence that says what to do."""
+"""Refusals of launch.sh to read settings, each in one sentence that says what to do."""
 
 from pathlib import Path
 
