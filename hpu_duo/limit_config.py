@@ -56,6 +56,7 @@ class SchedulerConfig:
             slots of slack.
         trim_chunks: leave the end of a prompt to the next step where that pads less; needs a table of
             buckets. See ``hpu_duo.engine.trimming``.
+        scheduling_policy: order of admission and preemption, a name of ``hpu_duo.scheduling.POLICIES``.
     """
 
     max_num_seqs: int = 32
@@ -64,6 +65,7 @@ class SchedulerConfig:
     max_chunk_rows: int = 1
     trim_chunks: bool = False
     decode_len: int = 1
+    scheduling_policy: str = "fcfs"
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)

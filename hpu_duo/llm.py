@@ -89,6 +89,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         max_chunk_rows: int = SchedulerConfig.max_chunk_rows,
         trim_chunks: bool = False,
         decode_len: int = SchedulerConfig.decode_len,
+        scheduling_policy: str = SchedulerConfig.scheduling_policy,
         block_size: int = CacheConfig.block_size,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
@@ -123,8 +124,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             softmax, pack_weights: see ``ModelConfig``.
             max_model_len: tokens of prompt and output; None = what model and cache hold. Rotary frequencies
                 that depend on a text's length are those of this length.
-            max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len: see
-                ``SchedulerConfig``.
+            max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len, scheduling_policy:
+                see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, device_memory_utilization: see ``CacheConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
                 backend of your own; "default" is "auto" on HPU and "eager" elsewhere. None of them falls
@@ -183,6 +184,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 max_chunk_rows=max_chunk_rows,
                 trim_chunks=trim_chunks,
                 decode_len=decode_len,
+                scheduling_policy=scheduling_policy,
             ),
             graph=GraphConfig(
                 backend=graphs,

@@ -1,4 +1,4 @@
-"""The scheduler: plans steps, first come first served, and takes in their results."""
+"""The scheduler: plans steps, and takes in their results."""
 
 from __future__ import annotations
 
@@ -8,39 +8,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs import StepLimits
-from hpu_duo.engine.arrivals import ArrivalOrder
 from hpu_duo.engine.siblings import Siblings
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
 from hpu_duo.request import FinishReason, Request, RequestStatus
+from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPolicy
 
 
 class Scheduler:
     """Plans steps and commits their results, one at a time.
 
-    A step serves decodes first, then prompts that are under way, then waiting requests while they can be
-    admitted; each group in order of arrival. A waiting request never overtakes an earlier one. Decodes
-    always fit, so a long prompt takes only what they leave.
+    A step serves decodes first, then prompts that are under way, both in order of arrival, then waiting
+    requests in the order of the policy while they can be admitted. Decodes always fit, so a long prompt takes
+    only what they leave.
 
     A request is admitted if a row is free and, besides what every running request still needs for its
     known tokens and the next one, there are free blocks for all of its own known tokens and one more.
-    Blocks are leased only as tokens are scheduled. When they run out, the latest arrival among the running
-    requests is preempted: it gives everything back, keeps its outputs, and prefills prompt and outputs
-    again later; not in the same step, since less is free then than it held. The earliest running request
-    is never preempted, so it always makes progress, and everything that fits alone ends.
+    Blocks are leased only as tokens are scheduled. When they run out, the policy names a running request to
+    preempt: it gives everything back, keeps its outputs, and prefills prompt and outputs again in a later
+    step. The earliest running request is never preempted, so it always makes progress, and everything that
+    fits alone ends.
 
-    Samples of one prompt: siblings wait for the prompt of their parent and then fork its cache up to the
-    last prompt token, which each of them computes again to sample a first token of its own. A sibling that
-    cannot fork at that moment, or whose parent was preempted before, becomes an ordinary request.
+    Samples of one prompt wait for their parent's prompt and fork its cache (``Siblings``). One that cannot
+    fork at that moment, or whose parent was preempted before, becomes an ordinary request.
 
     Args:
         limits: what a step may hold; a request has limits of its own for its length.
         num_postponed: number of tokens of its last row that a plan should leave to the next step, such as
             ``ChunkTrimming.num_postponed``; None = always 0. Not called while a request waits.
+        policy: this scheduler's own; None = first come, first served.
     """
 
-    def __init__(self, limits: StepLimits, num_postponed: Callable[[StepPlan], int] | None = None) -> None:
-        self.limits = limits
+    def __init__(
+        self,
+        limits: StepLimits,
+        num_postponed: Callable[[StepPlan], int] | None = None,
+        policy: SchedulingPolicy | None = None,
+    ) -> None:
+        self.limits, self.policy = limits, FirstComeFirstServed() if policy is None else policy
         self._num_postponed = num_postponed
         self.leases = KVLeases(
             limits.num_blocks, limits.block_size, limits.max_num_seqs, uses_blocks=limits.uses_blocks
@@ -135,7 +140,9 @@ class Scheduler:
             self.limits.max_num_batched_tokens, self.limits.max_chunk_rows, self.limits.decode_len
         )
         if alone is not None:
-            self._isolate(alone)
+            self._restart_running(but=alone)
+            if alone.status is RequestStatus.WAITING:
+                self._open(alone)
         self._schedule_running(step, are_decodes=True)
         self._schedule_running(step, are_decodes=False)
         if alone is None:
@@ -220,8 +227,6 @@ class Scheduler:
             raise ValueError(f"{request} is not an unfinished request of this scheduler")
         self._end(request, reason)
 
-    # Planning
-
     def _schedule_running(self, step: StepDraft, *, are_decodes: bool) -> None:
         for request in [r for r in self._running if (r.num_uncomputed_tokens == 1) is are_decodes]:
             self._schedule(request, step)
@@ -235,11 +240,15 @@ class Scheduler:
             if self.leases.grow(request, request.num_computed_tokens + num_new):
                 step.add(request, num_new)
                 return
-            self._preempt(self._running.last, step)
+            victim = self._victim()
+            step.preempt(victim)
+            self._restart(victim)
 
-    def _preempt(self, request: Request, step: StepDraft) -> None:
-        step.preempt(request)
-        self._restart(request)
+    def _victim(self) -> Request:
+        """The policy's choice among running requests, but for the earliest, which has to go on."""
+        victim = self.policy.victim(others := list(self._running)[1:])
+        assert victim in others, f"expected the policy to choose one of {others}, got {victim}"
+        return victim
 
     def _restart(self, request: Request) -> None:
         """Take row and blocks from a running request, which keeps its tokens and waits again."""
@@ -253,12 +262,6 @@ class Scheduler:
         for request in [r for r in self._running if r is not but]:
             self._restart(request)
 
-    def _isolate(self, request: Request) -> None:
-        """Make a waiting or running request the only one that runs."""
-        self._restart_running(but=request)
-        if request.status is RequestStatus.WAITING:
-            self._open(request)
-
     def _open(self, request: Request) -> None:
         """Give a waiting request a row."""
         self._waiting.remove(request)
@@ -270,7 +273,9 @@ class Scheduler:
             return
         num_blocks_due = sum(self.leases.num_blocks_due(request) for request in self._running)
         while self._waiting and step.num_free_tokens and self.leases.rows.num_free:
-            request = self._waiting.first
+            request = self.policy.next(self._waiting)
+            if request in step.preempted:
+                return
             num_blocks_due += self.leases.num_blocks_due(request)
             if num_blocks_due > self.leases.blocks.num_free:
                 return
@@ -288,8 +293,6 @@ class Scheduler:
         step.shorten(plan.rows[-1].request, postponed)
         return step.finish(plan.moves)
 
-    # Moving requests along
-
     def _append(
         self, plan: StepPlan, token_ids: Sequence[int] | NDArray[np.integer], num_accepted: Sequence[int]
     ) -> list[CommittedToken]:
@@ -303,6 +306,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue
             request.num_computed_tokens = row.end - (row.num_samples - num_taken)
+            self.policy.charge(request, row.num_new_tokens, num_taken)
             for place in range(first, first + num_taken):
                 token, number = int(token_ids[place]), request.num_output_tokens
                 reason = request.append(token)

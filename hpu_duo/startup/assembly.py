@@ -35,6 +35,7 @@ from hpu_duo.modeling.rope import fix_frequencies, frequencies_note, served_len
 from hpu_duo.modeling.row_fusion import fuse_rows
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
+from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.graph_memory import plan_with_graphs
 from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern, ring_slack
 from hpu_duo.startup.kernels import ChosenKernels, choose_kernels
@@ -63,7 +64,8 @@ def assemble(
     lazy = _lazy_mode(config)
     device = resolve_device(config.model.device, lazy)
     runtime = runtime_for(device, lazy)
-    _backend(config, device, runtime)  # refused before weights are read
+    _backend(config, device, runtime)  # refused before weights are read, as is an unknown policy
+    make_policy(config.scheduler.scheduling_policy)
     hf_config = read_config(config.model.path)
     dtype = resolve_dtype(config.model.dtype, hf_config, device.type)
     served_len(hf_config.get_text_config(), config.scheduler.max_model_len)  # refused before weights are read
@@ -98,7 +100,7 @@ def assemble_around(
     lazy = _lazy_mode(config)
     device = resolve_device(config.model.device, lazy)
     runtime = runtime_for(device, lazy)
-    backend = _backend(config, device, runtime)
+    backend, policy = _backend(config, device, runtime), make_policy(config.scheduler.scheduling_policy)
     first_device = _first_device(device, runtime)
     dtype = model.dtype
     text_config = model.config.get_text_config()
@@ -143,7 +145,7 @@ def assemble_around(
     executor = _make_executor(config, step_model, store, tables, runtime)
     limits, vocab_size = tables.limits(memory), text_config.vocab_size
     runner = Runner(executor, vocab_size, limits.max_model_len)
-    scheduler = Scheduler(limits, _trimming(config, runner))
+    scheduler = Scheduler(limits, _trimming(config, runner), policy)
     token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed)
     engine.notes, engine.pattern = frequencies_note(text_config, max_len), pattern

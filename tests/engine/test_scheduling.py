@@ -2,8 +2,10 @@
 
 import pytest
 
+from hpu_duo.request import Request
 from hpu_duo.sampling import SamplingParams
-from tests.engine.tiny import Tiny, assert_holds_nothing
+from hpu_duo.scheduling import POLICIES, ArrivalOrder, FirstComeFirstServed
+from tests.engine.tiny import Tiny, assert_holds_nothing, tokens_of
 from tests.modeling.families import prompts_of
 
 
@@ -39,3 +41,32 @@ def test_a_step_holds_no_more_tokens_than_its_budget(tiny: Tiny) -> None:
         assert after - before <= 6
         before = after
     assert_holds_nothing(served)
+
+
+class LatestFirst(FirstComeFirstServed):
+    """Admits the latest arrival."""
+
+    def next(self, waiting: ArrivalOrder) -> Request:
+        return waiting.last
+
+
+def test_a_policy_that_is_listed_serves_the_same_tokens_in_another_order(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POLICIES, "latest", LatestFirst)
+    prompts, params = prompts_of([9, 20, 4]), SamplingParams(temperature=0, max_tokens=5)
+    done, order = {}, {name: list[str]() for name in ("fcfs", "latest")}
+    for name, ended in order.items():
+        served = tiny.load(max_num_seqs=1, scheduling_policy=name)
+        completions = served.engine.generate(
+            prompts, params, lambda one, ended=ended: ended.append(one.request_id)
+        )
+        done[name] = tokens_of(completions)
+        assert_holds_nothing(served)
+    assert done["latest"] == done["fcfs"]
+    assert list(dict.fromkeys(order["latest"])) == list(dict.fromkeys(order["fcfs"]))[::-1]
+
+
+def test_an_unknown_policy_is_refused_before_weights_are_read(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match="expected scheduling_policy to be one of fcfs, got 'lottery'"):
+        tiny.load(scheduling_policy="lottery")
