@@ -64,6 +64,7 @@ step_warmup() {
   run hpu-duo warmup "${arguments[@]}" ||
     stop "the warm-up has not ended well, for the reason above: raise WARMUP_SECONDS or WARMUP_GIB, lower GRAPHS_BUDGET, or make room in $STATE_DIR"
   note_inputs "$(manifest_file)" "${inputs[@]}"
+  IS_JUST_WARMED=1
 }
 
 warm_inputs() {
@@ -96,6 +97,10 @@ step_verify() {
   local arguments=()
   if [[ -n $IS_DRY && ! -s $(manifest_file) ]]; then
     say "there is no manifest to verify yet"
+    return
+  fi
+  if [[ -n ${IS_JUST_WARMED:-} && -z $IS_DRY ]]; then
+    say "the manifest was written just now"
     return
   fi
   need_manifest

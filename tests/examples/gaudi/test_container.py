@@ -1,0 +1,119 @@
+"""Dockerfile, compose file and systemd unit: clean, and at one with each other and the package."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.examples.gaudi.gaudi_server import GAUDI, ROOT
+from tests.examples.gaudi.tools import run_tool
+
+DOCKERFILE = (GAUDI / "Dockerfile").read_text(encoding="utf-8")
+COMPOSE: dict[str, Any] = yaml.safe_load((GAUDI / "compose.yaml").read_text(encoding="utf-8"))
+SERVICE = COMPOSE["services"]["server"]
+
+
+def test_the_dockerfile_is_clean_by_hadolint() -> None:
+    run_tool("hadolint", "--failure-threshold", "info", GAUDI / "Dockerfile")
+
+
+def test_the_compose_file_keeps_to_the_compose_specification(tmp_path: Path) -> None:
+    run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", GAUDI / "compose.yaml")
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text((GAUDI / "compose.yaml").read_text(encoding="utf-8").replace("runtime:", "run_time:"))
+    with pytest.raises(AssertionError, match="run_time"):
+        run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", wrong)
+
+
+def test_the_image_is_made_of_files_that_exist_and_are_sent() -> None:
+    sent = (GAUDI / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in sent, source
+    packages = {"hpu_duo", "graphs", "kernels_ref", "bias_builders"}
+    assert packages <= set(re.findall(r"^COPY (\w+) ", DOCKERFILE, re.MULTILINE))
+
+
+def test_the_extras_of_the_image_are_those_of_the_package() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = re.search(r"^ARG EXTRAS=(.*)$", DOCKERFILE, re.MULTILINE)
+    assert extras is not None
+    for name in extras[1].split(","):
+        assert re.search(rf"^{name} = \[", project, re.MULTILINE), name
+
+
+def test_the_image_runs_as_a_user_who_owns_its_volumes() -> None:
+    assert "\nUSER 10001:10001\n" in DOCKERFILE
+    volumes = re.search(r"^VOLUME \[(.*)\]$", DOCKERFILE, re.MULTILINE)
+    made = re.search(r"install --directory --owner duo --group duo (.*)$", DOCKERFILE, re.MULTILINE)
+    assert volumes is not None
+    assert made is not None
+    assert volumes[1].replace('"', "").split(", ") == made[1].split()
+    assert {one.rpartition(":")[2] for one in SERVICE["volumes"]} == set(made[1].split())
+
+
+def test_compose_asks_for_what_the_vendors_commands_ask_for() -> None:
+    assert SERVICE["runtime"] == "habana"
+    assert SERVICE["cap_add"] == ["SYS_NICE"]
+    assert SERVICE["ipc"] == "host"
+    assert SERVICE["environment"]["HABANA_VISIBLE_DEVICES"].startswith("${HABANA_VISIBLE_DEVICES")
+    assert (GAUDI / "env" / "gaudi3.env").is_file()
+    assert SERVICE["env_file"] == ["${HPU_DUO_ENV:-env/gaudi3.env}"]
+    assert (GAUDI / SERVICE["build"]["context"]).resolve() == ROOT
+    assert (ROOT / SERVICE["build"]["dockerfile"]).is_file()
+
+
+def test_nobody_outside_of_the_host_may_call_unless_it_is_asked_for() -> None:
+    assert all(port.startswith("127.0.0.1:") for port in SERVICE["ports"])
+    for name in ("gaudi2.env", "gaudi3.env"):
+        assert "\nHOST=127.0.0.1\n" in (GAUDI / "env" / name).read_text(encoding="utf-8")
+
+
+def test_the_unit_starts_the_script_and_has_its_directories() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[method-assign,assignment]
+    unit.read(GAUDI / "systemd" / "hpu-duo.service", encoding="utf-8")
+    service = unit["Service"]
+    assert service["ExecStart"] == "/opt/hpu-duo/gaudi/launch.sh"
+    assert service["StateDirectory"] == service["CacheDirectory"] == "hpu-duo"
+    assert service["RestartPreventExitStatus"] == "2"
+    text = (GAUDI / "env" / "gaudi3.env").read_text(encoding="utf-8")
+    assert "\nSTATE_DIR=/var/lib/hpu-duo\n" in text
+    assert "\nHF_HOME=/var/cache/hpu-duo/hub\n" in text
+
+
+class _Health(BaseHTTPRequestHandler):
+    """Answers /health with the status of its server."""
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self.send_response(self.server.status if self.path == "/health" else 404)  # type: ignore[attr-defined]
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_the_health_check_is_that_of_the_server(status: int, code: int) -> None:
+    command = [sys.executable, str(GAUDI / "lib" / "healthy.py")]
+    with HTTPServer(("127.0.0.1", 0), _Health) as server:
+        server.status = status  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        done = subprocess.run(command, env={"PORT": str(server.server_port)}, capture_output=True, text=True)
+        server.shutdown()
+        thread.join()
+        port = server.server_port
+    assert done.returncode == code, done.stderr
+    assert subprocess.run(command, env={"PORT": str(port)}, capture_output=True).returncode == 1

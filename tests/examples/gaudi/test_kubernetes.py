@@ -1,0 +1,132 @@
+"""The manifests: built for each overlay, valid by the schemas of Kubernetes, and true to launch.sh."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.examples.gaudi.gaudi_server import GAUDI
+from tests.examples.gaudi.kustomize import Resource, build
+
+KUBERNETES = GAUDI / "kubernetes"
+OVERLAYS = sorted(KUBERNETES.glob("overlays/*"))
+NOT_OF_KUBERNETES = {"ServiceMonitor"}
+"""Kinds of the Prometheus operator, for which kubernetes-validate has no schema."""
+
+
+@pytest.fixture(params=OVERLAYS, ids=lambda path: path.name)
+def overlay(request: pytest.FixtureRequest) -> Path:
+    """The directory of an overlay."""
+    return request.param
+
+
+def only(resources: list[Resource], kind: str) -> Resource:
+    found = [one for one in resources if one["kind"] == kind]
+    assert len(found) == 1, kind
+    return found[0]
+
+
+def pod(resources: list[Resource]) -> dict[str, Any]:
+    return only(resources, "StatefulSet")["spec"]["template"]["spec"]
+
+
+def test_there_is_an_overlay_for_each_generation() -> None:
+    assert [path.name for path in OVERLAYS] == ["gaudi2", "gaudi3"]
+
+
+def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(overlay: Path) -> None:
+    kinds = []
+    for one in build(overlay):
+        kinds.append(one["kind"])
+        if one["kind"] not in NOT_OF_KUBERNETES:
+            kubernetes_validate.validate(one, "1.31", strict=True)
+            kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+    assert sorted(kinds) == ["ConfigMap", "PodDisruptionBudget", "Service", "ServiceMonitor", "StatefulSet"]
+
+
+def test_a_manifest_that_is_wrong_is_found_by_the_schemas(overlay: Path) -> None:
+    wrong = only(build(overlay), "StatefulSet")
+    wrong["spec"]["template"]["spec"]["containers"][0]["readinessProb"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, "1.31", strict=True)
+
+
+def test_one_card_and_huge_pages_are_asked_for_by_both_containers(overlay: Path) -> None:
+    spec = pod(build(overlay))
+    for container in (*spec["initContainers"], *spec["containers"]):
+        assert container["resources"]["limits"]["habana.ai/gaudi"] == 1
+        assert container["resources"]["limits"]["hugepages-2Mi"] == "4400Mi"
+        assert container["image"] == "registry.example/hpu-duo:gaudi"
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["SYS_NICE"]}
+    assert spec["securityContext"]["runAsNonRoot"] is True
+
+
+def test_the_init_container_warms_up_what_the_server_serves(overlay: Path) -> None:
+    spec = pod(build(overlay))
+    (first,), (second,) = spec["initContainers"], spec["containers"]
+    order = re.search(r"ORDER=\((.*)\)", (GAUDI / "launch.sh").read_text(encoding="utf-8"))
+    assert order is not None
+    steps = order[1].split()
+    assert [step for step in steps if step in first["args"]] == first["args"]
+    assert "warmup" in first["args"]
+    assert second["args"] == ["serve"]
+    for shared in ("envFrom", "volumeMounts", "resources", "image"):
+        assert first[shared] == second[shared]
+
+
+def test_probes_ask_what_the_server_answers(overlay: Path) -> None:
+    resources = build(overlay)
+    (container,) = pod(resources)["containers"]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    assert container["startupProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    assert only(resources, "Service")["spec"]["ports"][0]["targetPort"] == "http"
+    assert only(resources, "ServiceMonitor")["spec"]["endpoints"][0]["port"] == "http"
+
+
+def test_pods_are_found_by_service_budget_and_monitor(overlay: Path) -> None:
+    resources = build(overlay)
+    labels = only(resources, "StatefulSet")["spec"]["template"]["metadata"]["labels"]
+    service = only(resources, "Service")
+    assert only(resources, "StatefulSet")["spec"]["selector"]["matchLabels"] == labels
+    assert service["spec"]["selector"] == labels
+    assert only(resources, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+    assert (
+        only(resources, "ServiceMonitor")["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    )
+
+
+def test_the_settings_reach_the_pod_and_name_its_volumes(overlay: Path) -> None:
+    resources = build(overlay)
+    settings = only(resources, "ConfigMap")
+    spec = pod(resources)
+    mounts = {one["mountPath"] for one in spec["containers"][0]["volumeMounts"]}
+    assert spec["containers"][0]["envFrom"] == [{"configMapRef": {"name": settings["metadata"]["name"]}}]
+    assert settings["metadata"]["name"].startswith("hpu-duo-")
+    assert settings["data"]["HARDWARE"] == overlay.name
+    assert settings["data"]["HOST"] == "0.0.0.0"
+    assert settings["data"]["STATE_DIR"] in mounts
+    assert any(settings["data"]["HF_HOME"].startswith(mount) for mount in mounts)
+    claims = {
+        one["metadata"]["name"] for one in only(resources, "StatefulSet")["spec"]["volumeClaimTemplates"]
+    }
+    assert claims == {one["name"] for one in spec["containers"][0]["volumeMounts"]}
+    assert all(one["metadata"]["namespace"] == "hpu-duo" for one in resources)
+
+
+def test_calls_have_time_to_end_before_a_pod_or_service_is_killed(overlay: Path) -> None:
+    text = (GAUDI / "lib" / "settings.sh").read_text(encoding="utf-8")
+    drain = re.search(r"DRAIN_SECONDS=(\d+)", text)
+    assert drain is not None
+    assert pod(build(overlay))["terminationGracePeriodSeconds"] > int(drain[1])
+    compose = yaml.safe_load((GAUDI / "compose.yaml").read_text(encoding="utf-8"))
+    assert int(compose["services"]["server"]["stop_grace_period"].removesuffix("s")) > int(drain[1])
+    unit = (GAUDI / "systemd" / "hpu-duo.service").read_text(encoding="utf-8")
+    stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert stop is not None
+    assert int(stop[1]) > int(drain[1])
