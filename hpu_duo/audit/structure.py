@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from graphs import BatchShape, BucketTable, StepLimits
+from graphs import BatchShape, BucketTable, EagerBackend, StepLimits
 from hpu_duo.audit.fake_tensors import FakeTensorMode
 from hpu_duo.audit.reach import check_reach
 from hpu_duo.budget import DeviceBudget
@@ -19,17 +19,14 @@ from hpu_duo.device.placing import replace_tensors
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.message import message_fields
 from hpu_duo.kv.plan import MemoryPlan
-from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import read_layers
-from hpu_duo.modeling.rope import fix_frequencies, served_len
+from hpu_duo.modeling.rope import served_len
 from hpu_duo.modeling.step_model import StepModel
-from hpu_duo.startup.assembly import layer_spec
-from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern, ring_slack
+from hpu_duo.startup.blueprint import Blueprint, fix_served_len
+from hpu_duo.startup.heads import check_pattern
 from hpu_duo.startup.kernels import ChosenKernels
-from hpu_duo.startup.memory import plan_memory
-from hpu_duo.startup.tables import check_table, planned_table, resolve_limits
 from kernels_ref import FusedOperators, Implementation, Softmax
 from kernels_ref.hpu.operators import LINE_BYTES
 
@@ -93,50 +90,33 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     make_hpu_known()
     path = Path(config.model.path)
     hf_config = read_config(path, needs_weights=False)
-    text_config = hf_config.get_text_config()
     dtype = resolve_dtype(config.model.dtype, hf_config, HPU.type)
-    scheduler = config.scheduler
-    max_len = served_len(text_config, scheduler.max_model_len)
+    served_len(hf_config.get_text_config(), config.scheduler.max_model_len)  # refused before it is built
     check_pattern(config.heads, path)
     model = build_without_weights(path, hf_config, dtype)
-    fix_frequencies(model, max_len)
+    fix_served_len(model, config)
     mode, live = FakeTensorMode(), LiveRows()
     with mode:
         # transformers before 5 switches autocast off for the device, and torch has none for ``meta``.
         replace_tensors(model, _on_hpu)
         layers = read_layers(model)
-    pattern = resolve_pattern(config.heads, layers, max_len, HPU)
-    heads = assign_heads(layers, pattern, max_len, ring_slack(scheduler))
+    blueprint = Blueprint.draw(model, layers, config, HPU, _kernels(config.model, hardware))
     cache, budget = _cache(config.cache, model, hardware)
-    memory = plan_memory(
-        layers,
-        heads,
-        cache,
-        scheduler,
-        max_len,
-        dtype,
-        budget=budget,
-    )
-    limits = resolve_limits(scheduler, memory, max_len)
-    with mode:
-        store = KVStore(memory, dtype, HPU)
-        kernels = _kernels(config.model, hardware)
-        specs = [layer_spec(layer, each.groups, kernels) for layer, each in zip(layers, heads)]
-        step_model = StepModel(model, layers, specs, store.layers, live)
-    table = config.graph.table
-    if table is None:
-        table = planned_table(limits, step_model.specs, text_config)
-    check_table(table, limits)
+    memory = blueprint.memory(budget, cache)
+    tables = blueprint.tables(EagerBackend(), is_padding=True)
+    limits, table = tables.limits(memory), tables.table(memory)
     check_reach(table, limits)
+    with mode:
+        _, step_model = blueprint.build(model, memory, live)
     return Structure(
         name=path.resolve().name,
         mode=mode,
         model=step_model,
-        geometry=StepGeometry.of(limits),
+        geometry=tables.geometry(memory),
         limits=limits,
         memory=memory,
         table=table,
-        vocab_size=text_config.vocab_size,
+        vocab_size=blueprint.text_config.vocab_size,
         max_len=limits.max_model_len,
     )
 

@@ -31,17 +31,17 @@ from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.loading import dtype_note, load_model, read_config, resolve_dtype
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
 from hpu_duo.modeling.probe import DecoderLayer, probe
-from hpu_duo.modeling.rope import fix_frequencies, frequencies_note, served_len
+from hpu_duo.modeling.rope import frequencies_note, served_len
 from hpu_duo.modeling.row_fusion import fuse_rows
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
+from hpu_duo.startup.blueprint import Blueprint, fix_served_len
 from hpu_duo.startup.graph_memory import plan_with_graphs
-from hpu_duo.startup.heads import assign_heads, check_pattern, resolve_pattern, ring_slack
-from hpu_duo.startup.kernels import ChosenKernels, choose_kernels
-from hpu_duo.startup.memory import plan_memory
+from hpu_duo.startup.heads import check_pattern
+from hpu_duo.startup.kernels import choose_kernels
 from hpu_duo.startup.tables import StepTables
-from kernels_ref import HeadGroup, Implementation, LayerSpec, Softmax, rowwise
+from kernels_ref import Implementation, Softmax, rowwise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,55 +102,53 @@ def assemble_around(
     runtime = runtime_for(device, lazy)
     backend, policy = _backend(config, device, runtime), make_policy(config.scheduler.scheduling_policy)
     first_device = _first_device(device, runtime)
-    dtype = model.dtype
-    text_config = model.config.get_text_config()
-    max_len = served_len(text_config, config.scheduler.max_model_len)
-    fix_frequencies(model, max_len)
+    fix_served_len(model, config)
     layers = probe(model)
-    pattern = resolve_pattern(config.heads, layers, max_len, device)
-    heads = assign_heads(layers, pattern, max_len, ring_slack(config.scheduler))
-    budget = _budget(config, runtime, 0 if first_device == device else _weight_bytes(model))
     softmax = Softmax(config.model.softmax)
-    kernels = choose_kernels(config.model.attention, device, layers, dtype, softmax)
-    specs = [layer_spec(layer, each.groups, kernels) for layer, each in zip(layers, heads)]
-
-    def plan_of(graph_bytes: int) -> MemoryPlan:
-        sizes = (config.cache, config.scheduler, max_len, dtype)
-        return plan_memory(layers, heads, *sizes, budget=budget, graph_bytes=graph_bytes)
-
-    tables = StepTables(config, specs, text_config, max_len, backend, device, runtime.compiles_operators)
+    kernels = choose_kernels(config.model.attention, device, layers, model.dtype, softmax)
+    blueprint = Blueprint.draw(model, layers, config, device, kernels)
+    budget = _budget(config, runtime, 0 if first_device == device else _weight_bytes(model))
+    tables = blueprint.tables(backend, is_padding=runtime.compiles_operators)
     if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
         raise ValueError(
             "trim_chunks needs a table of buckets to trim to: expected graphs other than 'eager', or buckets"
         )
-    if config.graph.memory_bytes is None:
-        bound = budget.graph_bytes()
-        memory = plan_with_graphs(plan_of, lambda plan: min(bound, tables.graph_bytes(plan, dtype.itemsize)))
-    else:
-        memory = plan_of(config.graph.memory_bytes)
+    memory = _plan_memory(blueprint, budget, tables)
 
     permute_heads(
         [layer.attention for layer in layers],
-        [each.layout for each in heads],
+        [each.layout for each in blueprint.heads],
         [layer.call.head_dim for layer in layers],
     )
     if kernels.impl is Implementation.HPU:
         fused = fuse_modules(model, [layer.attention for layer in layers], device)
         _log.info("by fused operators: %s", ", ".join((*kernels.operators.names, *fused)))
     live = LiveRows()
-    _pack(config, model, layers, dtype, device, backend, live)
+    _pack(config, model, layers, model.dtype, device, backend, live)
     runtime.place(model)
-    store = KVStore(memory, dtype, device)
-    step_model = StepModel(model, layers, specs, store.layers, live)
+    store, step_model = blueprint.build(model, memory, live)
     executor = _make_executor(config, step_model, store, tables, runtime)
-    limits, vocab_size = tables.limits(memory), text_config.vocab_size
+    limits, vocab_size = tables.limits(memory), blueprint.text_config.vocab_size
     runner = Runner(executor, vocab_size, limits.max_model_len)
     scheduler = Scheduler(limits, _trimming(config, runner), policy)
     token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed)
-    engine.notes, engine.pattern = frequencies_note(text_config, max_len), pattern
-    _log.info("engine of %s: %s", type(model).__name__, Resolved.of(runner, scheduler, pattern))
+    engine.notes = frequencies_note(blueprint.text_config, blueprint.max_len)
+    engine.pattern = blueprint.pattern
+    _log.info("engine of %s: %s", type(model).__name__, Resolved.of(runner, scheduler, engine.pattern))
     return engine
+
+
+def _plan_memory(blueprint: Blueprint, budget: DeviceBudget, tables: StepTables) -> MemoryPlan:
+    """Plan the stores beside the memory of graphs, which is asked for or estimated."""
+    asked = blueprint.config.graph.memory_bytes
+    if asked is not None:
+        return blueprint.memory(budget, graph_bytes=asked)
+    bound, dtype_bytes = budget.graph_bytes(), blueprint.dtype.itemsize
+    return plan_with_graphs(
+        lambda graph_bytes: blueprint.memory(budget, graph_bytes=graph_bytes),
+        lambda plan: min(bound, tables.graph_bytes(plan, dtype_bytes)),
+    )
 
 
 def _trimming(config: EngineConfig, runner: Runner) -> Callable[[StepPlan], int] | None:
@@ -188,20 +186,6 @@ def _pack(
         before = plain_bytes(model)
         pack_linears(model, vector=vector, head=model.get_output_embeddings(), live=live)
         leave_files(model, before - plain_bytes(model))
-
-
-def layer_spec(layer: DecoderLayer, groups: tuple[HeadGroup, ...], kernels: ChosenKernels) -> LayerSpec:
-    """Return the kernels' description of a layer whose heads are in groups."""
-    return LayerSpec(
-        groups=groups,
-        group_size=layer.call.num_heads // layer.call.num_kv_heads,
-        head_dim=layer.call.head_dim,
-        scale=layer.call.scale,
-        softcap=layer.call.softcap,
-        impl=kernels.impl,
-        softmax=kernels.softmax,
-        operators=kernels.operators,
-    )
 
 
 def _make_executor(
