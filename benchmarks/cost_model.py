@@ -15,8 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpu_duo.cost import (
+    ERROR_FACTORS,
     FITTED,
+    PUBLISHED_LAYER_LAUNCHES,
     Efficiency,
+    Format,
     PublishedRow,
     fit,
     leave_one_model_out,
@@ -25,6 +28,8 @@ from hpu_duo.cost import (
     published_sources,
     relative_error,
     split_rows,
+    worst_factor,
+    worst_unseen,
 )
 
 AIM = 0.25
@@ -68,6 +73,13 @@ def report() -> str:
         "The last two tell how sure each constant is, and are not used. Link and launch are the least",
         "certain: few rows spend much time on either, and only two models ran on several devices.",
         "",
+        f"A layer of the published runs is taken to launch {PUBLISHED_LAYER_LAUNCHES} operators, as many as",
+        "a plain decode of the portable kernels.",
+        "",
+        "## Formats, and the width of ranges",
+        "",
+        *_format_lines(held_out),
+        "",
         "## A model that no fit has seen",
         "",
         "Each model's rows, predicted with a fit of all rows of the other models (median absolute error):",
@@ -96,6 +108,21 @@ def report() -> str:
     return "\n".join(lines)
 
 
+def _format_lines(held_out: Sequence[PublishedRow]) -> list[str]:
+    rows = published_rows()
+    num_fp8 = sum(row.format is Format.FP8 for row in rows)
+    fp8, bf16 = ERROR_FACTORS[Format.FP8], ERROR_FACTORS[Format.BF16]
+    return [
+        f"{num_fp8} of the {len(rows)} rows are of fp8, and the one of bf16 is in the fitted half, so that",
+        "no figure tests the format that is the default. Ranges of predictions are therefore wider in bf16:",
+        "",
+        "| format | factor either way, in use | from | computed |",
+        "| --- | ---: | --- | ---: |",
+        f"| fp8 | {fp8:.2f} | the worst held-out row | {worst_factor(held_out, FITTED):.2f} |",
+        f"| bf16 | {bf16:.2f} | the worst row of a model that no fit has seen | {worst_unseen(rows):.2f} |",
+    ]
+
+
 def _group_names(rows: Sequence[PublishedRow]) -> list[tuple[str, str]]:
     return sorted({(row.hardware.title, row.kind) for row in rows})
 
@@ -119,7 +146,7 @@ def _error_cells(rows: Sequence[PublishedRow]) -> tuple[str, str, str]:
 
 def _constants_line(name: str, efficiency: Efficiency) -> str:
     values = asdict(efficiency)
-    launch = values.pop("launch_s")
+    launch = values.pop("launch_s") * PUBLISHED_LAYER_LAUNCHES
     return f"| {name} | {' | '.join(f'{value:.3f}' for value in values.values())} | {launch * 1e6:.0f} µs |"
 
 

@@ -11,7 +11,7 @@ from hpu_duo.audit.lowering import LoweredGraph, lower_bucket
 from hpu_duo.audit.report import AuditReport, LayerRecipe, OperatorUse, StepAudit
 from hpu_duo.audit.structure import Structure, build_structure
 from hpu_duo.audit.tracer import StepTracer
-from hpu_duo.audit.work import Work, operator_work
+from hpu_duo.audit.work import OperatorWork, operator_work
 from hpu_duo.rules import Engine, NativeOperator, native_operators, native_sources
 
 __all__ = [
@@ -22,12 +22,12 @@ __all__ = [
     "LoweredGraph",
     "NativeOperator",
     "OperatorUse",
+    "OperatorWork",
     "Progress",
     "Severity",
     "StepAudit",
     "StepTracer",
     "Structure",
-    "Work",
     "audit",
     "audit_bucket",
     "build_structure",

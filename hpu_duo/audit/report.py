@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from bias_builders import Window
 from hpu_duo.audit.findings import Finding, FindingKey, Severity
 from hpu_duo.audit.tracer import Tally
-from hpu_duo.audit.work import Work
+from hpu_duo.audit.work import OperatorWork
+from hpu_duo.cost import Work
+from hpu_duo.cost.work import OPERATIONS_PER_SCORE
 from hpu_duo.rules import Engine, NativeOperator, native_operators
 from kernels_ref import HeadGroup, Rings
 
-_NO_WORK = Work()
+_NO_WORK = OperatorWork()
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class StepAudit:
     """
 
     name: str
-    work: Mapping[Engine, Work]
+    work: Mapping[Engine, OperatorWork]
     operators: Mapping[str, int]
     peak_transient_bytes: int
     input_bytes: int
@@ -50,7 +52,19 @@ class StepAudit:
             tuple(tally.findings.values()),
         )
 
-    def on(self, engine: Engine) -> Work:
+    @property
+    def total(self) -> Work:
+        """The work of all engines, as the cost model has it; weights and cache are among what is moved."""
+        engines = self.work.values()
+        scores = sum(each.num_scores for each in engines)
+        return Work(
+            bf16_ops=self.on(Engine.MATRIX).num_operations,
+            vector_ops=self.on(Engine.VECTOR).num_operations + OPERATIONS_PER_SCORE * scores,
+            moved_bytes=sum(each.num_bytes for each in engines),
+            num_launches=sum(each.num_launches for each in engines),
+        )
+
+    def on(self, engine: Engine) -> OperatorWork:
         """The work of one engine."""
         return self.work.get(engine, _NO_WORK)
 

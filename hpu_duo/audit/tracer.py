@@ -14,17 +14,17 @@ import torch
 from hpu_duo.audit.fake_tensors import DispatchMode, memory_key, tree_leaves, tree_map_only
 from hpu_duo.audit.findings import Finding, FindingKey
 from hpu_duo.audit.trace_checks import TraceChecks
-from hpu_duo.audit.work import Work, operator_work
+from hpu_duo.audit.work import OperatorWork, operator_work
 from hpu_duo.rules import Engine, Operator, OpOverload, base_name, describe
 
-_NO_WORK = Work()
+_NO_WORK = OperatorWork()
 
 
 @dataclass
 class Tally:
     """Counts: work by engine, calls by operator (without overload), and findings."""
 
-    work: dict[Engine, Work] = field(default_factory=dict)
+    work: dict[Engine, OperatorWork] = field(default_factory=dict)
     operators: Counter[str] = field(default_factory=Counter)
     findings: dict[FindingKey, Finding] = field(default_factory=dict)
 

@@ -22,31 +22,34 @@ _OVERWRITES = frozenset({"fill_", "zero_"})
 
 
 @dataclass(frozen=True)
-class Work:
-    """Work of a device.
+class OperatorWork:
+    """Work of one engine of a device; ``hpu_duo.cost.Work`` is that of all of them.
 
     Attributes:
         num_launches: operator calls; fusion makes fewer kernels of them.
         num_operations: for the matrix engine two for each product that is summed; for the vector engine one
             for each element of the largest tensor, whatever is computed with it; 0 for moving data.
         num_bytes: read and written, each operand and result once, as if nothing were fused.
+        num_scores: attention scores that an operator makes and keeps to itself.
     """
 
     num_launches: int = 0
     num_operations: int = 0
     num_bytes: int = 0
+    num_scores: int = 0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: OperatorWork) -> OperatorWork:
+        return OperatorWork(
             self.num_launches + other.num_launches,
             self.num_operations + other.num_operations,
             self.num_bytes + other.num_bytes,
+            self.num_scores + other.num_scores,
         )
 
 
 def operator_work(
     name: str, engine: Engine, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
-) -> Work:
+) -> OperatorWork:
     """The work of one call.
 
     Args:
@@ -64,7 +67,8 @@ def operator_work(
         read = 0
     else:
         read = sum(map(moved_bytes, operands))
-    return Work(1, _num_operations(name, engine, operands, results), read + written)
+    num_scores = _num_scores(operands, results) if name == _ATTENTION else 0
+    return OperatorWork(1, _num_operations(name, engine, operands, results), read + written, num_scores)
 
 
 def moved_bytes(tensor: torch.Tensor) -> int:
@@ -72,11 +76,16 @@ def moved_bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
+def _num_scores(operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:
+    num_keys, head_dim = operands[1].shape[-2:]
+    return results[0].numel() // head_dim * num_keys
+
+
 def _num_operations(
     name: str, engine: Engine, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> int:
     if name == _ATTENTION:
-        return 4 * results[0].numel() * operands[1].shape[-2]
+        return 4 * _num_scores(operands, results) * operands[1].shape[-1]
     if engine is Engine.MATRIX:
         # The product's last operand is [..., k, n], in all but convolutions, where it is [out, k, ...].
         inner = operands[1][0].numel() if "convolution" in name else operands[-1].shape[-2]

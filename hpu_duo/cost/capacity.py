@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphs import StepCost, StepLimits
+from graphs import BatchShape, Phase, StepCost, StepLimits
 from graphs.planner import GraphBudget
 from hpu_duo.cost.deployment import Deployment, Serving
 from hpu_duo.cost.hardware import Format
 from hpu_duo.cost.model import ModelSize
+from hpu_duo.cost.warm_up import WarmUp
 from hpu_duo.kv.plan import widest_row
 from hpu_duo.limit_config import SchedulerConfig
 
-SECONDS_PER_GRAPH = (0.7, 14.0)
-"""Seconds of warm-up of one graph with one kind of layer: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
-documentation of vllm-gaudi) to 14 s each for 126 (vllm-gaudi, pull request 1160)."""
+SMALLEST_DECODE = BatchShape(Phase(unique=True), 1, 0, 1, 1)
+"""The step with fewest operators among those with context."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class CapacityPoint:
         tokens_per_s: predicted for all running requests together while decoding; None when none fits.
         tokens_per_s_alone: predicted for a single request; None when none fits.
         first_token_s: predicted to compute a prompt of that length, alone and in chunks; None when none fits.
+        tokens_per_s_range, tokens_per_s_alone_range, first_token_s_range: bounds of each, see ``Prediction``.
     """
 
     context: int
@@ -39,36 +40,9 @@ class CapacityPoint:
     tokens_per_s: float | None
     tokens_per_s_alone: float | None
     first_token_s: float | None
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """Graphs to capture, and their seconds at published rates.
-
-    Attributes:
-        num_graphs: buckets of the table, or the most that one may have.
-        num_layer_kinds: kinds of layers, each of which is compiled for every bucket.
-        low_s, high_s: seconds of the warm-up.
-        is_bound: whether the table has not been planned, so that ``num_graphs`` is its budget.
-    """
-
-    num_graphs: int
-    num_layer_kinds: int
-    low_s: float
-    high_s: float
-    is_bound: bool
-
-    @classmethod
-    def of(cls, num_graphs: int, num_layer_kinds: int, *, is_bound: bool) -> WarmUp:
-        """Estimate the seconds of ``num_graphs`` graphs."""
-        low, high = SECONDS_PER_GRAPH
-        num_recipes = num_graphs * num_layer_kinds
-        return cls(num_graphs, num_layer_kinds, num_recipes * low, num_recipes * high, is_bound)
-
-    @property
-    def num_recipes(self) -> int:
-        """Number of compilations."""
-        return self.num_graphs * self.num_layer_kinds
+    tokens_per_s_range: tuple[float, float] | None = None
+    tokens_per_s_alone_range: tuple[float, float] | None = None
+    first_token_s_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +55,8 @@ class Capacity:
         num_promoted: further retrieval heads, so that layers are of few kinds.
         points: one for each context, in the order asked for.
         warm_up: of a table for the longest of these contexts; None when not one request of it fits.
+        not_served: what of it the engine of this version cannot run, so that it is priced only.
+        error_factor: the most that predicted speeds are off by, either way; it is in their ranges.
     """
 
     sparsity: float
@@ -88,6 +64,8 @@ class Capacity:
     num_promoted: int
     points: tuple[CapacityPoint, ...]
     warm_up: WarmUp | None
+    not_served: tuple[str, ...] = ()
+    error_factor: float = 1.0
 
     def describe(self) -> str:
         """Describe the choice in words."""
@@ -121,21 +99,28 @@ def capacity(
         raise ValueError(f"expected contexts of 1 token or more, got {list(contexts)}")
     deployment = Deployment(model, serving, sparsity, kv_format, max(contexts))
     points = tuple(_point(deployment, context) for context in contexts)
-    return Capacity(sparsity, kv_format, deployment.num_promoted, points, _warm_up(deployment, num_graphs))
+    return Capacity(
+        sparsity,
+        kv_format,
+        deployment.num_promoted,
+        points,
+        _warm_up(deployment, num_graphs),
+        deployment.not_served,
+        deployment.error_factor,
+    )
 
 
 def _point(deployment: Deployment, context: int) -> CapacityPoint:
     fits = deployment.count_requests(context)
     running = min(fits, deployment.serving.max_num_seqs)
-    return CapacityPoint(
-        context=context,
-        num_requests=fits,
-        bytes_per_request=deployment.plan(1, 1).bytes_per_request(context),
-        num_running=running,
-        tokens_per_s=deployment.decode_tokens_per_s(running, context) if fits else None,
-        tokens_per_s_alone=deployment.decode_tokens_per_s(1, context) if fits else None,
-        first_token_s=deployment.first_token_s(context) if fits else None,
-    )
+    sizes = context, fits, deployment.plan(1, 1).bytes_per_request(context), running
+    if not fits:
+        return CapacityPoint(*sizes, None, None, None)
+    together = deployment.decode_tokens_per_s(running, context)
+    alone = deployment.decode_tokens_per_s(1, context)
+    first = deployment.first_token_s(context)
+    values = together.value, alone.value, first.value
+    return CapacityPoint(*sizes, *values, together.range, alone.range, first.range)
 
 
 def step_limits(deployment: Deployment, max_chunk_rows: int = SchedulerConfig.max_chunk_rows) -> StepLimits:
@@ -188,4 +173,11 @@ def _warm_up(deployment: Deployment, num_graphs: int) -> WarmUp | None:
     if deployment.count_requests(deployment.max_len) < 1:
         return None
     # A planned table may be smaller: nothing is gained by buckets that no step would use.
-    return WarmUp.of(GraphBudget(num_graphs).most_graphs, deployment.num_layer_kinds, is_bound=True)
+    largest = step_limits(deployment).largest
+    work = deployment.engine_work
+    return WarmUp.within(
+        GraphBudget(num_graphs).most_graphs,
+        deployment.num_layer_kinds,
+        work.layer_launches(SMALLEST_DECODE),
+        work.layer_launches(largest),
+    )

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from graphs import BatchShape, Phase
 from hpu_duo.budget import GRAPH_MEMORY_SHARE, DeviceBudget, check_utilization
-from hpu_duo.cost.fitted import FITTED
+from hpu_duo.cost.engine_work import EngineWork
+from hpu_duo.cost.fitted import ERROR_FACTORS
 from hpu_duo.cost.hardware import Format, Hardware
+from hpu_duo.cost.kernels import kernels_of
 from hpu_duo.cost.model import ModelSize
-from hpu_duo.cost.roofline import Seconds, predict_seconds
-from hpu_duo.cost.work import Formats, Step, step_work
+from hpu_duo.cost.prediction import Prediction
+from hpu_duo.cost.work import Formats, Step
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.limit_config import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig
+from kernels_ref import Implementation
 
 _GIB = 1 << 30
 
@@ -35,6 +39,7 @@ class Serving:
         sink, recent: tokens that streaming heads keep.
         pattern: scores by which heads stream; None spreads them evenly over the layers.
         max_layer_kinds: see ``HeadConfig``; None is no bound.
+        attention: kernels, ``hpu`` on the fused operators of Gaudi's software or ``reference``.
     """
 
     hardware: Hardware
@@ -49,6 +54,7 @@ class Serving:
     recent: int = 256
     pattern: HeadPattern | None = None
     max_layer_kinds: int | None = HPU_LAYER_KINDS
+    attention: str = Implementation.HPU.value
 
     def __post_init__(self) -> None:
         self.hardware.check_devices(self.num_devices)
@@ -58,6 +64,14 @@ class Serving:
         check_utilization(self.device_memory_utilization)
         if not 0.0 <= self.graph_memory < 1.0:
             raise ValueError(f"expected graph_memory in [0, 1), got {self.graph_memory}")
+        kernels_of(self.attention)
+
+    @property
+    def not_served(self) -> tuple[str, ...]:
+        """Names of what is priced and cannot be run by the engine of this version."""
+        devices = [f"{self.num_devices} devices"] if self.num_devices > 1 else []
+        weights = [f"{self.weights.value} weights"] if self.weights is not Format.BF16 else []
+        return (*devices, *weights)
 
     def kv_budget_bytes(self, model: ModelSize) -> int:
         """Bytes for the KV cache on all devices together.
@@ -124,6 +138,14 @@ class Deployment:
         return self.model.num_kinds(self.kv_layers)
 
     @property
+    def not_served(self) -> tuple[str, ...]:
+        """Names of what is priced and cannot be run by the engine of this version."""
+        served = self.serving.not_served
+        return (
+            served if self.kv_format is Format.BF16 else (*served, f"{self.kv_format.value} keys and values")
+        )
+
+    @property
     def num_promoted(self) -> int:
         """Retrieval heads that would stream by the share alone."""
         return sum(self._counts) - sum(self._cut)
@@ -162,18 +184,51 @@ class Deployment:
         rows = (num_rows + 1) * one.row_bytes + one.scratch_bytes
         return max(0, (self.kv_bytes - rows) // one.block_bytes - 1)
 
-    def step_seconds(self, step: Step) -> Seconds:
-        """Predicted time of a step."""
-        formats = Formats(self.serving.weights, self.kv_format)
-        work = step_work(self.model, self.kv_layers, formats, step)
-        return predict_seconds(work, self.serving.hardware, self.serving.num_devices, FITTED)
+    @cached_property
+    def engine_work(self) -> EngineWork:
+        """The work of every bucket."""
+        serving = self.serving
+        return EngineWork(
+            self.model,
+            self.kv_layers,
+            Formats(serving.weights, self.kv_format),
+            kernels_of(serving.attention),
+            serving.block_size,
+            num_devices=serving.num_devices,
+        )
 
-    def decode_tokens_per_s(self, num_requests: int, context: int) -> float:
+    def bucket_seconds(self, bucket: BatchShape) -> Prediction:
+        """Predicted seconds of a step in ``bucket``."""
+        serving = self.serving
+        return Prediction.of(
+            self.engine_work.of(bucket), serving.hardware, serving.num_devices, self.error_factor
+        )
+
+    @property
+    def error_factor(self) -> float:
+        """The most that a prediction is off by, either way; see ``hpu_duo.cost.fitted``."""
+        return max(ERROR_FACTORS[self.serving.weights], ERROR_FACTORS[self.kv_format])
+
+    def shape_of(self, step: Step) -> BatchShape:
+        """The exact shape of a step: decodes, or chunks of prompts that share no block."""
+        size, rows, uses_blocks = self.serving.block_size, step.num_rows, self.plan(1, 1).uses_blocks
+        if step.new_tokens == 1 and step.context:
+            whole = rows * ((step.context + 1) // size) if uses_blocks else 0
+            return BatchShape(Phase(unique=True), rows, 0, whole, rows)
+        num_blocks = rows * -(-step.context // size) if uses_blocks else 0
+        phase = Phase(causal=True, shared=step.context > 0)
+        return BatchShape(phase, step.num_tokens, num_blocks, 0, rows)
+
+    def step_seconds(self, step: Step) -> Prediction:
+        """Predicted seconds of a step at its exact shape."""
+        return self.bucket_seconds(self.shape_of(step))
+
+    def decode_tokens_per_s(self, num_requests: int, context: int) -> Prediction:
         """Predicted tokens per second of all requests, each of ``context`` tokens with the new one."""
-        return num_requests / self.step_seconds(Step(num_requests, context - 1)).total
+        return self.step_seconds(Step(num_requests, context - 1)).rate(num_requests)
 
-    def first_token_s(self, num_tokens: int) -> float:
+    def first_token_s(self, num_tokens: int) -> Prediction:
         """Predicted seconds to compute one prompt, alone, in chunks of ``max_num_batched_tokens``."""
         size = self.serving.max_num_batched_tokens
-        chunks = (Step(1, start, min(size, num_tokens - start)) for start in range(0, num_tokens, size))
-        return sum(self.step_seconds(chunk).total for chunk in chunks)
+        steps = (Step(1, start, min(size, num_tokens - start)) for start in range(0, num_tokens, size))
+        return Prediction.total(map(self.step_seconds, steps))

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from hpu_duo.cost.published import PublishedRow
 from hpu_duo.cost.roofline import Efficiency, predict_seconds, roof_seconds
 
-_START = Efficiency(compute=0.5, memory=0.5, link=0.5, launch_s=20e-6)
-_CEILING = Efficiency(compute=1.0, memory=1.0, link=1.0, launch_s=1e-3)
-_FLOOR = Efficiency(compute=0.01, memory=0.01, link=0.01, launch_s=1e-9)
+_START = Efficiency(compute=0.5, memory=0.5, link=0.5, launch_s=0.2e-6)
+_CEILING = Efficiency(compute=1.0, memory=1.0, link=1.0, launch_s=1e-5)
+_FLOOR = Efficiency(compute=0.01, memory=0.01, link=0.01, launch_s=1e-11)
 _KNEE = 0.1
 """Errors of a logarithm beyond this value count linearly, smaller ones by their square."""
 _SMALLEST_STEP = 1e-5
@@ -59,7 +59,7 @@ def fit(rows: Sequence[PublishedRow]) -> Efficiency:
 
 
 def _slowdown(point: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds per second at the roof of compute, memory and link, and seconds of a launch."""
+    """Seconds per second at the roof of compute, memory and link, and seconds of an operator."""
     return np.exp(point * np.array([-1.0, -1.0, -1.0, 1.0]))
 
 
@@ -86,6 +86,21 @@ def leave_one_model_out(rows: Sequence[PublishedRow]) -> dict[str, float]:
         efficiency = fit([row for row in rows if row.model.name != name])
         errors[name] = median_error([row for row in rows if row.model.name == name], efficiency)
     return errors
+
+
+def worst_factor(rows: Sequence[PublishedRow], efficiency: Efficiency) -> float:
+    """The most that a prediction of these rows is too high or too low by, as a factor of 1 or more."""
+    errors = (1.0 + relative_error(row, efficiency) for row in rows)
+    return max((max(error, 1.0 / error) for error in errors), default=1.0)
+
+
+def worst_unseen(rows: Sequence[PublishedRow]) -> float:
+    """``worst_factor`` over all rows, each predicted by a fit of the rows of other models."""
+    factors = [1.0]
+    for name in sorted({row.model.name for row in rows}):
+        efficiency = fit([row for row in rows if row.model.name != name])
+        factors.append(worst_factor([row for row in rows if row.model.name == name], efficiency))
+    return max(factors)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,7 +16,7 @@ class Efficiency:
         compute: share of matrix and vector operations, 0 to 1.
         memory: share of memory bandwidth, 0 to 1.
         link: share of the links between devices, 0 to 1.
-        launch_s: further seconds of each layer of a step, whatever its size.
+        launch_s: further seconds of each operator, whatever its size.
     """
 
     compute: float
@@ -48,7 +48,7 @@ class Seconds:
 
 
 def roof_seconds(work: Work, hardware: Hardware, num_devices: int) -> Seconds:
-    """Time at full efficiency; ``launch`` is the number of layer calls, to be multiplied by seconds.
+    """Time at full efficiency; ``launch`` is the number of operators, to be multiplied by seconds.
 
     Devices share operations and bytes evenly. An all-reduce sends ``2 * (n - 1) / n`` of the bytes from
     each device over its ``n - 1`` links.
@@ -59,13 +59,13 @@ def roof_seconds(work: Work, hardware: Hardware, num_devices: int) -> Seconds:
     hardware.check_devices(num_devices)
     matrix = work.bf16_ops / hardware.reached_bf16 + work.fp8_ops / hardware.reached_fp8
     vector = work.vector_ops / hardware.vector_ops
-    memory = (work.weight_bytes + work.kv_bytes) / hardware.memory_bytes_per_s
+    memory = work.num_bytes / hardware.memory_bytes_per_s
     link = 0.0 if num_devices == 1 else 2.0 * work.reduced_bytes / hardware.pair_bytes_per_s
     return Seconds(
         compute=(matrix + vector) / num_devices,
         memory=memory / num_devices,
         link=link / num_devices,
-        launch=work.num_layer_calls,
+        launch=work.num_launches,
     )
 
 

@@ -1,19 +1,20 @@
-"""Bytes and operations of a step."""
+"""Work of a step, computed and moved: the one noun of capacity, audit, plans and estimates of warm-ups."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from hpu_duo.cost.hardware import Format
+from hpu_duo.cost.kernel_work import PUBLISHED_LAYER_LAUNCHES
 from hpu_duo.cost.model import ModelSize
 from hpu_duo.kv.plan import LayerKV
 
 OPERATIONS_PER_SCORE = 15.0
 """Vector operations of one attention score: scale, mask, maximum, exponential, sum. An estimate, 10 to 20."""
 
-_ALL_REDUCES_PER_LAYER = 2
-_ACTIVATION_BYTES = 2
+ALL_REDUCES_PER_LAYER = 2
+ACTIVATION_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,11 @@ class Work:
         bf16_ops, fp8_ops: matrix operations by format.
         vector_ops: operations of the vector engine on attention scores.
         weight_bytes: weights read.
-        kv_bytes: keys and values read.
+        kv_bytes: keys and values read where they lie.
+        moved_bytes: other operands and results of operators, as if nothing were fused; 0 where a figure is
+            of software that fuses, whose constants absorb what it moves.
         reduced_bytes: activations that devices sum among each other, if there are several.
-        num_layer_calls: runs of decoder layers, each of which is launched.
+        num_launches: operators that are launched, on each device.
     """
 
     bf16_ops: float = 0.0
@@ -34,8 +37,24 @@ class Work:
     vector_ops: float = 0.0
     weight_bytes: float = 0.0
     kv_bytes: float = 0.0
+    moved_bytes: float = 0.0
     reduced_bytes: float = 0.0
-    num_layer_calls: float = 0.0
+    num_launches: float = 0.0
+
+    @property
+    def matrix_ops(self) -> float:
+        """Matrix operations of both formats."""
+        return self.bf16_ops + self.fp8_ops
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of device memory in all."""
+        return self.weight_bytes + self.kv_bytes + self.moved_bytes
+
+    @property
+    def fused(self) -> Work:
+        """The same if everything between products were fused, so that only weights and cache are moved."""
+        return replace(self, moved_bytes=0.0)
 
     def __add__(self, other: Work) -> Work:
         names = (field.name for field in fields(self))
@@ -91,7 +110,9 @@ class Formats:
 
 
 def step_work(model: ModelSize, kv_layers: tuple[LayerKV, ...], formats: Formats, step: Step) -> Work:
-    """The work of one step; one row of logits is computed for each request.
+    """The work of one step of software that fuses; one row of logits is computed for each request.
+
+    It is what published runs are compared by; ``EngineWork`` counts the engine's own steps.
 
     Attention is multiplied in the format of keys and values, the output head in bf16.
 
@@ -124,10 +145,10 @@ def step_work(model: ModelSize, kv_layers: tuple[LayerKV, ...], formats: Formats
         vector_ops=scores * OPERATIONS_PER_SCORE,
         weight_bytes=weights + model.head_params * Format.BF16.num_bytes,
         kv_bytes=kv_bytes,
-        reduced_bytes=_ALL_REDUCES_PER_LAYER
+        reduced_bytes=ALL_REDUCES_PER_LAYER
         * len(model.layers)
         * tokens
         * model.hidden_size
-        * _ACTIVATION_BYTES,
-        num_layer_calls=len(model.layers),
+        * ACTIVATION_BYTES,
+        num_launches=len(model.layers) * PUBLISHED_LAYER_LAUNCHES,
     )

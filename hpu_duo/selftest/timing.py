@@ -7,12 +7,23 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from graphs import BatchShape, StepLimits
-from hpu_duo.cost import FITTED, Formats, ModelSize, Step, find_hardware, predict_seconds, step_work
+from graphs import BatchShape
+from hpu_duo.cost import (
+    ERROR_FACTORS,
+    FUSED,
+    PORTABLE,
+    EngineWork,
+    Format,
+    ModelSize,
+    Prediction,
+    find_hardware,
+)
 from hpu_duo.cost.measured import MeasuredRow
 from hpu_duo.cost.read_model import read_model
+from hpu_duo.kv.plan import LayerKV
 from hpu_duo.selftest.finding import Notes
 from hpu_duo.selftest.subject import SIMULATED, Subject
+from kernels_ref import Implementation
 
 if TYPE_CHECKING:
     from hpu_duo.llm import HPUDuoModel
@@ -56,22 +67,40 @@ def time_steps(subject: Subject, notes: Notes) -> None:
     model = HPUDuoModel.from_pretrained(subject.model, device=subject.device, dtype="bfloat16", **options)
     size = read_model(subject.model)
     runner = model.engine.runner
-    limits = model.engine.scheduler.limits
+    work = _work_of(model, size)
     for bucket in _spread(runner.graphs.table.by_cost or (runner.executor.largest,), effort.num_buckets):
         notes.begin(f"bucket {bucket}")
         seconds = _replay_seconds(model, bucket, effort.num_repeats)
-        predicted = _prediction(subject, size, bucket, limits)
+        predicted = _prediction(subject, work, bucket)
         detail = f"{seconds * 1e3:.2f} ms"
         if predicted is not None:
-            detail += f"; predicted {predicted * 1e3:.2f} ms, {seconds / predicted:.2f} times"
-        notes.fact(str(bucket), detail, seconds=seconds, predicted_s=predicted)
+            low, high = predicted.range
+            detail += f"; predicted {predicted.value * 1e3:.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f})"
+            detail += f", {seconds / predicted.value:.2f} times"
+        value = None if predicted is None else predicted.value
+        notes.fact(str(bucket), detail, seconds=seconds, predicted_s=value)
     if size.experts.num_params:
         notes.fact("throughput", "not measured: rows of the cost model are of dense models")
         return
     notes.begin("a batch of equal requests")
     row = _throughput_row(subject, model, effort)
-    work = f"{row.batch} requests of {row.input_len} + {row.output_len} tokens"
-    notes.fact("throughput", f"{row.tokens_per_s:.0f} output tokens/s: {work}", **{ROW: row.as_json()})
+    batch = f"{row.batch} requests of {row.input_len} + {row.output_len} tokens"
+    notes.fact("throughput", f"{row.tokens_per_s:.0f} output tokens/s: {batch}", **{ROW: row.as_json()})
+
+
+def _work_of(model: HPUDuoModel, size: ModelSize) -> EngineWork:
+    """The work of the engine's steps, by the kernels it has chosen."""
+    engine = model.engine
+    limits, step_model = engine.scheduler.limits, engine.runner.model
+    fused = step_model.specs[0].impl is Implementation.HPU
+    return EngineWork(
+        size,
+        tuple(LayerKV(spec.groups, spec.head_dim) for spec in step_model.specs),
+        kernels=FUSED if fused else PORTABLE,
+        block_size=limits.block_size,
+        max_chunk_rows=limits.max_chunk_rows,
+        decode_len=limits.decode_len,
+    )
 
 
 def _spread(buckets: tuple[BatchShape, ...], num: int) -> list[BatchShape]:
@@ -99,16 +128,10 @@ def _timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def _prediction(subject: Subject, size: ModelSize, bucket: BatchShape, limits: StepLimits) -> float | None:
+def _prediction(subject: Subject, work: EngineWork, bucket: BatchShape) -> Prediction | None:
     if subject.hardware is None:
         return None
-    num_blocks = bucket.num_shared_blocks + bucket.num_unique_blocks
-    rows = bucket.num_logits if not bucket.phase.causal else 1
-    new_tokens = max(1, bucket.query_len // rows)
-    step = Step(rows, num_blocks * limits.block_size // rows, new_tokens)
-    kv_layers = size.kv_layers(0.0, 0, 1, limits.max_model_len)
-    work = step_work(size, kv_layers, Formats(), step)
-    return predict_seconds(work, find_hardware(subject.hardware), 1, FITTED).total
+    return Prediction.of(work.of(bucket), find_hardware(subject.hardware), 1, ERROR_FACTORS[Format.BF16])
 
 
 def _throughput_row(subject: Subject, model: HPUDuoModel, effort: _Effort) -> MeasuredRow:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from graphs import BatchShape
 from graphs.manifest import Manifest
+from hpu_duo.cost.attention_counts import GroupSizes
+from hpu_duo.cost.engine_work import mean_launches
+from hpu_duo.cost.kernel_work import PUBLISHED_LAYER_LAUNCHES
+from hpu_duo.cost.kernels import FUSED, PORTABLE
+from hpu_duo.cost.warm_up import SECONDS_PER_GRAPH, TRACE_S_PER_OPERATOR, graph_scale
+from hpu_duo.cost.warm_up import UNKNOWN as UNKNOWN_SECONDS
+from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.engine import Engine
 from hpu_duo.startup.graph_memory import KEPT, GraphMemory, Kept
 from hpu_duo.startup.graph_memory import UNKNOWN as UNKNOWN_KEPT
 from hpu_duo.startup.sizes import StepSizes
+from kernels_ref import Implementation, LayerSpec
 
 _GIB = 1 << 30
 
@@ -24,12 +33,19 @@ class Prior:
         low_s, high_s: seconds of one graph, or of one kind of layer in it where ``kept.is_per_kind``.
         kept: memory that it keeps.
         source: origin of the seconds.
+        num_operators: operators of such a unit; larger ones take proportionally longer. None: the number is
+            not known to matter.
+        trace_s: further seconds of each operator, in which torch traces it.
+        unknown: what of the seconds nobody has measured; empty where that is nothing.
     """
 
     low_s: float
     high_s: float
     kept: Kept
     source: str
+    num_operators: float | None = None
+    trace_s: float = 0.0
+    unknown: str = ""
 
     @property
     def code_bytes(self) -> int:
@@ -42,14 +58,31 @@ _GAUDI = (
     "models of 8 billion parameters and more"
 )
 
+_PUBLISHED_LAYERS = 32
+"""Layers of the models of the published seconds."""
+
 PRIORS = {
     "eager": Prior(0.0, 0.5, KEPT["eager"], "nothing is captured; a step of padding runs"),
     "replay": Prior(0.0, 0.5, KEPT["replay"], "nothing is compiled; a step of padding runs"),
     "compile": Prior(2.0, 20.0, KEPT["compile"], "runs of small Llamas on two CPU cores"),
     "cuda": Prior(0.05, 2.0, KEPT["cuda"], "a few eager steps and a recording; graphs share a pool"),
     "hpu-sim": Prior(0.01, 1.0, KEPT["hpu-sim"], "a step of padding runs on the host"),
-    "hpu-compile": Prior(0.7, 14.0, KEPT["hpu-compile"], _GAUDI),
-    "hpu-graph": Prior(0.7, 14.0, KEPT["hpu-graph"], _GAUDI),
+    "hpu-compile": Prior(
+        *SECONDS_PER_GRAPH,
+        KEPT["hpu-compile"],
+        _GAUDI,
+        PUBLISHED_LAYER_LAUNCHES,
+        TRACE_S_PER_OPERATOR,
+        UNKNOWN_SECONDS,
+    ),
+    # Lazy graphs hold whole steps and are not traced by torch's compiler.
+    "hpu-graph": Prior(
+        *SECONDS_PER_GRAPH,
+        KEPT["hpu-graph"],
+        _GAUDI,
+        _PUBLISHED_LAYERS * PUBLISHED_LAYER_LAUNCHES,
+        unknown=UNKNOWN_SECONDS,
+    ),
 }
 """Priors by the name of the capture backend."""
 
@@ -80,12 +113,14 @@ class Estimate:
         other_s: seconds for the work of steps around their graphs, low and high.
         transient_bytes: peak size of the intermediates of one step.
         source: origin of the seconds of graphs that have not been measured.
+        unknown: what of these seconds nobody has measured; empty where that is nothing.
     """
 
     graphs: tuple[GraphEstimate, ...]
     other_s: tuple[float, float]
     transient_bytes: int
     source: str
+    unknown: str = ""
 
     @property
     def low_s(self) -> float:
@@ -170,12 +205,14 @@ class GraphCosts:
         num_units: factor of the prior's figures: the kinds of layers, where each is captured on its own.
         sizes: sizes of a step.
         max_captured_tokens: longer buckets are run and not captured, so they keep nothing; None = no limit.
+        operators: operators of one unit in a bucket; None where their number is not known to matter.
     """
 
     prior: Prior
     num_units: int
     sizes: StepSizes
     max_captured_tokens: int | None = None
+    operators: Callable[[BatchShape], float] | None = None
 
     @classmethod
     def of(cls, engine: Engine) -> GraphCosts:
@@ -188,12 +225,20 @@ class GraphCosts:
         sizes = StepSizes.of(
             model.specs, config, geometry.block_size, dtype.itemsize, decode_len=geometry.decode_len
         )
-        return cls(prior, num_units, sizes, graphs.max_captured_tokens)
+        operators = None
+        if prior.num_operators is not None:
+            layers = 1 if prior.kept.is_per_kind else len(model.specs)
+            operators = partial(_operators, model.specs, geometry, layers)
+        return cls(prior, num_units, sizes, graphs.max_captured_tokens, operators)
 
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Seconds of one graph, low and high."""
-        return self.prior.low_s * self.num_units, self.prior.high_s * self.num_units
+    def seconds(self, shape: BatchShape) -> tuple[float, float]:
+        """Seconds of the graph of a bucket, low and high."""
+        scale, trace_s = 1.0, 0.0
+        if self.operators is not None and self.prior.num_operators is not None:
+            num = self.operators(shape)
+            scale, trace_s = graph_scale(num, self.prior.num_operators), num * self.prior.trace_s
+        low, high = self.prior.low_s, self.prior.high_s
+        return self.num_units * (low * scale + trace_s), self.num_units * (high * scale + trace_s)
 
     def kept_bytes(self, shape: BatchShape) -> int:
         """Bytes that the graph of a bucket keeps: code, results, and working memory of its own."""
@@ -215,9 +260,10 @@ def estimate_of(
     """
     records = earlier.graphs if earlier is not None else ()
     seen = [record.seconds for record in records if record.seconds is not None]
-    low, high = (sum(seen) / len(seen), max(seen)) if seen else costs.seconds
+    of_seen = (sum(seen) / len(seen), max(seen)) if seen else None
 
     def one(shape: BatchShape) -> GraphEstimate:
+        low, high = of_seen or costs.seconds(shape)
         kept = costs.kept_bytes(shape)
         record = earlier.record_of(shape) if earlier is not None else None
         if record is None or record.seconds is None:
@@ -230,4 +276,28 @@ def estimate_of(
         (ROUTE_S[0] * num_routes, ROUTE_S[1] * num_routes),
         max(map(costs.sizes.transient_bytes, buckets), default=0),
         "other graphs of the manifest" if seen else costs.prior.source,
+        "" if seen else costs.prior.unknown,
     )
+
+
+def _operators(
+    specs: Sequence[LayerSpec], geometry: StepGeometry, num_layers: int, bucket: BatchShape
+) -> float:
+    """Operators of ``num_layers`` layers in a bucket, the mean of those that differ."""
+    is_fused = specs[0].impl is Implementation.HPU
+    layers = [
+        [
+            GroupSizes(
+                group,
+                spec.group_size,
+                spec.head_dim,
+                geometry.block_size,
+                geometry.max_chunk_rows,
+                geometry.decode_len,
+                is_fused,
+            )
+            for group in spec.groups
+        ]
+        for spec in set(specs)
+    ]
+    return num_layers * mean_launches(FUSED if is_fused else PORTABLE, layers, bucket)

@@ -37,10 +37,11 @@ def plan_within(
     budget = budget or WarmUpBudget()
     runner, limits, costs = engine.runner, engine.scheduler.limits, GraphCosts.of(engine)
     text_config = runner.model.model.config.get_text_config()
+    longest_s = costs.seconds(limits.largest)[1]
     within = GraphBudget(
         num_graphs if budget.max_graphs is None else min(num_graphs, budget.max_graphs),
         seconds=budget.max_seconds,
-        seconds_per_graph=None if budget.max_seconds is None else max(_LEAST_S, costs.seconds[1]),
+        seconds_per_graph=None if budget.max_seconds is None else max(_LEAST_S, longest_s),
         memory_bytes=_for_graphs(budget, costs.sizes.transient_bytes(limits.largest)),
         bytes_of=None if budget.max_gib is None else costs.kept_bytes,
     )

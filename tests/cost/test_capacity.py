@@ -6,20 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bias_builders import Window
 from hpu_duo.cost import (
     GAUDI2,
     GAUDI3,
+    PUBLISHED_LAYER_LAUNCHES,
     SECONDS_PER_GRAPH,
     Capacity,
     Deployment,
     Format,
     ModelSize,
     Serving,
+    Step,
+    WarmUp,
+    busiest_rank,
     capacity,
+    graph_scale,
 )
+from hpu_duo.cost import TRACE_S_PER_OPERATOR as PER_NODE
 from hpu_duo.cost.published import dense_model
 from hpu_duo.heads import CountRule, HeadPattern, fewest_promotions
-from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.plan import LayerKV, MemoryPlan, head_groups
 from tests.cost.sizes import models, tiny
 
 LLAMA_2_7B = dense_model(
@@ -96,14 +103,37 @@ def test_longer_contexts_never_fit_more_requests(deployment: Deployment, context
     assert deployment.count_requests(context + more) <= deployment.count_requests(context)
 
 
-@given(deployments(), st.integers(1, 200), st.integers(1, 40_000), st.integers(1, 200))
-def test_more_requests_give_more_tokens_per_second_and_longer_prompts_take_longer(
-    deployment: Deployment, num_requests: int, context: int, more: int
+@given(deployments(), st.integers(1, 40_000), st.integers(1, 200))
+def test_longer_contexts_never_decode_faster_and_longer_prompts_take_longer(
+    deployment: Deployment, context: int, more: int
 ) -> None:
-    few = deployment.decode_tokens_per_s(num_requests, context)
-    assert deployment.decode_tokens_per_s(num_requests + more, context) >= few * (1 - 1e-12)
-    assert deployment.decode_tokens_per_s(num_requests, context + more) <= few * (1 + 1e-12)
-    assert deployment.first_token_s(context + more) > deployment.first_token_s(context)
+    few, many = (deployment.decode_tokens_per_s(3, size) for size in (context + 1, context + 1 + more))
+    assert many.value <= few.value * (1 + 1e-12)
+    assert deployment.first_token_s(context + more).value > deployment.first_token_s(context).value
+
+
+@given(deployments(), st.integers(1, 400), st.integers(1, 40_000))
+def test_a_prediction_lies_in_its_range_and_the_range_is_as_wide_as_the_error(
+    deployment: Deployment, num_requests: int, context: int
+) -> None:
+    for found in (
+        deployment.first_token_s(context),
+        deployment.decode_tokens_per_s(num_requests, context),
+    ):
+        assert found.low <= found.value <= found.high
+        assert found.high / found.low >= deployment.error_factor**2 * (1 - 1e-12)
+
+
+@given(deployments(), st.integers(1, 200), st.integers(2, 4000))
+def test_the_shape_of_a_decode_has_its_whole_blocks_and_that_of_a_chunk_all_of_them(
+    deployment: Deployment, num_rows: int, context: int
+) -> None:
+    size, uses_blocks = deployment.serving.block_size, deployment.plan(1, 1).uses_blocks
+    decode, chunk = (deployment.shape_of(Step(num_rows, context, new)) for new in (1, 7))
+    whole = sum(len(range(size, context + 2, size)) for _ in range(num_rows))
+    held = sum(len(range(0, context, size)) for _ in range(num_rows))
+    assert str(decode) == f"--u/q{num_rows}/s0/u{whole * uses_blocks}/l{num_rows}"
+    assert str(chunk) == f"cs-/q{7 * num_rows}/s{held * uses_blocks}/u0/l{num_rows}"
 
 
 def test_a_published_start_up_log_is_reproduced() -> None:
@@ -140,15 +170,17 @@ def report(sparsity: float = 0.5, kv: Format = Format.BF16, **changes: Any) -> C
     return capacity(LLAMA_3_8B, Serving(GAUDI3, **changes), sparsity, kv, (8192, 131_072, 1_048_576))
 
 
-def test_streaming_heads_and_fp8_let_more_requests_run_faster() -> None:
+def test_streaming_heads_and_fp8_let_more_requests_run() -> None:
     full, duo, both = report(0.0), report(0.5), report(0.5, Format.FP8)
     for one, two, three in zip(full.points, duo.points, both.points):
         assert one.num_requests <= two.num_requests <= three.num_requests
         assert one.bytes_per_request > two.bytes_per_request > three.bytes_per_request
-        assert (one.tokens_per_s_alone or 0) <= (two.tokens_per_s_alone or 0)
+        if one.tokens_per_s and two.tokens_per_s and three.tokens_per_s:
+            assert one.tokens_per_s < two.tokens_per_s < three.tokens_per_s
     assert full.points[-1].num_requests == 0
     assert full.points[-1].tokens_per_s is None
     assert full.points[-1].first_token_s is None
+    assert full.points[-1].first_token_s_range is None
     assert full.warm_up is None
     assert both.points[-1].num_requests == 2
 
@@ -161,11 +193,27 @@ def test_no_more_requests_run_than_allowed() -> None:
     assert held.tokens_per_s < free.tokens_per_s
 
 
-def test_warm_up_is_the_published_range_for_each_graph() -> None:
+def test_warm_up_is_bounded_by_tables_of_the_smallest_and_of_the_largest_graphs() -> None:
     warm_up = report().warm_up
     assert warm_up is not None
     assert (warm_up.num_graphs, warm_up.num_layer_kinds, warm_up.is_bound) == (64, 1, True)
-    assert (warm_up.low_s, warm_up.high_s) == tuple(warm_up.num_graphs * each for each in SECONDS_PER_GRAPH)
+    fewest, most = warm_up.operators
+    assert 100 < fewest < most
+    low, high = SECONDS_PER_GRAPH
+    assert warm_up.trace_s == pytest.approx((64 * fewest * PER_NODE, 64 * most * PER_NODE), rel=0.01)
+    assert warm_up.low_s == pytest.approx(64 * low * graph_scale(fewest) + warm_up.trace_s[0], rel=0.01)
+    assert warm_up.high_s == pytest.approx(64 * high * graph_scale(most) + warm_up.trace_s[1], rel=0.01)
+
+
+def test_graphs_with_more_operators_take_longer_to_warm_up() -> None:
+    few, many = WarmUp.of([100, 120], 3), WarmUp.of([100, 1200], 3)
+    assert (few.num_recipes, few.operators, many.operators) == (6, (100, 120), (100, 1200))
+    assert many.low_s - few.low_s == pytest.approx(
+        3 * (SECONDS_PER_GRAPH[0] * (1200 - 120) / PUBLISHED_LAYER_LAUNCHES + 1080 * PER_NODE)
+    )
+    assert not many.is_bound
+    with pytest.raises(ValueError, match="a bucket to warm up, got none"):
+        WarmUp.of([], 1)
 
 
 PATTERN = HeadPattern.random(32, 8, seed=0, sink=64, recent=256)
@@ -215,6 +263,53 @@ def test_devices_add_their_memory_and_share_the_work() -> None:
     assert (four.points[0].first_token_s or 1e9) < (one.points[0].first_token_s or 0)
 
 
+def test_a_layer_waits_for_the_rank_with_most_retrieval_heads() -> None:
+    """Eight ranks of one head each: wherever a layer has a retrieval head, its rank reads the whole text."""
+
+    def decode(sparsity: float, num_devices: int) -> tuple[float, float]:
+        serving = Serving(GAUDI3, num_devices=num_devices)
+        deployment = Deployment(LLAMA_3_8B, serving, sparsity, Format.BF16, 131_072)
+        step = Step(16, 131_071)
+        work = deployment.engine_work.of(deployment.shape_of(step))
+        return work.kv_bytes, deployment.step_seconds(step).value
+
+    for num_devices in (1, 2, 4):
+        full, half = decode(0.0, num_devices), decode(0.5, num_devices)
+        assert half[0] == full[0] / 2
+        assert half[1] < full[1]
+    # Every layer has four heads that retrieve, so four of eight ranks have nothing else.
+    assert decode(0.5, 8)[0] == decode(0.0, 8)[0]
+    assert decode(0.5, 8)[1] >= decode(0.0, 8)[1]
+    assert decode(1.0, 8)[1] < decode(0.0, 8)[1] / 2
+
+
+@given(st.integers(0, 16), st.integers(0, 16), st.sampled_from((1, 2, 4, 8)), st.integers(1, 100))
+def test_the_busiest_rank_has_its_share_of_heads_and_as_many_that_retrieve_as_any(
+    num_retrieval: int, num_streaming: int, num_devices: int, recent: int
+) -> None:
+    num_heads = num_retrieval + num_streaming
+    if not num_heads or num_heads % num_devices:
+        return
+    kv = LayerKV(head_groups(num_retrieval, num_streaming, Window(0, recent)), 8)
+    rank = busiest_rank(kv, num_devices)
+    assert rank.num_heads == num_heads // num_devices
+    placed = [0] * num_devices
+    for head in range(num_retrieval):
+        placed[head % num_devices] += 1
+    assert sum(group.num_heads for group in rank.groups if group.kind.reach is None) == max(placed)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="divide 3 KV heads, got 2"):
+        busiest_rank(LayerKV(head_groups(3, 0, None), 8), 2)
+
+
+def test_what_the_engine_cannot_run_yet_is_named() -> None:
+    assert report().not_served == ()
+    assert report(kv=Format.FP8).not_served == ("fp8 keys and values",)
+    assert report(num_devices=4, weights=Format.FP8).not_served == ("4 devices", "fp8 weights")
+
+
 def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(ValueError, match="contexts of 1 token or more"):
         capacity(tiny(), Serving(GAUDI2), 0.0, Format.BF16, ())
@@ -237,6 +332,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         ({"block_size": 0}, "block_size >= 1"),
         ({"device_memory_utilization": 0.0}, "device_memory_utilization in"),
         ({"graph_memory": 1.0}, "graph_memory in"),
+        ({"attention": "sdpa"}, "attention that an HPU runs, reference or hpu, got 'sdpa'"),
     ],
 )
 def test_impossible_serving_is_refused(changes: dict[str, Any], complaint: str) -> None:

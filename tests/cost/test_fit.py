@@ -9,8 +9,10 @@ import pytest
 
 from benchmarks.cost_model import report
 from hpu_duo.cost import (
+    ERROR_FACTORS,
     FITTED,
     Efficiency,
+    Format,
     Formats,
     PublishedRow,
     Step,
@@ -23,6 +25,8 @@ from hpu_duo.cost import (
     relative_error,
     split_rows,
     step_work,
+    worst_factor,
+    worst_unseen,
 )
 
 REPORT = Path(__file__).parents[2] / "benchmarks" / "results" / "cost-model.md"
@@ -63,6 +67,25 @@ def test_the_constants_in_use_are_the_fit_of_the_first_half() -> None:
     assert astuple(FITTED) == pytest.approx(astuple(fit(FITTED_ROWS)), rel=0.005)
 
 
+def test_ranges_are_as_wide_as_the_worst_error_on_what_was_not_fitted() -> None:
+    """No row of bf16 is held out, so the format is treated as a model that no fit has seen."""
+    assert all(row.format is Format.FP8 for row in HELD_OUT_ROWS)
+    for factor, worst in (
+        (ERROR_FACTORS[Format.FP8], worst_factor(HELD_OUT_ROWS, FITTED)),
+        (ERROR_FACTORS[Format.BF16], worst_unseen(published_rows())),
+    ):
+        assert worst <= factor <= 1.02 * worst
+
+
+def test_the_worst_factor_is_that_of_the_row_that_is_furthest_off_either_way() -> None:
+    row = one_row(published_rows(), latency_ms=7.62)
+    near = replace(row, latency_ms=1e3 * predict_seconds(row.work(), row.hardware, 1, FITTED).total)
+    fast, slow = (replace(near, latency_ms=near.latency_ms * times) for times in (0.5, 3.0))
+    assert worst_factor([near], FITTED) == pytest.approx(1.0)
+    assert worst_factor([near, fast], FITTED) == pytest.approx(2.0)
+    assert worst_factor([slow, fast], FITTED) == pytest.approx(3.0)
+
+
 def test_the_halves_share_no_row_and_lose_none() -> None:
     assert len(FITTED_ROWS) + len(HELD_OUT_ROWS) == len(published_rows()) == 47
     assert not {id(row) for row in FITTED_ROWS} & {id(row) for row in HELD_OUT_ROWS}
@@ -94,7 +117,7 @@ def test_the_split_does_not_depend_on_figures_or_order() -> None:
 
 
 def test_a_fit_finds_the_efficiencies_that_made_the_figures() -> None:
-    made = Efficiency(compute=0.61, memory=0.83, link=0.44, launch_s=31e-6)
+    made = Efficiency(compute=0.61, memory=0.83, link=0.44, launch_s=0.31e-6)
 
     def as_if(row: PublishedRow) -> PublishedRow:
         seconds = predict_seconds(row.work(), row.hardware, row.num_devices, made).total
@@ -114,7 +137,7 @@ def test_no_other_efficiencies_bring_the_fitted_rows_closer() -> None:
     best = fit(FITTED_ROWS)
     generator = np.random.default_rng(0)
     near = np.exp(generator.normal(0, 0.1, (40, 4))) * astuple(best)
-    far = np.exp(generator.uniform(np.log((0.1, 0.1, 0.1, 1e-6)), np.log((1, 1, 1, 1e-3)), (40, 4)))
+    far = np.exp(generator.uniform(np.log((0.1, 0.1, 0.1, 1e-8)), np.log((1, 1, 1, 1e-5)), (40, 4)))
     tried = [Efficiency(*np.minimum(point, (1, 1, 1, 1)).tolist()) for point in (*near, *far)]
     assert loss(best) <= min(map(loss, tried))
 

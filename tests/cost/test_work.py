@@ -8,6 +8,7 @@ from hpu_duo.cost import (
     FITTED,
     GAUDI2,
     GAUDI3,
+    PUBLISHED_LAYER_LAUNCHES,
     Efficiency,
     Format,
     Formats,
@@ -67,7 +68,7 @@ def test_operations_of_a_tiny_model_are_those_counted_by_hand() -> None:
     assert work.weight_bytes == 2 * 7000 + 2 * 32 * 96
     assert work.kv_bytes == 3 * 2 * 2 * 12 * 16 * 2
     assert work.reduced_bytes == 2 * 2 * 6 * 32 * 2
-    assert work.num_layer_calls == 2
+    assert work.num_launches == 2 * PUBLISHED_LAYER_LAUNCHES
 
 
 def test_fp8_moves_only_what_is_stored_in_it() -> None:
@@ -106,7 +107,7 @@ def test_work_is_additive_and_scales(model: ModelSize, step: Step) -> None:
 
 
 def test_several_devices_share_the_work_and_pay_for_the_link() -> None:
-    work = Work(bf16_ops=1e12, weight_bytes=1e9, reduced_bytes=1e9, num_layer_calls=10)
+    work = Work(bf16_ops=1e12, weight_bytes=1e9, reduced_bytes=1e9, num_launches=10)
     alone = predict_seconds(work, GAUDI2, 1, FITTED)
     shared = predict_seconds(work, GAUDI2, 4, FITTED)
     assert alone.link == 0

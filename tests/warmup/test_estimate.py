@@ -111,6 +111,21 @@ def test_without_measurements_the_figures_are_those_of_the_backend_for_each_kind
     assert estimate.peak_bytes == estimate.kept_bytes + SIZES.transient_bytes(BUCKETS[0])
 
 
+def test_graphs_of_an_hpu_take_longer_the_more_operators_they_have_and_are_traced() -> None:
+    prior = PRIORS["hpu-compile"]
+    base = prior.num_operators
+    assert base is not None
+    counts = dict(zip(BUCKETS, (3 * base, base, base / 2)))
+    estimate = estimate_of(BUCKETS, GraphCosts(prior, 2, SIZES, operators=counts.__getitem__))
+    for graph, scale in zip(estimate.graphs, (3.0, 1.0, 1.0)):
+        traced = prior.trace_s * counts[graph.shape]
+        assert graph.low_s == pytest.approx(2 * (prior.low_s * scale + traced))
+        assert graph.high_s == pytest.approx(2 * (prior.high_s * scale + traced))
+    assert prior.trace_s > 0
+    assert "unknown until a Gaudi has run" in estimate.unknown
+    assert estimate_of(BUCKETS, CODE).unknown == ""
+
+
 def test_what_was_measured_is_expected_again_and_stands_for_the_others() -> None:
     records = (GraphRecord(BUCKETS[0], 3.0, 100), GraphRecord(BUCKETS[1], 1.0, -5), GraphRecord(BUCKETS[2]))
     estimate = estimate_of(BUCKETS, CODE, earlier=Manifest({}, {}, records))

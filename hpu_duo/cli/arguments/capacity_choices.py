@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,9 @@ def default_contexts(max_positions: int) -> list[int]:
 
 def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> dict[str, Any]:
     """The report as JSON values: bytes, seconds, tokens per second."""
-    from hpu_duo.cost import FITTED, published_rows, split_rows
+    from hpu_duo.cost import ERROR_FACTORS, FITTED, published_rows, split_rows
     from hpu_duo.cost.fit import median_error
+    from hpu_duo.cost.warm_up import UNKNOWN
 
     hardware = asdict(serving.hardware)
     return {
@@ -39,7 +41,11 @@ def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> 
         },
         "kv_cache_bytes": serving.kv_budget_bytes(model),
         "capacities": [{**asdict(each), "kv_format": each.kv_format.value} for each in found],
+        "not_served": list(serving.not_served),
         "efficiency": asdict(FITTED),
         "held_out_median_error": median_error(split_rows(published_rows())[1], FITTED),
+        "published_figures": dict(Counter(row.format.value for row in published_rows())),
+        "error_factors": {each.value: factor for each, factor in ERROR_FACTORS.items()},
+        "warm_up_unknown": UNKNOWN,
         "is_measured_by_this_project": False,
     }

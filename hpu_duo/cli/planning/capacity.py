@@ -93,6 +93,9 @@ def capacity(
         float,
         typer.Option(help="Share of what weights leave of that for graphs.", rich_help_panel=LIMITS),
     ] = GRAPH_MEMORY_SHARE,
+    attention: Annotated[
+        str, typer.Option(help="Attention kernels: hpu for Gaudi's fused operators, or reference.")
+    ] = "hpu",
     png: Annotated[
         Path | None, typer.Option(help="Also draw it; needs matplotlib.", show_default="no picture")
     ] = None,
@@ -117,6 +120,7 @@ def capacity(
             recent=recent,
             device_memory_utilization=device_memory_utilization,
             graph_memory=graph_memory,
+            attention=attention,
         )
         serving = asked.on(hardware, max_num_seqs, max_num_batched_tokens, block_size)
         # transformers is slow to import: everything that can be refused without it comes first.

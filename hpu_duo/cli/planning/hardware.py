@@ -92,6 +92,12 @@ class HardwareOptions:
             rich_help_panel=HARDWARE,
         ),
     ] = None
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="Attention kernels: hpu for Gaudi's fused operators, or reference.", rich_help_panel=HARDWARE
+        ),
+    ] = "hpu"
     device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
     graph_memory: Annotated[
         float,
@@ -123,6 +129,7 @@ class HardwareOptions:
             recent=own[1] if self.recent is None else self.recent,
             pattern=pattern,
             max_layer_kinds=self.max_layer_kinds,
+            attention=self.attention,
         )
 
     def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:

@@ -83,7 +83,7 @@ def plan(
             lambda: graph_bytes(model, setting.size, setting.kv_layers, limits.block_size, limits.decode_len)
         )
         chosen = {name: choose(name, limits, cost, budget, recorded) for name in table.names}
-        setting = setting.with_table(len(chosen[table.strategy]))
+        setting = setting.with_table(chosen[table.strategy])
         reports = {
             name: evaluate(
                 each, limits, cost, measured_on(each, limits, cost, recorded, trims_chunks=asked.trim_chunks)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from graphs import StepCost, StepLimits
+from graphs import BatchShape, StepCost, StepLimits
+from graphs.planner import Grid
 from hpu_duo.cli.planning.hardware import HardwareOptions
 from hpu_duo.cli.planning.plan_options import PlannedLimits
-from hpu_duo.cost import Capacity, ModelSize, Serving, WarmUp
+from hpu_duo.cost import Capacity, Deployment, ModelSize, Serving, WarmUp
 from hpu_duo.cost import step_cost as cost_on_hardware
 from hpu_duo.cost import step_limits as limits_on_hardware
+from hpu_duo.cost.capacity import SMALLEST_DECODE
 from hpu_duo.cost.read_model import read_model
 from hpu_duo.kv.plan import LayerKV
 
@@ -25,7 +27,7 @@ class Setting:
         kv_layers: the groups of heads of each layer.
         serving: the devices; None without named hardware, and then nothing is in ``found``.
         found: what fits and how fast it would be for each choice, the one that is planned for first.
-        num_layer_kinds: layers that are compiled apart.
+        deployment: the choice that is planned for; None without named hardware.
     """
 
     size: ModelSize
@@ -34,7 +36,7 @@ class Setting:
     kv_layers: tuple[LayerKV, ...]
     serving: Serving | None = None
     found: tuple[Capacity, ...] = ()
-    num_layer_kinds: int = 1
+    deployment: Deployment | None = None
 
     @classmethod
     def anywhere(cls, model: Path, asked: PlannedLimits, num_blocks: int) -> Setting:
@@ -88,14 +90,19 @@ class Setting:
             deployment.kv_layers,
             serving,
             tuple(found),
-            deployment.num_layer_kinds,
+            deployment,
         )
 
-    def with_table(self, num_graphs: int) -> Setting:
+    def with_table(self, chosen: tuple[BatchShape, ...] | Grid) -> Setting:
         """The same with the warm-up of a table for the choice that was planned for."""
-        if not self.found:
+        if self.deployment is None or not len(chosen):
             return self
-        warm_up = WarmUp.of(num_graphs, self.num_layer_kinds, is_bound=False)
+        operators, num_kinds = self.deployment.engine_work.layer_launches, self.deployment.num_layer_kinds
+        if isinstance(chosen, Grid):
+            fewest, most = operators(SMALLEST_DECODE), operators(self.limits.largest)
+            warm_up = replace(WarmUp.within(len(chosen), num_kinds, fewest, most), is_bound=False)
+        else:
+            warm_up = WarmUp.of(map(operators, chosen), num_kinds)
         return replace(self, found=(replace(self.found[0], warm_up=warm_up), *self.found[1:]))
 
 

@@ -41,13 +41,14 @@ def print_report(
     _print(console, f"{model.name} on {devices}", _memory_table(model, serving))
     for title, cell in (
         ("Requests that fit at once", _fits),
-        (f"Decode tokens/s of all, at most {serving.max_num_seqs} requests", _all),
-        ("One request alone: decode tokens/s, seconds to the first token", _alone),
+        (f"Decode tokens/s of all, at most {serving.max_num_seqs} requests: prediction (range)", _all),
+        ("One request alone: decode tokens/s", _alone),
+        ("One request alone: seconds to the first token", _first),
     ):
         _print(console, title, _by_context(found, cell))
-    warm_up_title = "Warm-up of a bucket table within its budget of graphs, at published seconds per graph"
-    _print(console, warm_up_title, _warm_up_table(found))
-    console.print(_caveat(), style="dim", highlight=False)
+    _print(console, "Warm-up of a bucket table within its budget of graphs", _warm_up_table(found))
+    for line in caveats(serving, found):
+        console.print(line, style="dim", highlight=False)
 
 
 def _memory_table(model: ModelSize, serving: Serving) -> Table:
@@ -79,20 +80,31 @@ def _warm_up_table(found: Sequence[Capacity]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("streaming", "KV"):
         table.add_column(name, style="dim")
-    for name in ("graphs", "layer kinds", "recipes", "minutes", "promoted"):
+    for name in (
+        "graphs",
+        "layer kinds",
+        "recipes",
+        "operators of a layer",
+        "tracing",
+        "minutes",
+        "promoted",
+    ):
         table.add_column(name, justify="right")
     for each in found:
         warm_up = each.warm_up
-        cells = ("-",) * 4 if warm_up is None else _warm_up_cells(warm_up)
+        cells = ("-",) * 6 if warm_up is None else _warm_up_cells(warm_up)
         table.add_row(*_name(each), *cells, f"{each.num_promoted:,}")
     return table
 
 
-def _warm_up_cells(warm_up: WarmUp) -> tuple[str, str, str, str]:
+def _warm_up_cells(warm_up: WarmUp) -> tuple[str, ...]:
+    fewest, most = warm_up.operators
     return (
         _graphs(warm_up),
         str(warm_up.num_layer_kinds),
         f"{warm_up.num_recipes:,}",
+        f"{fewest:,} to {most:,}",
+        f"{_minutes(warm_up.trace_s[0])} to {_minutes(warm_up.trace_s[1])}",
         f"{_minutes(warm_up.low_s)} to {_minutes(warm_up.high_s)}",
     )
 
@@ -101,16 +113,30 @@ def _graphs(warm_up: WarmUp) -> str:
     return f"at most {warm_up.num_graphs}" if warm_up.is_bound else str(warm_up.num_graphs)
 
 
-def _caveat() -> str:
-    from hpu_duo.cost import FITTED, median_error, published_rows, split_rows
+def caveats(serving: Serving, found: Sequence[Capacity]) -> list[str]:
+    """Say how sure the figures are, and which of them the engine cannot reach yet."""
+    from hpu_duo.cost import FITTED, Format, median_error, published_rows, split_rows
+    from hpu_duo.cost.warm_up import UNKNOWN
 
-    held_out = split_rows(published_rows())[1]
+    rows = published_rows()
+    held_out = split_rows(rows)[1]
     longest = max(row.input_len + row.output_len for row in held_out)
-    return (
+    num_fp8 = sum(row.format is Format.FP8 for row in rows)
+    factors = " and ".join(sorted({f"{each.error_factor:.2g}" for each in found}))
+    lines = [
         "Computed from public sources; this project has not measured any Gaudi. The model of speed is off by "
         f"{median_error(held_out, FITTED):.0%} in the median of {len(held_out)} published figures it was not "
-        f"fitted to, of up to {longest:,} tokens; longer contexts and streaming heads are extrapolated."
-    )
+        f"fitted to, of up to {longest:,} tokens; longer contexts and streaming heads are extrapolated.",
+        f"{num_fp8} of the {len(rows)} published figures are of fp8, and the one of bf16 is among those that "
+        f"were fitted. Ranges are wide by a factor {factors} either way: in bf16 the worst error on models "
+        "that no fit has seen, in fp8 the worst of the figures held out. Their slow end also takes nothing "
+        "to be fused.",
+        f"Attention kernels: {serving.attention}. {UNKNOWN}.",
+    ]
+    not_served = sorted({what for each in found for what in each.not_served})
+    if not_served:
+        lines.append(f"* priced only: this version does not run {', '.join(not_served)}.")
+    return lines
 
 
 def _print(console: Console, title: str, table: Table) -> None:
@@ -128,7 +154,8 @@ def _facts() -> Table:
 
 
 def _name(each: Capacity) -> tuple[str, str]:
-    return ("none" if each.sparsity == 0 else f"{each.sparsity:.0%}"), each.kv_format.value
+    mark = " *" if each.not_served else ""
+    return ("none" if each.sparsity == 0 else f"{each.sparsity:.0%}"), f"{each.kv_format.value}{mark}"
 
 
 def _minutes(seconds: float) -> str:
@@ -140,10 +167,18 @@ def _fits(point: CapacityPoint) -> str:
 
 
 def _all(point: CapacityPoint) -> str:
-    return "-" if point.tokens_per_s is None else f"{point.tokens_per_s:,.0f}"
+    return _with_range(point.tokens_per_s, point.tokens_per_s_range, ",.0f")
 
 
 def _alone(point: CapacityPoint) -> str:
-    if point.tokens_per_s_alone is None or point.first_token_s is None:
+    return _with_range(point.tokens_per_s_alone, point.tokens_per_s_alone_range, ",.0f")
+
+
+def _first(point: CapacityPoint) -> str:
+    return _with_range(point.first_token_s, point.first_token_s_range, ",.2f")
+
+
+def _with_range(value: float | None, bounds: tuple[float, float] | None, form: str) -> str:
+    if value is None or bounds is None:
         return "-"
-    return f"{point.tokens_per_s_alone:,.0f}, {point.first_token_s:,.2f} s"
+    return f"{value:{form}} ({bounds[0]:{form}} to {bounds[1]:{form}})"

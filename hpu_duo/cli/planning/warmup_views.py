@@ -104,6 +104,7 @@ def report_fields(report: WarmUpReport) -> dict[str, Any]:
             "kept_bytes": estimate.kept_bytes,
             "transient_bytes": estimate.transient_bytes,
             "source": estimate.source,
+            "unknown": estimate.unknown,
             "graphs": [
                 {
                     "shape": str(graph.shape),

@@ -1,0 +1,167 @@
+"""Work of a step of the engine on an HPU, from the sizes of its bucket alone.
+
+It counts what ``hpu-duo audit`` traces, without tracing: ``tests/audit/test_cost_agrees.py`` holds both
+together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from graphs import BatchShape
+from hpu_duo.cost.attention_counts import AttentionCounts, AttentionRuns, GroupSizes, count_attention
+from hpu_duo.cost.hardware import Format
+from hpu_duo.cost.kernel_work import KernelWork
+from hpu_duo.cost.kernels import FUSED
+from hpu_duo.cost.model import AttentionSize, ModelSize
+from hpu_duo.cost.work import ACTIVATION_BYTES, ALL_REDUCES_PER_LAYER, OPERATIONS_PER_SCORE, Formats, Work
+from hpu_duo.kv.plan import LayerKV
+from hpu_duo.limit_config import CacheConfig, SchedulerConfig
+from hpu_duo.modeling.experts import copies_weights
+
+
+@dataclass(frozen=True)
+class EngineWork:
+    """The work of every bucket of an engine.
+
+    Attributes:
+        model: its sizes.
+        kv_layers: keys and values of each layer.
+        formats: of weights, and of keys and values.
+        kernels: those of attention.
+        block_size: slots of a block.
+        max_chunk_rows, decode_len: see ``SchedulerConfig``.
+        num_devices: devices that share heads and weights; work is that of all of them, as if each had as
+            many retrieval heads of a layer as the one with most, for which the others wait.
+
+    Raises:
+        ValueError: ``kv_layers`` is not one entry for each layer of the model.
+    """
+
+    model: ModelSize
+    kv_layers: tuple[LayerKV, ...]
+    formats: Formats = field(default_factory=Formats)
+    kernels: KernelWork = FUSED
+    block_size: int = CacheConfig.block_size
+    max_chunk_rows: int = SchedulerConfig.max_chunk_rows
+    decode_len: int = 1
+    num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.kv_layers) != len(self.model.layers):
+            raise ValueError(f"expected {len(self.model.layers)} KV layers, got {len(self.kv_layers)}")
+
+    def of(self, bucket: BatchShape) -> Work:
+        """Return the work of a step in ``bucket``, padding included."""
+        total = self._linear(bucket)
+        for (layer, kv), count in self._layers.items():
+            total = total + self._attention(layer, kv, bucket) * count
+        return total
+
+    def layer_launches(self, bucket: BatchShape) -> float:
+        """Operators of a layer in ``bucket``, the mean of those that differ."""
+        return mean_launches(self.kernels, [self._sizes(layer, kv) for layer, kv in self._layers], bucket)
+
+    def attention_of(self, bucket: BatchShape) -> Iterator[tuple[AttentionCounts, AttentionRuns, int]]:
+        """Yield the counts of each group of heads of each distinct layer, and the number of such layers."""
+        for (layer, kv), num_layers in self._layers.items():
+            for counts, runs in self._groups(layer, kv, bucket):
+                yield counts, runs, num_layers
+
+    @property
+    def _layers(self) -> Counter[tuple[AttentionSize, LayerKV]]:
+        return Counter(zip(self.model.layers, self.kv_layers))
+
+    def _groups(
+        self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape
+    ) -> Iterator[tuple[AttentionCounts, AttentionRuns]]:
+        for sizes in self._sizes(layer, kv):
+            yield count_attention(sizes, bucket)
+
+    def _sizes(self, layer: AttentionSize, kv: LayerKV) -> list[GroupSizes]:
+        return [
+            GroupSizes(
+                group,
+                layer.num_heads // layer.num_kv_heads,
+                kv.head_dim,
+                self.block_size,
+                self.max_chunk_rows,
+                self.decode_len,
+                self.kernels.is_fused,
+            )
+            for group in busiest_rank(kv, self.num_devices).groups
+        ]
+
+    def _attention(self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape) -> Work:
+        products = scores = kv_elements = moved = launches = 0.0
+        for counts, runs in self._groups(layer, kv, bucket):
+            # A score is a product of one head size, and the value that it weighs is another one.
+            products += 2.0 * kv.elements_per_head * counts.scores
+            products += 2.0 * counts.owner_pairs * (kv.elements_per_head - kv.head_dim + 1)
+            scores += counts.scores
+            kv_elements += counts.block_elements
+            moved += self.kernels.attention_bytes(counts)
+            launches += self.kernels.attention_launches(runs)
+        ranks = self.num_devices
+        is_fp8 = self.formats.kv is Format.FP8
+        return Work(
+            bf16_ops=0.0 if is_fp8 else ranks * products,
+            fp8_ops=ranks * products if is_fp8 else 0.0,
+            vector_ops=ranks * scores * OPERATIONS_PER_SCORE,
+            kv_bytes=ranks * kv_elements * self.formats.kv.num_bytes,
+            moved_bytes=ranks * moved,
+            num_launches=launches,
+        )
+
+    def _linear(self, bucket: BatchShape) -> Work:
+        model, tokens, num_layers = self.model, bucket.query_len, len(self.model.layers)
+        logits = bucket.num_logits * self.decode_len
+        experts = model.experts
+        num_chosen = tokens * experts.num_per_token
+        copies = experts.num_params > 0 and copies_weights(num_chosen, experts.num_experts)
+        # Experts of few tokens are gathered: read, written and read again. More tokens meet all of them.
+        met = num_chosen / experts.num_experts if copies else tokens
+        read = 3.0 * met if copies else 1.0
+        in_layers = 2.0 * (tokens * model.matrix_params + met * experts.num_params)
+        is_fp8 = self.formats.weights is Format.FP8
+        head = 2.0 * logits * model.head_params
+        width = model.matrix_params / model.hidden_size
+        return Work(
+            bf16_ops=head + (0.0 if is_fp8 else in_layers),
+            fp8_ops=in_layers if is_fp8 else 0.0,
+            weight_bytes=self.formats.weights.num_bytes * (model.matrix_params + read * experts.num_params)
+            + model.head_params * Format.BF16.num_bytes,
+            moved_bytes=tokens
+            * (self.kernels.hidden_bytes * num_layers * model.hidden_size + self.kernels.width_bytes * width),
+            reduced_bytes=ALL_REDUCES_PER_LAYER * num_layers * tokens * model.hidden_size * ACTIVATION_BYTES,
+            num_launches=self.kernels.step_launches + self.kernels.layer_launches * num_layers,
+        )
+
+
+def mean_launches(kernels: KernelWork, layers: Sequence[Sequence[GroupSizes]], bucket: BatchShape) -> float:
+    """Operators of a layer in ``bucket``, the mean of ``layers``, each of which is its groups of heads."""
+    runs = (count_attention(sizes, bucket)[1] for layer in layers for sizes in layer)
+    return kernels.layer_launches + sum(map(kernels.attention_launches, runs)) / len(layers)
+
+
+def busiest_rank(kv: LayerKV, num_devices: int) -> LayerKV:
+    """Return the heads of the rank that a layer waits for, when heads are placed whole.
+
+    Groups are shared out in order, each head to a rank of its own as far as that goes, so the first groups,
+    which see the whole text, are rounded up, and the others have the places that are left.
+
+    Raises:
+        ValueError: ranks do not divide the heads.
+    """
+    if kv.num_heads % num_devices:
+        raise ValueError(f"expected ranks that divide {kv.num_heads} KV heads, got {num_devices}")
+    free = kv.num_heads // num_devices
+    groups = []
+    for group in kv.groups:
+        num = min(free, -(-group.num_heads // num_devices))
+        if num:
+            groups.append(replace(group, num_heads=num))
+        free -= num
+    return replace(kv, groups=tuple(groups))

@@ -1,0 +1,46 @@
+"""Operators and bytes of the two kernel implementations of an HPU, by what their parts count.
+
+The numbers are those of ``python -m benchmarks.kernel_work``, which fits them to audits of steps of several
+models, and are rounded. They count operators of torch: a compiler that fuses them launches and moves less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpu_duo.cost.attention_counts import AttentionCounts, AttentionRuns
+
+PUBLISHED_LAYER_LAUNCHES = 111
+"""Operators of a layer in the runs of published figures, none of which says it: those of a plain decode of
+the portable kernels."""
+
+
+@dataclass(frozen=True)
+class KernelWork:
+    """Operators and bytes of one implementation.
+
+    Attributes:
+        is_fused: whether dense attention is one operator.
+        step_launches: operators of a step outside of its layers.
+        layer_launches: operators of a layer outside of its attention.
+        launches: operators of each run of a part.
+        bytes_of: bytes moved for each count of attention.
+        hidden_bytes, width_bytes: moved for each token and layer, by the hidden size, and by the weights of
+            the layer over the hidden size.
+    """
+
+    is_fused: bool
+    step_launches: float
+    layer_launches: float
+    launches: AttentionRuns
+    bytes_of: AttentionCounts
+    hidden_bytes: float
+    width_bytes: float
+
+    def attention_launches(self, runs: AttentionRuns) -> float:
+        """Operators of the attention of a group."""
+        return sum(each * times for each, times in zip(self.launches, runs))
+
+    def attention_bytes(self, counts: AttentionCounts) -> float:
+        """Bytes that the attention of a group moves, keys and values of whole blocks not among them."""
+        return sum(each * times for each, times in zip(self.bytes_of, counts))

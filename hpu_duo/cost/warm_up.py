@@ -1,0 +1,93 @@
+"""Predicted seconds of a warm-up, from the operators of what it traces and compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hpu_duo.cost.kernel_work import PUBLISHED_LAYER_LAUNCHES
+
+SECONDS_PER_GRAPH = (0.7, 14.0)
+"""Seconds of warm-up of one graph with one kind of layer: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
+documentation of vllm-gaudi) to 14 s each for 126 (vllm-gaudi, pull request 1160)."""
+
+TRACE_S_PER_OPERATOR = 0.0040
+"""Seconds in which torch traces one operator of a layer on a CPU core; see ``benchmarks/results/
+hpu-first-contact.md``, which has the machine and the command."""
+
+UNKNOWN = (
+    "Tracing was measured on a CPU. What Synapse takes to compile a region of so many operators is unknown "
+    "until a Gaudi has run: published seconds per graph do not say how many operators theirs have"
+)
+
+
+def graph_scale(num_operators: float, num_published: float = PUBLISHED_LAYER_LAUNCHES) -> float:
+    """Return the seconds of a graph over the published ones: in proportion to its operators, at least 1."""
+    return max(1.0, num_operators / num_published)
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Graphs to capture, and their seconds.
+
+    Attributes:
+        num_graphs: buckets of the table, or the most that one may have.
+        num_layer_kinds: kinds of layers, each of which is compiled for every bucket.
+        operators: of a layer, in the bucket with fewest and in that with most.
+        trace_s: seconds in which torch traces them, low and high.
+        low_s, high_s: seconds of the warm-up, tracing included.
+        is_bound: whether the table has not been planned, so that ``num_graphs`` is its budget.
+    """
+
+    num_graphs: int
+    num_layer_kinds: int
+    operators: tuple[int, int]
+    trace_s: tuple[float, float]
+    low_s: float
+    high_s: float
+    is_bound: bool
+
+    @classmethod
+    def of(cls, operators: Iterable[float], num_layer_kinds: int) -> WarmUp:
+        """Estimate the warm-up of a table.
+
+        Args:
+            operators: of a layer in each bucket, the mean of its kinds.
+
+        Raises:
+            ValueError: no bucket.
+        """
+        counts = list(operators)
+        if not counts:
+            raise ValueError("expected a bucket to warm up, got none")
+        return cls._sum(len(counts), num_layer_kinds, counts, counts, is_bound=False)
+
+    @classmethod
+    def within(cls, num_graphs: int, num_layer_kinds: int, fewest: float, most: float) -> WarmUp:
+        """Bound the warm-up of a table that has not been planned: all its layers are small, or all large."""
+        few, many = [fewest] * num_graphs, [most] * num_graphs
+        return cls._sum(num_graphs, num_layer_kinds, few, many, is_bound=True)
+
+    @classmethod
+    def _sum(
+        cls, num_graphs: int, num_kinds: int, few: list[float], many: list[float], *, is_bound: bool
+    ) -> WarmUp:
+        traced = tuple(num_kinds * TRACE_S_PER_OPERATOR * sum(counts) for counts in (few, many))
+        compiled = tuple(
+            num_kinds * seconds * sum(map(graph_scale, counts))
+            for seconds, counts in zip(SECONDS_PER_GRAPH, (few, many))
+        )
+        return cls(
+            num_graphs,
+            num_kinds,
+            (round(min(few)), round(max(many))),
+            (traced[0], traced[1]),
+            compiled[0] + traced[0],
+            compiled[1] + traced[1],
+            is_bound,
+        )
+
+    @property
+    def num_recipes(self) -> int:
+        """Number of compilations."""
+        return self.num_graphs * self.num_layer_kinds

@@ -1,0 +1,96 @@
+"""The cost model counts what the audit traces, without tracing."""
+
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from benchmarks.kernel_work import structure_of, work_of
+from graphs import BatchShape
+from hpu_duo.audit import audit_bucket
+from hpu_duo.cost import (
+    FITTED,
+    GAUDI3,
+    Deployment,
+    Format,
+    Serving,
+    Step,
+    kernels_of,
+    predict_seconds,
+)
+from hpu_duo.cost.read_model import read_model
+
+FACTOR = 1.2
+"""Operators and bytes agree to within this factor; products are equal."""
+
+NUM_LAYERS = 2
+GROUPED = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+WITHOUT_GROUPS = {
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+BUCKETS = (
+    *("--u/q1/s0/u64/l1", "--u/q16/s0/u300/l16", "--u/q64/s0/u512/l64", "c--/q100/s0/u0/l1"),
+    *("c--/q2048/s0/u0/l4", "cs-/q256/s40/u0/l1", "cs-/q1200/s16/u0/l1", "-su/q16/s64/u16/l16"),
+    *("c-u/q600/s0/u64/l9", "csu/q272/s64/u64/l17"),
+)
+
+
+def config_dir(path: Path, sizes: dict[str, int], num_layers: int = NUM_LAYERS) -> Path:
+    LlamaConfig(
+        **sizes,
+        num_hidden_layers=num_layers,
+        vocab_size=32_000,
+        max_position_embeddings=131_072,
+        dtype="bfloat16",
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("attention", ["reference", "hpu"])
+@pytest.mark.parametrize(
+    ("sizes", "num_retrieval"),
+    [
+        (GROUPED, 4),
+        (GROUPED, 1),
+        pytest.param(WITHOUT_GROUPS, 16, marks=pytest.mark.slow),
+        pytest.param(WITHOUT_GROUPS, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_the_cost_model_and_the_audit_agree_on_the_same_step(
+    tmp_path: Path, attention: str, sizes: dict[str, int], num_retrieval: int
+) -> None:
+    path = config_dir(tmp_path, sizes)
+    structure = structure_of(path, attention, num_retrieval, sizes["num_key_value_heads"])
+    work = work_of(structure, read_model(path), kernels_of(attention))
+    for text in BUCKETS:
+        bucket = BatchShape.parse(text)
+        counted, traced = work.of(bucket), audit_bucket(structure, bucket).total
+        assert counted.matrix_ops == pytest.approx(traced.matrix_ops, rel=1e-3), text
+        for name in ("num_launches", "num_bytes"):
+            ratio = getattr(counted, name) / getattr(traced, name)
+            assert 1 / FACTOR < ratio < FACTOR, f"{name} of {text}: {ratio:.2f} times the audit's"
+
+
+@pytest.mark.parametrize("attention", ["reference", "hpu"])
+def test_the_seconds_of_a_long_prompt_contain_those_of_the_audit(tmp_path: Path, attention: str) -> None:
+    """A prompt of 6,144 tokens in chunks of 2,048: the audit's bytes are within the capacity's range."""
+    path = config_dir(tmp_path, GROUPED)
+    structure = structure_of(path, attention, 4, 4)
+    serving = Serving(GAUDI3, attention=attention, max_num_batched_tokens=2048)
+    deployment = Deployment(read_model(path), serving, 0.0, Format.BF16, 6_144)
+    shapes = [deployment.shape_of(Step(1, start, 2048)) for start in range(0, 6_144, 2048)]
+    traced = sum(
+        predict_seconds(audit_bucket(structure, shape).total, GAUDI3, 1, FITTED).total for shape in shapes
+    )
+    found = deployment.first_token_s(6_144)
+    assert found.low < traced < found.high
+    # The slow end is what the audit counts, times the error of the model of speed.
+    assert found.high / deployment.error_factor == pytest.approx(traced, rel=FACTOR - 1)
