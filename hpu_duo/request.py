@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -62,7 +63,8 @@ class Request:
     """One sequence: a prompt, the tokens sampled for it so far, and its lease of the KV stores.
 
     A request is data with one writer per part: the scheduler moves it along (``status``, ``arrival``,
-    ``num_computed_tokens``, ``append``), ``KVLeases`` writes ``row``, ``block_table`` and ``num_blocks``.
+    ``admitted_at``, ``num_computed_tokens``, ``append``), ``KVLeases`` writes ``row``, ``block_table`` and
+    ``num_blocks``.
 
     Attributes:
         tokens: int32 ``[capacity]``; prompt, then outputs, valid up to ``num_tokens``; then ``num_drafts``
@@ -70,6 +72,7 @@ class Request:
         num_prompt_tokens, num_tokens: tokens of the prompt; of prompt and outputs.
         num_computed_tokens: leading tokens whose keys and values are in the cache.
         arrival: rank in order of arrival; -1 until the scheduler has it.
+        admitted_at: when it first got a row, by ``time.perf_counter``; None before.
         row: ring row, ``NO_ROW`` unless running.
         block_table: int32; valid up to ``num_blocks``.
         parent, sample_index: for the samples of one prompt: sample 0, which is the parent of all others.
@@ -124,6 +127,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.arrival = -1
+        self.admitted_at: float | None = None
 
         self.row = NO_ROW
         self.block_table = np.zeros(0, dtype=np.int32)
@@ -165,6 +169,12 @@ class Request:
         )
         child.parent, child.sample_index = self, sample_index
         return child
+
+    def begin_running(self) -> None:
+        """Note that it has a row, and when it got its first one."""
+        self.status = RequestStatus.RUNNING
+        if self.admitted_at is None:
+            self.admitted_at = time.perf_counter()
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

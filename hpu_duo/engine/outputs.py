@@ -42,6 +42,8 @@ class RequestOutput:
         finish_reason: set in the last output of a sample.
         stop_reason: the stop string or stop token that ended it.
         error: the error that ended it, with finish reason ``error``.
+        admitted_at: when its prompt first got a row, by ``time.perf_counter``; told with the first token of
+            each sample, otherwise None.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: Exception | None = None
+    admitted_at: float | None = field(default=None, compare=False)
 
     @property
     def is_finished(self) -> bool:

@@ -99,6 +99,7 @@ class SampleState:
             logprobs=() if logprob is None else (logprob,),
             finish_reason=reason,
             stop_reason=stop_reason,
+            admitted_at=(request.parent or request).admitted_at if len(outputs) == 1 else None,
         )
 
     def _ends(self, token: int, outputs: npt.NDArray[np.int32], reason: FinishReason | None) -> bool:

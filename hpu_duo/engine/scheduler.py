@@ -320,7 +320,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def _run(self, request: Request) -> None:
-        request.status = RequestStatus.RUNNING
+        request.begin_running()
         self._running.add(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:

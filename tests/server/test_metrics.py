@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hpu_duo.server.telemetry.record import CallRecord
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live, wait_until
+from tests.server.test_pressure import slowed
 
 ASKED: dict[str, Any] = {"model": "tiny", "prompt": "Once", "n": 2, "max_tokens": 5}
 
@@ -19,6 +22,9 @@ VLLM = {
         "time_to_first_token_seconds",
         "inter_token_latency_seconds",
         "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_inference_time_seconds",
         "request_decode_time_seconds",
         "request_time_per_output_token_seconds",
         "request_prompt_tokens",
@@ -92,6 +98,42 @@ def test_buckets_of_histograms_are_cumulative(tiny: TinyChat) -> None:
         values = [value for key, value in found.items() if key.startswith(f"hpuduo:{name}_bucket")]
         assert values == sorted(values)
         assert values[-1] == found[f"hpuduo:{name}_count"]
+
+
+def test_a_call_is_in_the_queue_until_its_prompt_has_a_row(
+    tiny: TinyChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[CallRecord] = []
+    with live(tiny.load(max_num_seqs=1), sinks=(records.append,)) as server, ThreadPoolExecutor(2) as pool:
+        slowed(server, 0.02, monkeypatch)
+        client, calls = server.client(), []
+        for number in (1, 2):
+            calls.append(pool.submit(client.completions.create, **{**ASKED, "n": 1}))
+            wait_until(lambda number=number: server.service.engine.num_open == number)
+        [call.result() for call in calls]
+        found = samples(server)
+
+    def total(name: str) -> float:
+        assert found[f"hpuduo:{name}_seconds_count"] == 2
+        return found[f"hpuduo:{name}_seconds_sum"]
+
+    first, second = (record.timing for record in records)
+    assert first.arrived < second.arrived < first.last <= second.admitted
+    waited = [one.admitted - one.arrived for one in (first, second)]
+    assert total("request_queue_time") == pytest.approx(sum(waited))
+    assert total("request_queue_time") + total("request_prefill_time") == pytest.approx(
+        total("time_to_first_token")
+    )
+    parts = total("request_prefill_time") + total("request_decode_time")
+    assert parts == pytest.approx(total("request_inference_time"))
+
+
+def test_samples_of_a_prompt_wait_as_long_as_their_prompt(tiny: TinyChat) -> None:
+    with live(tiny.load(max_num_seqs=2)) as server:
+        server.client().completions.create(**{**ASKED, "n": 6})
+        found = samples(server)
+    assert found["hpuduo:request_queue_time_seconds_count"] == 1
+    assert found["hpuduo:request_queue_time_seconds_sum"] < found["hpuduo:time_to_first_token_seconds_sum"]
 
 
 def test_statistics_are_json(server: Live) -> None:

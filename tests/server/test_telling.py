@@ -54,10 +54,11 @@ def test_each_call_is_a_line_without_what_was_said(tiny: TinyChat, tmp_path: Pat
     assert whole["user"] == "ann"
     assert (whole["prompt_tokens"], whole["completion_tokens"]) == (len(SECRET), 5)
     assert whole["finish_reasons"] == ["length"]
-    assert 0 < whole["first_token_seconds"] <= whole["seconds"]
+    assert 0 <= whole["queue_seconds"] < whole["first_token_seconds"] <= whole["seconds"]
     assert (whole["stream"], stream["stream"]) == (False, True)
     assert stream["completion_tokens"] == 5
     assert chat["path"] == "/v1/chat/completions"
+    assert refused["queue_seconds"] is refused["first_token_seconds"] is None
     assert (refused["status"], refused["error"], refused["param"]) == (
         400,
         "context_length_exceeded",
@@ -104,6 +105,12 @@ def test_each_call_is_a_span_below_its_callers(tiny: TinyChat) -> None:
     assert done.attributes is not None
     assert done.attributes["gen_ai.usage.output_tokens"] == 5
     assert done.attributes["gen_ai.request.max_tokens"] == 5
+    queue, prefill, decode, inference = (
+        done.attributes[f"gen_ai.latency.time_in_{part}"]
+        for part in ("queue", "model_prefill", "model_decode", "model_inference")
+    )
+    assert prefill + decode == pytest.approx(inference)
+    assert queue + prefill == pytest.approx(done.attributes["gen_ai.latency.time_to_first_token"])
     assert done.start_time is not None
     assert done.end_time is not None
     assert done.start_time < done.events[0].timestamp <= done.end_time

@@ -75,7 +75,7 @@ class OutputStream:
         request_id = output.request_id
         choice = self._first_choice[request_id] + output.sample_index
         if output.token_ids:
-            self.timing.came(choice, at)
+            self.timing.came(choice, at, output.admitted_at)
         if output.finish_reason is not None:
             self._num_open[request_id] -= 1
         has_ended = not self._num_open[request_id]

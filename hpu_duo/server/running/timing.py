@@ -24,22 +24,28 @@ class Timing:
 
     Attributes:
         arrived: when the call was made.
+        admitted: when the first of its prompts that has a token got a row; None before.
         first, last: when its first and its last token came; None before.
     """
 
     def __init__(self, watch: TokenWatch | None = None) -> None:
         self.arrived = time.perf_counter()
+        self.admitted: float | None = None
         self.first: float | None = None
         self.last: float | None = None
         self._watch = watch
         self._last_of: dict[int, float] = {}
 
-    def came(self, choice: int, at: float) -> None:
-        """Note that a token of a choice came."""
+    def came(self, choice: int, at: float, admitted_at: float | None = None) -> None:
+        """Note that a token of a choice came.
+
+        Args:
+            admitted_at: when its prompt got a row, where that is told.
+        """
         before = self._last_of.get(choice)
         self._last_of[choice] = self.last = at
         if self.first is None:
-            self.first = at
+            self.first, self.admitted = at, admitted_at
         if self._watch is None:
             return
         if before is None:

@@ -58,6 +58,9 @@ _HISTOGRAMS = {
     "time_to_first_token_seconds": ("From the arrival of a call to the first token of each choice.", _LONG_S),
     "inter_token_latency_seconds": ("Between tokens of a choice.", _SHORT_S),
     "e2e_request_latency_seconds": ("From the arrival of a call to the end of its answer.", _CALL_S),
+    "request_queue_time_seconds": ("From the arrival of a call to its first prompt's row.", _LONG_S),
+    "request_prefill_time_seconds": ("From the row of a call's first prompt to its first token.", _LONG_S),
+    "request_inference_time_seconds": ("From the row of a call's first prompt to its last token.", _CALL_S),
     "request_decode_time_seconds": ("From the first to the last token of a call.", _CALL_S),
     "request_time_per_output_token_seconds": ("Mean time between the tokens of a call.", _SHORT_S),
     "request_prompt_tokens": ("Prompt tokens of a call.", _TOKENS),
@@ -164,6 +167,10 @@ class ServerMetrics(Collector):
         if plan.params.max_tokens is not None:
             add("request_params_max_tokens", plan.params.max_tokens)
         if timing.first is not None and timing.last is not None:
+            if timing.admitted is not None:
+                add("request_queue_time_seconds", max(0.0, timing.admitted - timing.arrived))
+                add("request_prefill_time_seconds", timing.first - timing.admitted)
+                add("request_inference_time_seconds", timing.last - timing.admitted)
             add("request_decode_time_seconds", timing.last - timing.first)
             if usage.completion_tokens > 1:
                 each = (timing.last - timing.first) / (usage.completion_tokens - 1)

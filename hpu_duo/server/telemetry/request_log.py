@@ -66,7 +66,8 @@ class RequestLog:
             "param": None if record.error is None else record.error.param,
             "is_cut": record.is_cut,
             "seconds": round(record.seconds, 6),
-            "first_token_seconds": None if timing.first is None else round(timing.first - timing.arrived, 6),
+            "queue_seconds": _between(timing.arrived, timing.admitted),
+            "first_token_seconds": _between(timing.arrived, timing.first),
         }
         if plan is None:
             return fields
@@ -106,3 +107,7 @@ class RequestLog:
         if not self._has_warned:
             self._has_warned = True
             _log.warning("the log of calls cannot be written, and calls are served all the same: %s", error)
+
+
+def _between(begin: float, end: float | None) -> float | None:
+    return None if end is None else round(end - begin, 6)

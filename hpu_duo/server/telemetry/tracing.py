@@ -79,6 +79,13 @@ def _attributes(record: CallRecord) -> dict[str, Any]:
         "gen_ai.response.finish_reasons": record.reasons,
         "gen_ai.latency.e2e": record.seconds,
     }
+    if timing.admitted is not None and timing.first is not None and timing.last is not None:
+        found |= {
+            "gen_ai.latency.time_in_queue": timing.admitted - timing.arrived,
+            "gen_ai.latency.time_in_model_prefill": timing.first - timing.admitted,
+            "gen_ai.latency.time_in_model_decode": timing.last - timing.first,
+            "gen_ai.latency.time_in_model_inference": timing.last - timing.admitted,
+        }
     if timing.first is not None:
         found["gen_ai.latency.time_to_first_token"] = timing.first - timing.arrived
     if params is not None:
