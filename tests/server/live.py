@@ -15,7 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 from hpu_duo import HPUDuoModel
 from hpu_duo.server.config import ServerConfig
 from hpu_duo.server.http.app import create_app
-from hpu_duo.server.http.listening import DrainingServer, bind
+from hpu_duo.server.http.listening import DrainingServer, Tls, bind
 from hpu_duo.server.running.admission import Stage
 from hpu_duo.server.service import Service, Sink
 
@@ -35,15 +35,21 @@ class Live:
     """
 
     def __init__(
-        self, model: HPUDuoModel, sinks: tuple[Sink, ...] = (), *, warm_up: bool = False, **settings: Any
+        self,
+        model: HPUDuoModel,
+        sinks: tuple[Sink, ...] = (),
+        *,
+        warm_up: bool = False,
+        tls: Tls | None = None,
+        **settings: Any,
     ) -> None:
         self.model = model
         config = ServerConfig(**{"model_names": ("tiny",), "drain_seconds": 2.0, **settings})
         self.service = Service(model, config, sinks)
         bound = bind(HOST, 0)
         self.port: int = bound.getsockname()[1]
-        self.url = f"http://{HOST}:{self.port}"
-        self.server = DrainingServer(create_app(self.service, warm_up=warm_up), self.service)
+        self.url = f"http{'' if tls is None else 's'}://{HOST}:{self.port}"
+        self.server = DrainingServer(create_app(self.service, warm_up=warm_up), self.service, tls)
         self._thread = threading.Thread(target=lambda: self.server.run(sockets=[bound]))
         self._thread.start()
         wait_until(lambda: self.server.started)

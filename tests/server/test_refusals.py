@@ -174,7 +174,21 @@ def test_paths_and_methods_that_do_not_exist_have_the_same_body(http: httpx.Clie
         (http.put("/health"), 405),
     ):
         assert response.status_code == status
-        error_of(response)
+        assert response.request.url.path in error_of(response)["message"]
+        assert response.request.method in error_of(response)["message"]
+
+
+def test_probes_may_ask_without_a_body(http: httpx.Client) -> None:
+    for path in ("/health", "/ready"):
+        response = http.head(path)
+        assert (response.status_code, response.content) == (200, b"")
+
+
+def test_more_prompts_than_choices_are_refused_as_prompts(http: httpx.Client) -> None:
+    response = http.post("/v1/completions", json={"prompt": ["hi"] * 300, "max_tokens": 1})
+    assert (response.status_code, error_of(response)["param"]) == (400, "prompt")
+    response = http.post("/v1/completions", json={"prompt": ["hi"] * 200, "n": 2, "max_tokens": 1})
+    assert (response.status_code, error_of(response)["param"]) == (400, "n")
 
 
 def test_the_client_raises_its_own_error_with_the_parameter(server: Live) -> None:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hpu_duo.builtin import MODEL_DIR
+from hpu_duo.server.answers.logprobs import CompletionLogprobs, TokenNames
 from hpu_duo.server.planning import SamplingDefaults
 from hpu_duo.server.prompts import TokenTexts
 
@@ -54,6 +55,22 @@ def test_the_built_in_vocabulary_has_words_bytes_and_special_tokens() -> None:
         == f"The passkey for Joel is € {TEXT}"
     )
     assert texts.text(tokenizer.eos_token_id) == "<eos>"
+
+
+@pytest.mark.parametrize("has_special", [False, True])
+def test_offsets_are_places_in_the_text(has_special: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    ids = tokenizer("The passkey for Joël is 😀 €.")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    text = tokenizer.decode(ids, skip_special_tokens=not has_special)
+    names = TokenNames(TokenTexts(tokenizer))
+    found = CompletionLogprobs(names).fields(ids, has_special=has_special)
+    places = list(zip(found["tokens"], found["text_offset"]))
+    assert sum(token.startswith("bytes:") for token, _ in places) > 5
+    for token, place in places[not has_special :]:
+        assert token.startswith("bytes:") or text[place : place + len(token)] == token
+    assert places[1][1] == (len("<bos>") if has_special else 0)
+    assert places[-1] == (".", len(text) - 1)
 
 
 def test_defaults_of_sampling_are_what_the_file_says(tmp_path: Path) -> None:

@@ -21,10 +21,12 @@ class EchoedPrompt:
     Attributes:
         text: of the prompt.
         entries: of its tokens, the first of which has no log-probability; empty when none were asked for.
+        has_special: whether special tokens are a part of the text.
     """
 
     text: str
     entries: Sequence[TokenLogprob | int] = ()
+    has_special: bool = False
 
 
 class CompletionAnswer(Answer):
@@ -33,6 +35,7 @@ class CompletionAnswer(Answer):
     Args:
         names: of tokens, where log-probabilities were asked for.
         echoes: what stands before each choice, one for each, or none.
+        has_special: whether special tokens are a part of the answers' texts.
         generates: whether outputs will come; choices without any have reached their length.
         options: see ``Answer``.
     """
@@ -47,11 +50,12 @@ class CompletionAnswer(Answer):
         *,
         names: TokenNames | None = None,
         echoes: Sequence[EchoedPrompt] = (),
+        has_special: bool = False,
         generates: bool = True,
         **options: bool,
     ) -> None:
         super().__init__(head, usage, num_choices, **options)
-        self._echoes, self._generates = echoes, generates
+        self._echoes, self._generates, self._has_special = echoes, generates, has_special
         self._logprobs = None if names is None else [CompletionLogprobs(names) for _ in range(num_choices)]
         if not generates:
             for choice in self.choices:
@@ -62,21 +66,29 @@ class CompletionAnswer(Answer):
         told = bytearray()
         nothing = () if self._generates else (EchoedPrompt(""),) * len(self.choices)
         for index, echo in enumerate(self._echoes or nothing):
-            logprobs = None if self._logprobs is None else self._logprobs[index].fields(echo.entries)
+            logprobs = self._fields(index, echo.entries, echo.has_special)
             told += self._event([_part(index, echo.text, logprobs, self.choices[index])])
         return bytes(told)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        text, entries = choice.text, list[TokenLogprob | int](choice.logprobs)
-        if self._echoes:
-            text = self._echoes[index].text + text
-            entries = [*self._echoes[index].entries, *entries]
-        logprobs = None if self._logprobs is None else self._logprobs[index].fields(entries)
+        echo = self._echoes[index] if self._echoes else EchoedPrompt("")
+        text = echo.text + choice.text
+        logprobs = self._fields(index, echo.entries, echo.has_special)
+        if logprobs is not None:
+            rest = self._fields(index, choice.logprobs, self._has_special) or {}
+            logprobs = {name: [*values, *rest[name]] for name, values in logprobs.items()}
         return self._with_token_ids(_part(index, text, logprobs, choice), choice)
 
     def _parts(self, index: int, fresh: Choice) -> list[dict[str, Any]]:
-        logprobs = None if self._logprobs is None else self._logprobs[index].fields(fresh.logprobs)
+        logprobs = self._fields(index, fresh.logprobs, self._has_special)
         return [self._with_token_ids(_part(index, fresh.text, logprobs, fresh), fresh)]
+
+    def _fields(
+        self, index: int, entries: Sequence[TokenLogprob | int], has_special: bool
+    ) -> dict[str, list[Any]] | None:
+        if self._logprobs is None:
+            return None
+        return self._logprobs[index].fields(entries, has_special=has_special)
 
 
 def _part(index: int, text: str, logprobs: dict[str, Any] | None, choice: Choice) -> dict[str, Any]:

@@ -28,9 +28,9 @@ class TokenNames:
         """The bytes of a token."""
         return list(self._texts.bytes(token_id))
 
-    def num_characters(self, token_id: int) -> int:
-        """Characters of the text that a token stands for."""
-        return len(self._texts.text(token_id))
+    def num_characters(self, token_id: int, *, has_special: bool) -> int:
+        """Characters of a text that begin with a token; see ``TokenTexts``."""
+        return self._texts.num_characters(token_id, has_special=has_special)
 
 
 def _by_id(token_id: int) -> str:
@@ -48,11 +48,14 @@ class CompletionLogprobs:
     def __init__(self, names: TokenNames, offset: int = 0) -> None:
         self._names, self._offset = names, offset
 
-    def fields(self, entries: Sequence[TokenLogprob | int]) -> dict[str, Any]:
+    def fields(
+        self, entries: Sequence[TokenLogprob | int], *, has_special: bool = False
+    ) -> dict[str, list[Any]]:
         """The JSON object for the next tokens.
 
         Args:
             entries: a token id alone is one whose log-probability is not known, as a prompt's first.
+            has_special: whether special tokens among them are a part of the text.
         """
         found: dict[str, list[Any]] = {
             "text_offset": [],
@@ -66,7 +69,7 @@ class CompletionLogprobs:
             found["tokens"].append(self._names.name(token_id))
             found["token_logprobs"].append(None if isinstance(entry, int) else _finite(entry.logprob))
             found["top_logprobs"].append(None if isinstance(entry, int) else self._top(entry))
-            self._offset += self._names.num_characters(token_id)
+            self._offset += self._names.num_characters(token_id, has_special=has_special)
         return found
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:

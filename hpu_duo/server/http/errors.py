@@ -16,6 +16,10 @@ from hpu_duo.server.responding import as_api_error, error_response
 from hpu_duo.server.running import EngineDiedError, RequestFailedError
 from hpu_duo.server.running.admission import NotServingError, QueueFullError
 
+_UNKNOWN = {
+    404: "expected a path of this server, see /openapi.json",
+    405: "expected a method that the path has, see /openapi.json",
+}
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_long"}
 
 
@@ -29,9 +33,9 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError), "registered for it"
         return error_response(of_validation(error.errors()))
 
-    async def by_status(_: Request, error: Exception) -> Response:
+    async def by_status(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "registered for it"
-        return error_response(of_status(error))
+        return error_response(of_status(error, f"{request.method} {request.url.path}"))
 
     for kind in (ApiError, QueueFullError, NotServingError, EngineDiedError, RequestFailedError, Exception):
         app.add_exception_handler(kind, known)
@@ -39,11 +43,18 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, by_status)
 
 
-def of_status(error: HTTPException) -> ApiError:
-    """An error that the framework has found."""
+def of_status(error: HTTPException, call: str = "") -> ApiError:
+    """An error that the framework has found.
+
+    Args:
+        call: method and path.
+    """
+    message = str(error.detail)
+    if error.status_code in _UNKNOWN:
+        message = f"{_UNKNOWN[error.status_code]}, got {call}"
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     code = _CODES.get(error.status_code)
-    return ApiError(error.status_code, str(error.detail), kind=kind, code=code, headers=error.headers)
+    return ApiError(error.status_code, message, kind=kind, code=code, headers=error.headers)
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:

@@ -39,6 +39,9 @@ def state_routes(service: Service) -> APIRouter:
             return error_response(as_api_error(NotServingError(service.stage)))
         return Response()
 
+    for path, endpoint in (("/health", health), ("/ready", ready)):
+        router.head(path, include_in_schema=False)(endpoint)
+
     @router.get("/version")
     async def version() -> dict[str, str]:
         """The version of HPU-Duo."""

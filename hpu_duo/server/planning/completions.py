@@ -77,6 +77,7 @@ class CompletionPlanner:
                 len(prompts) * request.num_samples,
                 names=self._names(request),
                 echoes=await self._echoes(request, given, prompts),
+                has_special=request.skip_special_tokens is False,
                 generates=max_tokens > 0,
                 **stream_flags(request),
             ),
@@ -121,5 +122,5 @@ class CompletionPlanner:
         for one, prompt, scored in zip(given, prompts, entries):
             is_whole = isinstance(one, str) and request.truncate_prompt_tokens is None
             text = one if is_whole and isinstance(one, str) else await encoder.decode(prompt)
-            echoes += [EchoedPrompt(text, scored)] * request.num_samples
+            echoes += [EchoedPrompt(text, scored, has_special=not is_whole)] * request.num_samples
         return echoes

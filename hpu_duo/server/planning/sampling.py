@@ -103,8 +103,9 @@ def check_options(request: GenerationRequest, num_choices: int, served: Served) 
     if request.stream_options is not None and not request.stream:
         raise bad_value("stream_options", "stream_options: expected stream=true with it")
     if num_choices > served.max_choices:
+        param = "n" if request.num_samples > 1 else "prompt"
         raise bad_value(
-            "n", f"n: expected at most {served.max_choices} choices of one call, got {num_choices}"
+            param, f"{param}: expected at most {served.max_choices} choices of one call, got {num_choices}"
         )
 
 

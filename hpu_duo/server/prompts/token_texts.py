@@ -26,10 +26,22 @@ class TokenTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_tokens)
+        self._special_ids = frozenset(tokenizer.all_special_ids)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
         self.text = lru_cache(1 << 16)(self._text)
         self.bytes = lru_cache(1 << 16)(self._bytes)
+
+    def num_characters(self, token_id: int, *, has_special: bool) -> int:
+        """Characters of a text that begin with a token.
+
+        Args:
+            has_special: whether special tokens are a part of the text.
+        """
+        if not has_special and token_id in self._special_ids:
+            return 0
+        # Behind its first byte, a character's bytes in UTF-8 are 10xxxxxx.
+        return sum(byte & 0xC0 != 0x80 for byte in self.bytes(token_id))
 
     def _text(self, token_id: int) -> str:
         """The text of a token alone."""
