@@ -72,7 +72,7 @@ def choose(asked: argparse.Namespace) -> list[str]:
         f"# MAX_MODEL_LEN={length}: {why}",
         f"# MAX_NUM_SEQS={num_seqs}: {why_seqs}",
         f"# NUM_BLOCKS={blocks}: {why_blocks}",
-        f"# predicted, and measured by nobody: {speed:,.0f} tokens/s while they all decode",
+        f"# predicted, measured by nobody: {speed.low:,.0f} to {speed.high:,.0f} tokens/s while they decode",
         f"MAX_MODEL_LEN={length}",
         f"MAX_NUM_SEQS={num_seqs}",
         f"NUM_BLOCKS={blocks}",
