@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 
 from kernels_ref.triton import launch
-from kernels_ref.triton.softmax import FLOOR, accumulate, load_all_vectors, load_vectors, score, store_partial
+from kernels_ref.triton.softmax import (
+    FLOOR,
+    accumulate,
+    load_all_vectors,
+    load_vectors,
+    nothing_seen,
+    score,
+    store_partial,
+)
 
 
 @triton.jit
@@ -110,9 +118,7 @@ def causal_kernel(
     place = query.to(tl.int64) * stride_qq + head * stride_qk + (line % GROUP) * stride_qg
     q = load_vectors(q_ptr, place, 1, takes_part, D, P)
     k_head, v_head = k_ptr + head * stride_kk, v_ptr + head * stride_vk
-    acc = tl.zeros([M, P], dtype=tl.float32)
-    largest = tl.full([M], FLOOR, dtype=tl.float32)
-    total = tl.zeros([M], dtype=tl.float32)
+    acc, largest, total = nothing_seen(M, P)
 
     first = tl.min(tl.where(takes_part, query, num_queries))
     last = tl.max(tl.where(takes_part, query, -1))

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from kernels_ref.triton import launch
 from kernels_ref.triton.merge_splits import merge_splits
-from kernels_ref.triton.softmax import FLOOR, accumulate, load_vectors, score, store_partial
+from kernels_ref.triton.ring_launch import plan_rings
+from kernels_ref.triton.softmax import FLOOR, accumulate, load_vectors, nothing_seen, score, store_partial
 
 
 @triton.jit(do_not_specialize=["num_rows", "slots_per_split"])
@@ -55,9 +56,7 @@ def held_rings_kernel(
     token = row * TOKENS + group // (GROUP // TOKENS)
     begin = tl.load(begin_ptr + token, mask=exists, other=0)
     end = tl.load(end_ptr + token, mask=exists, other=0)
-    acc = tl.zeros([M, P], dtype=tl.float32)
-    largest = tl.full([M], FLOOR, dtype=tl.float32)
-    total = tl.zeros([M], dtype=tl.float32)
+    acc, largest, total = nothing_seen(M, P)
     first = split * slots_per_split
     last = tl.minimum(first + slots_per_split, tl.where(tl.max(end) > 0, SLOTS, 0))
     for start in tl.range(first, last, T):
@@ -86,37 +85,21 @@ def held_rings(
     softcap: float,
 ) -> launch.Triple:
     """Launch the kernel, and the merge where rings are cut; see ``Held``, ``softcap`` 0 = none."""
-    num_rows, num_heads, group, dim = q_NKHD.shape
-    num_slots = k_RKWD.shape[2]
-    limits = launch.device_limits(q_NKHD.device)
-    chosen = launch.decode(group, dim, k_RKWD.dtype, limits)
-    tiles = launch.num_tiles(num_slots, chosen.keys)
-    splits = launch.num_splits(num_rows * num_heads, max(1, tiles // limits.tiles_of_a_split), limits)
-    parts = launch.partials(q_NKHD, splits * num_rows)
-    held_rings_kernel[(num_heads, num_rows, splits)](
+    plan = plan_rings(q_NKHD, k_RKWD)
+    held_rings_kernel[plan.grid](
         q_NKHD,
         k_RKWD,
         v_RKWD,
         position,
         begin,
         end,
-        *parts,
-        num_rows,
-        launch.num_tiles(tiles, splits) * chosen.keys,
-        *q_NKHD.stride()[:3],
+        *plan.parts,
+        *plan.sizes,
         position.stride(0),
         position.stride(1) if position.shape[1] > 1 else 0,
-        **launch.strides(k_RKWD),
-        NUM_HEADS=num_heads,
-        GROUP=group,
+        **plan.constants,
         TOKENS=end.shape[1],
-        SLOTS=num_slots,
-        D=dim,
-        P=launch.padded_dim(dim),
-        M=chosen.rows,
-        T=chosen.keys,
         SINK=sink,
         SOFTCAP=softcap,
-        **chosen.options,
     )
-    return merge_splits(parts, splits)
+    return merge_splits(plan.parts, plan.grid[2])

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from kernels_ref.triton import launch
 from kernels_ref.triton.merge_splits import merge_splits
-from kernels_ref.triton.softmax import FLOOR, attend_run, load_vectors, store_partial
+from kernels_ref.triton.ring_launch import plan_rings
+from kernels_ref.triton.softmax import attend_run, load_vectors, nothing_seen, store_partial
 
 
 @triton.jit(do_not_specialize=["num_rows", "slots_per_split"])
@@ -44,9 +45,7 @@ def leading_rings_kernel(
     group = tl.arange(0, M)
     place = row.to(tl.int64) * stride_qn + head * stride_qk + group * stride_qg
     q = load_vectors(q_ptr, place, 1, group < GROUP, D, P)
-    acc = tl.zeros([M, P], dtype=tl.float32)
-    largest = tl.full([M], FLOOR, dtype=tl.float32)
-    total = tl.zeros([M], dtype=tl.float32)
+    acc, largest, total = nothing_seen(M, P)
     begin = split * slots_per_split
     end = tl.minimum(begin + slots_per_split, tl.load(visible_ptr + row))
     acc, largest, total = attend_run(
@@ -64,32 +63,8 @@ def leading_rings(
     softcap: float,
 ) -> launch.Triple:
     """Launch the kernel, and the merge where rings are cut; ``visible [N, 1, 1]``, ``softcap`` 0 = none."""
-    num_rows, num_heads, group, dim = q_NKGD.shape
-    num_slots = k_RKWD.shape[2]
-    limits = launch.device_limits(q_NKGD.device)
-    chosen = launch.decode(group, dim, k_RKWD.dtype, limits)
-    tiles = launch.num_tiles(num_slots, chosen.keys)
-    # A split of fewer tiles is over before the merge that it costs has begun.
-    splits = launch.num_splits(num_rows * num_heads, max(1, tiles // limits.tiles_of_a_split), limits)
-    parts = launch.partials(q_NKGD, splits * num_rows)
-    leading_rings_kernel[(num_heads, num_rows, splits)](
-        q_NKGD,
-        k_RKWD,
-        v_RKWD,
-        visible,
-        *parts,
-        num_rows,
-        launch.num_tiles(tiles, splits) * chosen.keys,
-        *q_NKGD.stride()[:3],
-        **launch.strides(k_RKWD),
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        SLOTS=num_slots,
-        D=dim,
-        P=launch.padded_dim(dim),
-        M=chosen.rows,
-        T=chosen.keys,
-        SOFTCAP=softcap,
-        **chosen.options,
+    plan = plan_rings(q_NKGD, k_RKWD)
+    leading_rings_kernel[plan.grid](
+        q_NKGD, k_RKWD, v_RKWD, visible, *plan.parts, *plan.sizes, **plan.constants, SOFTCAP=softcap
     )
-    return merge_splits(parts, splits)
+    return merge_splits(plan.parts, plan.grid[2])

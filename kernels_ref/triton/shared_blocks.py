@@ -16,7 +16,15 @@ import triton.language as tl
 from kernels_ref.triton import launch
 from kernels_ref.triton.merge_splits import merge_splits
 from kernels_ref.triton.seen_blocks import seen_blocks
-from kernels_ref.triton.softmax import FLOOR, accumulate, load_all_vectors, load_vectors, score, store_partial
+from kernels_ref.triton.softmax import (
+    FLOOR,
+    accumulate,
+    load_all_vectors,
+    load_vectors,
+    nothing_seen,
+    score,
+    store_partial,
+)
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_blocks", "no_row"])
@@ -60,9 +68,7 @@ def shared_blocks_kernel(
     takes_part = row < no_row
     place = query.to(tl.int64) * stride_qq + head * stride_qk + (line % GROUP) * stride_qg
     q = load_vectors(q_ptr, place, 1, takes_part, D, P)
-    acc = tl.zeros([M, P], dtype=tl.float32)
-    largest = tl.full([M], FLOOR, dtype=tl.float32)
-    total = tl.zeros([M], dtype=tl.float32)
+    acc, largest, total = nothing_seen(M, P)
 
     TILES: tl.constexpr = (SLOTS + T - 1) // T
     tile_list = list_ptr + tile.to(tl.int64) * num_blocks

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels_ref.triton import launch
-from kernels_ref.triton.softmax import FLOOR, accumulate, load_vectors, score, store_partial
+from kernels_ref.triton.softmax import FLOOR, accumulate, load_vectors, nothing_seen, score, store_partial
 
 FAR = tl.constexpr(2**31 - 1)
 """A position that no token has."""
@@ -61,9 +61,7 @@ def shared_rings_kernel(
     takes_part = query_row < no_row
     place = query.to(tl.int64) * stride_qq + head * stride_qk + (line % GROUP) * stride_qg
     q = load_vectors(q_ptr, place, 1, takes_part, D, P)
-    acc = tl.zeros([M, P], dtype=tl.float32)
-    largest = tl.full([M], FLOOR, dtype=tl.float32)
-    total = tl.zeros([M], dtype=tl.float32)
+    acc, largest, total = nothing_seen(M, P)
     for ring in tl.range(0, num_rings):
         ring_row = tl.load(chunk_row_ptr + ring)
         owns = takes_part & (query_row == ring_row)
@@ -78,7 +76,7 @@ def shared_rings_kernel(
             kept = (held < SINK)[None, :] | (held[None, :] > query_position[:, None] - RECENT)
             visible = owns[:, None] & (held >= 0)[None, :] & kept
             visible = visible & (held[None, :] <= query_position[:, None])
-            vector = ring.to(tl.int64) * UNIT + head * HEAD + slot
+            vector = tl.cast(ring, tl.int64) * UNIT + head * HEAD + slot
             k = load_vectors(k_ptr, vector, D, held >= 0, D, P)
             v = load_vectors(v_ptr, vector, D, held >= 0, D, P)
             scores = tl.where(visible, score(q, k, SOFTCAP), FLOOR)

@@ -47,6 +47,16 @@ def score(q: tl.tensor, k: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def nothing_seen(M: tl.constexpr, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Accumulator ``[M, P]``, maxima and sums ``[M]`` of rows that have seen nothing."""
+    return (
+        tl.zeros([M, P], dtype=tl.float32),
+        tl.full([M], FLOOR, dtype=tl.float32),
+        tl.zeros([M], tl.float32),
+    )
+
+
+@triton.jit
 def weigh(scores: tl.tensor, largest: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
     """``exp(scores - largest)``, zero in rows that have seen nothing.
 

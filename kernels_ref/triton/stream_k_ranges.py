@@ -16,7 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels_ref.triton.softmax import FLOOR, LOG2E, accumulate, load_vectors, score, store_partial
+from kernels_ref.triton.softmax import (
+    FLOOR,
+    LOG2E,
+    accumulate,
+    load_vectors,
+    nothing_seen,
+    score,
+    store_partial,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -75,9 +83,7 @@ def attend_ranges_kernel(
 
         query_place = row * stride_qn + head * stride_qk + group[:, None] * stride_qg + column[None, :]
         q = tl.load(q_ptr + query_place, mask=query_mask, other=0.0)
-        acc = tl.zeros([M, P], dtype=tl.float32)
-        largest = tl.full([M], FLOOR, dtype=tl.float32)
-        total = tl.zeros([M], dtype=tl.float32)
+        acc, largest, total = nothing_seen(M, P)
         # One loop over the tiles of all blocks, so that loads run ahead across the ends of blocks.
         for step in tl.range(0, (last - first).to(tl.int32) * TILES):
             item = first + step // TILES
@@ -140,9 +146,7 @@ def merge_cut_tiles_kernel(
         group = tl.arange(0, M)
         column = tl.arange(0, P)
         inside = group < GROUP
-        acc = tl.zeros([M, P], dtype=tl.float32)
-        largest = tl.full([M], FLOOR, dtype=tl.float32)
-        total = tl.zeros([M], dtype=tl.float32)
+        acc, largest, total = nothing_seen(M, P)
         if is_empty:
             last = first - 1
         for worker in tl.range(first, last + 1):

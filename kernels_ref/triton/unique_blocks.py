@@ -19,7 +19,7 @@ import triton.language as tl
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import Triple
 from kernels_ref.triton.merge_runs import merge_runs_kernel
-from kernels_ref.triton.softmax import FLOOR, attend_leading, attend_run, store_partial
+from kernels_ref.triton.softmax import attend_leading, attend_run, nothing_seen, store_partial
 from kernels_ref.triton.stream_k import stream_k
 from kernels_ref.triton.stream_k_choice import choose
 
@@ -76,9 +76,7 @@ def unique_blocks_kernel(
             run_end = tl.min(tl.where((block > begin) & (owner != row), block, end))
             if row < num_rows:
                 q = tl.load(q_ptr + row * stride_qn + query_place, mask=query_mask, other=0.0)
-                acc = tl.zeros([M, P], dtype=tl.float32)
-                largest = tl.full([M], FLOOR, dtype=tl.float32)
-                total = tl.zeros([M], dtype=tl.float32)
+                acc, largest, total = nothing_seen(M, P)
                 acc, largest, total = attend_run(
                     q, acc, largest, total, k_ptr, v_ptr, begin, 0, (run_end - begin) * SLOTS, head,
                     UNIT, HEAD, SLOTS, D, P, T, SOFTCAP,
@@ -93,9 +91,7 @@ def unique_blocks_kernel(
     else:
         row = work - num_ranges
         q = tl.load(q_ptr + row * stride_qn + query_place, mask=query_mask, other=0.0)
-        acc = tl.zeros([M, P], dtype=tl.float32)
-        largest = tl.full([M], FLOOR, dtype=tl.float32)
-        total = tl.zeros([M], dtype=tl.float32)
+        acc, largest, total = nothing_seen(M, P)
         token = group // (GROUP // TOKENS)
         for tail in tl.static_range(TAILS):
             place = row * TAILS + tail
