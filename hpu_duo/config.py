@@ -15,6 +15,7 @@ from graphs import BucketTable, CaptureBackend, MissPolicy
 from graphs.backends import BACKEND_NAMES
 from hpu_duo.limit_config import CacheConfig, SchedulerConfig, check_at_least, check_bool
 from kernels_ref import Implementation
+from kernels_ref.chunks import ChunkBounds
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
@@ -37,6 +38,8 @@ class ModelConfig:
             for attention "reference" and "hpu".
         pack_weights: lay linear weights out once (bfloat16 on CPU): in panels for our own kernel where the
             CPU has AVX512-BF16, elsewhere for oneDNN; None = where possible.
+        score_bytes: most bytes of the scores, or of the mask where none are made, of one chunk of context;
+            with more memory for it, chunks are larger and fewer.
     """
 
     path: str | Path
@@ -45,9 +48,11 @@ class ModelConfig:
     attention: str = "auto"
     softmax: str = "exact"
     pack_weights: bool | None = None
+    score_bytes: int = ChunkBounds().score_bytes
 
     def __post_init__(self) -> None:
         _one_of("attention", self.attention, ("auto", *(each.value for each in Implementation)))
+        check_at_least("score_bytes", self.score_bytes, 1)
         _one_of("softmax", self.softmax, ("exact", "fast"))
         if not isinstance(self.path, str | PathLike):
             raise ValueError(f"expected path to be a directory, got {type(self.path).__name__}")

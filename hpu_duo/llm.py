@@ -82,6 +82,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         trust_remote_code: bool = False,
         attention: str = "auto",
         softmax: str = "exact",
+        score_bytes: int = ModelConfig.score_bytes,
         pack_weights: bool | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = SchedulerConfig.max_num_seqs,
@@ -121,7 +122,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             revision: branch, tag or commit of a model of the hub.
             trust_remote_code: False; code of a checkpoint is never run.
             attention: "auto", "reference", "sdpa", "triton" or "hpu".
-            softmax, pack_weights: see ``ModelConfig``.
+            softmax, pack_weights, score_bytes: see ``ModelConfig``.
             max_model_len: tokens of prompt and output; None = what model and cache hold. Rotary frequencies
                 that depend on a text's length are those of this length.
             max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len, scheduling_policy:
@@ -159,6 +160,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 dtype=choose_dtype(dtype, torch_dtype),
                 attention=attention,
                 softmax=softmax,
+                score_bytes=score_bytes,
                 pack_weights=pack_weights,
             ),
             heads=HeadConfig(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from bias_builders import Window, causal_mask, leading_slots, ring_mask, seen_mask
-from kernels_ref.chunks import shared_chunk, unique_chunk
 from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import FLOOR, Partial, attend, empty, finish, merge, widened
 from kernels_ref.scoring import Scoring, Softmax
@@ -119,12 +118,12 @@ def shared_blocks(
     Which slots a row sees is worked out for each chunk too: rows by blocks would grow with the context.
 
     Args:
-        dense, chunk: how a chunk is attended to, and its blocks; None = ``attend_dense``, ``shared_chunk``.
+        dense, chunk: how a chunk is attended to, and its blocks; None = ``attend_dense``, ``scoring.chunks``.
     """
     num_queries, num_kv, group, _ = q_QKGD.shape
     block_size = units.layout.num_slots
     key_bytes = units.k[0].numel() * units.k.element_size()
-    chunk = chunk or shared_chunk(num_queries * num_kv * group, block_size, key_bytes)
+    chunk = chunk or scoring.chunks.shared(num_queries * num_kv * group, block_size, key_bytes)
     dense = dense or attend_dense
     # One more entry, for the row number of padding.
     stored = torch.cat([t.row_start, t.row_start.new_zeros(1)])[:, None]
@@ -134,12 +133,12 @@ def shared_blocks(
         # Leading slots; below 0 for none, and beyond the block for all of it.
         visible_row_X = (stored - t.shared_start[some]) * t.shared_reads[:, some]
         seen = t.shared_block[some], visible_row_X, t.row
-        partial = _some_shared_blocks(q_QKGD, units, *seen, scoring, dense)
+        partial = some_shared_blocks(q_QKGD, units, *seen, scoring, dense)
         total = merge(total, partial)
     return total
 
 
-def _some_shared_blocks(
+def some_shared_blocks(
     q_QKGD: torch.Tensor,
     units: KVUnits,
     block: torch.Tensor,
@@ -152,7 +151,7 @@ def _some_shared_blocks(
     block_size = units.layout.num_slots
     visible_QXB = leading_slots(gather(visible_row_X, row), block_size)
     used_XB = leading_slots(visible_row_X.amax(dim=0), block_size)
-    k_TKD, v_TKD = _as_keys(*gather_units(units, block), used_XB)
+    k_TKD, v_TKD = as_keys(*gather_units(units, block), used_XB)
     return dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), scoring)
 
 
@@ -173,7 +172,7 @@ def shared_rings(
     """
     dense, step = dense or attend_dense, query_slice or scoring.slices.queries
     used_CW = ring.chunk_position >= 0
-    k_TKD, v_TKD = _as_keys(*scratch, used_CW)
+    k_TKD, v_TKD = as_keys(*scratch, used_CW)
     parts = []
     for q, row, position in zip(q_QKGD.split(step), t.causal_row.split(step), t.positions.split(step)):
         visible_QCW = ring_mask(row, position, t.chunk_row, ring.chunk_position, window)
@@ -181,7 +180,7 @@ def shared_rings(
     return Partial(*(torch.cat(list(x)) for x in zip(*parts)))
 
 
-def _as_keys(
+def as_keys(
     k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, used_XB: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gathered units as one list of keys and values ``[T, K, D]``; unused slots become zero."""
@@ -231,15 +230,28 @@ def unique_blocks(
     add = add or merge_by_owner
     num_rows, num_kv, heads, dim = q_NKHD.shape
     key_bytes = units.k[0].numel() * units.k.element_size()
-    chunk = unique_chunk(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
+    chunk = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
     total = tails(q_NKHD, units, t, blocks, scoring, attend)
     for begin in range(0, t.owner.shape[0], chunk):
         owner = t.owner[begin : begin + chunk]
         k, v = units.k[begin : begin + len(owner)], units.v[begin : begin + len(owner)]
-        query = gather(q_NKHD, torch.clamp(owner, max=num_rows - 1))
-        scores = soften(torch.matmul(query, k.transpose(2, 3)), scoring)
-        total = add(total, scores, v, owner)
+        total = add_blocks(total, q_NKHD, k, v, owner, scoring, add)
     return total
+
+
+def add_blocks(
+    total: Partial,
+    q_NKHD: torch.Tensor,
+    k_XKBD: torch.Tensor,
+    v_XKBD: torch.Tensor,
+    owner: torch.Tensor,
+    scoring: Scoring,
+    add: AddBlocks,
+) -> Partial:
+    """Decode rows against one chunk of whole blocks."""
+    query = gather(q_NKHD, torch.clamp(owner, max=q_NKHD.shape[0] - 1))
+    scores = soften(torch.matmul(query, k_XKBD.transpose(2, 3)), scoring)
+    return add(total, scores, v_XKBD, owner)
 
 
 def merge_by_owner(

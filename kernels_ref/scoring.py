@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.slices import DEFAULT_SLICES, Slices
 
 
@@ -22,8 +23,10 @@ class Scoring(NamedTuple):
         softcap: bound of the scores, None when the model has none.
         softmax: precision of scores and exponentials.
         slices: sizes of what is computed at a time.
+        chunks: bounds of chunks of context, from which their sizes follow.
     """
 
     softcap: float | None = None
     softmax: Softmax = Softmax.EXACT
     slices: Slices = DEFAULT_SLICES
+    chunks: ChunkBounds = DEFAULT_BOUNDS

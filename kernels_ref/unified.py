@@ -11,9 +11,11 @@ from typing import TypeAlias
 
 import torch
 
+from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.groups import GroupInputs, GroupKind, HeadGroup
 from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, kernels
+from kernels_ref.looped import looped
 from kernels_ref.scoring import Scoring, Softmax
 from kernels_ref.slices import DEFAULT_SLICES, Slices
 from kernels_ref.step import Step
@@ -37,6 +39,7 @@ class LayerSpec:
         softmax: precision of scores and exponentials.
         operators: fused operators that ``impl`` calls, where it calls any.
         slices: sizes of what ``impl`` computes at a time.
+        chunks: bounds of chunks of context, from which their sizes follow.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -48,11 +51,12 @@ class LayerSpec:
     softmax: Softmax = Softmax.EXACT
     operators: FusedOperators = NO_OPERATORS
     slices: Slices = DEFAULT_SLICES
+    chunks: ChunkBounds = DEFAULT_BOUNDS
 
     @property
     def scoring(self) -> Scoring:
         """The rule from scores of the layer to weights."""
-        return Scoring(self.softcap, self.softmax, self.slices)
+        return Scoring(self.softcap, self.softmax, self.slices, self.chunks)
 
     @property
     def num_kv_heads(self) -> int:
@@ -80,7 +84,7 @@ def unified_attention(
     q_QHD: torch.Tensor,
     k_QKD: torch.Tensor,
     v_QKD: torch.Tensor,
-    cache: LayerCache,
+    cache: Iterable[KVUnits],
     step: Step,
     spec: LayerSpec,
     sinks_H: torch.Tensor | None = None,
@@ -89,12 +93,12 @@ def unified_attention(
 
     Args:
         q_QHD, k_QKD, v_QKD: after rotary embedding; heads in the order of the groups.
-        cache: written in place.
+        cache: units of each group, written in place; taken one after the other.
         sinks_H: learned attention-sink logit of each query head.
     Returns:
         ``[Q, H, D]`` in the dtype of ``q_QHD``; zero for padding.
     """
-    run = kernels(spec.impl, spec.operators)
+    run = looped(kernels(spec.impl, spec.operators), spec.scoring, spec.operators, step.parts)
     q_QKGD = (q_QHD * spec.scale).unflatten(1, (-1, spec.group_size))
     sinks_KG = None if sinks_H is None else sinks_H.view(-1, spec.group_size)
     outputs, end = [], 0

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 
 from graphs.backends.base import Inputs, Outputs, Region
+from graphs.backends.cuts import Compiler, cutting
 from graphs.backends.inductor import DirectCode, compile_graph, on_bytecode
 from graphs.backends.toolchain import cpu_compile_problem
 from graphs.backends.traced_step import TracedStep, untraced
 from graphs.interrupts import interrupts_deferred
 from graphs.shape import BatchShape
-
-Compiler: TypeAlias = Callable[..., Any]
-"""A backend of ``torch.compile``: takes a traced graph and its inputs, returns what runs it."""
 
 
 class CompileBackend:
@@ -47,6 +45,11 @@ class CompileBackend:
         self._guards = guards
         self._regions: dict[tuple[BatchShape, Hashable], Callable[..., object]] = {}
 
+    @property
+    def keys(self) -> tuple[tuple[BatchShape, Hashable], ...]:
+        """Buckets and keys of the regions so far."""
+        return tuple(self._regions)
+
     def problem(self, device: torch.device) -> str | None:
         """Why the compiler cannot build code for ``device``, or None."""
         if self._compiler != "inductor":
@@ -72,9 +75,10 @@ class CompileBackend:
         place = (shape, key)
         if place not in self._regions:
             private = _private_copy(fn, f"{shape}")
-            backend = self._compiler
-            if backend == "inductor":
-                backend = partial(_inductor, checks_inputs=self._guards)
+            if self._compiler == "inductor":
+                backend: Compiler = partial(_inductor, checks_inputs=self._guards)
+            else:
+                backend = cutting(self._compiler)
             compiled = torch.compile(private, backend=backend, fullgraph=True, dynamic=False)
             self._regions[place] = compiled if self._guards else _Direct(private, compiled)
         return cast(Region, self._regions[place])

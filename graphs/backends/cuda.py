@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphs.backends.base import Outputs
-from graphs.backends.whole_step import Recorder, Recording, WholeStepBackend, tensors_of
+from graphs.backends.whole_step import MOST_OPERATORS, Recorder, Recording, WholeStepBackend, tensors_of
 
 
 class CudaRecorder:
@@ -59,7 +59,8 @@ class CudaBackend(WholeStepBackend):
 
     Args:
         recorder: for tests on machines without a GPU.
+        max_operators: see ``WholeStepBackend``.
     """
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
-        super().__init__("cuda", CudaRecorder() if recorder is None else recorder)
+    def __init__(self, recorder: Recorder | None = None, max_operators: int = MOST_OPERATORS) -> None:
+        super().__init__("cuda", CudaRecorder() if recorder is None else recorder, max_operators)

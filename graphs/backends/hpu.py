@@ -15,7 +15,7 @@ import torch
 
 from graphs.backends.base import Inputs, Outputs
 from graphs.backends.compile import CompileBackend
-from graphs.backends.whole_step import Recording, WholeStepBackend
+from graphs.backends.whole_step import MOST_OPERATORS, Recording, WholeStepBackend
 from graphs.recompile import RecompileError
 from graphs.shape import BatchShape
 
@@ -131,7 +131,11 @@ class HpuGraphRecorder:
 
 
 class HpuGraphBackend(WholeStepBackend):
-    """See ``WholeStepBackend`` and ``HpuGraphRecorder``; for lazy mode, which is a legacy one."""
+    """See ``WholeStepBackend`` and ``HpuGraphRecorder``; for lazy mode, which is a legacy one.
 
-    def __init__(self) -> None:
-        super().__init__("hpu-graph", HpuGraphRecorder())
+    Args:
+        max_operators: see ``WholeStepBackend``.
+    """
+
+    def __init__(self, max_operators: int = MOST_OPERATORS) -> None:
+        super().__init__("hpu-graph", HpuGraphRecorder(), max_operators)

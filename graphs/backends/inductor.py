@@ -34,6 +34,13 @@ def is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def find_compiler(name: str) -> Callable[..., Any]:
+    """Return the backend of ``torch.compile`` of a name."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return cast(Callable[..., Any], lookup_backend(name))
+
+
 def on_bytecode(note: Callable[[CodeType, CodeType], None]) -> Handle:
     """Call ``note`` with each code object that the compiler replaces from now on, and its replacement."""
     from torch._dynamo.convert_frame import register_bytecode_hook

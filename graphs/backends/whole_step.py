@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
@@ -9,7 +10,13 @@ from typing import Any, Generic, Protocol
 import torch
 
 from graphs.backends.base import Inputs, Outputs, Region
+from graphs.backends.dispatch import DispatchMode
 from graphs.shape import BatchShape
+
+_log = logging.getLogger(__name__)
+
+MOST_OPERATORS = 50_000
+"""Operators of a graph that is captured whole: 80 layers of 600, and what is around them."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,19 @@ class WholeStepBackend:
     Args:
         name: the name of the backend for ``make_backend``.
         recorder: records and replays on the device.
+        max_operators: operators of a step above which a warning says so, once: a device may take long to
+            build such a graph, and its memory to keep it.
     """
 
     num_first_runs = 1
 
-    def __init__(self, name: str, recorder: Recorder) -> None:
+    def __init__(self, name: str, recorder: Recorder, max_operators: int = MOST_OPERATORS) -> None:
+        if max_operators < 1:
+            raise ValueError(f"expected max_operators >= 1, got {max_operators}")
         self.name = name
         self._recorder = recorder
+        self._max_operators = max_operators
+        self._has_warned = False
 
     def problem(self, device: torch.device) -> str | None:
         """Return the recorder's problem with the device, or None."""
@@ -68,7 +81,18 @@ class WholeStepBackend:
 
         The executable raises ValueError for inputs that lie elsewhere than those of its first call.
         """
-        return _Executable(self._recorder, fn, str(shape))
+        return _Executable(self._recorder, fn, str(shape), self._note_size)
+
+    def _note_size(self, label: str, num_operators: int) -> None:
+        if num_operators <= self._max_operators or self._has_warned:
+            return
+        self._has_warned = True
+        _log.warning(
+            "the graph of %s has %d operators, and %s expects %d at most: it grows with the context. Give "
+            "chunks of context more memory (score_bytes), leave long prefills uncaptured "
+            "(max_captured_tokens), lower max_model_len, or capture layers instead of steps",
+            *(label, num_operators, self.name, self._max_operators),
+        )
 
     def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
         """Return ``fn``: steps are recorded whole."""
@@ -76,15 +100,23 @@ class WholeStepBackend:
 
 
 class _Executable(Generic[Outputs]):
-    def __init__(self, recorder: Recorder, fn: Callable[[Inputs], Outputs], label: str) -> None:
-        self._recorder, self._fn, self._label = recorder, fn, label
+    def __init__(
+        self,
+        recorder: Recorder,
+        fn: Callable[[Inputs], Outputs],
+        label: str,
+        note_size: Callable[[str, int], None],
+    ) -> None:
+        self._recorder, self._fn, self._label, self._note_size = recorder, fn, label, note_size
         self._recording: Recording[Outputs] | None = None
         self._inputs: Inputs = {}
         self._addresses: Mapping[str, int] = {}
 
     def __call__(self, inputs: Inputs) -> Outputs:
         if self._recording is None:
-            recording = self._recorder.record(lambda: self._fn(inputs))
+            counter = _Counter()
+            recording = self._recorder.record(lambda: counter.count(self._fn, inputs))
+            self._note_size(self._label, counter.num_operators)
             self._recording, self._inputs, self._addresses = recording, inputs, _addresses(inputs)
             return recording.first
         if inputs is not self._inputs:
@@ -103,6 +135,24 @@ class _Executable(Generic[Outputs]):
                 f"got others for {', '.join(moved)}"
             )
         self._inputs = inputs
+
+
+class _Counter(DispatchMode):
+    """Counts the operators of a step, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_operators = 0
+
+    def count(self, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
+        """Run a step, which a recorder may do more than once, and count its operators."""
+        self.num_operators = 0
+        with self:
+            return fn(inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operators += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _addresses(inputs: Inputs) -> dict[str, int]:

@@ -67,7 +67,7 @@ def audit_bucket(structure: Structure, bucket: BatchShape) -> StepAudit:
         inputs = structure.inputs(bucket)
         model = structure.model.model
         held = (*structure.held, *inputs.values())
-        tracer = StepTracer(held, model.parameters(), model.dtype)
+        tracer = StepTracer(held, model.parameters(), model.dtype, structure.stores)
         known: dict[Hashable, tuple[Part, Any]] = {}
         runners: dict[Hashable, Callable[..., Any]] = {
             kind: partial(_run_layer, tracer, known, kind) for kind in structure.model.kinds

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,9 +56,15 @@ class Lowering:
         self.graphs: list[LoweredGraph] = []
         self.backend = CompileBackend(aot_backend(self._keep), guards=True)
         self._region, self._began = "", 0.0
+        self._runners: dict[Hashable, Callable[..., Any]] = {}
 
     def runner(self, bucket: BatchShape, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A region that is lowered in its first call, and gives tensors like its first results after it."""
+        if key not in self._runners:
+            self._runners[key] = self._runner(bucket, key, fn)
+        return self._runners[key]
+
+    def _runner(self, bucket: BatchShape, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
         region = self.backend.region(bucket, key, fn)
         name = fn.__name__.strip("_")
         templates: list[Any] = []
@@ -95,6 +102,8 @@ def lower_bucket(structure: Structure, bucket: BatchShape) -> tuple[LoweredGraph
         runners: dict[Hashable, Callable[..., Any]] = {
             kind: lowering.runner(bucket, kind, run_layer) for kind in structure.model.kinds
         }
-        step = bucket_step(structure.model, structure.geometry, bucket, runners)
+        step = bucket_step(
+            structure.model, structure.geometry, bucket, runners, partial(lowering.runner, bucket)
+        )
         step(structure.inputs(bucket))
     return tuple(lowering.graphs)

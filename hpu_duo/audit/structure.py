@@ -62,6 +62,11 @@ class Structure:
         return [*self.model.model.parameters(), *self.model.model.buffers()]
 
     @property
+    def stores(self) -> list[torch.Tensor]:
+        """The stores of all layers, without their scratch."""
+        return self.model.stores_flat
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters."""
         return sum(parameter.nbytes for parameter in set(self.model.model.parameters()))

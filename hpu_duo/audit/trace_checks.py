@@ -10,7 +10,7 @@ import torch
 
 from hpu_duo.audit.fake_tensors import memory_key, tree_leaves
 from hpu_duo.audit.findings import Finding, Severity, TraceEnded
-from hpu_duo.rules import Engine, Operator, Rule, Transfer, calling_line
+from hpu_duo.rules import Engine, Operator, Rule, StoreUse, Transfer, calling_line
 
 _HERE = str(Path(__file__).parent)
 _WIDE = (torch.int64, torch.float64, torch.complex128)
@@ -23,7 +23,7 @@ class TraceChecks:
 
     Args:
         found: takes them.
-        weights, model_dtype: see ``StepTracer``.
+        weights, model_dtype, stores: see ``StepTracer``.
     """
 
     def __init__(
@@ -31,9 +31,11 @@ class TraceChecks:
         found: Callable[[Finding], None],
         weights: Iterable[torch.Tensor],
         model_dtype: torch.dtype | None,
+        stores: Iterable[torch.Tensor],
     ) -> None:
         self._found, self._model_dtype = found, model_dtype
         self._own_indices: set[int] = set()
+        self.store_use = StoreUse(map(memory_key, stores))
         self._weight_dtype = {memory_key(weight): weight.dtype for weight in weights}
 
     def forget(self, key: int) -> None:
@@ -72,6 +74,9 @@ class TraceChecks:
             self._add(Rule.AS_STRIDED, operator, "slice, transpose or unflatten instead")
         if operator.is_random:
             self._add(Rule.RANDOM_IN_GRAPH, operator, "every replay would draw the same numbers")
+        copied = self.store_use.problem(operator, ((memory_key(x), x._is_view()) for x in operands))
+        if copied is not None:
+            self._add(Rule.STORE_COPY, operator, copied)
         for tensor in operands:
             if _is_wide(tensor) and not operator.may_take_wide:
                 self._check_wide(operator, tensor)

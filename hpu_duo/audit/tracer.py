@@ -47,6 +47,7 @@ class StepTracer(DispatchMode):
         held: tensors that outlive the step, such as weights, stores and staged inputs: not counted.
         weights: those of them that products are to meet in their own float type.
         model_dtype: float type of the model, None where float16 is as good as any.
+        stores: those of the held tensors that a layer may write only once, and read only afterwards.
 
     Attributes:
         tally: counts so far.
@@ -58,19 +59,21 @@ class StepTracer(DispatchMode):
         held: Iterable[torch.Tensor],
         weights: Iterable[torch.Tensor] = (),
         model_dtype: torch.dtype | None = None,
+        stores: Iterable[torch.Tensor] = (),
     ) -> None:
         super().__init__()
         self.tally = Tally()
         self.live_bytes = self.peak_bytes = 0
         self._held = tuple(held)
         self._known = {*map(memory_key, self._held)}
-        self._checks = TraceChecks(self._found, weights, model_dtype)
+        self._checks = TraceChecks(self._found, weights, model_dtype, stores)
         self._described: dict[OpOverload, Operator] = {}
         self._is_counting = True
 
     @contextmanager
     def part(self) -> Iterator[Part]:
-        """Count operators inside the context separately too."""
+        """Count operators inside the context, a layer's, separately too."""
+        self._checks.store_use.begin_layer()
         tally, peak = self.tally, self.peak_bytes
         part = Part()
         self.tally, self.peak_bytes = part.tally, self.live_bytes

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bias_builders import Window, tails_per_row
 from graphs import BatchShape
 from kernels_ref import HeadGroup, Owner, Rings
-from kernels_ref.chunks import masked_chunk, shared_chunk, unique_chunk
+from kernels_ref.chunks import DEFAULT_BOUNDS
 from kernels_ref.slices import DEFAULT_SLICES
 
 _DTYPE_BYTES = 2
@@ -153,9 +153,9 @@ def _count_blocks(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCount
         runs = runs._replace(causal=1, causal_slices=slices, causal_cuts=int(slices > 1))
     if phase.shared and bucket.num_shared_blocks:
         if sizes.is_fused:
-            chunk = masked_chunk(query_len, slots, sizes.key_bytes, _DTYPE_BYTES)
+            chunk = DEFAULT_BOUNDS.masked(query_len, slots, sizes.key_bytes, _DTYPE_BYTES)
         else:
-            chunk = shared_chunk(query_len * heads, slots, sizes.key_bytes)
+            chunk = DEFAULT_BOUNDS.shared(query_len * heads, slots, sizes.key_bytes)
         chunks = -(-bucket.num_shared_blocks // chunk)
         pairs += query_len * bucket.num_shared_blocks * slots
         keys += bucket.num_shared_blocks * slots
@@ -166,7 +166,7 @@ def _count_blocks(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCount
         return counts, runs
     rows, blocks = bucket.num_logits, bucket.num_unique_blocks
     row_heads = heads * sizes.decode_len
-    chunk = unique_chunk(rows, row_heads, slots, dim, sizes.key_bytes)
+    chunk = DEFAULT_BOUNDS.unique(rows, row_heads, slots, dim, sizes.key_bytes)
     chunks = -(-blocks // chunk)
     own = blocks * slots * row_heads
     tails = rows * tails_per_row(sizes.decode_len) * slots

@@ -22,6 +22,7 @@ from hpu_duo.sampling import SampledTokens, TokenLogprobs, sample
 from hpu_duo.uncopied import Uncopied
 from hpu_duo.watch import CompileWatch
 from kernels_ref import StepParts, StepTensors, prepare_step
+from kernels_ref.loops import RegionOf, in_regions
 
 
 class StepOutput(NamedTuple):
@@ -157,7 +158,7 @@ def _make_step(
     runners: dict[Hashable, Callable[..., Any]] = {
         kind: graphs.region(bucket, kind, run_layer) for kind in model.kinds
     }
-    return bucket_step(model, geometry, bucket, runners)
+    return bucket_step(model, geometry, bucket, runners, partial(graphs.region, bucket))
 
 
 def bucket_step(
@@ -165,11 +166,13 @@ def bucket_step(
     geometry: StepGeometry,
     bucket: BatchShape,
     runners: Mapping[Hashable, Callable[..., Any]],
+    region_of: RegionOf | None = None,
 ) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
     """Return the function that is captured for a bucket: from inputs on the device to logits ``[N * M, V]``.
 
     Args:
         runners: functions that run the layers of each kind of ``model.kinds``.
+        region_of: returns what runs the body of a loop that a region of a layer does not hold.
     """
     parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
 
@@ -178,7 +181,8 @@ def bucket_step(
         if parts.causal and parts.shared:
             model.copy_to_scratch(tensors.chunk_row)
         prepared = prepare_step(parts, tensors, decode_len=geometry.decode_len, stores=model.stores)
-        return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
+        with nullcontext() if region_of is None else in_regions(region_of):
+            return model.logits(inputs["token_ids"], prepared, inputs["logit_index"], runners)
 
     return step
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from graphs.backends.cuts import cut_at
 from kernels_ref import (
     KVUnits,
     LayerCache,
@@ -23,10 +24,12 @@ from kernels_ref import (
     Step,
     UnitLayout,
     as_units,
+    loops,
     unified_attention,
 )
 
 NAME = "hpu_duo"
+cut_at(loops.operator, loops.run_loop)
 LAYER_ATTRIBUTE = "hpu_duo_layer"
 _BUFFERS = ("k", "v", "k_scratch", "v_scratch")
 
@@ -140,7 +143,8 @@ class AttentionLayer(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        cache = tuple(self._units(i, layout) for i, layout in enumerate(self.layouts))
+        # One after the other: a graph that writes a store may not hold a view of it from before a cut.
+        cache = (self._units(i, layout) for i, layout in enumerate(self.layouts))
         return unified_attention(q, k, v, cache, step, self.spec, sinks)
 
     def _units(self, group: int, layout: UnitLayout) -> KVUnits:

@@ -74,6 +74,11 @@ class StepModel(Uncopied):
         self.kinds = tuple(kinds)
         self.stores = stores_of(specs, caches)
 
+    @property
+    def stores_flat(self) -> list[torch.Tensor]:
+        """The stores of all layers, as lists of vectors."""
+        return [flat for cache in self._caches for units in cache for flat in (units.k_flat, units.v_flat)]
+
     def copy_to_scratch(self, rows: torch.Tensor) -> None:
         """Copy the rows of prompts to where the layers read them, before a step; int32 ``[C]``."""
         copy_to_scratch(self._caches, rows)

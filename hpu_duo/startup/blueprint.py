@@ -19,10 +19,11 @@ from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.rope import fix_frequencies, served_len
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.heads import HeadAssignment, assign_heads, resolve_pattern, ring_slack
-from hpu_duo.startup.kernels import ChosenKernels
+from hpu_duo.startup.kernels import ChosenKernels, chunk_bounds
 from hpu_duo.startup.memory import plan_memory
 from hpu_duo.startup.tables import StepTables
 from kernels_ref import HeadGroup, LayerSpec
+from kernels_ref.chunks import ChunkBounds
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Blueprint:
         max_len = served_len(text_config, config.scheduler.max_model_len)
         pattern = resolve_pattern(config.heads, layers, max_len, device)
         heads = assign_heads(layers, pattern, max_len, ring_slack(config.scheduler))
-        specs = tuple(_layer_spec(layer, each.groups, kernels) for layer, each in zip(layers, heads))
+        chunks = chunk_bounds(config.model.score_bytes, device)
+        specs = tuple(_layer_spec(layer, each.groups, kernels, chunks) for layer, each in zip(layers, heads))
         return cls(config, text_config, layers, device, model.dtype, max_len, pattern, tuple(heads), specs)
 
     def memory(
@@ -113,7 +115,9 @@ def fix_served_len(model: PreTrainedModel, config: EngineConfig) -> None:
     fix_frequencies(model, served_len(model.config.get_text_config(), config.scheduler.max_model_len))
 
 
-def _layer_spec(layer: DecoderLayer, groups: tuple[HeadGroup, ...], kernels: ChosenKernels) -> LayerSpec:
+def _layer_spec(
+    layer: DecoderLayer, groups: tuple[HeadGroup, ...], kernels: ChosenKernels, chunks: ChunkBounds
+) -> LayerSpec:
     """The kernels' description of a layer whose heads are in groups."""
     return LayerSpec(
         groups=groups,
@@ -124,4 +128,5 @@ def _layer_spec(layer: DecoderLayer, groups: tuple[HeadGroup, ...], kernels: Cho
         impl=kernels.impl,
         softmax=kernels.softmax,
         operators=kernels.operators,
+        chunks=chunks,
     )

@@ -9,11 +9,15 @@ import torch
 
 from hpu_duo.modeling.probe import DecoderLayer
 from kernels_ref import FusedOperators, Implementation, Softmax
+from kernels_ref.chunks import ChunkBounds
 from kernels_ref.hpu.operators import LINE_BYTES, NO_OPERATORS
 from kernels_ref.hpu.trial import Trial, try_operators
 from kernels_ref.triton import availability
 
 _log = logging.getLogger(__name__)
+
+MOST_INLINE = 2
+"""Slices or chunks of a part of attention in the graph of a layer: six parts of them stay below 600 nodes."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,19 @@ class ChosenKernels:
     impl: Implementation
     softmax: Softmax = Softmax.EXACT
     operators: FusedOperators = NO_OPERATORS
+
+
+def chunk_bounds(score_bytes: int, device: torch.device) -> ChunkBounds:
+    """The bounds of chunks of context on a device.
+
+    Graphs of other devices than a CPU would grow with the context, so that only short loops are in them.
+
+    Args:
+        score_bytes: see ``ModelConfig``.
+    """
+    # Masks take the place of scores where attention is one operator.
+    most_inline = None if device.type == "cpu" else MOST_INLINE
+    return ChunkBounds(score_bytes=score_bytes, mask_bytes=score_bytes, most_inline=most_inline)
 
 
 def choose_kernels(

@@ -13,6 +13,7 @@ from graphs import BatchShape
 from hpu_duo.engine.batch import RowCounts
 from hpu_duo.modeling.experts import copies_weights, experts_at_a_time
 from kernels_ref import GroupKind, LayerSpec, StepParts
+from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.groups import HeadSizes, PartSizes
 
 _FLOAT32 = 4
@@ -33,6 +34,7 @@ class StepSizes:
         dtype_bytes: of an activation.
         decode_len: most tokens of a decode row.
         num_experts, experts_per_token, expert_size: of a mixture of experts and of one of them, 0 without.
+        chunks: bounds of chunks of context.
     """
 
     hidden_size: int
@@ -48,6 +50,7 @@ class StepSizes:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
+    chunks: ChunkBounds = DEFAULT_BOUNDS
 
     @classmethod
     def of(
@@ -81,6 +84,7 @@ class StepSizes:
             block_size=block_size,
             dtype_bytes=dtype_bytes,
             decode_len=decode_len,
+            chunks=specs[0].chunks,
             **_experts(config),
         )
 
@@ -128,6 +132,7 @@ class StepSizes:
             RowCounts.of(shape, self.decode_len).ring_rows,
             self.decode_len,
             self.block_size,
+            self.chunks,
         )
         return projected + partials + max(kind.transient_bytes(each, sizes) for kind, each in self.groups)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from bias_builders import Leading, leading_visible, tails_per_row
-from kernels_ref.chunks import shared_chunk, unique_chunk
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
 from kernels_ref.index import write_indices
@@ -101,7 +100,7 @@ def _shared_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
     if not (sizes.parts.shared and sizes.num_shared_blocks):
         return 0
     query_heads = sizes.query_len * heads.num_query_heads
-    most = shared_chunk(query_heads, sizes.block_size, heads.unit_bytes(sizes.block_size))
+    most = sizes.chunks.shared(query_heads, sizes.block_size, heads.unit_bytes(sizes.block_size))
     chunk = min(sizes.num_shared_blocks, most)
     scores = SCORE_COPIES * chunk * query_heads * sizes.block_size * FLOAT32
     return scores + _gathered_bytes(chunk, heads, sizes)
@@ -114,7 +113,7 @@ def _unique_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
     rows, block_size = sizes.num_rows, sizes.block_size
     row_heads = sizes.decode_len * heads.num_query_heads
     per_slot = row_heads * FLOAT32
-    most = unique_chunk(rows, row_heads, block_size, heads.head_dim, heads.unit_bytes(block_size))
+    most = sizes.chunks.unique(rows, row_heads, block_size, heads.head_dim, heads.unit_bytes(block_size))
     chunk = min(sizes.num_unique_blocks, most)
     blocks = chunk * per_slot * (SCORE_COPIES * block_size + rows + 3 * heads.head_dim)
     num_tails = rows * tails_per_row(sizes.decode_len)

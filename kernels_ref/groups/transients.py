@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.slices import QUERY_SLICE
 from kernels_ref.step import StepParts
 
@@ -47,6 +48,7 @@ class PartSizes(NamedTuple):
         num_rows: rows of the unique part.
         decode_len: most tokens of a decode row.
         block_size: tokens of a block.
+        chunks: bounds of chunks of context.
     """
 
     parts: StepParts
@@ -56,6 +58,7 @@ class PartSizes(NamedTuple):
     num_rows: int
     decode_len: int
     block_size: int
+    chunks: ChunkBounds = DEFAULT_BOUNDS
 
 
 def causal_bytes(heads: HeadSizes, sizes: PartSizes) -> int:

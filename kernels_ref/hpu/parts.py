@@ -12,12 +12,12 @@ import torch
 
 from bias_builders import Window
 from kernels_ref import reference
-from kernels_ref.chunks import masked_chunk
 from kernels_ref.hpu import softmax
 from kernels_ref.hpu.attention import attend_dense
 from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.index import write_kv
 from kernels_ref.partial import Partial, attend, finish
+from kernels_ref.reference import AddBlocks
 from kernels_ref.scoring import Scoring
 from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
@@ -40,20 +40,20 @@ class FusedKernels:
         self, q_QKGD: torch.Tensor, new: NewKV, t: StepTensors, window: Window | None, scoring: Scoring
     ) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
-        if not self._fuses(scoring):
+        if not self.fuses(scoring):
             return reference.causal(q_QKGD, new, t, window, scoring)
         size = scoring.slices.masked_queries
-        return reference.causal(q_QKGD, new, t, window, scoring, self._dense, size)
+        return reference.causal(q_QKGD, new, t, window, scoring, self.dense, size)
 
     def shared_blocks(
         self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring
     ) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
-        if not self._fuses(scoring):
+        if not self.fuses(scoring):
             return reference.shared_blocks(q_QKGD, units, t, scoring)
         key_bytes = units.k[0].numel() * units.k.element_size()
-        chunk = masked_chunk(len(q_QKGD), units.layout.num_slots, key_bytes, q_QKGD.element_size())
-        return reference.shared_blocks(q_QKGD, units, t, scoring, self._dense, chunk)
+        chunk = scoring.chunks.masked(len(q_QKGD), units.layout.num_slots, key_bytes, q_QKGD.element_size())
+        return reference.shared_blocks(q_QKGD, units, t, scoring, self.dense, chunk)
 
     def shared_rings(
         self,
@@ -65,21 +65,20 @@ class FusedKernels:
         scoring: Scoring,
     ) -> Partial:
         """Tokens of prompt rows against what their ring held before the step."""
-        if not self._fuses(scoring):
+        if not self.fuses(scoring):
             return reference.shared_rings(q_QKGD, scratch, t, ring, window, scoring)
         size = scoring.slices.masked_queries
-        return reference.shared_rings(q_QKGD, scratch, t, ring, window, scoring, self._dense, size)
+        return reference.shared_rings(q_QKGD, scratch, t, ring, window, scoring, self.dense, size)
 
     def unique_blocks(
         self, q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
     ) -> Partial:
         """Decode rows against the blocks that only they read."""
-        add = softmax.merge_by_owner if self.operators.block_softmax else reference.merge_by_owner
-        return reference.unique_blocks(q_NKHD, units, t, blocks, scoring, self._attend, add)
+        return reference.unique_blocks(q_NKHD, units, t, blocks, scoring, self.attend, self.add)
 
     def unique_rings(self, q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
         """Decode rows against their own ring."""
-        return reference.unique_rings(q_NKHD, units, ring, scoring, self._attend)
+        return reference.unique_rings(q_NKHD, units, ring, scoring, self.attend)
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place."""
@@ -96,11 +95,11 @@ class FusedKernels:
         """Merge, add sink logits, normalise."""
         return finish(q_QKGD, of_tokens, of_rows, decode_slot, sinks_KG)
 
-    def _fuses(self, scoring: Scoring) -> bool:
+    def fuses(self, scoring: Scoring) -> bool:
         """Whether attention is one operator, which has no soft cap."""
         return self.operators.attention and scoring.softcap is None
 
-    def _dense(
+    def dense(
         self,
         q_QKGD: torch.Tensor,
         k_TKD: torch.Tensor,
@@ -108,10 +107,17 @@ class FusedKernels:
         visible_QT: torch.Tensor,
         scoring: Scoring,
     ) -> Partial:
+        """Queries against one list of keys, as one operator."""
         scale = self.operators.inverse_scale
         return attend_dense(q_QKGD, k_TKD, v_TKD, visible_QT, scoring.softmax, scale)
 
-    def _attend(self, scores: torch.Tensor, visible: torch.Tensor | None, values: torch.Tensor) -> Partial:
+    @property
+    def add(self) -> AddBlocks:
+        """Function that adds whole blocks to what decode rows have seen."""
+        return softmax.merge_by_owner if self.operators.block_softmax else reference.merge_by_owner
+
+    def attend(self, scores: torch.Tensor, visible: torch.Tensor | None, values: torch.Tensor) -> Partial:
+        """The triple of scores; see ``kernels_ref.partial.attend``."""
         if not self.operators.softmax:
             return attend(scores, visible, values)
         return softmax.attend(scores, visible, values, self.operators.line_bytes)

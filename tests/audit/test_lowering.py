@@ -11,11 +11,13 @@ import torch
 from torch import fx
 
 from graphs import BatchShape
-from hpu_duo.audit import Structure, build_structure, lower_bucket
+from hpu_duo.audit import Severity, Structure, audit_bucket, build_structure, lower_bucket
 from hpu_duo.audit.fake_tensors import aot_backend
 from hpu_duo.cost import GAUDI2
 from hpu_duo.heads import HeadPattern
-from hpu_duo.rules import StoreCopy, store_copies
+from hpu_duo.rules import Rule, StoreCopy, store_copies
+from kernels_ref import KVUnits, NewKV, reference
+from kernels_ref.index import write, write_kv
 from tests.audit.conftest import engine_config
 
 PHASES = (
@@ -39,12 +41,12 @@ def either(request: pytest.FixtureRequest, config_dir: Path, pattern: HeadPatter
 
 @pytest.mark.parametrize("shape", PHASES)
 def test_a_layer_writes_its_stores_in_place(either: Structure, shape: str) -> None:
-    # A layer of blocks and rings, and one of blocks only.
-    graphs = [each for each in lower_bucket(either, BatchShape.parse(shape)) if each.region == "run_layer"]
-    assert len(graphs) == 2
-    for graph in graphs:
-        assert graph.store_copies == ()
-        assert graph.num_writes in (2, 4)
+    graphs = lower_bucket(either, BatchShape.parse(shape))
+    assert not any(graph.store_copies for graph in graphs)
+    # Keys and values of a layer of blocks and rings, and of one of blocks only.
+    writes = [graph for graph in graphs if graph.num_writes]
+    assert {graph.region for graph in writes} == {"run_layer"}
+    assert sum(graph.num_writes for graph in writes) == 4 + 2
 
 
 def lowered(function: Callable[..., object]) -> fx.Graph:
@@ -110,3 +112,38 @@ def test_the_conditions_of_the_compiler(
         for reason, copy in zip(reasons, copies):
             assert reason in copy.reason
             assert copy == StoreCopy(copy.store, copy.operator, STORE.nbytes, copy.reason)
+
+
+def write_views(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+    for flat, each in zip((units.k_flat, units.v_flat), new):
+        write(flat.view(-1, flat.shape[-1]), index, each)
+
+
+def write_twice_each(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+    write_kv(units, index, new)
+    write_kv(units, index, new)
+
+
+def read_first(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
+    units.k_flat.index_select(0, index)
+    write_kv(units, index, new)
+
+
+@pytest.mark.parametrize(
+    ("writes", "what"),
+    [
+        (write_views, "a view of a store"),
+        (write_twice_each, "the same layer has written before"),
+        (read_first, "the same layer has read before"),
+    ],
+)
+def test_the_audit_finds_copies_of_stores(
+    structure: Structure, monkeypatch: pytest.MonkeyPatch, writes: Callable[..., None], what: str
+) -> None:
+    bucket = BatchShape.parse("csu/q32/s8/u16/l4")
+    assert not audit_bucket(structure, bucket).findings
+    monkeypatch.setattr(reference, "write_kv", writes)
+    findings = audit_bucket(structure, bucket).findings
+    assert [finding.rule for finding in findings] == [Rule.STORE_COPY]
+    assert what in findings[0].detail
+    assert findings[0].severity is Severity.FORBIDDEN

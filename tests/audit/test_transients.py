@@ -8,18 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from benchmarks.transients import BLOCK, KINDS, LLAMA_3_1_8B, StepKind, measure, small_executor
 from graphs import BatchShape
-from hpu_duo.audit import Structure, audit_bucket, build_structure
+from hpu_duo.audit import audit_bucket, build_structure
 from hpu_duo.config import CacheConfig, SchedulerConfig
 from hpu_duo.cost import GAUDI2
 from hpu_duo.engine.batch import flatten
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.attention import AttentionLayer
 from hpu_duo.startup.sizes import StepSizes
-from kernels_ref import chunks
+from kernels_ref.chunks import ChunkBounds
 from kernels_ref.slices import Slices
 from tests.audit.conftest import TINY, engine_config
 from tests.modeling.families import IS_5, make_config
@@ -29,12 +30,14 @@ CONTEXTS = (1024, 4096, 16_384)
 PLAN_BYTES_PER_BLOCK = 64
 
 
-@pytest.fixture
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bounds of chunks, scaled down with the model: the shortest context already fills them."""
-    monkeypatch.setattr(chunks, "SCORE_BYTES", 1 << 15)
-    monkeypatch.setattr(chunks, "KEY_BYTES", 1 << 12)
-    monkeypatch.setattr(chunks, "KEY_SLOTS", 64)
+SMALL_CHUNKS = ChunkBounds(score_bytes=1 << 15, key_bytes=1 << 12, key_slots=64)
+"""Bounds of chunks, scaled down with the model: the shortest context already fills them."""
+
+
+def set_sizes(model: nn.Module, slices: Slices) -> None:
+    for module in model.modules():
+        if isinstance(module, AttentionLayer):
+            module.spec = replace(module.spec, slices=slices, chunks=SMALL_CHUNKS)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,6 @@ def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_measured_step_needs_no_more_after_a_longer_context(
@@ -54,9 +56,7 @@ def test_a_measured_step_needs_no_more_after_a_longer_context(
 ) -> None:
     half = HeadPattern(np.eye(1, 2), sink=8, recent=24, retrieval=np.array([[True, False]]))
     executor = small_executor(weights_dir, attention, half, CONTEXTS[-1])
-    for module in executor.model.model.modules():
-        if isinstance(module, AttentionLayer):
-            module.spec = replace(module.spec, slices=Slices(context_blocks=4, decode_slots=4 * BLOCK))
+    set_sizes(executor.model.model, Slices(context_blocks=4, decode_slots=4 * BLOCK))
     exact = [measure(executor, kind.rows(context)) for context in CONTEXTS]
     longest = kind.rows(CONTEXTS[-1])
     bucket = flatten(longest, np.zeros(int(longest.num_new.sum()), np.int32), BLOCK).shape
@@ -67,11 +67,14 @@ def test_a_measured_step_needs_no_more_after_a_longer_context(
     assert exact[-1] == padded[-1]
 
 
-@pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize(
     "shape", ["--u/q4/s0/u{n}/l4", "-su/q4/s{n}/u{n}/l4", "cs-/q32/s{n}/u0/l1", "csu/q32/s{n}/u{n}/l4"]
 )
-def test_an_audited_step_needs_no_more_after_a_longer_context(structure: Structure, shape: str) -> None:
+def test_an_audited_step_needs_no_more_after_a_longer_context(
+    config_dir: Path, pattern: HeadPattern, shape: str
+) -> None:
+    structure = build_structure(engine_config(config_dir, pattern), GAUDI2)
+    set_sizes(structure.model.model, Slices())
     peaks = {
         audit_bucket(structure, BatchShape.parse(shape.format(n=num_blocks))).peak_transient_bytes
         for num_blocks in (24, 48)

@@ -192,6 +192,24 @@ def test_a_replay_overwrites_what_the_one_before_it_returned(
     assert before.eq(6).all()
 
 
+@torch.inference_mode()
+def test_a_recorded_step_above_the_limit_is_told_once_with_its_size(caplog: pytest.LogCaptureFixture) -> None:
+    backend = CudaBackend(OperatorRecorder(), max_operators=2)
+    for shape, num_operators in ((SHAPE, 2), (WIDER, 3), (BatchShape.parse("c--/q8/s0/u0/l1"), 4)):
+
+        def step(inputs: Mapping[str, Tensor], num_operators: int = num_operators) -> Tensor:
+            x = inputs["x"]
+            for _ in range(num_operators):
+                x = x * 2
+            return x
+
+        backend.capture(step, shape)(inputs_of(shape, torch.device("cpu")))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the graph of c--/q6/s0/u0/l1 has 3 operators, and cuda expects 2 ")
+    with pytest.raises(ValueError, match="expected max_operators >= 1, got 0"):
+        CudaBackend(OperatorRecorder(), max_operators=0)
+
+
 @pytest.mark.parametrize("name", BACKEND_NAMES)
 def test_a_backend_is_made_by_its_name_without_what_it_needs(name: str) -> None:
     assert make_backend(name).name == name

@@ -9,6 +9,7 @@ import torch
 
 from hpu_duo.sim import fused
 from kernels_ref import Implementation, Softmax, unified_attention
+from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.slices import DEFAULT_SLICES, Slices
 from tests.kernels_ref.scenario import World
@@ -29,11 +30,13 @@ class Choice:
         sinks: torch.Tensor | None = None,
         softmax: Softmax = Softmax.EXACT,
         slices: Slices = DEFAULT_SLICES,
+        chunks: ChunkBounds = DEFAULT_BOUNDS,
     ) -> torch.Tensor:
         """Outputs of a step of one layer."""
         fused.register()
         q, k, v, step = world.inputs()
-        spec = replace(world.spec(self.impl, softcap, softmax), operators=self.operators, slices=slices)
+        sizes = {"slices": slices, "chunks": chunks}
+        spec = replace(world.spec(self.impl, softcap, softmax), operators=self.operators, **sizes)
         with fused.named(self.device):
             return unified_attention(q, k, v, world.cache, step, spec, sinks)
 

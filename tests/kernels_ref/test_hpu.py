@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bias_builders import Window
 from hpu_duo.sim import fused
-from kernels_ref import Softmax, chunks
+from kernels_ref import Softmax
+from kernels_ref.chunks import DEFAULT_BOUNDS
 from kernels_ref.hpu.operators import ATTENTION, BLOCK_SOFTMAX, SOFTMAX, FusedOperators
 from kernels_ref.hpu.trial import try_operators
 from tests.kernels_ref.choices import GAUDI2, GAUDI3, Choice
@@ -116,11 +117,11 @@ def test_fast_softmax_is_asked_of_every_operator(
 @pytest.mark.parametrize("block_size", [16, 128, 16384])
 def test_a_chunk_of_context_bounds_its_mask_and_its_keys(num_queries: int, block_size: int) -> None:
     key_bytes = 8 * 128 * 2 * block_size
-    chunk = chunks.masked_chunk(num_queries, block_size, key_bytes, 2)
+    chunk = DEFAULT_BOUNDS.masked(num_queries, block_size, key_bytes, 2)
     if chunk > 1:
-        assert chunk * 3 * num_queries * block_size <= chunks.MASK_BYTES
-        assert chunk * key_bytes <= chunks.KEY_BYTES
-    portable = chunks.shared_chunk(num_queries * 32, block_size, key_bytes)
+        assert chunk * 3 * num_queries * block_size <= DEFAULT_BOUNDS.mask_bytes
+        assert chunk * key_bytes <= DEFAULT_BOUNDS.key_bytes
+    portable = DEFAULT_BOUNDS.shared(num_queries * 32, block_size, key_bytes)
     assert chunk >= portable
     if (num_queries, block_size) == (2048, 128):
         assert (chunk, portable) == (64, 2)

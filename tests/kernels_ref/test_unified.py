@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, example, given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bias_builders import Leading, Window
-from kernels_ref import Implementation, Softmax, StepParts, chunks, reference, unified_attention
+from kernels_ref import Implementation, Softmax, StepParts, unified_attention
+from kernels_ref.chunks import ChunkBounds
 from kernels_ref.sdpa import short
 from kernels_ref.slices import Slices
 from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, Choice
@@ -66,11 +67,9 @@ def test_sink_logits_enter_once_per_query(choice: Choice, scenario: Scenario) ->
 
 
 @ALL
-def test_long_rows_cross_slices_chunks_and_bands(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_cross_slices_chunks_and_bands(choice: Choice) -> None:
     """Every loop of the kernels goes round several times, so that its borders are crossed."""
-    monkeypatch.setattr(chunks, "SCORE_BYTES", 4096)
-    monkeypatch.setattr(reference, "unique_chunk", lambda *_: 3)
-    monkeypatch.setattr(chunks, "MASK_BYTES", 2048)
+    bounds = ChunkBounds(score_bytes=4096, mask_bytes=2048, unique_bytes=1000)
     slices = Slices(8, 8, band_queries=8, context_blocks=2, decode_slots=3 * 4, short_blocks=2)
     rows = (
         RowSpec(41, 1),
@@ -84,7 +83,7 @@ def test_long_rows_cross_slices_chunks_and_bands(choice: Choice, monkeypatch: py
         for kr, ks in ((1, 1), (2, 0), (0, 2)):
             world = World(Scenario(rows, 4, window, kr, ks, 2, 8, (3, 2, 2, 1), False, 7))
             expected = world.dense()
-            out = choice.attend(world, slices=slices)[: len(expected)].double()
+            out = choice.attend(world, slices=slices, chunks=bounds)[: len(expected)].double()
             torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 

@@ -1,0 +1,98 @@
+"""No graph that is compiled by itself grows with the context, whatever the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graphs import BatchShape
+from hpu_duo.audit import LoweredGraph, build_structure, lower_bucket
+from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, ModelConfig, SchedulerConfig
+from hpu_duo.cost import GAUDI3
+from hpu_duo.heads import HeadPattern
+from hpu_duo.rules import REGION_NODES
+from tests.modeling.families import make_config
+
+SIZES: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32},
+    "LlamaConfig, 70B": {"hidden_size": 8192, "intermediate_size": 28_672, "num_attention_heads": 64},
+    "MistralConfig": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_attention_heads": 32,
+        "sliding_window": None,
+    },
+    "Qwen2Config": {"hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28},
+    "Qwen3Config": {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32},
+    "Gemma2Config": {"hidden_size": 3584, "intermediate_size": 14_336, "num_attention_heads": 16},
+}
+KV_HEADS = {"Qwen2Config": 4}
+HEAD_DIM = {"Gemma2Config": 256}
+BLOCKS = 262_144 // 128
+LONG = (
+    f"csu/q2048/s{BLOCKS}/u{BLOCKS}/l17",
+    f"csu/q8192/s{BLOCKS}/u{BLOCKS}/l9",
+    f"--u/q1/s0/u{BLOCKS}/l1",
+    f"-su/q32/s{BLOCKS}/u{BLOCKS}/l32",
+    "csu/q272/s4/u16/l17",
+    "c--/q2048/s0/u0/l1",
+)
+
+
+def graphs_of(name: str, attention: str, shape: str, directory: Path) -> tuple[LoweredGraph, ...]:
+    num_layers = 2 if name == "Gemma2Config" else 1
+    kv_heads, family = KV_HEADS.get(name, 8), name.partition(",")[0]
+    config = make_config(
+        family,
+        **SIZES[name],
+        num_hidden_layers=num_layers,
+        num_key_value_heads=kv_heads,
+        head_dim=HEAD_DIM.get(name, 128),
+        max_position_embeddings=262_144,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(directory)
+    retrieval = np.zeros((num_layers, kv_heads), np.bool_)
+    retrieval[:, : kv_heads // 2] = True
+    pattern = HeadPattern(retrieval.astype(np.float32), sink=64, recent=256, retrieval=retrieval)
+    structure = build_structure(
+        EngineConfig(
+            model=ModelConfig(path=directory, attention=attention),
+            heads=HeadConfig(pattern=pattern),
+            cache=CacheConfig(block_size=128, num_blocks=BLOCKS),
+            scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=8192),
+        ),
+        GAUDI3,
+    )
+    return lower_bucket(structure, BatchShape.parse(shape))
+
+
+def check(graphs: tuple[LoweredGraph, ...]) -> None:
+    largest = max(graphs, key=lambda graph: graph.num_nodes)
+    assert largest.num_nodes <= REGION_NODES, largest
+    assert not any(graph.store_copies for graph in graphs)
+
+
+@pytest.mark.parametrize("attention", ["reference", "hpu"])
+def test_no_graph_of_llama_is_large_after_256k_tokens(attention: str, tmp_path: Path) -> None:
+    shapes = (f"csu/q2048/s{num}/u{num}/l17" for num in (BLOCKS // 2, BLOCKS))
+    long, longer = (graphs_of("LlamaConfig", attention, shape, tmp_path) for shape in shapes)
+    for graphs in (long, longer):
+        check(graphs)
+    assert [graph.num_nodes for graph in long] == [graph.num_nodes for graph in longer]
+
+
+def test_a_step_without_context_is_one_graph_for_each_layer(tmp_path: Path) -> None:
+    (graph,) = graphs_of("LlamaConfig", "hpu", "c--/q2048/s0/u0/l1", tmp_path)
+    check((graph,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", LONG)
+@pytest.mark.parametrize("attention", ["reference", "hpu"])
+@pytest.mark.parametrize("name", SIZES)
+def test_no_graph_of_a_known_model_is_large(name: str, attention: str, shape: str, tmp_path: Path) -> None:
+    check(graphs_of(name, attention, shape, tmp_path))

@@ -1,0 +1,125 @@
+"""Loops outside of compiled layers compute what the layers would, with bodies of few sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from bias_builders import Window
+from graphs.backends.cuts import cutting
+from hpu_duo.sim import fused
+from kernels_ref import loops, unified_attention
+from kernels_ref.chunks import ChunkBounds
+from kernels_ref.slices import Slices
+from tests.kernels_ref.choices import PORTABLE, Choice
+from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
+from tests.kernels_ref.test_unified import QUICK
+
+ON_HPU = pytest.mark.parametrize("choice", PORTABLE.values(), ids=PORTABLE)
+SLICES = Slices(8, 8)
+LOOPED = ChunkBounds(score_bytes=4096, mask_bytes=2048, unique_bytes=1000, key_slots=12, most_inline=1)
+
+
+@pytest.fixture(autouse=True)
+def _as_if_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops are operators where a compiler traces a layer; here they are called as they are."""
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+
+
+class Calls:
+    """Counts the bodies of loops, by name and by what would be compiled."""
+
+    def __init__(self) -> None:
+        self.keys: dict[Hashable, int] = {}
+
+    def region_of(self, key: Hashable, body: Callable[..., Any]) -> Callable[..., Any]:
+        self.keys[key] = self.keys.get(key, 0) + 1
+        return body
+
+    def kinds(self, name: str) -> list[int]:
+        return [count for key, count in self.keys.items() if key[1] == name]  # type: ignore[index]
+
+
+@ON_HPU
+@settings(QUICK, max_examples=40)
+@given(scenario=scenarios().filter(lambda s: s.kr + s.ks > 0))
+def test_loops_equal_dense_attention(choice: Choice, scenario: Scenario) -> None:
+    world = World(scenario)
+    expected = world.dense()
+    out = choice.attend(world, slices=Slices(3, 3), chunks=LOOPED)[: len(expected)].double()
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+@ON_HPU
+def test_long_rows_go_round_every_loop(choice: Choice) -> None:
+    rows = (
+        RowSpec(41, 1),
+        RowSpec(37, 30),
+        RowSpec(0, 45),
+        RowSpec(60, 1, 8),
+        RowSpec(3, 20),
+        RowSpec(55, 1),
+    )
+    for window in (Window(0, 5), Window(3, 11), Window(20, 4), Window(2, 70)):
+        world = World(Scenario(rows, 4, window, 1, 1, 2, 8, (3, 2, 2, 1), False, 7))
+        expected, calls = world.dense(), Calls()
+        with loops.in_regions(calls.region_of):
+            out = choice.attend(world, slices=SLICES, chunks=LOOPED)[: len(expected)].double()
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+        names = {"own_keys", "shared_chunk", "rings", "unique_chunk"}
+        assert {key[1] for key in calls.keys} >= names  # type: ignore[index]
+        assert ("listed_keys" in {key[1] for key in calls.keys}) is (window.sink > 0)  # type: ignore[index]
+
+
+@ON_HPU
+def test_soft_caps_reach_the_bodies(choice: Choice) -> None:
+    rows = (RowSpec(41, 1), RowSpec(37, 30), RowSpec(60, 1, 8))
+    world = World(Scenario(rows, 4, Window(3, 11), 1, 1, 2, 8, (3, 2, 2, 1), False, 7))
+    expected = world.dense(2.5)
+    out = choice.attend(world, 2.5, slices=SLICES, chunks=LOOPED)[: len(expected)].double()
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+@ON_HPU
+def test_bodies_have_the_same_few_sizes_after_any_context(choice: Choice) -> None:
+    def kinds(length: int) -> tuple[list[int], list[int]]:
+        rows = (RowSpec(length, 1), RowSpec(length, 17))
+        world, calls = World(Scenario(rows, 4, Window(2, 6), 1, 1, 2, 8, (0, 0, 0, 0), False, 3)), Calls()
+        with loops.in_regions(calls.region_of):
+            choice.attend(world, slices=SLICES, chunks=LOOPED)
+        return calls.kinds("shared_chunk"), calls.kinds("unique_chunk")
+
+    short, long = kinds(60), kinds(600)
+    for few, many in zip(short, long):
+        assert len(few) <= 2
+        assert len(many) <= 2
+        assert sum(many) > 4 * sum(few)
+
+
+@pytest.mark.parametrize("most_inline", [0, 1, 2])
+@ON_HPU
+def test_a_cut_layer_equals_the_layer(
+    choice: Choice, most_inline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    fused.register()
+    rows = (RowSpec(41, 1), RowSpec(37, 30), RowSpec(60, 1, 8))
+    scenario = Scenario(rows, 4, Window(3, 11), 1, 1, 2, 8, (3, 2, 2, 1), False, 7)
+    world = World(scenario)
+    expected = world.dense()
+    q, k, v, step = world.inputs()
+    sizes = {"slices": SLICES, "chunks": LOOPED._replace(most_inline=most_inline)}
+    spec = replace(world.spec(choice.impl), operators=choice.operators, **sizes)
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return unified_attention(q * 2, k, v, world.cache, step, spec) * 2  # type: ignore[arg-type]
+
+    torch._dynamo.reset()
+    with fused.named(choice.device), torch.no_grad():
+        out = torch.compile(layer, backend=cutting("eager"), fullgraph=True)(q / 2, k, v) / 2
+    torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
