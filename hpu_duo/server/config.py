@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+_METRIC_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -48,5 +51,10 @@ class ServerConfig:
                 raise ValueError(f"expected {name} of 0 or more, got {getattr(self, name)}")
         if not self.model_names or not all(self.model_names):
             raise ValueError(f"expected names to serve the model under, got {self.model_names}")
+        if not _METRIC_PREFIX.fullmatch(self.metrics_namespace):
+            raise ValueError(
+                "expected a metrics_namespace of letters, digits and _, and no digit at its beginning, got "
+                f"{self.metrics_namespace!r}"
+            )
         if not all(self.api_keys):
             raise ValueError("expected API keys of one or more characters, got an empty one")

@@ -72,6 +72,8 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(hpu_duo: Callab
         (("--api-key-file", "/nowhere"), "/nowhere"),
         (("--chat-template", "/nowhere"), "/nowhere"),
         (("--ssl-keyfile", "/nowhere"), "/nowhere"),
+        (("--metrics-namespace", "my app"), "metrics_namespace"),
+        (("--metrics-namespace", ""), "metrics_namespace"),
         (("--host", "no.such.host.invalid"), "no.such.host.invalid"),
         (("--port", "99999"), "99999"),
         (("--profile-steps", "3"), "--profile-dir"),

@@ -6,11 +6,14 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import openai
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -19,7 +22,7 @@ from hpu_duo.server.service import Sink
 from hpu_duo.server.telemetry.request_log import RequestLog
 from hpu_duo.server.telemetry.tracing import Tracing
 from tests.server.conftest import TinyChat
-from tests.server.live import Live, live, wait_until
+from tests.server.live import HOST, Live, live, wait_until
 
 SECRET = "Pssst-a-secret!"
 ASKED: dict[str, Any] = {"model": "tiny", "prompt": SECRET, "max_tokens": 5, "temperature": 0, "user": "ann"}
@@ -117,3 +120,49 @@ def test_each_call_is_a_span_below_its_callers(tiny: TinyChat) -> None:
     assert refused.status.status_code is StatusCode.ERROR
     assert SECRET not in done.to_json() + refused.to_json()
     tracing.close()
+
+
+@contextmanager
+def collector(got: list[tuple[str, ExportTraceServiceRequest]]) -> Iterator[str]:
+    """A collector of OTLP over HTTP on this machine; yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            got.append((self.path, ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with HTTPServer((HOST, 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://{HOST}:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_spans_reach_a_collector_over_http(tiny: TinyChat) -> None:
+    got: list[tuple[str, ExportTraceServiceRequest]] = []
+    with collector(got) as url:
+        tracing = Tracing(f"{url}/v1/traces")
+        with telling(tiny, tracing.add) as server:
+            make_calls(server, [])
+        tracing.close()
+    assert {path for path, _ in got} == {"/v1/traces"}
+    sent = [one for _, request in got for one in request.resource_spans]
+    names = {(a.key, a.value.string_value) for one in sent for a in one.resource.attributes}
+    assert ("service.name", "hpu-duo") in names
+    spans = [span for one in sent for scope in one.scope_spans for span in scope.spans]
+    assert sorted(span.name for span in spans) == ["POST /v1/chat/completions", *["POST /v1/completions"] * 3]
+    assert SECRET.encode() not in b"".join(request.SerializeToString() for _, request in got)
+
+
+def test_a_collector_that_is_not_there_keeps_no_call_waiting(tiny: TinyChat) -> None:
+    tracing = Tracing(f"http://{HOST}:9/v1/traces")
+    with telling(tiny, tracing.add) as server:
+        assert server.client().completions.create(**ASKED).choices
