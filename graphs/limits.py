@@ -22,6 +22,9 @@ class StepLimits:
         max_chunk_rows: rows with more than ``decode_len`` tokens and older context that a step may contain.
         decode_len: most tokens of a row that decodes.
         uses_blocks: False for a model whose heads are all streaming: both block counts are then 0.
+        uses_rows: False for a model whose heads all keep blocks.
+        caches_prefixes: requests take up what earlier ones with the same beginning have computed.
+        num_snapshots: ring rows behind those of requests, for states that prefixes are taken up with.
 
     Raises:
         ValueError: a limit below 1 (``num_blocks`` may be 0 when ``uses_blocks`` is False), or fewer tokens
@@ -36,6 +39,9 @@ class StepLimits:
     max_chunk_rows: int
     decode_len: int
     uses_blocks: bool = True
+    uses_rows: bool = True
+    caches_prefixes: bool = False
+    num_snapshots: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -54,11 +60,18 @@ class StepLimits:
                 + (f" times decode_len={self.decode_len}" if self.decode_len > 1 else "")
                 + f", got {self.max_num_batched_tokens}"
             )
+        if self.num_snapshots < 0:
+            raise ValueError(f"expected num_snapshots >= 0, got {self.num_snapshots}")
         lowest = 1 if self.uses_blocks else 0
         if self.num_blocks < lowest:
             raise ValueError(
                 f"expected num_blocks >= {lowest} with uses_blocks={self.uses_blocks}, got {self.num_blocks}"
             )
+
+    @property
+    def num_ring_rows(self) -> int:
+        """Ring rows of requests and of snapshots, without the trash."""
+        return self.max_num_seqs + self.num_snapshots
 
     @property
     def blocks_per_request(self) -> int:

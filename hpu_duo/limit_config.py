@@ -20,6 +20,10 @@ class CacheConfig:
         num_blocks: blocks to hold; or
         kv_cache_bytes: bytes that all stores may take. Without either, as much as ``max_num_seqs``
             requests of ``max_model_len`` tokens need, within ``device_memory_utilization``.
+        enable_prefix_caching: keep the blocks of requests that have ended, for later ones that begin with the
+            same tokens; see ``hpu_duo.kv.prefix``. Rings then have ``block_size - 1`` slots of slack.
+        num_prefix_snapshots: states of rings to keep with them; None = as many as requests run. A model whose
+            heads all keep blocks needs none.
         device_memory_utilization: share of the device's memory that weights, graphs and stores may take
             together, vLLM's ``gpu_memory_utilization``; see ``hpu_duo.budget``.
     """
@@ -27,6 +31,8 @@ class CacheConfig:
     block_size: int = 128
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = False
+    num_prefix_snapshots: int | None = None
     device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
 
     def __post_init__(self) -> None:
@@ -39,6 +45,13 @@ class CacheConfig:
         for name in ("num_blocks", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        if self.num_prefix_snapshots is not None:
+            check_at_least("num_prefix_snapshots", self.num_prefix_snapshots, 0)
+            if not self.enable_prefix_caching:
+                raise ValueError(
+                    f"num_prefix_snapshots={self.num_prefix_snapshots} needs enable_prefix_caching=True"
+                )
         check_utilization(self.device_memory_utilization)
 
 

@@ -94,6 +94,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         block_size: int = CacheConfig.block_size,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
+        enable_prefix_caching: bool = CacheConfig.enable_prefix_caching,
+        num_prefix_snapshots: int | None = None,
         device_memory_utilization: float = CacheConfig.device_memory_utilization,
         graphs: str | CaptureBackend = "default",
         buckets: BucketTable | str | Path | None = None,
@@ -127,7 +129,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 that depend on a text's length are those of this length.
             max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len, scheduling_policy:
                 see ``SchedulerConfig``.
-            block_size, num_blocks, kv_cache_bytes, device_memory_utilization: see ``CacheConfig``.
+            block_size, num_blocks, kv_cache_bytes, enable_prefix_caching, num_prefix_snapshots,
+                device_memory_utilization: see ``CacheConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
                 backend of your own; "default" is "auto" on HPU and "eager" elsewhere. None of them falls
                 back to another one.
@@ -177,6 +180,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 block_size=block_size,
                 num_blocks=num_blocks,
                 kv_cache_bytes=kv_cache_bytes,
+                enable_prefix_caching=enable_prefix_caching,
+                num_prefix_snapshots=num_prefix_snapshots,
                 device_memory_utilization=device_memory_utilization,
             ),
             scheduler=SchedulerConfig(

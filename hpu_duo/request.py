@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -63,14 +63,17 @@ class Request:
     """One sequence: a prompt, the tokens sampled for it so far, and its lease of the KV stores.
 
     A request is data with one writer per part: the scheduler moves it along (``status``, ``arrival``,
-    ``admitted_at``, ``num_computed_tokens``, ``append``), ``KVLeases`` writes ``row``, ``block_table`` and
-    ``num_blocks``.
+    ``admitted_at``, ``num_computed_tokens``, ``num_cached_tokens``, ``stops``, ``append``), ``KVLeases``
+    writes ``row``, ``block_table`` and ``num_blocks``.
 
     Attributes:
         tokens: int32 ``[capacity]``; prompt, then outputs, valid up to ``num_tokens``; then ``num_drafts``
             drafts of the next tokens.
         num_prompt_tokens, num_tokens: tokens of the prompt; of prompt and outputs.
         num_computed_tokens: leading tokens whose keys and values are in the cache.
+        num_cached_tokens: leading tokens that were there when the request first got a row, from others; None
+            before.
+        stops: positions at which a chunk ends if it comes past them, ascending.
         arrival: rank in order of arrival; -1 until the scheduler has it.
         admitted_at: when it first got a row, by ``time.perf_counter``; None before.
         row: ring row, ``NO_ROW`` unless running.
@@ -123,6 +126,8 @@ class Request:
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
         self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None
+        self.stops: tuple[int, ...] = ()
 
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -195,6 +200,18 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens that are not in the cache yet: 1 for a decode, more for a prompt or a resumption."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def namespace(self) -> Hashable:
+        """Name of what may be taken up from the cache: keys and values are shared within it only."""
+        return self.params.cache_salt
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens that may be taken up from the cache: the last known token is always computed."""
+        if self.params.decoded_prompt_tokens:
+            return min(self._num_prefilled, self.num_tokens - 1)
+        return self.num_tokens - 1
 
     @property
     def prompt_token_ids(self) -> NDArray[np.int32]:

@@ -93,7 +93,7 @@ class StepGeometry:
         return cls(
             limits.block_size,
             limits.num_blocks,
-            limits.max_num_seqs,
+            limits.num_ring_rows,
             limits.max_chunk_rows,
             limits.decode_len,
         )

@@ -61,7 +61,8 @@ def message_fields(geometry: StepGeometry, bucket: BatchShape) -> dict[str, tupl
 def most_copies(geometry: StepGeometry) -> int:
     """Return the most blocks, and as many rows, that may be copied in a step.
 
-    A row is copied to when it moves, or when a sample forks, and only the latter copies a block as well.
+    A row is copied to when it moves, when a sample forks or when a prefix is taken up, and a snapshot when it
+    is taken. Only a fork copies a block as well.
     """
     return geometry.trash_row
 

@@ -44,6 +44,7 @@ class RequestOutput:
         error: the error that ended it, with finish reason ``error``.
         admitted_at: when its prompt first got a row, by ``time.perf_counter``; told with the first token of
             each sample, otherwise None.
+        num_cached_tokens: prompt tokens that were taken up from the prefix cache.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     error: Exception | None = None
     admitted_at: float | None = field(default=None, compare=False)
+    num_cached_tokens: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -96,6 +98,7 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
 
     def add(self, output: RequestOutput) -> None:
         """Append the output of a step."""
@@ -104,6 +107,7 @@ class Completion:
         self.logprobs += output.logprobs
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+        self.num_cached_tokens = output.num_cached_tokens
 
 
 class Completions:

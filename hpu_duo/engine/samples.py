@@ -100,6 +100,7 @@ class SampleState:
             finish_reason=reason,
             stop_reason=stop_reason,
             admitted_at=(request.parent or request).admitted_at if len(outputs) == 1 else None,
+            num_cached_tokens=request.num_cached_tokens or 0,
         )
 
     def _ends(self, token: int, outputs: npt.NDArray[np.int32], reason: FinishReason | None) -> bool:

@@ -8,9 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs import StepLimits
+from hpu_duo.engine.committing import append_tokens
+from hpu_duo.engine.prefix_sharing import PrefixSharing
 from hpu_duo.engine.siblings import Siblings
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
+from hpu_duo.kv.prefix import PrefixHit
 from hpu_duo.request import FinishReason, Request, RequestStatus
 from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPolicy
 
@@ -47,9 +50,8 @@ class Scheduler:
     ) -> None:
         self.limits, self.policy = limits, FirstComeFirstServed() if policy is None else policy
         self._num_postponed = num_postponed
-        self.leases = KVLeases(
-            limits.num_blocks, limits.block_size, limits.max_num_seqs, uses_blocks=limits.uses_blocks
-        )
+        self.leases = KVLeases.of(limits)
+        self._prefixes = PrefixSharing(self.leases)
         self._unfinished: dict[str, Request] = {}
         self._waiting = ArrivalOrder()
         self._running = ArrivalOrder()
@@ -142,20 +144,19 @@ class Scheduler:
         if alone is not None:
             self._restart_running(but=alone)
             if alone.status is RequestStatus.WAITING:
-                self._open(alone)
+                self._open(alone, self.leases.find(alone))
         self._schedule_running(step, are_decodes=True)
         self._schedule_running(step, are_decodes=False)
         if alone is None:
             self._admit(step)
+        if step.is_empty:
+            assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
+            return None
         try:
-            moves = self.leases.take_copies()
-            if step.is_empty:
-                assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
-                return None
-            self._plan_in_flight = self._trim(step, step.finish(moves))
+            self._plan_in_flight = self._trim(step, step.finish(self.leases.take_copies()))
         except BaseException:
             # Copies that were taken are lost, and rows may lie where they would have put them.
-            self._restart_running()
+            self._forget_cache()
             raise
         return self._plan_in_flight
 
@@ -184,7 +185,8 @@ class Scheduler:
         accepted = plan.accepted(len(token_ids), num_accepted)
         self._plan_in_flight = None
 
-        committed = self._append(plan, token_ids, accepted)
+        committed = append_tokens(plan, token_ids, accepted, self.policy)
+        self._prefixes.keep(plan)
         ended = [(done.request, done.finish_reason) for done in committed if done.finish_reason is not None]
         forking = self._siblings.parents_prefilled_by(plan)
         # Room first, then forks, then the parents that ended: until then they hold what is forked.
@@ -205,7 +207,7 @@ class Scheduler:
         """
         if self._plan_in_flight is not None:
             self._plan_in_flight = None
-            self._restart_running()
+            self._forget_cache()
 
     def abort(self, request_id: str) -> Request | None:
         """End a request early, at any time; returns it, or None if no unfinished request has this id.
@@ -242,6 +244,7 @@ class Scheduler:
                 return
             victim = self._victim()
             step.preempt(victim)
+            self._prefixes.keep_end(victim)
             self._restart(victim)
 
     def _victim(self) -> Request:
@@ -258,30 +261,42 @@ class Scheduler:
         self._enqueue(request)
         self._release(request)
 
+    def _forget_cache(self) -> None:
+        """Take the cache from every request, because what the stores hold is unknown."""
+        self._restart_running()
+        self._prefixes.forget()
+
     def _restart_running(self, but: Request | None = None) -> None:
         for request in [r for r in self._running if r is not but]:
             self._restart(request)
 
-    def _open(self, request: Request) -> None:
-        """Give a waiting request a row."""
+    def _open(self, request: Request, hit: PrefixHit | None) -> None:
+        """Give a waiting request a row, and what is cached of its beginning."""
         self._waiting.remove(request)
-        self.leases.open(request)
+        request.num_computed_tokens = self.leases.open(request, hit)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
         self._run(request)
 
     def _admit(self, step: StepDraft) -> None:
         if not (self._waiting and step.num_free_tokens and self.leases.rows.num_free):
             return
         num_blocks_due = sum(self.leases.num_blocks_due(request) for request in self._running)
-        while self._waiting and step.num_free_tokens and self.leases.rows.num_free:
-            request = self.policy.next(self._waiting)
+        candidates = ArrivalOrder(self._waiting)
+        while candidates and step.num_free_tokens and self.leases.rows.num_free:
+            request = self.policy.next(candidates)
             if request in step.preempted:
                 return
-            num_blocks_due += self.leases.num_blocks_due(request)
-            if num_blocks_due > self.leases.blocks.num_free:
+            candidates.remove(request)
+            hit = self.leases.find(request)
+            if self._prefixes.comes_soon(request, hit, self._running, step):
+                continue
+            if num_blocks_due + self.leases.num_blocks_due(request, hit) > self.leases.num_available:
                 return
-            self._open(request)
+            request.stops = self._prefixes.stops(request, hit, self._waiting)
+            self._open(request, hit)
             self._schedule(request, step)
-            num_blocks_due -= request.num_blocks
+            num_blocks_due += self.leases.num_blocks_due(request)
 
     def _trim(self, step: StepDraft, plan: StepPlan) -> StepPlan:
         # Waiting requests would take the tokens that are left free.
@@ -292,28 +307,6 @@ class Scheduler:
             return plan
         step.shorten(plan.rows[-1].request, postponed)
         return step.finish(plan.moves)
-
-    def _append(
-        self, plan: StepPlan, token_ids: Sequence[int] | NDArray[np.integer], num_accepted: Sequence[int]
-    ) -> list[CommittedToken]:
-        accepted = iter(num_accepted)
-        committed = []
-        sample = 0
-        for row in plan.rows:
-            request, first = row.request, sample
-            sample += row.num_samples
-            num_taken = next(accepted) if row.wants_token else 0
-            if request.status is not RequestStatus.RUNNING:
-                continue
-            request.num_computed_tokens = row.end - (row.num_samples - num_taken)
-            self.policy.charge(request, row.num_new_tokens, num_taken)
-            for place in range(first, first + num_taken):
-                token, number = int(token_ids[place]), request.num_output_tokens
-                reason = request.append(token)
-                committed.append(CommittedToken(request, token, reason, number, place))
-                if reason is not None:
-                    break
-        return committed
 
     def _enqueue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
@@ -326,6 +319,8 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         match request.status:
             case RequestStatus.RUNNING:
+                if self._plan_in_flight is None:
+                    self._prefixes.keep_end(request)
                 self._running.remove(request)
                 self.leases.close(request)
             case RequestStatus.WAITING:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpu_duo.engine.prefix_stats import PrefixStats
 from hpu_duo.engine.resolved import Resolved
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class EngineStats:
         bytes_copied: bytes of step messages, copied to the device.
         notes: what a user should know of how the model was loaded.
         resolved: what the engine runs with; see there.
+        prefixes: of the prefix cache; None without one.
         drift: padding far beyond what the bucket table promises, once there was; else None.
     """
 
@@ -75,6 +77,7 @@ class EngineStats:
     resolved: Resolved
     notes: tuple[str, ...] = ()
     drift: Drift | None = None
+    prefixes: PrefixStats | None = None
 
     @classmethod
     def of(
@@ -117,6 +120,7 @@ class EngineStats:
             resolved=Resolved.of(runner, scheduler, pattern),
             notes=notes,
             drift=telemetry.shapes.drift,
+            prefixes=PrefixStats.of(leases, memory),
         )
 
     @property

@@ -135,7 +135,13 @@ class StepDraft:
     def share_of(self, request: Request) -> int:
         """Tokens the request may compute in this step; 0 means that it waits for the next one."""
         num_new = min(request.num_next_tokens(self._decode_len), self.num_free_tokens)
+        start = request.num_computed_tokens
+        num_new = next((stop - start for stop in request.stops if start < stop < start + num_new), num_new)
         return 0 if self._is_chunk(request, num_new) and not self._num_free_chunk_rows else num_new
+
+    def share(self, request: Request) -> int:
+        """Tokens that the request has been given; 0 for none."""
+        return self._shares.get(request, 0)
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Schedule the next ``num_new_tokens`` tokens of the request."""

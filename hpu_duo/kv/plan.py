@@ -87,9 +87,9 @@ class MemoryPlan:
     """The size of every KV tensor, and what it holds.
 
     Each group of each layer has a store ``[num_units, K, num_slots, D]`` for keys and one for values, with
-    ``num_blocks + 1`` units where blocks own them, and ``max_num_seqs + 1`` where rows do; the one extra is
-    the trash that padding points at. Kinds that keep a scratch have one of ``max_chunk_rows`` units besides.
-    All figures are whole bytes, without rounding.
+    ``num_blocks + 1`` units where blocks own them, and ``max_num_seqs + num_snapshots + 1`` where rows do;
+    the one extra is the trash that padding points at. Kinds that keep a scratch have one of
+    ``max_chunk_rows`` units besides. All figures are whole bytes, without rounding.
 
     Attributes:
         layers: one entry per decoder layer.
@@ -99,6 +99,7 @@ class MemoryPlan:
         num_blocks: blocks that can be leased; irrelevant when no group keeps blocks.
         graph_bytes: device memory that is left free for captured graphs; no store is in it.
         max_chunk_rows: rows that are copied to a scratch in one step (C), for kinds of heads that keep one.
+        num_snapshots: rows behind those, for rings of cached prefixes.
     """
 
     layers: tuple[LayerKV, ...]
@@ -108,6 +109,7 @@ class MemoryPlan:
     num_blocks: int
     graph_bytes: int = 0
     max_chunk_rows: int = 1
+    num_snapshots: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -133,6 +135,7 @@ class MemoryPlan:
         kv_cache_bytes: int,
         graph_bytes: int = 0,
         max_chunk_rows: int = 1,
+        num_snapshots: int = 0,
     ) -> MemoryPlan:
         """The plan with the most blocks whose ``total_bytes`` is at most ``kv_cache_bytes``.
 
@@ -141,8 +144,8 @@ class MemoryPlan:
         Raises:
             ValueError: the budget does not hold all rows and one block per row (and the trash of both).
         """
-        sizes = (dtype_bytes, block_size, max_num_seqs, max_num_seqs, graph_bytes, max_chunk_rows)
-        plan = cls(layers, *sizes)
+        sizes = (dtype_bytes, block_size, max_num_seqs, max_num_seqs, graph_bytes)
+        plan = cls(layers, *sizes, max_chunk_rows, num_snapshots)
         if kv_cache_bytes < plan.total_bytes:
             raise ValueError(
                 f"the KV cache needs at least {_show(plan.total_bytes)} for {max_num_seqs} requests with one "
@@ -157,6 +160,11 @@ class MemoryPlan:
     def uses_blocks(self) -> bool:
         """Whether any group of heads keeps blocks."""
         return any(group.kind.owner is Owner.BLOCK for layer in self.layers for group in layer.groups)
+
+    @cached_property
+    def uses_rows(self) -> bool:
+        """Whether any group of heads keeps a unit for each row."""
+        return any(group.kind.owner is Owner.ROW for layer in self.layers for group in layer.groups)
 
     @cached_property
     def block_bytes(self) -> int:
@@ -174,7 +182,7 @@ class MemoryPlan:
 
     def trash_unit(self, kind: GroupKind) -> int:
         """Number of the unit that padding points at, behind those that are leased."""
-        return self.num_blocks if kind.owner is Owner.BLOCK else self.max_num_seqs
+        return self.num_blocks if kind.owner is Owner.BLOCK else self.max_num_seqs + self.num_snapshots
 
     @cached_property
     def scratch_bytes(self) -> int:
@@ -199,8 +207,8 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes of all KV tensors, the trash block, the trash row and the scratch included."""
-        blocks, rows = (self.num_blocks + 1) * self.block_bytes, (self.max_num_seqs + 1) * self.row_bytes
-        return blocks + rows + self.scratch_bytes
+        num_rows = self.max_num_seqs + self.num_snapshots + 1
+        return (self.num_blocks + 1) * self.block_bytes + num_rows * self.row_bytes + self.scratch_bytes
 
     @property
     def max_tokens(self) -> int | None:

@@ -11,7 +11,8 @@ class BlockPool:
 
     The lowest id first keeps the used part of the block store dense, so that the slice of the store a
     step has to look at stays as short as the pool is full. A block may have several holders; it is
-    free again when the last one has released it. The store has one block more than the pool, the
+    free again when the last one has released it. A block whose content is *kept* is *idle* instead, and
+    can be shared again, until it is dropped. The store has one block more than the pool, the
     *trash block* ``num_blocks``, which padded writes go to and which is never handed out.
     """
 
@@ -21,6 +22,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._holders = [0] * num_blocks
         self._free = list(range(num_blocks))
+        self._kept: set[int] = set()
+        self._num_idle = 0
 
     @property
     def trash_block(self) -> int:
@@ -29,18 +32,28 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks without a holder."""
+        """Blocks without a holder whose content is not kept."""
         return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks without a holder whose content is kept."""
+        return self._num_idle
 
     @property
     def num_used(self) -> int:
         """Blocks with at least one holder."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - len(self._free) - self._num_idle
 
     def num_holders(self, block: int) -> int:
-        """Number of holders of ``block``; 0 is free."""
+        """Number of holders of ``block``; 0 is free or idle."""
         self._check_id(block)
         return self._holders[block]
+
+    def is_idle(self, block: int) -> bool:
+        """Whether the content of ``block`` is kept and nobody holds it."""
+        self._check_id(block)
+        return not self._holders[block] and block in self._kept
 
     def allocate(self, count: int = 1) -> list[int]:
         """Lease the ``count`` lowest free blocks, in ascending order, each with one holder.
@@ -62,20 +75,49 @@ class BlockPool:
             ValueError: a block is free or unknown; the blocks before it keep their new holder.
         """
         for block in blocks:
-            self._check_held(block)
+            self._check_taken(block)
+            self._num_idle -= not self._holders[block]
             self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Take one holder from each block; a block without holders is free at once.
+        """Take one holder from each block; a block without holders is free at once, or idle if it is kept.
 
         Raises:
-            ValueError: a block is already free or unknown; the blocks before it are released.
+            ValueError: a block has no holder or is unknown; the blocks before it are released.
         """
         for block in blocks:
             self._check_held(block)
             self._holders[block] -= 1
-            if self._holders[block] == 0:
+            if self._holders[block]:
+                continue
+            if block in self._kept:
+                self._num_idle += 1
+            else:
                 heappush(self._free, block)
+
+    def keep(self, block: int) -> None:
+        """Keep the content of a block that somebody holds, from its last release on.
+
+        Raises:
+            ValueError: nobody holds it, or it is kept already.
+        """
+        self._check_held(block)
+        if block in self._kept:
+            raise ValueError(f"block {block} is kept already")
+        self._kept.add(block)
+
+    def drop(self, block: int) -> None:
+        """Keep the content of a block no longer; without holders it is free.
+
+        Raises:
+            ValueError: it is not kept.
+        """
+        if block not in self._kept:
+            raise ValueError(f"block {block} is not kept")
+        self._kept.remove(block)
+        if not self._holders[block]:
+            self._num_idle -= 1
+            heappush(self._free, block)
 
     def _check_id(self, block: int) -> None:
         if not 0 <= block < self.num_blocks:
@@ -84,4 +126,9 @@ class BlockPool:
     def _check_held(self, block: int) -> None:
         self._check_id(block)
         if self._holders[block] == 0:
+            raise ValueError(f"block {block} is free: nobody holds it")
+
+    def _check_taken(self, block: int) -> None:
+        self._check_id(block)
+        if not self._holders[block] and block not in self._kept:
             raise ValueError(f"block {block} is free: nobody holds it")

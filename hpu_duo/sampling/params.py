@@ -66,6 +66,7 @@ class SamplingParams:
             come from a decode.
         host_sampler: makes, from the index of each sample, a ``HostSampler`` that chooses its tokens on the
             host instead of the fields above, or ends it. Slow.
+        cache_salt: what is cached of the prompt is shared only among requests with the same salt.
         structured_outputs: what the text must be like. Tokens that cannot lead to such a text are not
             sampled, whatever their bias; the output ends with ``stop`` where nothing may follow, also before
             ``min_tokens``, and is cut by ``max_tokens``, stop strings and stop tokens as any other. Reported
@@ -98,6 +99,7 @@ class SamplingParams:
     decoded_prompt_tokens: int = 0
     host_sampler: Callable[[int], HostSampler] | None = field(default=None, hash=False)
     structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -149,6 +151,8 @@ class SamplingParams:
                 f"expected at most max_tokens={self.max_tokens} tokens, got {len(self.forced_token_ids)}",
             )
         _check_int("decoded_prompt_tokens", self.decoded_prompt_tokens, 0)
+        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+            raise FieldError("cache_salt", f"expected a non-empty string or None, got {self.cache_salt!r}")
         if self.host_sampler is not None:
             self._check_host_sampler()
         if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):

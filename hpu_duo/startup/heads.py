@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from bias_builders import Window
-from hpu_duo.config import HeadConfig, SchedulerConfig
+from hpu_duo.config import CacheConfig, HeadConfig, SchedulerConfig
 from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
 from hpu_duo.heads.origin import FINGERPRINT_KEY, check_origin
 from hpu_duo.kv.plan import head_groups
@@ -173,9 +173,10 @@ def assign_heads(
     return assigned
 
 
-def ring_slack(scheduler: SchedulerConfig) -> int:
+def ring_slack(scheduler: SchedulerConfig, cache: CacheConfig) -> int:
     """Slots of a ring beside those of its window.
 
-    The first token that a row decodes in a step still sees the slot that the last one overwrites.
+    The first token that a row decodes in a step still sees the slot that the last one overwrites. Where
+    prefixes are cached, a ring is also the one at the last border of blocks before its end.
     """
-    return scheduler.decode_len - 1
+    return scheduler.decode_len - 1 + (cache.block_size - 1 if cache.enable_prefix_caching else 0)

@@ -13,6 +13,7 @@ from hpu_duo.config import CacheConfig, SchedulerConfig
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.startup.heads import HeadAssignment
+from kernels_ref import Owner
 
 
 def plan_memory(
@@ -44,6 +45,7 @@ def plan_memory(
         "max_num_seqs": scheduler.max_num_seqs,
         "graph_bytes": graph_bytes,
         "max_chunk_rows": scheduler.max_chunk_rows,
+        "num_snapshots": _num_snapshots(kv, cache, scheduler),
     }
     wanted = scheduler.max_num_seqs * -(-max_len // cache.block_size)
     if cache.num_blocks is not None:
@@ -63,6 +65,13 @@ def plan_memory(
             f"{budget.total_bytes} bytes leaves beside {budget.held_bytes} in use by this process, with "
             f"{budget.free_bytes} bytes free"
         ) from None
+
+
+def _num_snapshots(layers: tuple[LayerKV, ...], cache: CacheConfig, scheduler: SchedulerConfig) -> int:
+    keeps_rings = any(group.kind.owner is Owner.ROW for layer in layers for group in layer.groups)
+    if not (cache.enable_prefix_caching and keeps_rings):
+        return 0
+    return scheduler.max_num_seqs if cache.num_prefix_snapshots is None else cache.num_prefix_snapshots
 
 
 def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:

@@ -60,7 +60,8 @@ class StepTables:
 
     def limits(self, memory: MemoryPlan) -> StepLimits:
         """Return the limits of steps."""
-        return resolve_limits(self.config.scheduler, memory, self._max_len)
+        caches_prefixes = self.config.cache.enable_prefix_caching
+        return resolve_limits(self.config.scheduler, memory, self._max_len, caches_prefixes=caches_prefixes)
 
     def table(self, memory: MemoryPlan) -> BucketTable:
         """The given buckets, or the default; none where steps run at their exact shapes.
@@ -113,11 +114,14 @@ class StepTables:
         return staged + (graphs.total_bytes(self.table(memory)) if self.backend.name != "eager" else 0)
 
 
-def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int) -> StepLimits:
+def resolve_limits(
+    scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int, *, caches_prefixes: bool = False
+) -> StepLimits:
     """Resolve the limits of steps, from the user's settings and the sizes of the stores.
 
     Args:
         max_len: most tokens of a request that the model allows.
+        caches_prefixes: whether blocks are kept for later requests.
 
     Raises:
         ValueError: the blocks do not hold the user's ``max_model_len``.
@@ -129,6 +133,9 @@ def resolve_limits(scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int)
         block_size=memory.block_size,
         num_blocks=memory.num_blocks,
         uses_blocks=memory.uses_blocks,
+        uses_rows=memory.uses_rows,
+        caches_prefixes=caches_prefixes,
+        num_snapshots=memory.num_snapshots,
         max_chunk_rows=scheduler.max_chunk_rows,
         decode_len=scheduler.decode_len,
     )

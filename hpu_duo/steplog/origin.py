@@ -55,6 +55,8 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
             "decode_len": limits.decode_len,
             "block_size": limits.block_size,
             "num_blocks": limits.num_blocks or None,
+            "enable_prefix_caching": limits.caches_prefixes,
+            "num_prefix_snapshots": limits.num_snapshots if limits.caches_prefixes else None,
         },
         "buckets": [str(bucket) for bucket in graphs.table] if runner.executor.uses_table else None,
         "heads": _heads(engine.pattern),

@@ -43,6 +43,7 @@ def configuration_of(engine: Engine) -> Configuration:
         "limits.decode_len": limits.decode_len,
         "limits.block_size": limits.block_size,
         "limits.num_blocks": limits.num_blocks,
+        "limits.num_snapshots": limits.num_snapshots,
         "limits.max_captured_tokens": runner.graphs.max_captured_tokens,
         "linear_layers": sorted({type(m).__name__ for m in model.modules() if "Linear" in type(m).__name__}),
     }

@@ -35,6 +35,7 @@ def make_request(
     max_model_len: int = 64,
     seed: int = 0,
     decoded_prompt_tokens: int = 0,
+    cache_salt: str | None = None,
 ) -> Request:
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -42,6 +43,7 @@ def make_request(
         ignore_eos=ignore_eos,
         stop_token_ids=stop_token_ids,
         decoded_prompt_tokens=decoded_prompt_tokens,
+        cache_salt=cache_salt,
     )
     limits = TokenLimits(max_model_len, frozenset({EOS}), VOCAB_SIZE)
     return Request(request_id, prompt, params, limits, sampling_seed=seed)
@@ -70,11 +72,21 @@ def outputs_alone(request: Request) -> list[int]:
 class SimulatedDevice:
     """Both stores of one imaginary layer with one retrieval and one streaming head."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, *, uses_blocks: bool) -> None:
-        self.uses_blocks = uses_blocks
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int,
+        *,
+        uses_blocks: bool,
+        uses_rows: bool = True,
+        slack: int = 0,
+    ) -> None:
+        self.uses_blocks, self.uses_rows = uses_blocks, uses_rows
+        self.turning = RECENT + slack
         self.block_size = block_size
         self.blocks: list[list[Slot]] = [[None] * block_size for _ in range(num_blocks)]
-        self.rings: list[list[Slot]] = [[None] * (SINK + RECENT) for _ in range(max_num_seqs)]
+        self.rings: list[list[Slot]] = [[None] * (SINK + self.turning) for _ in range(num_rows)]
 
     def run(self, plan: StepPlan) -> list[int]:
         """Carry out the moves and the rows; return a token per row that wants one."""
@@ -104,7 +116,7 @@ class SimulatedDevice:
     def _write(self, row: ScheduledRow) -> None:
         for position in range(row.start, row.end):
             slot = self._slot(row.request, position)
-            self.rings[row.ring_row][_ring_index(position)] = slot
+            self.rings[row.ring_row][self._ring_index(position)] = slot
             if self.uses_blocks:
                 block = int(row.request.block_table[position // self.block_size])
                 self.blocks[block][position % self.block_size] = slot
@@ -120,11 +132,12 @@ class SimulatedDevice:
             assert found == self._slot(row.request, position), f"{row} reads {found} at {position}"
 
     def _read_ring(self, row: ScheduledRow, query: int, end: int) -> None:
+        if not self.uses_rows:
+            return
         for position in range(end):
             if position < SINK or position > query - RECENT:
-                found = self.rings[row.ring_row][_ring_index(position)]
+                found = self.rings[row.ring_row][self._ring_index(position)]
                 assert found == self._slot(row.request, position), f"{row} reads {found} at {position}"
 
-
-def _ring_index(position: int) -> int:
-    return position if position < SINK else SINK + (position - SINK) % RECENT
+    def _ring_index(self, position: int) -> int:
+        return position if position < SINK else SINK + (position - SINK) % self.turning

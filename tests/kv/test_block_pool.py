@@ -100,3 +100,22 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_kept_blocks_are_idle_without_holders_until_they_are_dropped() -> None:
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    pool.keep(first)
+    pool.release([first, second])
+    assert (pool.num_free, pool.num_idle, pool.num_used) == (2, 1, 0)
+    assert pool.is_idle(first)
+    assert not pool.is_idle(second)
+    pool.share([first])
+    assert (pool.num_idle, pool.num_holders(first)) == (0, 1)
+    pool.drop(first)
+    pool.release([first])
+    assert pool.num_free == 3
+    with pytest.raises(ValueError, match="not kept"):
+        pool.drop(first)
+    with pytest.raises(ValueError, match="nobody holds it"):
+        pool.keep(first)

@@ -82,6 +82,23 @@ def test_300_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_
     assert on_cpu.stats().num_preemptions == stats.num_preemptions
 
 
+@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
+def test_cached_prefixes_need_nothing_new_after_warm_up(tiny: Tiny, pattern: HeadPattern | None) -> None:
+    work = Workload.random(60, seed=4)
+    options = {**LIMITS, "pattern": pattern, "enable_prefix_caching": True}
+    served = tiny.load(device="hpu-sim", **options)
+    served.warmup()
+    with sim.watch() as seen:
+        done = work.run(served)
+    report, prefixes = seen.report(), served.stats().prefixes
+    assert (report.new_graphs, report.new_recipes) == (0, 0)
+    assert not report.excused
+    assert prefixes is not None
+    assert prefixes.num_hit_tokens > 100
+    assert prefixes.num_evicted_blocks > 10
+    assert work.run(tiny.load(device="cpu", **{**LIMITS, "pattern": pattern})) == done
+
+
 def _check_traffic(
     served: HPUDuoModel, steps: Sequence[sim.StepTraffic], shapes: Sequence[BatchShape]
 ) -> None:

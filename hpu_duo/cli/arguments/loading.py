@@ -85,6 +85,8 @@ def load_cold(
         num_blocks=options.num_blocks,
         kv_cache_bytes=kv_cache_bytes,
         device_memory_utilization=options.device_memory_utilization,
+        enable_prefix_caching=options.enable_prefix_caching,
+        num_prefix_snapshots=options.num_prefix_snapshots,
         graphs=options.graphs,
         buckets=options.buckets,
         max_captured_tokens=options.max_captured_tokens,

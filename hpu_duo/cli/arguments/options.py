@@ -189,6 +189,21 @@ class EngineOptions(SizeOptions):
         ),
     ] = None
     device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            help="Keep the KV blocks of ended requests for later ones that begin alike.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = CacheConfig.enable_prefix_caching
+    num_prefix_snapshots: Annotated[
+        int | None,
+        typer.Option(
+            help="States of streaming heads to keep with them.",
+            show_default="as many as requests run",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
     buckets: Buckets = None
     max_captured_tokens: Annotated[
         int | None,

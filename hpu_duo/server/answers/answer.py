@@ -70,7 +70,7 @@ class Answer(ABC):
     def add(self, batch: Sequence[ChoiceOutput]) -> None:
         """Take outputs in, for the body."""
         for choice, output in batch:
-            self.usage.completion_tokens += len(output.token_ids)
+            self.usage.count(output)
             self.choices[choice].add(output)
 
     def body(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Answer(ABC):
         """Outputs as events: one for each choice, however many outputs of it have come."""
         fresh: dict[int, Choice] = {}
         for index, output in batch:
-            self.usage.completion_tokens += len(output.token_ids)
+            self.usage.count(output)
             if index not in fresh:
                 fresh[index] = Choice()
             fresh[index].add(output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.answers import Answer
@@ -23,7 +23,7 @@ class Plan:
         answer: takes the outputs.
         is_streamed: whether it is sent as events.
         user: who asks.
-        cache_salt: see ``Submission``.
+        cache_salt: see ``SamplingParams``.
         texts: the prompts as text, for logs that are to have them.
     """
 
@@ -48,9 +48,9 @@ class Plan:
         params = self.params
         if params is None:
             return []
-        name = uuid.uuid4().hex
+        params, name = replace(params, cache_salt=self.cache_salt), uuid.uuid4().hex
         return [
-            Submission(f"{name}-{index}", prompt, params, index * params.n, self.user, self.cache_salt)
+            Submission(f"{name}-{index}", prompt, params, index * params.n, self.user)
             for index, prompt in enumerate(self.prompts)
         ]
 

@@ -17,7 +17,6 @@ class Submission:
         prompt_token_ids, params: as for ``Engine.add_request``.
         first_choice: place of its first sample among the choices of the answer; the others follow.
         user: who asks, as far as the caller says so; for policies that share a server among users.
-        cache_salt: keeps what is cached of this prompt apart from prompts with another salt.
     """
 
     request_id: str
@@ -25,4 +24,3 @@ class Submission:
     params: SamplingParams
     first_choice: int = 0
     user: str | None = None
-    cache_salt: str | None = None

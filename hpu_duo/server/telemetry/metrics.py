@@ -81,6 +81,14 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_preemptions": ("Times a request lost its place for want of blocks.", lambda s: s.num_preemptions),
     "prompt_tokens": ("Prompt tokens computed, again after a preemption.", lambda s: s.num_prompt_tokens),
     "generation_tokens": ("Tokens sampled.", lambda s: s.num_output_tokens),
+    "prefix_cache_queries": (
+        "Tokens of requests that the prefix cache was asked for.",
+        lambda s: s.prefixes.num_queried_tokens if s.prefixes else 0,
+    ),
+    "prefix_cache_hits": (
+        "Tokens of requests that the prefix cache had.",
+        lambda s: s.prefixes.num_hit_tokens if s.prefixes else 0,
+    ),
 }
 
 _OWN_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
@@ -89,6 +97,18 @@ _OWN_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "bucket_misses": ("Steps whose shape no bucket held.", lambda s: s.num_graph_misses),
     "late_captures": ("Planned buckets captured when a request needed them.", lambda s: s.num_late_captures),
     "uncaptured_steps": ("Steps of buckets too long to be captured.", lambda s: s.num_uncaptured_steps),
+    "prefix_tokens_lost_to_snapshots": (
+        "Tokens in cached blocks that could not be taken up for want of a snapshot of rings.",
+        lambda s: s.prefixes.num_lost_to_snapshots if s.prefixes else 0,
+    ),
+    "prefix_blocks_evicted": (
+        "Cached blocks given up to make room.",
+        lambda s: s.prefixes.num_evicted_blocks if s.prefixes else 0,
+    ),
+    "prefix_snapshots_evicted": (
+        "Snapshots of rings given up to make room.",
+        lambda s: s.prefixes.num_evicted_snapshots if s.prefixes else 0,
+    ),
     "step_host_seconds": ("Seconds spent planning and building steps.", lambda s: s.host_s),
     "step_device_seconds": ("Seconds spent running steps.", lambda s: s.device_s),
     "copied_bytes": ("Bytes of step messages, copied to the device.", lambda s: s.bytes_copied),
@@ -101,6 +121,14 @@ _OWN_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "rows_total": ("Rows.", lambda s: s.total_rows),
     "kv_store_bytes": ("Bytes that the stores of keys and values take.", lambda s: s.kv_bytes),
     "kv_held_bytes": ("Bytes of the leased blocks and rows.", lambda s: s.held_bytes),
+    "prefix_idle_bytes": (
+        "Bytes of cached blocks that no request holds.",
+        lambda s: s.prefixes.idle_bytes if s.prefixes else 0,
+    ),
+    "prefix_snapshot_bytes": (
+        "Bytes of snapshots of rings.",
+        lambda s: s.prefixes.snapshot_bytes if s.prefixes else 0,
+    ),
     "kv_full_attention_bytes": (
         "Bytes that the same tokens would take if every head kept them all.",
         lambda s: s.full_attention_bytes,

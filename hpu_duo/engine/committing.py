@@ -1,0 +1,45 @@
+"""Tokens of a step, appended to the requests that they were sampled for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpu_duo.engine.step_plan import CommittedToken, StepPlan
+from hpu_duo.request import RequestStatus
+from hpu_duo.scheduling import SchedulingPolicy
+
+
+def append_tokens(
+    plan: StepPlan,
+    token_ids: Sequence[int] | NDArray[np.integer],
+    num_accepted: Sequence[int],
+    policy: SchedulingPolicy,
+) -> list[CommittedToken]:
+    """Note what a step has computed, and append what it has sampled; requests that do not run are left out.
+
+    Args:
+        token_ids: ``num_samples`` for each row of ``plan.sampled_rows``, row after row.
+        num_accepted: number of its tokens that each of these rows takes.
+        policy: told what each request has had.
+    """
+    accepted = iter(num_accepted)
+    committed = []
+    sample = 0
+    for row in plan.rows:
+        request, first = row.request, sample
+        sample += row.num_samples
+        num_taken = next(accepted) if row.wants_token else 0
+        if request.status is not RequestStatus.RUNNING:
+            continue
+        request.num_computed_tokens = row.end - (row.num_samples - num_taken)
+        policy.charge(request, row.num_new_tokens, num_taken)
+        for place in range(first, first + num_taken):
+            token, number = int(token_ids[place]), request.num_output_tokens
+            reason = request.append(token)
+            committed.append(CommittedToken(request, token, reason, number, place))
+            if reason is not None:
+                break
+    return committed

@@ -1,0 +1,116 @@
+"""Decisions of the scheduler about the prefix cache: what to keep, and who waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+import numpy as np
+
+from hpu_duo.engine.step_plan import StepDraft, StepPlan
+from hpu_duo.kv.leases import KVLeases
+from hpu_duo.kv.prefix import PrefixHit
+from hpu_duo.request import Request, RequestStatus
+
+_MOST_COMPARED = 64
+"""Requests of a queue that one is compared with."""
+
+
+class PrefixSharing:
+    """Keeps what requests compute, and finds out what they share before it is computed.
+
+    Snapshots are taken where they pay: behind a prompt, behind a request that ends or is preempted, and at
+    *branch points*, where texts part. A branch point is known when a request finds more
+    cached blocks than it can use, and when a waiting request begins like one that gets a row. A chunk ends
+    there once, so that the next request with the same beginning can use all of it.
+
+    All methods do nothing if prefixes are not cached.
+
+    Args:
+        leases: with the prefix cache.
+    """
+
+    def __init__(self, leases: KVLeases) -> None:
+        self._leases, self._cache = leases, leases.prefixes
+        self._block_size = leases.block_size
+
+    def keep(self, plan: StepPlan) -> None:
+        """Keep what a step has computed, once its tokens are committed and before anything is given back."""
+        if self._cache is None:
+            return
+        for row in plan.rows:
+            request = row.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            ends_prompt = row.start < request.num_prompt_tokens <= row.end
+            if ends_prompt or row.end in request.stops:
+                self._cache.take_snapshot(request)
+            self._cache.store(request)
+
+    def keep_end(self, request: Request) -> None:
+        """Keep a running request that is about to give everything back; no step may be on its way."""
+        if self._cache is not None:
+            self._cache.take_snapshot(request)
+            self._cache.store(request)
+
+    def forget(self) -> None:
+        """Forget all that is cached; requests have given everything back."""
+        if self._cache is not None:
+            self._cache.clear()
+
+    def stops(self, request: Request, hit: PrefixHit | None, waiting: Iterable[Request]) -> tuple[int, ...]:
+        """Return the branch points of a request that gets a row, in tokens.
+
+        Args:
+            hit: what is cached of it.
+            waiting: requests that wait, it may be among them.
+        """
+        if self._cache is None or hit is None or not self._cache.needs_snapshots:
+            return ()
+        known = hit.num_usable * self._block_size
+        points = {len(hit.path) * self._block_size}
+        points |= {
+            self.num_shared(request, other)
+            for other in islice(waiting, _MOST_COMPARED)
+            if other is not request
+        }
+        return tuple(sorted(point for point in points if point > known))
+
+    def comes_soon(
+        self, request: Request, hit: PrefixHit | None, running: Iterable[Request], step: StepDraft
+    ) -> bool:
+        """Whether a waiting request should wait for what a running one is about to compute.
+
+        It does so where both begin alike beyond what is cached, and the running one has not computed all of
+        that. The running one then stops there, if it takes a snapshot for another to go on.
+
+        Args:
+            step: the shares that running requests have in the step.
+        """
+        if self._cache is None or hit is None:
+            return False
+        known = hit.num_usable * self._block_size
+        for other in running:
+            if other.num_uncomputed_tokens == 1:
+                continue
+            shared = self.num_shared(request, other)
+            if shared <= max(known, other.num_computed_tokens):
+                continue
+            if not self._cache.needs_snapshots or shared in other.stops:
+                return True
+            if shared >= other.num_computed_tokens + step.share(other):
+                other.stops = tuple(sorted((*other.stops, shared)))
+                return True
+        return False
+
+    def num_shared(self, request: Request, other: Request) -> int:
+        """Return the tokens of whole blocks that two requests begin with, of which either may be reused."""
+        if request.namespace != other.namespace:
+            return 0
+        most = min(request.num_reusable_tokens, other.num_tokens) // self._block_size * self._block_size
+        size = self._block_size
+        if not most or not np.array_equal(request.tokens[:size], other.tokens[:size]):
+            return 0
+        differs = request.tokens[:most] != other.tokens[:most]
+        first = int(differs.argmax()) if differs.any() else most
+        return first // size * size

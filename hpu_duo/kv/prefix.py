@@ -1,0 +1,252 @@
+"""The prefix cache: keys and values of finished beginnings of texts, taken up by later requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpu_duo.kv.copies import Copy, RowCopy
+from hpu_duo.kv.pool import BlockPool
+from hpu_duo.kv.prefix_tree import NO_BLOCK, PrefixNode, PrefixTree
+from hpu_duo.kv.snapshots import Snapshots
+from hpu_duo.request import Request
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """Cached blocks that a request begins with.
+
+    Attributes:
+        path: the cached blocks that the request begins with, the first one first.
+        num_usable: leading ones of them behind which a request can go on: all of them where no head keeps a
+            ring, else those up to the last one with a snapshot.
+    """
+
+    path: tuple[PrefixNode, ...] = ()
+    num_usable: int = 0
+
+    @property
+    def is_limited_by_snapshots(self) -> bool:
+        """Whether there are more blocks than can be used."""
+        return self.num_usable < len(self.path)
+
+
+@dataclass
+class PrefixCounters:
+    """Totals of the prefix cache.
+
+    Attributes:
+        num_queried_tokens: known tokens of requests when they got a row.
+        num_hit_tokens: those of them that were taken up from the cache.
+        num_lost_to_snapshots: those that lay in cached blocks, but behind the last snapshot.
+        num_evicted_blocks, num_evicted_snapshots: given up to make room.
+    """
+
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_lost_to_snapshots: int = 0
+    num_evicted_blocks: int = 0
+    num_evicted_snapshots: int = 0
+
+
+class PrefixCache:
+    """Keeps full blocks of requests in a tree, and the rings behind some of them in snapshots.
+
+    A block enters when a request has computed it, and stays, held by nobody, until its room is needed; the
+    least recently used go first, the end of a text before its beginning. Requests hold the blocks of the tree
+    that they begin with, so a block that is held is never evicted, and neither is one before it.
+
+    A ring is known at the end of its text only. Snapshots of it are taken by the scheduler where they pay.
+    With slack of ``block_size - 1`` slots the ring of a request is also the ring at the last border of blocks
+    that it has passed, which is what a snapshot is taken for.
+
+    Copies into and out of snapshots are carried out in the order in which they are asked for, like all copies
+    of the leases, so a snapshot may be used as soon as it was asked for.
+
+    Args:
+        blocks: pool of the blocks.
+        block_size: tokens of a block.
+        snapshot_rows: numbers of the rows for snapshots; empty where no head keeps a ring.
+        uses_blocks, uses_rows: whether any head keeps blocks, and a ring.
+        add_copy: asks for a copy.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockPool,
+        block_size: int,
+        snapshot_rows: range,
+        *,
+        uses_blocks: bool,
+        uses_rows: bool,
+        add_copy: Callable[[Copy], None],
+    ) -> None:
+        self._blocks, self._block_size = blocks, block_size
+        self._uses_blocks, self._uses_rows = uses_blocks, uses_rows
+        self._add_copy = add_copy
+        self._snapshot_rows = snapshot_rows
+        self.tree = PrefixTree(block_size)
+        self._snapshots = Snapshots(snapshot_rows)
+        # The deepest node of each open request that has any.
+        self._ends: dict[Request, PrefixNode] = {}
+        self.counters = PrefixCounters()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the tree, held or idle."""
+        return len(self.tree) if self._uses_blocks else 0
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots that there are."""
+        return self._snapshots.num_used
+
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether a request can go on only behind a snapshot."""
+        return self._uses_rows
+
+    def find(self, request: Request) -> PrefixHit:
+        """Return what the cache has of a request; nothing changes."""
+        path = self.tree.match(request.namespace, request.tokens[: request.num_reusable_tokens])
+        usable = len(path)
+        if self._uses_rows:
+            usable = next((node.depth for node in reversed(path) if node.snapshot is not None), 0)
+        return PrefixHit(tuple(path), usable)
+
+    def num_held(self, hit: PrefixHit) -> int:
+        """Usable blocks of a hit that other requests hold, which take nothing from the pool."""
+        if not self._uses_blocks:
+            return 0
+        return sum(self._blocks.num_holders(node.block) > 0 for node in hit.path[: hit.num_usable])
+
+    def take_up(self, request: Request, hit: PrefixHit) -> int:
+        """Let a request that has a row and nothing else begin with a hit; returns its tokens.
+
+        The caller enters the blocks that are returned by ``blocks_of`` in the request's table.
+        """
+        self.counters.num_queried_tokens += request.num_tokens
+        self.counters.num_hit_tokens += hit.num_usable * self._block_size
+        self.counters.num_lost_to_snapshots += (len(hit.path) - hit.num_usable) * self._block_size
+        if not hit.num_usable:
+            return 0
+        end = hit.path[hit.num_usable - 1]
+        if self._uses_blocks:
+            self._blocks.share(self.blocks_of(hit))
+        if self._uses_rows:
+            assert end.snapshot is not None, f"no snapshot behind {end.depth} blocks"
+            self._add_copy(RowCopy(end.snapshot, request.row))
+        self.tree.use(end)
+        self._ends[request] = end
+        return hit.num_usable * self._block_size
+
+    def blocks_of(self, hit: PrefixHit) -> list[int]:
+        """Return the usable blocks of a hit."""
+        return [node.block for node in hit.path[: hit.num_usable]] if self._uses_blocks else []
+
+    def store(self, request: Request) -> None:
+        """Enter the blocks that a request has filled since the last time.
+
+        A block that another request has entered meanwhile replaces the request's own in its table. To be
+        called between steps.
+        """
+        if self._uses_blocks:
+            self._store(request)
+
+    def _store(self, request: Request) -> PrefixNode:
+        node = self._ends.get(request)
+        if node is None:
+            node = self.tree.root(request.namespace)
+        num_full = request.num_computed_tokens // self._block_size
+        if node.depth >= num_full:
+            return node
+        for ordinal in range(node.depth, num_full):
+            key = self.tree.key(request.tokens, ordinal)
+            child = node.children.get(key)
+            if child is None:
+                child = self.tree.add(node, key, self._kept(request, ordinal))
+            elif self._uses_blocks:
+                self._swap(request, ordinal, child.block)
+            node = child
+        self.tree.use(node)
+        self._ends[request] = node
+        return node
+
+    def _kept(self, request: Request, ordinal: int) -> int:
+        if not self._uses_blocks:
+            return NO_BLOCK
+        block = int(request.block_table[ordinal])
+        self._blocks.keep(block)
+        return block
+
+    def _swap(self, request: Request, ordinal: int, block: int) -> None:
+        own = int(request.block_table[ordinal])
+        if own != block:
+            self._blocks.share([block])
+            self._blocks.release([own])
+            request.block_table[ordinal] = block
+
+    def take_snapshot(self, request: Request) -> None:
+        """Keep the ring of a request for the last border of blocks that it has passed.
+
+        Its ring must be that of its ``num_computed_tokens`` tokens when the next copies are carried out.
+        """
+        if not self._snapshots.num_rows or request.num_computed_tokens < self._block_size:
+            return
+        node = self._store(request)
+        if node.snapshot is None:
+            lost = self._snapshots.place(node, self.tree)
+            self._add_copy(RowCopy(request.row, self._row_of(node)))
+            if lost is not None:
+                self.counters.num_evicted_snapshots += 1
+                self._prune(lost)
+
+    def _row_of(self, node: PrefixNode) -> int:
+        assert node.snapshot is not None, f"no snapshot behind {node.depth} blocks"
+        return node.snapshot
+
+    def release(self, request: Request) -> None:
+        """Forget a request that gives its row and blocks back; what it entered stays."""
+        end = self._ends.pop(request, None)
+        if end is not None:
+            self.tree.use(end)
+            self._prune(end)
+
+    def evict(self, count: int) -> None:
+        """Free ``count`` idle blocks, the least recently used first.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if count > self._blocks.num_idle:
+            raise ValueError(f"asked to evict {count} blocks, {self._blocks.num_idle} are idle")
+        for _ in range(count):
+            node = self.tree.least_used(lambda each: self._blocks.is_idle(each.block))
+            assert node is not None, "an idle block is not at the end of any text"
+            self._remove(node)
+            self.counters.num_evicted_blocks += 1
+
+    def clear(self) -> None:
+        """Forget everything; open requests keep their blocks, and enter them again."""
+        for node in list(self.tree):
+            if self._uses_blocks:
+                self._blocks.drop(node.block)
+        self.tree = PrefixTree(self._block_size)
+        self._snapshots = Snapshots(self._snapshot_rows)
+        self._ends.clear()
+
+    def _remove(self, node: PrefixNode) -> None:
+        self._snapshots.remove(node)
+        self.tree.remove(node)
+        if self._uses_blocks:
+            self._blocks.drop(node.block)
+
+    def _prune(self, node: PrefixNode) -> None:
+        """Remove a prefix without blocks that leads to no snapshot."""
+        if self._uses_blocks:
+            return
+        in_use = set(self._ends.values())
+        while node.parent is not None and not node.children and node.snapshot is None and node not in in_use:
+            parent = node.parent
+            self.tree.remove(node)
+            node = parent

@@ -1,0 +1,177 @@
+"""A tree of token blocks: which texts begin alike, and where the keys of their beginnings lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+NO_BLOCK = -1
+
+
+class PrefixNode:
+    """One full block of tokens behind those of its parents: a prefix, as long as the node is deep.
+
+    Attributes:
+        parent: the prefix that is one block shorter; None for the empty one.
+        key: tokens of the block, as bytes.
+        block: number of the block that holds their keys and values, ``NO_BLOCK`` where no head needs one.
+        snapshot: ring row that holds the rings behind the prefix, None if there is none.
+        depth: blocks of the prefix.
+        children: prefixes that are one block longer, by the key of that block.
+        last_used: time of the last use.
+    """
+
+    __slots__ = ("block", "children", "depth", "key", "last_used", "parent", "snapshot")
+
+    def __init__(self, parent: PrefixNode | None, key: bytes, block: int) -> None:
+        self.parent, self.key, self.block = parent, key, block
+        self.snapshot: int | None = None
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[bytes, PrefixNode] = {}
+        self.last_used = 0
+
+    @property
+    def path(self) -> Iterator[PrefixNode]:
+        """The node and its parents, without the root, the deepest first."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class PrefixTree:
+    """Prefixes of whole blocks, in namespaces that share nothing.
+
+    Compares tokens themselves, so that two texts are never taken for one another.
+
+    Args:
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._roots: dict[Hashable, PrefixNode] = {}
+        self._num_nodes = 0
+        self._time = 0
+        # Leaves by last use; an entry is out of date if its node is not a leaf or was used since.
+        self._leaves: list[tuple[int, int, PrefixNode]] = []
+        self._num_entries = 0
+
+    def __len__(self) -> int:
+        return self._num_nodes
+
+    def __iter__(self) -> Iterator[PrefixNode]:
+        stack = [node for root in self._roots.values() for node in root.children.values()]
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            yield node
+
+    @property
+    def time(self) -> int:
+        """Uses so far."""
+        return self._time
+
+    def root(self, namespace: Hashable) -> PrefixNode:
+        """Return the empty prefix of a namespace."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = PrefixNode(None, b"", NO_BLOCK)
+        return root
+
+    def key(self, tokens: npt.NDArray[np.int32], ordinal: int) -> bytes:
+        """Return the key of a full block of a text."""
+        return tokens[ordinal * self._block_size : (ordinal + 1) * self._block_size].tobytes()
+
+    def match(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> list[PrefixNode]:
+        """Return the longest known prefix of a text, as its nodes from the shallowest on."""
+        node = self._roots.get(namespace)
+        path: list[PrefixNode] = []
+        if node is None:
+            return path
+        for ordinal in range(len(tokens) // self._block_size):
+            node = node.children.get(self.key(tokens, ordinal))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def add(self, parent: PrefixNode, key: bytes, block: int) -> PrefixNode:
+        """Add a prefix that is one block longer than its parent.
+
+        Raises:
+            ValueError: it is known.
+        """
+        if key in parent.children:
+            raise ValueError(f"the prefix of {parent.depth + 1} blocks is in the tree already")
+        node = parent.children[key] = PrefixNode(parent, key, block)
+        self._num_nodes += 1
+        self.use(node)
+        return node
+
+    def use(self, node: PrefixNode) -> None:
+        """Note that a prefix is used now, and all shorter ones with it."""
+        self._time += 1
+        for each in node.path:
+            each.last_used = self._time
+        self._enlist(node)
+
+    def remove(self, node: PrefixNode) -> None:
+        """Remove a prefix that no longer one needs.
+
+        Raises:
+            ValueError: there are longer ones.
+        """
+        if node.children or node.parent is None:
+            raise ValueError(f"a prefix of {node.depth} blocks that longer ones begin with cannot be removed")
+        parent = node.parent
+        del parent.children[node.key]
+        self._num_nodes -= 1
+        if parent.parent is not None:
+            self._enlist(parent)
+        elif not parent.children:
+            self._forget(parent)
+
+    def least_used(self, may_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
+        """Return the leaf that was used longest ago, of those that may go; None if none may."""
+        passed, found = [], None
+        while self._leaves and found is None:
+            entry = heappop(self._leaves)
+            last_used, _, node = entry
+            is_leaf = not node.children and self._holds(node)
+            if not is_leaf or node.last_used != last_used:
+                continue
+            passed.append(entry)
+            if may_go(node):
+                found = node
+        for entry in passed:
+            heappush(self._leaves, entry)
+        return found
+
+    def _holds(self, node: PrefixNode) -> bool:
+        return node.parent is not None and node.parent.children.get(node.key) is node
+
+    def _enlist(self, node: PrefixNode) -> None:
+        if not node.children and node.parent is not None:
+            self._num_entries += 1
+            heappush(self._leaves, (node.last_used, self._num_entries, node))
+            if len(self._leaves) > 2 * self._num_nodes + 64:
+                self._leaves = sorted(_current(self._leaves, self._holds))
+
+    def _forget(self, root: PrefixNode) -> None:
+        self._roots = {name: each for name, each in self._roots.items() if each is not root}
+
+
+def _current(
+    entries: Iterable[tuple[int, int, PrefixNode]], holds: Callable[[PrefixNode], bool]
+) -> Iterator[tuple[int, int, PrefixNode]]:
+    """Entries of leaves that have not been used since."""
+    latest = {
+        node: (used, number, node)
+        for used, number, node in entries
+        if not node.children and holds(node) and node.last_used == used
+    }
+    return iter(latest.values())

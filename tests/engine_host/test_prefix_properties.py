@@ -1,0 +1,253 @@
+"""Cached prefixes under random requests, samples, steps, failures and aborts on a simulated device."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from graphs import StepLimits
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.request import FinishReason, Request
+from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, make_request, outputs_alone
+
+STEMS = ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], [1, 2, 3, 4, 5, 9, 9, 9])
+
+
+@st.composite
+def _limits(draw: st.DrawFn) -> StepLimits:
+    max_num_seqs = draw(st.integers(1, 5))
+    uses_blocks, uses_rows = draw(st.sampled_from([(True, True), (True, True), (True, False), (False, True)]))
+    return StepLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
+        max_model_len=64,
+        block_size=draw(st.sampled_from([1, 2, 3, 4, 4])),
+        num_blocks=draw(st.integers(10, 30)),
+        decode_len=1,
+        max_chunk_rows=draw(st.integers(1, 3)),
+        uses_blocks=uses_blocks,
+        uses_rows=uses_rows,
+        caches_prefixes=True,
+        num_snapshots=draw(st.sampled_from([0, 1, 3, 5, 8])) if uses_rows else 0,
+    )
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    @initialize(limits=_limits())
+    def create(self, limits: StepLimits) -> None:
+        self.limits = limits
+        self.scheduler = Scheduler(limits)
+        self.device = SimulatedDevice(
+            limits.num_blocks,
+            limits.block_size,
+            limits.num_ring_rows,
+            uses_blocks=limits.uses_blocks,
+            uses_rows=limits.uses_rows,
+            slack=limits.block_size - 1,
+        )
+        self.unfinished: dict[str, Request] = {}
+        self.texts: list[list[int]] = []
+        self.num_added = 0
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        cut=st.sampled_from([0, 5, 8, 11, 12, 12, 12]),
+        tail=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=5),
+        max_tokens=st.integers(1, 10),
+        num_samples=st.sampled_from([1, 1, 1, 2, 3]),
+        decoded_prompt_tokens=st.sampled_from([0, 0, 0, 1, 3]),
+        salt=st.sampled_from([None, None, None, "a"]),
+        old=st.none() | st.integers(0, 100),
+    )
+    def add(
+        self,
+        stem: list[int],
+        cut: int,
+        tail: list[int],
+        max_tokens: int,
+        num_samples: int,
+        decoded_prompt_tokens: int,
+        salt: str | None,
+        old: int | None,
+    ) -> None:
+        """Add a request that begins like a stem, or like the text of an earlier request."""
+        if old is not None and self.texts:
+            stem = self.texts[old % len(self.texts)]
+        name = f"r{self.num_added}"
+        self.num_added += 1
+        parent = make_request(
+            name,
+            [*stem[:cut], *tail],
+            max_tokens=max_tokens,
+            max_model_len=32,
+            seed=self.num_added,
+            decoded_prompt_tokens=decoded_prompt_tokens,
+            cache_salt=salt,
+        )
+        siblings = [
+            parent.sibling(f"{name}.{i}", sample_index=i, sampling_seed=100 * i)
+            for i in range(1, num_samples)
+        ]
+        if (
+            self.limits.uses_blocks
+            and parent.max_cached_tokens > self.limits.num_blocks * self.limits.block_size
+        ):
+            return
+        for request in [parent, *siblings]:
+            self.scheduler.add(request)
+            self.unfinished[request.request_id] = request
+
+    @rule(num_steps=st.integers(1, 4))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            plan = self.scheduler.plan()
+            assert (plan is None) == (not self.unfinished)
+            if plan is not None:
+                self._check_hits(plan)
+                self._commit(plan, self.device.run(plan))
+
+    @precondition(lambda self: self.unfinished)
+    @rule(num_rows=st.integers(0, 5))
+    def step_that_fails(self, num_rows: int) -> None:
+        """Leave the stores as they are after some of the rows have been written, or none."""
+        plan = self.scheduler.plan()
+        assert plan is not None
+        for block in self.device.blocks[:num_rows]:
+            block[:] = [None] * len(block)
+        for ring in self.device.rings[:num_rows]:
+            ring[:] = [None] * len(ring)
+        self.scheduler.discard()
+        assert not self.scheduler.num_running
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def step_with_aborts_in_flight(self, data: st.DataObject) -> None:
+        plan = self.scheduler.plan()
+        assert plan is not None
+        tokens = self.device.run(plan)
+        for name in data.draw(st.sets(st.sampled_from(sorted(self.unfinished)), max_size=3)):
+            self.abort_one(name)
+        self._commit(plan, tokens)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.abort_one(data.draw(st.sampled_from(sorted(self.unfinished))))
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def run_one_alone(self, data: st.DataObject) -> None:
+        request = self.unfinished[data.draw(st.sampled_from(sorted(self.unfinished)))]
+        if request.parent is not None:
+            return
+        plan = self.scheduler.plan(alone=request)
+        if plan is not None:
+            self._commit(plan, self.device.run(plan))
+
+    @precondition(lambda self: any(r.num_output_tokens for r in self.unfinished.values()))
+    @rule(data=st.data())
+    def finish_by_a_stop_string(self, data: st.DataObject) -> None:
+        names = sorted(name for name, r in self.unfinished.items() if r.num_output_tokens)
+        request = self.unfinished.pop(data.draw(st.sampled_from(names)))
+        self.scheduler.finish(request, FinishReason.STOP)
+        self._remember(request)
+
+    @rule()
+    def forget(self) -> None:
+        assert self.scheduler.leases.prefixes is not None
+        self.scheduler.leases.prefixes.clear()
+        assert self.scheduler.leases.blocks.num_idle == 0
+
+    def abort_one(self, name: str) -> None:
+        request = self.unfinished.pop(name)
+        assert self.scheduler.abort(name) is request
+        self._remember(request)
+
+    def _remember(self, request: Request) -> None:
+        self.texts.append(request.tokens[: request.num_tokens].tolist())
+
+    def _check_hits(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            request = row.request
+            assert request.num_cached_tokens is None or request.num_cached_tokens < request.num_tokens
+            tail = request.params.decoded_prompt_tokens
+            if tail:
+                assert row.end <= max(request.num_prompt_tokens - tail, row.start + 1)
+
+    def _commit(self, plan: StepPlan, tokens: list[int]) -> None:
+        for request, _, reason, *_ in self.scheduler.commit(plan, tokens):
+            if reason is not None:
+                del self.unfinished[request.request_id]
+                self._remember(request)
+                assert request.output_token_ids.tolist() == outputs_alone(request)
+
+    @invariant()
+    def blocks_are_held_by_running_requests_idle_in_the_tree_or_free(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        blocks, cache = self.scheduler.leases.blocks, self.scheduler.leases.prefixes
+        assert cache is not None
+        holders: Counter[int] = Counter()
+        for request in self.unfinished.values():
+            holders.update(request.block_table[: request.num_blocks].tolist())
+        for block in range(self.limits.num_blocks):
+            assert blocks.num_holders(block) == holders[block]
+        nodes = list(cache.tree)
+        assert len(nodes) == len(cache.tree)
+        kept = [node.block for node in nodes if self.limits.uses_blocks]
+        assert len(set(kept)) == len(kept), "a block is in two places of the tree"
+        idle = sum(blocks.is_idle(block) for block in range(self.limits.num_blocks))
+        assert idle == blocks.num_idle == sum(not holders[block] for block in kept)
+        assert blocks.num_free + blocks.num_idle + blocks.num_used == self.limits.num_blocks
+        for node in nodes:
+            assert node.depth == len(list(node.path))
+            if self.limits.uses_blocks and holders[node.block] and node.parent.depth:
+                assert holders[node.parent.block], "a held block is behind one that may be evicted"
+        snapshots = [node.snapshot for node in nodes if node.snapshot is not None]
+        assert len(set(snapshots)) == len(snapshots) == cache.num_snapshots <= self.limits.num_snapshots
+        rows = range(self.limits.max_num_seqs, self.limits.num_ring_rows)
+        assert all(snapshot in rows for snapshot in snapshots)
+        if not self.limits.uses_blocks:
+            running = sum(r.num_blocks == 0 for r in self.unfinished.values())
+            assert all(node.children or node.snapshot is not None for node in nodes) or running
+
+    @invariant()
+    def a_match_is_the_longest_prefix_of_what_the_tree_holds(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        cache, size = self.scheduler.leases.prefixes, self.limits.block_size
+        assert cache is not None
+        texts = {b"".join(each.key for each in reversed(list(node.path))): node for node in cache.tree}
+        for request in list(self.unfinished.values())[:3]:
+            hit = cache.find(request)
+            tokens = request.tokens[: request.num_reusable_tokens]
+            depth = 0
+            if request.namespace is None:  # two namespaces may hold the same text
+                while (depth + 1) * size <= len(tokens) and tokens[: (depth + 1) * size].tobytes() in texts:
+                    depth += 1
+                assert len(hit.path) <= depth
+            assert hit.num_usable <= len(hit.path) <= request.num_reusable_tokens // size
+            if self.limits.uses_rows and hit.num_usable:
+                assert hit.path[hit.num_usable - 1].snapshot is not None
+
+    def teardown(self) -> None:
+        """Every request ends, and nothing but the cache is held."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(sum(2 * len(r.tokens) for r in self.unfinished.values())):
+            if not self.unfinished:
+                break
+            self.step(1)
+        assert not self.unfinished
+        assert self.scheduler.leases.blocks.num_used == 0
+        assert self.scheduler.leases.rows.num_used == 0
+        self.forget()
+        assert self.scheduler.leases.blocks.num_free == self.limits.num_blocks
+
+
+TestPrefixMachine = PrefixMachine.TestCase
+TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
