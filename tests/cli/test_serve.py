@@ -107,3 +107,16 @@ def test_the_page_can_be_left_out(is_wanted: bool) -> None:
 
     config = CallOptions().config(None, ListeningOptions(page=is_wanted), TellingOptions())
     assert config.has_page is is_wanted
+
+
+def test_a_model_of_the_hub_is_served_under_its_id(tmp_path: Path) -> None:
+    from hpu_duo.cli.serving.call_options import CallOptions
+    from hpu_duo.cli.serving.listening_options import ListeningOptions
+    from hpu_duo.cli.serving.telling_options import TellingOptions
+
+    snapshot = tmp_path / "models--some-org--tiny.llama" / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    for path, name in ((snapshot, "some-org/tiny.llama"), (tmp_path / "mine", "mine"), (None, "builtin")):
+        served = CallOptions().config(path, ListeningOptions(), TellingOptions())
+        assert served.model_names == (name,)

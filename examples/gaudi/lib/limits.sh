@@ -18,7 +18,7 @@ step_limits() {
     take_limits <<<"$chosen"
     return
   fi
-  printf '%s\n' "$told" >"$(limits_file)"
+  write_lines "$(limits_file)" "$told"
   note_inputs "$(limits_file)" "${inputs[@]}"
   load_limits
 }

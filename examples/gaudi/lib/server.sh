@@ -13,9 +13,7 @@ step_serve() {
   mapfile -t arguments < <(engine_options)
   arguments+=(--buckets "$(manifest_file)" --host "$HOST" --port "$PORT" --drain-seconds "$DRAIN_SECONDS")
   arguments+=(--metrics-namespace "$METRICS_NAMESPACE")
-  local name=$SERVED_MODEL_NAME
-  if [[ -z $name && $MODEL == builtin ]]; then name=builtin; fi
-  [[ -z $name ]] || arguments+=(--served-model-name "$name")
+  [[ -z $SERVED_MODEL_NAME ]] || arguments+=(--served-model-name "$SERVED_MODEL_NAME")
   [[ -z $API_KEY_FILE ]] || arguments+=(--api-key-file "$API_KEY_FILE")
   [[ -z $MAX_QUEUE ]] || arguments+=(--max-queue "$MAX_QUEUE")
   [[ -z $LOG_REQUESTS ]] || arguments+=(--log-requests "$LOG_REQUESTS")

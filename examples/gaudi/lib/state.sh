@@ -28,7 +28,13 @@ is_current() {
 }
 
 note_inputs() {
-  [[ -n $IS_DRY ]] || printf '%s\n' "${@:2}" >"$1.inputs"
+  [[ -n $IS_DRY ]] || write_lines "$1.inputs" "${@:2}"
+}
+
+# Writes a file whole or not at all.
+write_lines() {
+  { printf '%s\n' "${@:2}" >"$1.new" && mv "$1.new" "$1"; } 2>/dev/null ||
+    stop "$1 cannot be written: make room in $STATE_DIR, or name another one"
 }
 
 # Lines of the inputs that are no longer the same, as "before -> now".

@@ -28,7 +28,7 @@ class CallOptions:
         typer.Option(
             metavar="NAME",
             help="Name of the model in the API; repeat for several.",
-            show_default="that of its directory",
+            show_default="its id on the hub, or that of its directory",
             rich_help_panel=_CALLS,
         ),
     ] = None
@@ -82,13 +82,14 @@ class CallOptions:
         Raises:
             ValueError: a value is out of range, or a file cannot be read.
         """
+        from hpu_duo.modeling.model_files import model_name
         from hpu_duo.server.config import ServerConfig
         from hpu_duo.server.tools import resolve_parser
 
         resolve_parser(self.tool_call_parser)
         if self.generation_config not in ("auto", "none"):
             raise ValueError(f"expected --generation-config of auto or none, got {self.generation_config!r}")
-        own_name = "builtin" if model is None else model.resolve().name if model.exists() else str(model)
+        own_name = "builtin" if model is None else model_name(model) if model.exists() else str(model)
         return ServerConfig(
             model_names=tuple(self.served_model_name or (own_name,)),
             api_keys=listening.keys,
