@@ -1,6 +1,6 @@
 """HTTP's share of the time of a server: tokens/s of 32 streams over HTTP against the engine alone.
 
-    python -m benchmarks.http_cost --out benchmarks/results/http-cost.md
+    python -m benchmarks.http_cost --new 128 --only 110M --out benchmarks/results/server.md
 
 One process serves, a second one reads 32 streams. Rounds alternate: the engine's thread generates for 32
 prompts by itself, then the same prompts come as streams over HTTP, one event per token. Beside the clock the

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from hpu_duo.request import Request
+from hpu_duo.server.running import AsyncEngine
 from tests.server.conftest import TinyChat
 from tests.server.live import HOST, KEY, Live, live, wait_until
 
@@ -315,6 +316,20 @@ def test_a_connection_that_asks_for_nothing_is_no_call(server: Live) -> None:
     for connection in connections:
         connection.close()
     assert sum(server.service.metrics._responses.values()) == sum(before.values()) + 1
+
+
+@pytest.mark.parametrize(("quiet_s", "has_comment"), [(15, False), (0, True)])
+def test_a_stream_has_comments_only_where_it_has_been_silent(
+    tiny: TinyChat, monkeypatch: pytest.MonkeyPatch, quiet_s: float, has_comment: bool
+) -> None:
+    # vLLM's load generator does not read a stream behind a comment, so those without need of one have none.
+    monkeypatch.setattr(AsyncEngine.__init__, "__defaults__", (8192, 0.01))
+    monkeypatch.setattr("hpu_duo.server.responding.planned.QUIET_S", quiet_s)
+    with live(tiny.load()) as server, server.http() as http:
+        slowed(server, 0.1, monkeypatch)
+        text = http.post("/v1/completions", json={**LONG, "max_tokens": 5, "stream": True}).text
+    assert ("\n\n: keep-alive\n\n" in f"\n\n{text}") is has_comment
+    assert text.count('"text"') == 5
 
 
 def test_a_waiting_connection_outlives_those_of_clients(server: Live) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,10 @@ from hpu_duo.server.telemetry.record import CallRecord
 
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Neither caches nor proxies are to hold events back."""
+
+QUIET_S = 15.0
+"""A stream gets a comment when it has been silent for so long: less than proxies wait, and no more often than
+the HTML standard advises (section 9.2.7), since not every client knows comments."""
 
 
 class PlannedResponse(Response):
@@ -76,7 +81,11 @@ class PlannedResponse(Response):
         headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
+        told_at = time.monotonic()
+
         async def tell(data: bytes, *, is_last: bool = False) -> None:
+            nonlocal told_at
+            told_at = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
         if self._stream is not None:
@@ -87,7 +96,9 @@ class PlannedResponse(Response):
             if beginning := answer.beginning():
                 await tell(beginning)
             async for batch in self._batches():
-                events = answer.events(batch) if batch else KEEP_ALIVE
+                events = answer.events(batch)
+                if not events and time.monotonic() - told_at >= QUIET_S:
+                    events = KEEP_ALIVE
                 if events:
                     await tell(events)
         except asyncio.CancelledError:
