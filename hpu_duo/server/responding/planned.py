@@ -95,7 +95,7 @@ class PlannedResponse(Response):
         try:
             if beginning := answer.beginning():
                 await tell(beginning)
-            async for batch in self._batches():
+            while self._stream is not None and (batch := await self._stream.read()) is not None:
                 events = answer.events(batch)
                 if not events and time.monotonic() - told_at >= QUIET_S:
                     events = KEEP_ALIVE
