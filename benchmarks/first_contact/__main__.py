@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.first_contact.page import Page
 
-PARTS = ("heads", "padding", "recording")
+PARTS = ("heads", "padding", "recording", "selftest", "lowering")
 
 
 def main() -> None:

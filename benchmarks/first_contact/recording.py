@@ -46,7 +46,7 @@ def report() -> Iterator[str]:
             8,192 shapes, and compares the padding of windows of 2,048 steps with what its table
             promises. The built-in model, which has the shortest steps there are, decodes one
             request on one core, with and without, in turns; medians of {NUM_ROUNDS} rounds of
-            {NUM_TOKENS} tokens, process time. {_processor()}, torch {torch.__version__}.
+            {NUM_TOKENS} tokens, process time. {processor()}, torch {torch.__version__}.
             """
         ),
         "",
@@ -73,7 +73,7 @@ def _alone(add: Callable[..., None], model: HPUDuoModel) -> float:
     return (time.process_time() - began) / times
 
 
-def _processor() -> str:
+def processor() -> str:
     """The name of the processor."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

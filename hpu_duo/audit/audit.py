@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from graphs import BatchShape
-from hpu_duo.audit.findings import TraceEnded
+from hpu_duo.audit.findings import Finding, Severity, TraceEnded
 from hpu_duo.audit.report import AuditReport, LayerRecipe, StepAudit
 from hpu_duo.audit.structure import HPU, Structure
-from hpu_duo.audit.tracer import Part, StepTracer, without_memory
+from hpu_duo.audit.tracer import Part, StepTracer, Tally, without_memory
 from hpu_duo.engine.batch import RowCounts
 from hpu_duo.engine.executor import bucket_step
 from hpu_duo.modeling.step_model import run_layer
+from hpu_duo.rules import STEP_OPERATORS, Rule
 from hpu_duo.sampling import SamplingRoute, sample_tokens, static_routes
 from hpu_duo.sampling.masks import num_words
 
@@ -57,11 +58,16 @@ def audit(structure: Structure, progress: Progress | None = None) -> AuditReport
     )
 
 
-def audit_bucket(structure: Structure, bucket: BatchShape) -> StepAudit:
+def audit_bucket(
+    structure: Structure, bucket: BatchShape, *, most_operators: int = STEP_OPERATORS
+) -> StepAudit:
     """Trace one bucket.
 
     Layers of one kind run the same operators on the same shapes, so the first of each kind is traced, and its
     counts are repeated for the others.
+
+    Args:
+        most_operators: of a step that is captured whole; more of them are noted.
     """
     with structure.mode, torch.no_grad():
         inputs = structure.inputs(bucket)
@@ -74,9 +80,19 @@ def audit_bucket(structure: Structure, bucket: BatchShape) -> StepAudit:
         }
         step = bucket_step(structure.model, structure.geometry, bucket, runners)
         _follow(tracer, lambda: step(inputs))
+        _note_size(tracer.tally, str(bucket), most_operators)
         return StepAudit.of(
             str(bucket), tracer.tally, tracer.peak_bytes, sum(tensor.nbytes for tensor in inputs.values())
         )
+
+
+def _note_size(tally: Tally, name: str, most_operators: int) -> None:
+    """Note a step that only a backend which compiles regions can capture."""
+    num_operators = sum(tally.operators.values())
+    if num_operators > most_operators:
+        detail = f"captured whole, it has {num_operators:,} operators; at most {most_operators:,} are taken"
+        found = Finding(Rule.GRAPH_SIZE, name, "the whole step", detail, Severity.NOTE)
+        tally.findings.setdefault(found.key, found)
 
 
 def _run_layer(

@@ -18,6 +18,9 @@ from kernels_ref.slices import DEFAULT_SLICES
 _DTYPE_BYTES = 2
 """Of activations; keys and values are chunked by it."""
 
+_MOST_TRACED = 2.0
+"""Iterations of a loop that are traced, in the graph of a layer or by themselves."""
+
 
 @dataclass(frozen=True)
 class GroupSizes:
@@ -128,11 +131,13 @@ class AttentionRuns(NamedTuple):
     rings_own: float = 0.0
 
     @property
-    def once(self) -> AttentionRuns:
-        """The same with one chunk of context each, as a chunk that is compiled once has it."""
-        return self._replace(
-            shared_chunks=min(1.0, self.shared_chunks), unique_chunks=min(1.0, self.unique_chunks)
-        )
+    def traced(self) -> AttentionRuns:
+        """Runs that are traced and compiled where loops are cut out of the graph of a layer.
+
+        A graph holds two iterations of a loop at most; of a longer one the body is compiled, once for whole
+        chunks and once for what is left.
+        """
+        return AttentionRuns(*(min(_MOST_TRACED, times) for times in self))
 
 
 def count_attention(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCounts, AttentionRuns]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from graphs import BatchShape, Phase, StepCost, StepLimits
 from graphs.planner import GraphBudget
 from hpu_duo.cost.deployment import Deployment, Serving
+from hpu_duo.cost.fitted import FITTED
 from hpu_duo.cost.hardware import Format
 from hpu_duo.cost.model import ModelSize
 from hpu_duo.cost.warm_up import WarmUp
@@ -166,6 +167,8 @@ def step_cost(deployment: Deployment) -> StepCost:
         vocab_size=model.vocab_size,
         kv_ratio=model.layers[0].num_kv_heads / model.layers[0].num_heads,
         operations_per_byte=hardware.nominal_bf16 / hardware.memory_bytes_per_s,
+        operations_per_launch=hardware.nominal_bf16 * FITTED.launch_s,
+        launches=deployment.engine_work.kernels.step_cost_launches,
     )
 
 
@@ -178,6 +181,6 @@ def _warm_up(deployment: Deployment, num_graphs: int) -> WarmUp | None:
     return WarmUp.within(
         GraphBudget(num_graphs).most_graphs,
         deployment.num_layer_kinds,
-        work.layer_launches(SMALLEST_DECODE),
-        work.layer_launches(largest),
+        work.traced_launches(SMALLEST_DECODE),
+        work.traced_launches(largest),
     )

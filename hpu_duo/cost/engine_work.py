@@ -60,8 +60,8 @@ class EngineWork:
             total = total + self._attention(layer, kv, bucket) * count
         return total
 
-    def layer_launches(self, bucket: BatchShape) -> float:
-        """Operators of a layer in ``bucket``, the mean of those that differ."""
+    def traced_launches(self, bucket: BatchShape) -> float:
+        """Operators that are traced and compiled of a layer in ``bucket``, the mean of those that differ."""
         return mean_launches(self.kernels, [self._sizes(layer, kv) for layer, kv in self._layers], bucket)
 
     def attention_of(self, bucket: BatchShape) -> Iterator[tuple[AttentionCounts, AttentionRuns, int]]:
@@ -140,10 +140,22 @@ class EngineWork:
         )
 
 
-def mean_launches(kernels: KernelWork, layers: Sequence[Sequence[GroupSizes]], bucket: BatchShape) -> float:
-    """Operators of a layer in ``bucket``, the mean of ``layers``, each of which is its groups of heads."""
-    runs = (count_attention(sizes, bucket)[1] for layer in layers for sizes in layer)
-    return kernels.layer_launches + sum(map(kernels.attention_launches, runs)) / len(layers)
+def mean_launches(
+    kernels: KernelWork,
+    layers: Sequence[Sequence[GroupSizes]],
+    bucket: BatchShape,
+    *,
+    is_whole: bool = False,
+) -> float:
+    """Operators that are compiled of a layer in ``bucket``, the mean of ``layers``.
+
+    Args:
+        layers: the groups of heads of each.
+        is_whole: whether the step is captured whole, so that loops are unrolled; else they are cut out.
+    """
+    runs = [count_attention(sizes, bucket)[1] for layer in layers for sizes in layer]
+    held = runs if is_whole else [each.traced for each in runs]
+    return kernels.layer_launches + sum(map(kernels.attention_launches, held)) / len(layers)
 
 
 def busiest_rank(kv: LayerKV, num_devices: int) -> LayerKV:

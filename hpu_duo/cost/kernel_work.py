@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphs import Launches
 from hpu_duo.cost.attention_counts import AttentionCounts, AttentionRuns
+from hpu_duo.limit_config import CacheConfig
+from kernels_ref.chunks import DEFAULT_BOUNDS
+from kernels_ref.slices import DEFAULT_SLICES
 
 PUBLISHED_LAYER_LAUNCHES = 111
 """Operators of a layer in the runs of published figures, none of which says it: those of a plain decode of
 the portable kernels."""
+
+
+_MASK_BYTES_PER_SLOT = 3
+"""Of a mask in bfloat16, with the booleans that it is made from."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,23 @@ class KernelWork:
     bytes_of: AttentionCounts
     hidden_bytes: float
     width_bytes: float
+
+    @property
+    def step_cost_launches(self) -> Launches:
+        """The same operators, as ``graphs.StepCost`` ranks buckets by, which knows blocks only."""
+        each, slices = self.launches, DEFAULT_SLICES
+        pairs = DEFAULT_BOUNDS.mask_bytes / _MASK_BYTES_PER_SLOT if self.is_fused else None
+        return Launches(
+            layer=self.layer_launches,
+            causal=each.causal,
+            causal_slice=each.causal_slices,
+            shared=each.shared,
+            shared_chunk=each.shared_chunks,
+            unique=each.unique,
+            unique_chunk=each.unique_chunks,
+            query_slice=slices.masked_queries if self.is_fused else slices.queries,
+            shared_pairs=Launches.shared_pairs if pairs is None else round(pairs / CacheConfig.block_size),
+        )
 
     def attention_launches(self, runs: AttentionRuns) -> float:
         """Operators of the attention of a group."""

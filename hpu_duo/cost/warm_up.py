@@ -11,9 +11,14 @@ SECONDS_PER_GRAPH = (0.7, 14.0)
 """Seconds of warm-up of one graph with one kind of layer: from 49 s for 72 graphs (Llama 8B, bf16, Gaudi 2,
 documentation of vllm-gaudi) to 14 s each for 126 (vllm-gaudi, pull request 1160)."""
 
-TRACE_S_PER_OPERATOR = 0.0040
-"""Seconds in which torch traces one operator of a layer on a CPU core; see ``benchmarks/results/
-hpu-first-contact.md``, which has the machine and the command."""
+TRACE_S_PER_NODE = 0.0039
+"""Seconds in which torch traces one node of a layer's graph on a CPU core, views included; measured, with
+machine and command in ``benchmarks/results/hpu-first-contact.md``."""
+
+NODES_PER_OPERATOR = 2.0
+"""Nodes of such a graph for each operator that is not a view; from the same table and the audit."""
+
+TRACE_S_PER_OPERATOR = TRACE_S_PER_NODE * NODES_PER_OPERATOR
 
 UNKNOWN = (
     "Tracing was measured on a CPU. What Synapse takes to compile a region of so many operators is unknown "

@@ -300,4 +300,5 @@ def _operators(
         ]
         for spec in set(specs)
     ]
-    return num_layers * mean_launches(FUSED if is_fused else PORTABLE, layers, bucket)
+    kernels, is_whole = FUSED if is_fused else PORTABLE, num_layers > 1
+    return num_layers * mean_launches(kernels, layers, bucket, is_whole=is_whole)

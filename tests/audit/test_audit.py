@@ -14,6 +14,7 @@ from graphs import BatchShape
 from hpu_duo.audit import (
     Engine,
     LayerRecipe,
+    Severity,
     StepTracer,
     Structure,
     audit,
@@ -26,6 +27,7 @@ from hpu_duo.cost import GAUDI2
 from hpu_duo.engine.executor import bucket_step
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.step_model import run_layer
+from hpu_duo.rules import Rule
 from kernels_ref import Blocks, HeadGroup, Rings
 from tests.audit.conftest import BUCKETS, TINY, edit_config, engine_config
 from tests.modeling.families import LENGTH_DEPENDENT
@@ -79,6 +81,18 @@ def test_kernels_of_other_devices_are_refused(config_dir: Path) -> None:
     config = engine_config(config_dir)
     with pytest.raises(ValueError, match="expected attention that an HPU runs, reference or hpu, got 'sdpa'"):
         build_structure(replace(config, model=replace(config.model, attention="sdpa")), GAUDI2)
+
+
+def test_a_step_with_more_operators_than_are_captured_whole_is_noted(structure: Structure) -> None:
+    bucket = BatchShape.parse(BUCKETS[0])
+    fine = audit_bucket(structure, bucket)
+    num_operators = sum(fine.operators.values())
+    assert audit_bucket(structure, bucket, most_operators=num_operators).findings == fine.findings
+    (added,) = set(audit_bucket(structure, bucket, most_operators=num_operators - 1).findings) - set(
+        fine.findings
+    )
+    assert (added.rule, added.severity, added.operator) == (Rule.GRAPH_SIZE, Severity.NOTE, str(bucket))
+    assert f"{num_operators:,} operators; at most {num_operators - 1:,}" in added.detail
 
 
 @pytest.mark.parametrize("text", BUCKETS)

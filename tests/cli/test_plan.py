@@ -251,7 +251,9 @@ def test_warm_up_is_that_of_the_table_where_one_is_planned(hpu_duo: Run, config_
     fields = json.loads(result.stdout)
     planned, other = (one["warm_up"] for one in fields["hardware"]["capacities"])
     assert planned["num_graphs"] == len(fields["buckets"]) < 64
-    assert planned["low_s"] == pytest.approx(0.7 * planned["num_graphs"])
+    # Graphs of these buckets have as many operators as published ones at least.
+    assert 0.7 * planned["num_graphs"] < planned["low_s"] - planned["trace_s"][0] < planned["high_s"]
+    assert planned["operators"][0] <= planned["operators"][1] < 600
     assert (planned["is_bound"], other["is_bound"], other["num_graphs"]) == (False, True, 64)
     shown = " ".join(hpu_duo("plan", "--model", config_dir, *small).stdout.split())
     assert f"50% bf16 {planned['num_graphs']} " in shown

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bias_builders import Window
 from hpu_duo.cost import (
     GAUDI2,
     GAUDI3,
@@ -19,14 +18,13 @@ from hpu_duo.cost import (
     Serving,
     Step,
     WarmUp,
-    busiest_rank,
     capacity,
     graph_scale,
 )
 from hpu_duo.cost import TRACE_S_PER_OPERATOR as PER_NODE
 from hpu_duo.cost.published import dense_model
 from hpu_duo.heads import CountRule, HeadPattern, fewest_promotions
-from hpu_duo.kv.plan import LayerKV, MemoryPlan, head_groups
+from hpu_duo.kv.plan import MemoryPlan
 from tests.cost.sizes import models, tiny
 
 LLAMA_2_7B = dense_model(
@@ -261,47 +259,6 @@ def test_devices_add_their_memory_and_share_the_work() -> None:
     one, four = report(), report(num_devices=4)
     assert four.points[0].num_requests > 4 * one.points[0].num_requests
     assert (four.points[0].first_token_s or 1e9) < (one.points[0].first_token_s or 0)
-
-
-def test_a_layer_waits_for_the_rank_with_most_retrieval_heads() -> None:
-    """Eight ranks of one head each: wherever a layer has a retrieval head, its rank reads the whole text."""
-
-    def decode(sparsity: float, num_devices: int) -> tuple[float, float]:
-        serving = Serving(GAUDI3, num_devices=num_devices)
-        deployment = Deployment(LLAMA_3_8B, serving, sparsity, Format.BF16, 131_072)
-        step = Step(16, 131_071)
-        work = deployment.engine_work.of(deployment.shape_of(step))
-        return work.kv_bytes, deployment.step_seconds(step).value
-
-    for num_devices in (1, 2, 4):
-        full, half = decode(0.0, num_devices), decode(0.5, num_devices)
-        assert half[0] == full[0] / 2
-        assert half[1] < full[1]
-    # Every layer has four heads that retrieve, so four of eight ranks have nothing else.
-    assert decode(0.5, 8)[0] == decode(0.0, 8)[0]
-    assert decode(0.5, 8)[1] >= decode(0.0, 8)[1]
-    assert decode(1.0, 8)[1] < decode(0.0, 8)[1] / 2
-
-
-@given(st.integers(0, 16), st.integers(0, 16), st.sampled_from((1, 2, 4, 8)), st.integers(1, 100))
-def test_the_busiest_rank_has_its_share_of_heads_and_as_many_that_retrieve_as_any(
-    num_retrieval: int, num_streaming: int, num_devices: int, recent: int
-) -> None:
-    num_heads = num_retrieval + num_streaming
-    if not num_heads or num_heads % num_devices:
-        return
-    kv = LayerKV(head_groups(num_retrieval, num_streaming, Window(0, recent)), 8)
-    rank = busiest_rank(kv, num_devices)
-    assert rank.num_heads == num_heads // num_devices
-    placed = [0] * num_devices
-    for head in range(num_retrieval):
-        placed[head % num_devices] += 1
-    assert sum(group.num_heads for group in rank.groups if group.kind.reach is None) == max(placed)
-
-
-def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match="divide 3 KV heads, got 2"):
-        busiest_rank(LayerKV(head_groups(3, 0, None), 8), 2)
 
 
 def test_what_the_engine_cannot_run_yet_is_named() -> None:

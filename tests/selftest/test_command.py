@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from typer.testing import CliRunner
 
 from hpu_duo.cli.app import app
 from hpu_duo.cost.fit import main as fit_main
+from tests.vendor import STANDIN
 
 runner = CliRunner()
 
@@ -52,6 +56,25 @@ def test_all_stages_pass(device: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert done.exit_code == 0, done.output
     fit_main([str(tmp_path / "selftest.json")])
     assert f"was measured on {device}, which is no Gaudi" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_device_without_tensors_fails_stages_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in of the vendor's package has a device that can be asked about, and no tensors on it."""
+    path = os.pathsep.join((str(STANDIN), str(Path(__file__).parents[2])))
+    monkeypatch.setenv("PYTHONPATH", path)
+    command = [sys.executable, "-m", "hpu_duo.cli", "selftest", "--device", "hpu", "--output", str(tmp_path)]
+    done = subprocess.run([*command, "--only", "machine,kernels,timing"], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    fields = json.loads((tmp_path / "selftest.json").read_text())
+    stages = {stage["name"]: stage for stage in fields["stages"]}
+    assert list(stages) == ["machine", "kernels", "timing"]
+    assert stages["machine"]["error"] is None
+    assert "Device 'hpu' does not have a corresponding module" in stages["timing"]["error"]
+    assert fields["rows"] == []
+    assert (tmp_path / "selftest.md").read_text().startswith("#")
 
 
 def test_measured_rows_of_a_card_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ class Setting:
         """The same with the warm-up of a table for the choice that was planned for."""
         if self.deployment is None or not len(chosen):
             return self
-        operators, num_kinds = self.deployment.engine_work.layer_launches, self.deployment.num_layer_kinds
+        operators, num_kinds = self.deployment.engine_work.traced_launches, self.deployment.num_layer_kinds
         if isinstance(chosen, Grid):
             fewest, most = operators(SMALLEST_DECODE), operators(self.limits.largest)
             warm_up = replace(WarmUp.within(len(chosen), num_kinds, fewest, most), is_bound=False)

@@ -82,14 +82,14 @@ def _warm_up_table(found: Sequence[Capacity]) -> Table:
         table.add_column(name, style="dim")
     for name in (
         "graphs",
-        "layer kinds",
+        "kinds",
         "recipes",
-        "operators of a layer",
+        "operators",
         "tracing",
         "minutes",
         "promoted",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=name == "graphs")
     for each in found:
         warm_up = each.warm_up
         cells = ("-",) * 6 if warm_up is None else _warm_up_cells(warm_up)
