@@ -116,7 +116,7 @@ def _blocks(deployment: Deployment, num_seqs: int, length: int, asked: argparse.
             f"{num_seqs} requests leave room for {fitting} blocks, one of {length:,} tokens takes {each}: "
             "lower MAX_NUM_SEQS or MAX_MODEL_LEN"
         )
-    if useful <= fitting:
+    if useful <= fitting and not asked.keeps_prefixes:
         return useful, f"all that {num_seqs} such requests can use; {fitting:,} would fit"
     return (
         fitting,
@@ -143,6 +143,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=float, required=True)
     for name in ("block-size", "max-num-batched-tokens", "typical-len", "long-num-seqs", "most-num-seqs"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--keeps-prefixes", action="store_true")
     for name in ("max-model-len", "max-num-seqs", "num-blocks"):
         parser.add_argument(f"--{name}", type=int)
     return parser.parse_args(arguments)

@@ -27,6 +27,7 @@ limit_inputs() {
   printf '%s\n' "MODEL=$MODEL" "HARDWARE=$HARDWARE" "PATTERN=$PATTERN" "SPARSITY=$SPARSITY" "MAX_MODEL_LEN=$MAX_MODEL_LEN" \
     "MAX_NUM_SEQS=$MAX_NUM_SEQS" "MAX_NUM_BATCHED_TOKENS=$MAX_NUM_BATCHED_TOKENS" "BLOCK_SIZE=$BLOCK_SIZE" \
     "NUM_BLOCKS=$NUM_BLOCKS" "DEVICE_MEMORY_UTILIZATION=$DEVICE_MEMORY_UTILIZATION" "TYPICAL_LEN=$TYPICAL_LEN" \
+    "PREFIX_CACHING=$PREFIX_CACHING" \
     "LONG_NUM_SEQS=$LONG_NUM_SEQS" "MOST_NUM_SEQS=$MOST_NUM_SEQS"
 }
 
@@ -44,6 +45,7 @@ choose_limits() {
   [[ -z $MAX_MODEL_LEN ]] || arguments+=(--max-model-len "$MAX_MODEL_LEN")
   [[ -z $MAX_NUM_SEQS ]] || arguments+=(--max-num-seqs "$MAX_NUM_SEQS")
   [[ -z $NUM_BLOCKS ]] || arguments+=(--num-blocks "$NUM_BLOCKS")
+  [[ $PREFIX_CACHING == 0 ]] || arguments+=(--keeps-prefixes)
   python3 "$HERE/lib/choose_limits.py" "${arguments[@]}" --model "$(model_path)" --hardware "$HARDWARE" "${heads[@]}" \
     --kv-cache-dtype bf16 --block-size "$BLOCK_SIZE" --max-num-batched-tokens "$MAX_NUM_BATCHED_TOKENS" \
     --device-memory-utilization "$DEVICE_MEMORY_UTILIZATION"

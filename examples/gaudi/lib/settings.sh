@@ -17,6 +17,7 @@ readonly DEFAULTS=(
   BLOCK_SIZE=128
   NUM_BLOCKS=
   DEVICE_MEMORY_UTILIZATION=0.9
+  PREFIX_CACHING=0
   TYPICAL_LEN=4096
   LONG_NUM_SEQS=4
   MOST_NUM_SEQS=128
@@ -110,6 +111,7 @@ check_settings() {
   one_of DEVICE hpu hpu-sim cpu
   one_of HARDWARE gaudi2 gaudi3
   one_of RECORD_SHAPES 0 1
+  one_of PREFIX_CACHING 0 1
   one_of BIND_CORES 0 1
   for name in "${WHOLE[@]}"; do
     [[ ${!name} =~ ^[0-9]*$ ]] || stop "expected $name to be a whole number, got '${!name}'"

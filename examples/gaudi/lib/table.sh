@@ -68,7 +68,7 @@ step_warmup() {
 }
 
 warm_inputs() {
-  engine_options | paste -d ' ' - -
+  engine_options | awk '/^--/ { if (line) print line; line = $0; next } { line = line " " $0 } END { print line }'
   printf 'table=%s\nconfig=%s\nlazy=%s\n' "$(digest "$(table_file)")" "$(digest "$(model_path)/config.json")" \
     "${PT_HPU_LAZY_MODE:-}"
   software
@@ -79,6 +79,7 @@ engine_options() {
   printf '%s\n' --model "$(model_path)" --device "$DEVICE" --dtype "$DTYPE" --graphs "$GRAPHS" \
     --device-memory-utilization "$DEVICE_MEMORY_UTILIZATION"
   limit_options
+  if [[ $PREFIX_CACHING == 1 ]]; then printf '%s\n' --enable-prefix-caching; fi
   if [[ -n $PATTERN ]]; then printf '%s\n' --pattern "$PATTERN"; fi
   if [[ -n $SPARSITY ]]; then printf '%s\n' --sparsity "$SPARSITY"; fi
 }

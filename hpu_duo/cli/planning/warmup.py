@@ -38,7 +38,7 @@ _OFFERED = Only(
         "max_num_batched_tokens",
     ),
     *("max_chunk_rows", "block_size", "num_blocks", "kv_cache_bytes", "max_captured_tokens"),
-    *("graph_memory_bytes", "device_memory_utilization"),
+    *("graph_memory_bytes", "device_memory_utilization", "enable_prefix_caching", "num_prefix_snapshots"),
 )
 
 

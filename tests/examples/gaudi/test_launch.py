@@ -37,8 +37,12 @@ def test_limits_are_chosen_with_reasons_and_kept(server: Server) -> None:
     again = server.launch(*ENV, "limits", **variables)
     assert "nothing they follow from has changed" in again.stderr
     assert (server.state / "limits.env").read_text() == written
-    anew = server.launch(*ENV, "limits", HARDWARE="gaudi2", **variables)
+    anew = server.launch(*ENV, "limits", HARDWARE="gaudi2", PREFIX_CACHING="1", **variables)
     assert "Gaudi 2" in anew.stderr
+    # More than requests can use: what is left keeps prefixes.
+    blocks = re.search(r"NUM_BLOCKS=(\d+): what fits", anew.stderr)
+    assert blocks is not None
+    assert int(blocks[1]) > 128 * 8192 // 128
 
 
 @pytest.mark.parametrize("name", ["limits.env", "limits.env.inputs"])
