@@ -116,6 +116,11 @@ class DeviceInputs:
         self._pinned = torch.zeros(num_items, dtype=torch.int32, pin_memory=True) if self._is_cuda else None
         self._views_of = lru_cache(_MAX_CACHED_BUCKETS)(partial(_device_views, self._items, shapes_of))
 
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The buffer of all buckets, int32; a step's array begins where it begins."""
+        return self._items
+
     def layout(self, bucket: BatchShape) -> Layout:
         """Return the places of the fields of a bucket in its array."""
         return self._views_of(bucket).layout

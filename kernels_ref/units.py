@@ -116,8 +116,20 @@ def copy_to_scratch(caches: Iterable[Iterable[KVUnits]], unit: torch.Tensor) -> 
     for cache in caches:
         for units in cache:
             if units.scratch is not None:
-                for copy, source in zip(units.scratch, (units.k, units.v)):
-                    copy.copy_(gather(source, unit))
+                copy_units(units.k_flat, units.v_flat, units.layout, *units.scratch, unit)
+
+
+def copy_units(
+    k_flat: torch.Tensor,
+    v_flat: torch.Tensor,
+    layout: UnitLayout,
+    k_copy: torch.Tensor,
+    v_copy: torch.Tensor,
+    unit: torch.Tensor,
+) -> None:
+    """Copy units of two stores into a scratch; see ``copy_to_scratch``."""
+    for copy, flat in ((k_copy, k_flat), (v_copy, v_flat)):
+        copy.copy_(gather(layout.view(flat), unit))
 
 
 def gather_units(units: KVUnits, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

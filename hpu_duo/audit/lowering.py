@@ -17,10 +17,12 @@ from torch import fx
 
 from graphs import BatchShape
 from graphs.backends.compile import CompileBackend
+from graphs.buffers import pack
 from hpu_duo.audit.fake_tensors import aot_backend
-from hpu_duo.audit.structure import Structure
+from hpu_duo.audit.structure import HPU, Structure
 from hpu_duo.audit.tracer import Like, without_memory
-from hpu_duo.engine.executor import bucket_step
+from hpu_duo.engine.message import message_fields
+from hpu_duo.engine.staged_step import STAGED, staged_step
 from hpu_duo.modeling.step_model import run_layer
 from hpu_duo.rules import StoreCopy, store_copies
 
@@ -102,8 +104,8 @@ def lower_bucket(structure: Structure, bucket: BatchShape) -> tuple[LoweredGraph
         runners: dict[Hashable, Callable[..., Any]] = {
             kind: lowering.runner(bucket, kind, run_layer) for kind in structure.model.kinds
         }
-        step = bucket_step(
-            structure.model, structure.geometry, bucket, runners, partial(lowering.runner, bucket)
-        )
-        step(structure.inputs(bucket))
+        layout = pack(message_fields(structure.geometry, bucket))
+        region_of = partial(lowering.runner, bucket)
+        step = staged_step(structure.model, structure.geometry, bucket, layout, runners, region_of)
+        step({STAGED: torch.empty(layout.num_items, dtype=torch.int32, device=HPU)})
     return tuple(lowering.graphs)

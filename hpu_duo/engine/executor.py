@@ -16,6 +16,7 @@ from graphs import BatchShape, BucketTable, DeviceInputs, GraphCache, MissPolicy
 from hpu_duo.device import DeviceRuntime
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.message import BLOCK_COPIES, ROW_COPIES, StepMessage, message_fields
+from hpu_duo.engine.staged_step import STAGED, staged_step
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
 from hpu_duo.sampling import SampledTokens, TokenLogprobs, sample
@@ -86,7 +87,8 @@ class Executor(Uncopied):
     def _run_in(self, uses_table: bool) -> None:
         self.uses_table = uses_table
         # Shapes that miss the table, any number of them, share one place.
-        make_step = partial(_make_step, self.model, self.geometry, self.graphs)
+        stages = self.inputs if self.runtime.compiles_operators else None
+        make_step = partial(_make_step, self.model, self.geometry, self.graphs, stages)
         self.step_of = lru_cache(maxsize=len(self.graphs.table) + 1 if uses_table else 1)(make_step)
 
     def bucket_of(self, shape: BatchShape) -> BatchShape:
@@ -149,16 +151,27 @@ class Executor(Uncopied):
         inputs = self.copy_in(message)
         self.copy_units(inputs, message.num_block_copies, message.num_row_copies)
         self.model.live.set(message.shape, message.bucket, self.geometry.decode_len)
-        return self.graphs.run(message.bucket, self.step_of(message.bucket), inputs)
+        return self.graphs.run(message.bucket, self.step_of(message.bucket), self.step_inputs(inputs))
+
+    def step_inputs(self, fields: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return what a step takes of what ``copy_in`` returned: that, or the buffer that it lies in."""
+        return {STAGED: self.inputs.buffer} if self.runtime.compiles_operators else fields
 
 
 def _make_step(
-    model: StepModel, geometry: StepGeometry, graphs: GraphCache, bucket: BatchShape
+    model: StepModel,
+    geometry: StepGeometry,
+    graphs: GraphCache,
+    staged: DeviceInputs | None,
+    bucket: BatchShape,
 ) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
     runners: dict[Hashable, Callable[..., Any]] = {
         kind: graphs.region(bucket, kind, run_layer) for kind in model.kinds
     }
-    return bucket_step(model, geometry, bucket, runners, partial(graphs.region, bucket))
+    region_of = partial(graphs.region, bucket)
+    if staged is not None:
+        return staged_step(model, geometry, bucket, staged.layout(bucket), runners, region_of)
+    return bucket_step(model, geometry, bucket, runners, region_of)
 
 
 def bucket_step(

@@ -41,7 +41,7 @@ class StepWarmUp:
         """Run padding through an uncaptured step, so that tables that are made at their first use exist."""
         executor = self._executor
         with executor.runtime.step():
-            bucket_step(executor.model, executor.geometry, bucket, {})(self._padding(bucket))
+            bucket_step(executor.model, executor.geometry, bucket, {})(self._fields(bucket))
 
     @torch.inference_mode()
     def capture(self, bucket: BatchShape) -> bool:
@@ -75,4 +75,7 @@ class StepWarmUp:
 
     def _padding(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
         """Inputs of a step without rows: only trash is read and written."""
+        return self._executor.step_inputs(self._fields(bucket))
+
+    def _fields(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
         return self._executor.copy_in(self._builder.padding(bucket))

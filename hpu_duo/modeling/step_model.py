@@ -16,7 +16,9 @@ from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.uncopied import Uncopied
-from kernels_ref import LayerCache, LayerSpec, Step, copy_to_scratch, stores_of
+from kernels_ref import LayerCache, LayerSpec, Step, stores_of
+from kernels_ref.loops import RegionOf
+from kernels_ref.units import copy_units
 
 LayerRunner = Callable[..., Any]
 
@@ -79,9 +81,20 @@ class StepModel(Uncopied):
         """The stores of all layers, as lists of vectors."""
         return [flat for cache in self._caches for units in cache for flat in (units.k_flat, units.v_flat)]
 
-    def copy_to_scratch(self, rows: torch.Tensor) -> None:
-        """Copy the rows of prompts to where the layers read them, before a step; int32 ``[C]``."""
-        copy_to_scratch(self._caches, rows)
+    def copy_to_scratch(self, rows: torch.Tensor, region_of: RegionOf | None = None) -> None:
+        """Copy the rows of prompts to where the layers read them, before a step.
+
+        Args:
+            rows: int32 ``[C]``.
+            region_of: returns what runs the copies of one group; None = as they are.
+        """
+        for cache in self._caches:
+            for units in cache:
+                if units.scratch is not None:
+                    run = (
+                        copy_units if region_of is None else region_of(("scratch", units.layout), copy_units)
+                    )
+                    run(units.k_flat, units.v_flat, units.layout, *units.scratch, rows)
 
     def logits(
         self,

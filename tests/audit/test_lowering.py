@@ -42,6 +42,9 @@ def either(request: pytest.FixtureRequest, config_dir: Path, pattern: HeadPatter
 @pytest.mark.parametrize("shape", PHASES)
 def test_a_layer_writes_its_stores_in_place(either: Structure, shape: str) -> None:
     graphs = lower_bucket(either, BatchShape.parse(shape))
+    assert graphs[0].region == "prepare"
+    has_chunks = shape.startswith("cs")
+    assert [graph.region for graph in graphs].count("copy_units") == has_chunks
     assert not any(graph.store_copies for graph in graphs)
     # Keys and values of a layer of blocks and rings, and of one of blocks only.
     writes = [graph for graph in graphs if graph.num_writes]

@@ -309,7 +309,7 @@ def test_bad_parts_of_a_result_are_refused_by_name(name: str, bad: Any, message:
 def test_heads_that_are_too_large_are_refused() -> None:
     q, store = torch.zeros(1, 1, 1, 320), torch.zeros(2, 1, 4, 320)
     with pytest.raises(ValueError, match="expected q_NKHD to have a head size of 1 to 256, got 320"):
-        RUN.unique_rings(q, of_stores(store, store), RingStep(None, None, Leading(None), None), Scoring())  # type: ignore[arg-type]
+        RUN.unique_rings(q, of_stores(store, store), RingStep(None, Leading(None), None), Scoring())  # type: ignore[arg-type]
 
 
 def test_choices_depend_on_shapes_and_devices_alone() -> None:
