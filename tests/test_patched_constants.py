@@ -25,11 +25,7 @@ def patched_constants(tree: ast.Module) -> Iterator[tuple[int, str]]:
             for owner, _, name in (dotted(target).rpartition(".") for target in targets):
                 if owner.partition(".")[0] in ours and IS_CONSTANT.fullmatch(name):
                     yield node.lineno, name
-        if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in (
-            "setattr",
-            "object",
-            "patch",
-        ):
+        if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in PATCHING:
             first, *others = node.args or [ast.Constant(None)]
             text = first.value if isinstance(first, ast.Constant) else dotted(first)
             if others and isinstance(others[0], ast.Constant) and not isinstance(first, ast.Constant):

@@ -7,18 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphs import BatchShape
 from hpu_duo.engine.batch import RowCounts
 from hpu_duo.modeling.experts import copies_weights, experts_at_a_time
-from kernels_ref import GroupKind, LayerSpec, StepParts
+from kernels_ref import GroupKind, HeadGroup, LayerSpec, StepParts
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.groups import HeadSizes, PartSizes
 
 _FLOAT32 = 4
 _PARTIAL_COPIES = 4
 """Copies of a partial sum: it is merged with the next one into a third, and then normalised."""
+
+
+class LayerHeads(NamedTuple):
+    """Heads of a layer, as far as sizes follow from them.
+
+    Attributes:
+        groups: its key/value heads.
+        group_size: query heads of each.
+        head_dim: of keys and values.
+    """
+
+    groups: tuple[HeadGroup, ...]
+    group_size: int
+    head_dim: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of all groups."""
+        return sum(group.num_heads for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -62,29 +81,52 @@ class StepSizes:
         *,
         decode_len: int = 1,
     ) -> StepSizes:
-        """The sizes of a model whose heads are laid out.
+        """Return the sizes of an engine's model.
 
         Args:
             specs: of its layers.
             config: transformers' configuration of its text part.
             decode_len: most tokens of a decode row.
         """
+        heads = [LayerHeads(spec.groups, spec.group_size, spec.head_dim) for spec in specs]
+        return cls.of_heads(
+            heads, config, block_size, dtype_bytes, decode_len=decode_len, chunks=specs[0].chunks
+        )
+
+    @classmethod
+    def of_heads(
+        cls,
+        layers: Sequence[LayerHeads],
+        config: Any,
+        block_size: int,
+        dtype_bytes: int,
+        *,
+        decode_len: int,
+        chunks: ChunkBounds,
+    ) -> StepSizes:
+        """Return the sizes of a model of which only heads and configuration are known.
+
+        Args:
+            layers: heads of each layer.
+            config, decode_len: see ``of``.
+            chunks: bounds of chunks of context.
+        """
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
             vocab_size=config.vocab_size,
-            num_heads=max(spec.num_kv_heads * spec.group_size for spec in specs),
-            num_kv_heads=max(spec.num_kv_heads for spec in specs),
-            head_dim=max(spec.head_dim for spec in specs),
+            num_heads=max(layer.num_kv_heads * layer.group_size for layer in layers),
+            num_kv_heads=max(layer.num_kv_heads for layer in layers),
+            head_dim=max(layer.head_dim for layer in layers),
             groups=frozenset(
-                (group.kind, HeadSizes(group.num_heads, spec.group_size, spec.head_dim, dtype_bytes))
-                for spec in specs
-                for group in spec.groups
+                (group.kind, HeadSizes(group.num_heads, layer.group_size, layer.head_dim, dtype_bytes))
+                for layer in layers
+                for group in layer.groups
             ),
             block_size=block_size,
             dtype_bytes=dtype_bytes,
             decode_len=decode_len,
-            chunks=specs[0].chunks,
+            chunks=chunks,
             **_experts(config),
         )
 

@@ -39,7 +39,7 @@ class StepTables:
         specs: of the layers.
         max_len: most tokens of a request that the model allows.
         device: tables of accelerators are planned, since each bucket costs a compilation there.
-        is_padding: whether whether steps are padded to buckets even if the backend captures nothing.
+        is_padding: whether steps are padded to buckets even if the backend captures nothing.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from benchmarks.kernel_work import structure_of, work_of
 from graphs import BatchShape
 from hpu_duo.audit import audit_bucket
+from hpu_duo.cli.planning.hardware import graph_bytes
 from hpu_duo.cost import (
     FITTED,
     GAUDI3,
@@ -19,6 +20,8 @@ from hpu_duo.cost import (
     predict_seconds,
 )
 from hpu_duo.cost.read_model import read_model
+from hpu_duo.startup.graph_memory import KEPT, GraphMemory
+from hpu_duo.startup.sizes import StepSizes
 
 FACTOR = 1.2
 """Operators and bytes agree to within this factor; products are equal."""
@@ -94,3 +97,16 @@ def test_the_seconds_of_a_long_prompt_contain_those_of_the_audit(tmp_path: Path,
     assert found.low < traced < found.high
     # The slow end is what the audit counts, times the error of the model of speed.
     assert found.high / deployment.error_factor == pytest.approx(traced, rel=FACTOR - 1)
+
+
+@pytest.mark.parametrize("num_retrieval", [4, 1])
+def test_graphs_are_planned_with_the_bytes_that_start_up_reserves(tmp_path: Path, num_retrieval: int) -> None:
+    path = config_dir(tmp_path, GROUPED)
+    structure = structure_of(path, "reference", num_retrieval, 4)
+    block_size = structure.geometry.block_size
+    planned = graph_bytes(path, read_model(path), structure.memory.layers, block_size, 1)
+    config = structure.model.model.config
+    sizes = StepSizes.of(structure.model.specs, config, block_size, dtype_bytes=2)
+    reserved = GraphMemory(KEPT["hpu-compile"], 1, sizes)
+    for bucket in map(BatchShape.parse, BUCKETS):
+        assert planned(bucket) == reserved.kept_bytes(bucket) > 0

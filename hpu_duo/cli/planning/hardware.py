@@ -176,23 +176,20 @@ def graph_bytes(
     Args:
         kv_layers: the groups of heads of each layer.
     """
+    import torch
+
+    from hpu_duo.config import ModelConfig
     from hpu_duo.modeling.loading import read_config
     from hpu_duo.startup.graph_memory import KEPT, GraphMemory
-    from hpu_duo.startup.sizes import StepSizes
-    from kernels_ref import Implementation, LayerSpec
+    from hpu_duo.startup.kernels import chunk_bounds
+    from hpu_duo.startup.sizes import LayerHeads, StepSizes
 
-    specs = [
-        LayerSpec(
-            groups=kv.groups,
-            group_size=layer.num_heads // layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            scale=layer.head_dim**-0.5,
-            softcap=None,
-            impl=Implementation.REFERENCE,
-        )
+    heads = [
+        LayerHeads(kv.groups, layer.num_heads // layer.num_kv_heads, layer.head_dim)
         for layer, kv in zip(size.layers, kv_layers)
     ]
     directory = model if model.is_dir() else model.parent
     config = read_config(directory, needs_weights=False).get_text_config()
-    sizes = StepSizes.of(specs, config, block_size, dtype_bytes=2, decode_len=decode_len)
+    chunks = chunk_bounds(ModelConfig.score_bytes, torch.device("hpu"))
+    sizes = StepSizes.of_heads(heads, config, block_size, 2, decode_len=decode_len, chunks=chunks)
     return GraphMemory(KEPT["hpu-compile"], 1, sizes).kept_bytes
