@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -166,7 +167,14 @@ class GraphCache:
 
     def region(self, bucket: BatchShape, key: Hashable, fn: Region) -> Region:
         """Return the function for a repeated region of ``bucket``: ``fn`` itself if nothing is captured."""
-        return self.backend.region(bucket, key, fn) if self.captures(bucket) else fn
+        return self.regions_of(bucket)(key, fn)
+
+    def regions_of(self, bucket: BatchShape) -> Callable[[Hashable, Region], Region]:
+        """Return what makes the regions of a bucket.
+
+        It does not hold the cache, which holds the step that regions belong to.
+        """
+        return partial(self.backend.region, bucket) if self.captures(bucket) else _uncaptured
 
     def run(self, bucket: BatchShape, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
         """Run one step at a shape that ``resolve`` returned.
@@ -242,3 +250,8 @@ class GraphCache:
             self._captured_late[bucket] += 1
             self._late_captures += bucket in self._planned
         return outputs
+
+
+def _uncaptured(key: Hashable, fn: Region) -> Region:
+    """Return a region as it is."""
+    return fn

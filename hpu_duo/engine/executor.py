@@ -168,7 +168,7 @@ def _make_step(
     runners: dict[Hashable, Callable[..., Any]] = {
         kind: graphs.region(bucket, kind, run_layer) for kind in model.kinds
     }
-    region_of = partial(graphs.region, bucket)
+    region_of = graphs.regions_of(bucket)
     if staged is not None:
         return staged_step(model, geometry, bucket, staged.layout(bucket), runners, region_of)
     return bucket_step(model, geometry, bucket, runners, region_of)
