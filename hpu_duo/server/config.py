@@ -20,6 +20,8 @@ class ServerConfig:
         max_choices: most choices of one call: prompts times ``n``.
         max_behind: outputs of one stream that may lie unread, before it is ended.
         drain_seconds: how long requests may take to end once the server was told to stop.
+        quiet_s: seconds of silence after which a stream gets a comment: less than proxies wait, and no more
+            often than the HTML standard advises (section 9.2.7), since not every client knows comments.
         allowed_origins: origins whose pages may call (CORS); none for none, ``*`` for all.
         chat_template: source of a template to take in place of the checkpoint's.
         tool_call_parser: ``auto``, ``none`` or one of ``hpu_duo.server.tools.PARSERS``.
@@ -35,6 +37,7 @@ class ServerConfig:
     max_choices: int = 256
     max_behind: int = 8192
     drain_seconds: float = 30.0
+    quiet_s: float = 15.0
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: str = "auto"
@@ -46,7 +49,7 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_choices", "max_behind"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of 1 or more, got {getattr(self, name)}")
-        for name in ("max_queue", "drain_seconds"):
+        for name in ("max_queue", "drain_seconds", "quiet_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"expected {name} of 0 or more, got {getattr(self, name)}")
         if not self.model_names or not all(self.model_names):

@@ -159,7 +159,7 @@ class Service:
             record.error = as_api_error(error)
             self._over(record)
             raise record.error from error
-        return PlannedResponse(plan, stream, record, self._over)
+        return PlannedResponse(plan, stream, record, self._over, self.config.quiet_s)
 
     def _over(self, record: CallRecord) -> None:
         record.end()

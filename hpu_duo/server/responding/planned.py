@@ -20,10 +20,6 @@ from hpu_duo.server.telemetry.record import CallRecord
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Neither caches nor proxies are to hold events back."""
 
-QUIET_S = 15.0
-"""A stream gets a comment when it has been silent for so long: less than proxies wait, and no more often than
-the HTML standard advises (section 9.2.7), since not every client knows comments."""
-
 
 class PlannedResponse(Response):
     """The answer to a plan whose requests are on their way.
@@ -35,6 +31,7 @@ class PlannedResponse(Response):
         stream: outputs; None when nothing is generated.
         record: of the call.
         ended: called with the record when all is over.
+        quiet_s: seconds of silence after which a stream gets a comment.
     """
 
     def __init__(
@@ -43,8 +40,10 @@ class PlannedResponse(Response):
         stream: OutputStream | None,
         record: CallRecord,
         ended: Callable[[CallRecord], None],
+        quiet_s: float,
     ) -> None:
         super().__init__()
+        self._quiet_s = quiet_s
         self._plan, self._stream, self._record, self._ended = plan, stream, record, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +96,7 @@ class PlannedResponse(Response):
                 await tell(beginning)
             while self._stream is not None and (batch := await self._stream.read()) is not None:
                 events = answer.events(batch)
-                if not events and time.monotonic() - told_at >= QUIET_S:
+                if not events and time.monotonic() - told_at >= self._quiet_s:
                     events = KEEP_ALIVE
                 if events:
                     await tell(events)
