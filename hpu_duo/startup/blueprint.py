@@ -75,7 +75,7 @@ class Blueprint:
         max_len = served_len(text_config, config.scheduler.max_model_len)
         pattern = resolve_pattern(config.heads, layers, max_len, device)
         heads = assign_heads(layers, pattern, max_len, ring_slack(config.scheduler, config.cache))
-        chunks = chunk_bounds(config.model.score_bytes, device)
+        chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl)
         specs = tuple(_layer_spec(layer, each.groups, kernels, chunks) for layer, each in zip(layers, heads))
         return cls(config, text_config, layers, device, model.dtype, max_len, pattern, tuple(heads), specs)
 

@@ -29,16 +29,19 @@ class ChosenKernels:
     operators: FusedOperators = NO_OPERATORS
 
 
-def chunk_bounds(score_bytes: int, device: torch.device) -> ChunkBounds:
-    """The bounds of chunks of context on a device.
+def chunk_bounds(score_bytes: int, device: torch.device, impl: Implementation) -> ChunkBounds:
+    """Return the bounds of chunks of context on a device.
 
-    Graphs of other devices than a CPU would grow with the context, so that only short loops are in them.
+    The loops of portable kernels would let graphs of accelerators grow with the context, so that only short
+    ones are in them. Other implementations are operators, which have no loops in a graph.
 
     Args:
         score_bytes: see ``ModelConfig``.
+        impl: the kernels that attend.
     """
+    has_loops = device.type != "cpu" and impl in (Implementation.REFERENCE, Implementation.HPU)
+    most_inline = MOST_INLINE if has_loops else None
     # Masks take the place of scores where attention is one operator.
-    most_inline = None if device.type == "cpu" else MOST_INLINE
     return ChunkBounds(score_bytes=score_bytes, mask_bytes=score_bytes, most_inline=most_inline)
 
 

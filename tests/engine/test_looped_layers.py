@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from graphs import BatchShape, BucketTable
@@ -11,7 +12,12 @@ from graphs.backends.compile import CompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.attention import AttentionLayer
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup.kernels import chunk_bounds
+from kernels_ref import Implementation, Scoring, StepParts
 from kernels_ref.chunks import ChunkBounds
+from kernels_ref.hpu.operators import NO_OPERATORS
+from kernels_ref.impl import kernels
+from kernels_ref.looped import LoopedKernels, looped
 from kernels_ref.slices import Slices
 from tests.engine.tiny import PATTERN, Tiny, serve
 from tests.modeling.families import prompts_of
@@ -41,3 +47,23 @@ def test_loops_outside_of_layers_serve_the_same_tokens(tiny: Tiny) -> None:
     assert [each[0].token_ids for each in got] == [each[0].token_ids for each in expected]
     bodies = {key[1] for _, key in backend.keys if isinstance(key, tuple) and key[0] == "loop"}
     assert bodies >= {"own_keys", "shared_chunk", "rings", "unique_chunk", "listed_keys"}
+
+
+@pytest.mark.parametrize(
+    ("device", "impl", "are_cut"),
+    [
+        ("hpu", Implementation.REFERENCE, True),
+        ("hpu", Implementation.HPU, True),
+        ("cuda", Implementation.REFERENCE, True),
+        ("cuda", Implementation.SDPA, False),
+        ("cpu", Implementation.REFERENCE, False),
+    ],
+)
+def test_kernels_without_loops_in_a_graph_are_not_replaced(
+    device: str, impl: Implementation, are_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    run = kernels(impl)
+    scoring = Scoring(None, chunks=chunk_bounds(1 << 20, torch.device(device), impl))
+    found = looped(run, scoring, NO_OPERATORS, StepParts(True, True, True))
+    assert isinstance(found, LoopedKernels) if are_cut else found is run

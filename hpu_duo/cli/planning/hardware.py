@@ -183,6 +183,7 @@ def graph_bytes(
     from hpu_duo.startup.graph_memory import KEPT, GraphMemory
     from hpu_duo.startup.kernels import chunk_bounds
     from hpu_duo.startup.sizes import LayerHeads, StepSizes
+    from kernels_ref import Implementation
 
     heads = [
         LayerHeads(kv.groups, layer.num_heads // layer.num_kv_heads, layer.head_dim)
@@ -190,6 +191,6 @@ def graph_bytes(
     ]
     directory = model if model.is_dir() else model.parent
     config = read_config(directory, needs_weights=False).get_text_config()
-    chunks = chunk_bounds(ModelConfig.score_bytes, torch.device("hpu"))
+    chunks = chunk_bounds(ModelConfig.score_bytes, torch.device("hpu"), Implementation.REFERENCE)
     sizes = StepSizes.of_heads(heads, config, block_size, 2, decode_len=decode_len, chunks=chunks)
     return GraphMemory(KEPT["hpu-compile"], 1, sizes).kept_bytes
