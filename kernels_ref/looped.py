@@ -37,9 +37,10 @@ def looped(run: Kernels, scoring: Scoring, operators: FusedOperators, parts: Ste
     most = scoring.chunks.most_inline
     if most is None or not torch.compiler.is_dynamo_compiling():
         return run
-    # With all three parts a graph would be too large even if each of them is short.
-    has_all = parts.causal and parts.shared and parts.unique
-    return LoopedKernels(run, FusedKernels(operators), most, 0 if has_all else most)
+    # Beside new keys a graph would be too large even if both parts are short, so it is cut between them.
+    most_shared = 0 if parts.causal else most
+    most_unique = 0 if parts.causal and not parts.shared else most
+    return LoopedKernels(run, FusedKernels(operators), most, most_shared, most_unique)
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,15 @@ class LoopedKernels:
     Args:
         inner: what computes such parts.
         fused: the fused operators, or none.
-        most: slices or chunks of a part that stays.
-        most_shared: the same for the shared part.
+        most: slices of the causal part that stay.
+        most_shared, most_unique: slices or chunks of the shared and of the unique part that stay.
     """
 
     inner: Kernels
     fused: FusedKernels
     most: int
     most_shared: int
+    most_unique: int
 
     def causal(
         self, q_QKGD: torch.Tensor, new: NewKV, t: StepTensors, window: Window | None, scoring: Scoring
@@ -109,7 +111,7 @@ class LoopedKernels:
         num_rows, num_kv, heads, dim = q_NKHD.shape
         key_bytes = units.k[0].numel() * units.k.element_size()
         size = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
-        if _count(t.owner.shape[0], size) <= self.most:
+        if _count(t.owner.shape[0], size) <= self.most_unique:
             return self.inner.unique_blocks(q_NKHD, units, t, blocks, scoring)
         none = t._replace(owner=t.owner[:0])
         total = self.inner.unique_blocks(q_NKHD, units, none, blocks, scoring)

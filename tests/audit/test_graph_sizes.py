@@ -38,6 +38,8 @@ LONG = (
     f"--u/q1/s0/u{BLOCKS}/l1",
     f"-su/q32/s{BLOCKS}/u{BLOCKS}/l32",
     "csu/q272/s4/u16/l17",
+    "cs-/q2048/s64/u0/l1",
+    "c-u/q2048/s0/u64/l17",
     "c--/q2048/s0/u0/l1",
 )
 
