@@ -45,10 +45,10 @@ def looped(run: Kernels, scoring: Scoring, operators: FusedOperators, parts: Ste
 
 @dataclass(frozen=True)
 class LoopedKernels:
-    """See ``kernels_ref.impl.Kernels``; a part that is few slices or chunks long stays in the graph.
+    """Kernels whose parts stay in the graph only if they are a few slices or chunks long.
 
     Args:
-        inner: what computes such parts.
+        inner: kernels of the parts that stay.
         fused: the fused operators, or none.
         most: slices of the causal part that stay.
         most_shared, most_unique: slices or chunks of the shared and of the unique part that stay.

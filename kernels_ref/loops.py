@@ -54,14 +54,14 @@ _loops: dict[str, Loop] = {}
 
 
 def loop(function: Loop) -> Loop:
-    """Make a function one that ``run_loop`` knows by its name."""
+    """Register a function under its name, for ``run_loop``."""
     _loops[function.__name__] = function
     return function
 
 
 @contextmanager
 def in_regions(region_of: RegionOf) -> Iterator[None]:
-    """Run the bodies of loops inside as regions, which a capture backend makes."""
+    """Run the bodies of loops as regions of a capture backend, within the context."""
     token = _regions.set(region_of)
     try:
         yield
@@ -101,7 +101,7 @@ def as_operator(name: str, q: torch.Tensor, tensors: Sequence[torch.Tensor], how
 def run_loop(
     name: str, q: torch.Tensor, tensors: Sequence[torch.Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> tuple[torch.Tensor, ...]:
-    """The operator's function: runs a loop."""
+    """Run a loop; the function of the operator."""
     fast, attention, softmax, blocks, line_bytes, size, num_rows, sink, recent, *layout = ints
     how = How(
         Scoring(floats[0] or None, Softmax.FAST if fast else Softmax.EXACT),

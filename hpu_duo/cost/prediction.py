@@ -15,9 +15,10 @@ from hpu_duo.cost.work import Work
 class Prediction:
     """A prediction: ``low <= value <= high``.
 
-    Of a time, ``value`` takes everything between products to be fused, as the software of the published
-    figures does. ``low`` is that over the largest error of the model; ``high`` takes nothing to be fused, as
-    ``hpu-duo audit`` counts, times the error. Of a rate it is the other way round.
+    For a time, ``value`` assumes that everything between matrix products is fused, as in the software of the
+    published figures. ``low`` is ``value`` divided by the largest error of the model. ``high`` assumes that
+    nothing is fused, as ``hpu-duo audit`` counts, and is multiplied by that error. For a rate, the two bounds
+    change places.
     """
 
     value: float
@@ -45,7 +46,7 @@ class Prediction:
         return cls(*(sum(column) for column in zip(*values)))
 
     def rate(self, num: int) -> Prediction:
-        """``num`` things per second, if this is the time of all of them."""
+        """Return the rate, per second, of ``num`` items that take this time together."""
         return Prediction(num / self.value, num / self.high, num / self.low)
 
     @property

@@ -81,8 +81,9 @@ class PrefixSharing:
     ) -> bool:
         """Whether a waiting request should wait for what a running one is about to compute.
 
-        It does so where both begin alike beyond what is cached, and the running one has not computed all of
-        that. The running one then stops there, if it takes a snapshot for another to go on.
+        It should if both share a prefix that is longer than the cached one, and the running request has not
+        computed all of it yet. If heads keep rings, the running request then ends a chunk at the end of that
+        prefix, so that a snapshot can be taken there.
 
         Args:
             step: the shares that running requests have in the step.

@@ -1,7 +1,8 @@
 """A step whose one input is the staging buffer, for devices that compile what they run.
 
-Such a device may tell views by their offsets, so layers take no views of the buffer. What all layers need is
-made of it once a step, in a region of its own; so are the copies of rows that prompts read.
+Such a device may compile a layer again for views at other offsets, so layers take no views of the buffer. A
+region of its own derives from the buffer, once a step, the tensors that all layers need; another one copies
+the rows that prompts read.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bias_builders import Window
+from hpu_duo.limit_config import SchedulerConfig
 from kernels_ref import Blocks, GroupKind, HeadGroup, Owner, Rings
 
 _GIB = 1 << 30
@@ -108,7 +109,7 @@ class MemoryPlan:
     max_num_seqs: int
     num_blocks: int
     graph_bytes: int = 0
-    max_chunk_rows: int = 1
+    max_chunk_rows: int = SchedulerConfig.max_chunk_rows
     num_snapshots: int = 0
 
     def __post_init__(self) -> None:
@@ -134,7 +135,7 @@ class MemoryPlan:
         max_num_seqs: int,
         kv_cache_bytes: int,
         graph_bytes: int = 0,
-        max_chunk_rows: int = 1,
+        max_chunk_rows: int = SchedulerConfig.max_chunk_rows,
         num_snapshots: int = 0,
     ) -> MemoryPlan:
         """The plan with the most blocks whose ``total_bytes`` is at most ``kv_cache_bytes``.

@@ -1,4 +1,4 @@
-"""The prefix cache: keys and values of finished beginnings of texts, taken up by later requests."""
+"""The prefix cache: keys and values of computed prefixes, reused by later requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PrefixHit:
 
     @property
     def is_limited_by_snapshots(self) -> bool:
-        """Whether there are more blocks than can be used."""
+        """Whether some cached blocks lie behind the last snapshot, and so cannot be used."""
         return self.num_usable < len(self.path)
 
 
@@ -98,7 +98,7 @@ class PrefixCache:
 
     @property
     def num_snapshots(self) -> int:
-        """Snapshots that there are."""
+        """Number of snapshots in use."""
         return self._snapshots.num_used
 
     @property

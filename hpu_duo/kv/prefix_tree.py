@@ -1,4 +1,4 @@
-"""A tree of token blocks: which texts begin alike, and where the keys of their beginnings lie."""
+"""A tree of token blocks: common prefixes of texts, and the blocks that hold their keys."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class PrefixTree:
         self._enlist(node)
 
     def remove(self, node: PrefixNode) -> None:
-        """Remove a prefix that no longer one needs.
+        """Remove a prefix without children.
 
         Raises:
             ValueError: there are longer ones.
@@ -136,7 +136,7 @@ class PrefixTree:
             self._forget(parent)
 
     def least_used(self, may_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
-        """Return the leaf that was used longest ago, of those that may go; None if none may."""
+        """Return the least recently used leaf that may be evicted; None if there is none."""
         passed, found = [], None
         while self._leaves and found is None:
             entry = heappop(self._leaves)
@@ -168,7 +168,7 @@ class PrefixTree:
 def _current(
     entries: Iterable[tuple[int, int, PrefixNode]], holds: Callable[[PrefixNode], bool]
 ) -> Iterator[tuple[int, int, PrefixNode]]:
-    """Entries of leaves that have not been used since."""
+    """Yield the latest entry of each leaf; entries from before its last use are left out."""
     latest = {
         node: (used, number, node)
         for used, number, node in entries

@@ -8,8 +8,8 @@ from hpu_duo.kv.prefix_tree import PrefixNode, PrefixTree
 class Snapshots:
     """Hands out the rows of snapshots; if none is free, the least valuable snapshot goes.
 
-    The value of a snapshot is what it saves, the tokens between it and the next shorter one, by the time
-    since it was last used. All snapshots take equally many bytes.
+    The value of a snapshot is the number of tokens that it saves, those between it and the next shorter one,
+    divided by the time since its last use. All snapshots take equally many bytes.
 
     Args:
         rows: numbers of the rows, behind those of running requests.
@@ -27,7 +27,7 @@ class Snapshots:
 
     @property
     def num_used(self) -> int:
-        """Snapshots that there are."""
+        """Number of snapshots in use."""
         return len(self._nodes)
 
     @property

@@ -12,10 +12,10 @@ from hpu_duo.scheduling.arrivals import ArrivalOrder
 class SchedulingPolicy(Protocol):
     """Order of waiting requests, whom to preempt, and what to charge for.
 
-    A policy decides between requests and holds none of them: rows, blocks, budgets and what makes progress
-    certain stay with the scheduler. So a policy may be unfair, and cannot be wrong. The earliest arrival
-    among running requests is never offered for preemption and gets its tokens in every step; whoever is
-    chosen to be admitted next is waited for until it fits.
+    A policy chooses between requests and owns none of them: rows, blocks, budgets and the guarantee of
+    progress stay with the scheduler. So a policy may be unfair, but it cannot stall the engine. The earliest
+    arrival among running requests is never offered for preemption and gets its tokens in every step; whoever
+    is chosen to be admitted next is waited for until it fits.
     """
 
     def next(self, waiting: ArrivalOrder) -> Request:
@@ -37,7 +37,7 @@ class SchedulingPolicy(Protocol):
         ...
 
     def charge(self, request: Request, num_computed: int, num_sampled: int) -> None:
-        """Take note of what a step has done for a request, once it is certain.
+        """Take note of what a step has done for a request, once its tokens are committed.
 
         Args:
             num_computed: tokens whose keys and values were computed, again where it had been preempted.

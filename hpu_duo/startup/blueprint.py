@@ -28,7 +28,7 @@ from kernels_ref.chunks import ChunkBounds
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Heads, kernels and stores of a model, whether it has weights and a device or neither.
+    """Heads, kernels and stores of a model; needs neither weights nor a device.
 
     Attributes:
         config: of the engine.
@@ -61,7 +61,7 @@ class Blueprint:
         device: torch.device,
         kernels: ChosenKernels,
     ) -> Blueprint:
-        """Decide what there is to decide of a model.
+        """Choose the groups of heads of a model, and the kernels' parameters of its layers.
 
         Args:
             model: whose rotary frequencies are fixed, see ``fix_served_len``.

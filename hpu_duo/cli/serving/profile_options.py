@@ -47,7 +47,7 @@ class ProfileOptions:
             raise ValueError("expected --profile-steps and --profile-dir together, got one of them")
 
     def profiler(self, device: str) -> StepProfiler | None:
-        """The profiler; None without.
+        """Make the profiler; None if no steps are to be profiled.
 
         Args:
             device: name of the engine's runtime.

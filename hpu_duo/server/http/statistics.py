@@ -10,9 +10,9 @@ from hpu_duo.server.service import Service
 
 
 def statistics(service: Service) -> dict[str, Any]:
-    """The engine's statistics, with limits among what was resolved, and how the server is.
+    """Return the engine's statistics, its resolved settings and limits, and the state of the server.
 
-    Nothing of any call is in it, since no key is asked for.
+    It says nothing about single calls, because the route asks for no API key.
     """
     found = asdict(service.engine.stats)
     limits = found["resolved"].pop("limits")
