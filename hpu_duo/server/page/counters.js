@@ -3,6 +3,9 @@
 import { byId, setText } from "./dom.js";
 import * as format from "./format.js";
 
+/** Shortest time, in milliseconds, that says something of a speed. */
+const LEAST_MS = 100;
+
 /** Time and tokens of one answer. */
 export class Meter {
   #sent = performance.now();
@@ -23,7 +26,7 @@ export class Meter {
     return this.#usage?.prompt_tokens ?? null;
   }
 
-  /** Prompt tokens that were found in the cache; null where the server does not say. */
+  /** Prompt tokens that were found in the prefix cache; null where the server does not say. */
   get cachedTokens() {
     return this.#usage?.prompt_tokens_details?.cached_tokens ?? null;
   }
@@ -37,11 +40,11 @@ export class Meter {
     return this.#first === null ? null : this.#first - this.#sent;
   }
 
-  /** Tokens a second, behind the first one. */
+  /** Tokens a second, behind the first one; null where they came too soon after one another to say. */
   get rate() {
     const tokens = (this.completionTokens ?? 0) - 1;
     const ms = this.#last - this.#first;
-    return tokens > 0 && ms > 0 ? (1000 * tokens) / ms : null;
+    return tokens > 0 && ms >= LEAST_MS ? (1000 * tokens) / ms : null;
   }
 
   /** A line of facts. */
@@ -63,7 +66,7 @@ export class Meter {
 export function showMeter(meter, kv) {
   show("prompt-tokens", meter.promptTokens, format.count);
   show("cached-tokens", meter.cachedTokens, format.count);
-  byId("cached").hidden = meter.cachedTokens === null;
+  byId("cached").hidden = !meter.cachedTokens;
   show("completion-tokens", meter.completionTokens, format.count);
   show("rate", meter.rate, format.rate);
   const held = kv === null || meter.promptTokens === null ? null : kvOf(kv, meter.promptTokens + meter.completionTokens);

@@ -251,3 +251,13 @@ def test_an_empty_message_is_not_sent_and_a_bad_setting_is_not_saved(server: Liv
     seen.page.get_by_role("button", name="Cancel").click()
     seen.by_id("open-settings").click()
     assert seen.by_id("temperature").input_value() == ""
+
+
+def test_an_answer_that_comes_at_once_has_no_speed(server: Live, visit: Visits) -> None:
+    seen = visit(server)
+    usage = {"prompt_tokens": 3, "completion_tokens": 4}
+    seen.answer_with(*(chunk(f" {word}") for word in "abc"), chunk(" d", **usage))
+    seen.say("Once")
+    seen.until("document.querySelector('.answered[aria-busy=false]')")
+    assert seen.text("rate") == "–"
+    assert "tokens/s" not in seen.page.locator(".facts").inner_text()
