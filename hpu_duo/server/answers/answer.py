@@ -87,9 +87,10 @@ class Answer(ABC):
         fresh: dict[int, Choice] = {}
         for index, output in batch:
             self.usage.count(output)
-            if index not in fresh:
-                fresh[index] = Choice()
-            fresh[index].add(output)
+            if index in fresh:
+                fresh[index].add(output)
+            else:
+                fresh[index] = Choice.of(output)
         told = []
         for index, choice in fresh.items():
             self.choices[index].finish_reason = choice.finish_reason

@@ -24,6 +24,12 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
+    @classmethod
+    def of(cls, output: RequestOutput) -> Choice:
+        """A choice of one output."""
+        tokens, logprobs = list(output.token_ids), list(output.logprobs)
+        return cls(output.text, tokens, logprobs, output.finish_reason, output.stop_reason)
+
     def add(self, output: RequestOutput) -> None:
         """Append what a step added."""
         self.text += output.text

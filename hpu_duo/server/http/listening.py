@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from hpu_duo.server.http.direct_writes import DirectWrites
 from hpu_duo.server.running.admission import Stage
 from hpu_duo.server.service import Service
 
@@ -115,7 +116,7 @@ class DrainingServer(uvicorn.Server):
         on_listening: Callable[[], None] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
-            app,
+            DirectWrites(app),
             log_level="warning",
             access_log=False,
             server_header=False,

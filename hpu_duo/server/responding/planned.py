@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hpu_duo.server.answers import DONE, KEEP_ALIVE, event
+from hpu_duo.server.answers import DONE, event
 from hpu_duo.server.answers.events import as_json
 from hpu_duo.server.planning import Plan
 from hpu_duo.server.responding.errors import as_api_error
+from hpu_duo.server.responding.event_sender import EventSender
 from hpu_duo.server.running import ChoiceOutput, OutputStream, SlowReaderError
 from hpu_duo.server.telemetry.record import CallRecord
 
@@ -52,7 +52,7 @@ class PlannedResponse(Response):
         try:
             async with _watched(receive, self._stream):
                 if self._plan.is_streamed:
-                    await self._send_events(send)
+                    await self._send_events(scope, send)
                 else:
                     await self._send_body(scope, receive, send)
         except Exception as error:
@@ -73,33 +73,22 @@ class PlannedResponse(Response):
         body = Response(as_json(answer.body()), media_type="application/json")
         await body(scope, receive, send)
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, scope: Scope, send: Send) -> None:
         """Send events; an error behind the first of them is the last one, since the status is out."""
         answer = self._plan.answer
         start = Response(media_type="text/event-stream", headers=_EVENT_HEADERS)
         headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-        told_at = time.monotonic()
-
-        async def tell(data: bytes, *, is_last: bool = False) -> None:
-            nonlocal told_at
-            told_at = time.monotonic()
-            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
-
+        sender = EventSender(answer, scope, send, self._quiet_s)
         if self._stream is not None:
             task = asyncio.current_task()
             assert task is not None, "responses are sent by tasks"
             self._stream.on_slow = task.cancel
         try:
             if beginning := answer.beginning():
-                await tell(beginning)
-            while self._stream is not None and (batch := await self._stream.read()) is not None:
-                events = answer.events(batch)
-                if not events and time.monotonic() - told_at >= self._quiet_s:
-                    events = KEEP_ALIVE
-                if events:
-                    await tell(events)
+                await sender.tell(beginning)
+            while self._stream is not None and (batch := await self._stream.read(sender.take)) is not None:
+                await sender.add(batch)
         except asyncio.CancelledError:
             if self._stream is None or not isinstance(self._stream.error, SlowReaderError):
                 raise
@@ -108,9 +97,9 @@ class PlannedResponse(Response):
             return
         except Exception as error:
             self._record.error = as_api_error(error)
-            await tell(event(self._record.error.body) + DONE, is_last=True)
+            await sender.tell(event(self._record.error.body) + DONE, is_last=True)
             return
-        await tell(answer.ending() + DONE, is_last=True)
+        await sender.tell(answer.ending() + DONE, is_last=True)
 
     async def _batches(self) -> AsyncIterator[list[ChoiceOutput]]:
         if self._stream is None:

@@ -165,13 +165,17 @@ class AsyncEngine:
 
     def _deliver(self, outputs: Iterable[RequestOutput], at: float) -> None:
         streams = self._streams
+        reached: dict[OutputStream, None] = {}
         for output in outputs:
             stream = streams.get(output.request_id)
             if stream is None:
                 continue  # of a request that was forgotten, or that is none of ours
             self._num_open -= output.finish_reason is not None
+            reached[stream] = None
             if stream.push(output, at):
                 del streams[output.request_id]
+        for stream in reached:
+            stream.wake()
 
     def _refused(self, failed: RequestOutput) -> None:
         stream = self._streams.get(failed.request_id)

@@ -19,6 +19,10 @@ class ChoiceOutput(NamedTuple):
     output: RequestOutput
 
 
+Take = Callable[[list[ChoiceOutput]], bool]
+"""Takes a batch of outputs at once, without waiting; says whether it could."""
+
+
 class OutputStream:
     """Outputs of one or several requests, for one reader of the same event loop.
 
@@ -55,6 +59,7 @@ class OutputStream:
         self.error: Exception | None = None
         self._is_closed = False
         self._reader: asyncio.Future[None] | None = None
+        self._take: Take | None = None
 
     @property
     def num_open(self) -> int:
@@ -67,7 +72,7 @@ class OutputStream:
         return self._is_closed
 
     def push(self, output: RequestOutput, at: float) -> bool:
-        """Take in an output; says whether its request has ended.
+        """Take in an output, for the reader to get with ``wake``; says whether its request has ended.
 
         Args:
             at: when its step had ended, by ``time.perf_counter``.
@@ -86,7 +91,6 @@ class OutputStream:
         elif not self._is_closed and self.error is None:
             if len(self._pending) < self._max_behind:
                 self._pending.append(ChoiceOutput(choice, output))
-                self.wake()
             else:
                 self.fail(SlowReaderError(f"{self._max_behind:,} outputs of a stream were not read"))
                 self.on_slow()
@@ -113,14 +117,29 @@ class OutputStream:
         return self._num_open.pop(request_id, 0)
 
     def wake(self) -> None:
-        """Let a read that waits return, with nothing if there is nothing."""
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        """Give a read that waits what has come, or let it return, with nothing if there is nothing."""
+        if self._reader is None or self._reader.done():
+            return
+        if self._take is not None and self._pending and self._num_open:
+            pending, self._pending = self._pending, []
+            try:
+                is_taken = self._take(pending)
+            except Exception as error:
+                self.fail(error)
+                return
+            if is_taken:
+                return
+        self._reader.set_result(None)
 
-    async def read(self) -> list[ChoiceOutput] | None:
+    async def read(self, take: Take | None = None) -> list[ChoiceOutput] | None:
         """Return all that has come since the last read, waiting for something; None behind the end.
 
         An empty list is no news: it comes from time to time, so that a connection may be kept alive.
+
+        Args:
+            take: gets what comes while this waits, but for the last outputs, which are returned. That is a
+                plain call, where a return wakes the reader's task. When it returns False, this returns;
+                when it raises an error, the stream fails with that.
 
         Raises:
             RequestFailedError: one of the requests failed; the others have been aborted.
@@ -128,7 +147,7 @@ class OutputStream:
             EngineDiedError: the engine is gone.
         """
         if not (self._pending or self._is_closed or self.error is not None) and self._num_open:
-            self._reader = asyncio.get_running_loop().create_future()
+            self._take, self._reader = take, asyncio.get_running_loop().create_future()
             await self._reader
         if self.error is not None:
             raise self.error
