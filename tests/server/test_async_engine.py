@@ -15,6 +15,7 @@ from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.running import (
     AsyncEngine,
+    ChoiceOutput,
     EngineDiedError,
     OutputStream,
     RequestFailedError,
@@ -180,6 +181,33 @@ def test_readers_are_woken_without_news(tiny: TinyChat, monkeypatch: pytest.Monk
             assert await stream.read() == []
             monkeypatch.undo()
             assert len((await tokens(stream, 2))[0]) == 12
+
+    run(work)
+
+
+def test_a_late_loop_hands_on_the_outputs_of_several_steps_at_once(
+    tiny: TinyChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.load()
+
+    async def work() -> None:
+        async with started(model) as engine:
+            await engine.ask(lambda one: monkeypatch.setattr(one, "step", list))
+            stream, taken = engine.open([Submission("x", prompts_of([5])[0], PARAMS)]), []
+
+            def take(batch: list[ChoiceOutput]) -> bool:
+                taken.append([one.output.token_ids for one in batch])
+                return True
+
+            reading = asyncio.create_task(stream.read(take))
+            await asyncio.sleep(0)
+            for token in (7, 8):
+                engine.stepped([RequestOutput("x", 0, (token,))], 0.0)
+            await asyncio.sleep(0.01)
+            assert taken == [[(7,), (8,)]]
+            monkeypatch.undo()
+            stream.close()
+            assert await reading is None
 
     run(work)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -40,6 +41,7 @@ class AsyncEngine:
         self._engine, self._max_behind, self._no_news_s = engine, max_behind, no_news_s
         self._thread = EngineThread(engine, self)
         self._streams: dict[str, OutputStream] = {}
+        self._arrived: deque[tuple[list[RequestOutput], float]] = deque()
         self._num_open = 0
         self._death: EngineDiedError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -135,7 +137,8 @@ class AsyncEngine:
 
     def stepped(self, outputs: list[RequestOutput], at: float) -> None:
         """Hand the outputs of a step to the loop."""
-        self._call_soon(self._deliver, outputs, at)
+        self._arrived.append((outputs, at))
+        self._call_soon(self._deliver)
 
     def keeps_failing(self, error: Exception) -> None:
         """End everything that is under way."""
@@ -163,9 +166,16 @@ class AsyncEngine:
 
     # In the event loop
 
-    def _deliver(self, outputs: Iterable[RequestOutput], at: float) -> None:
-        streams = self._streams
+    def _deliver(self) -> None:
+        """Hand on all that has arrived: when the loop is late, outputs of several steps at once."""
         reached: dict[OutputStream, None] = {}
+        for _ in range(len(self._arrived)):
+            self._sort(*self._arrived.popleft(), reached)
+        for stream in reached:
+            stream.wake()
+
+    def _sort(self, outputs: list[RequestOutput], at: float, reached: dict[OutputStream, None]) -> None:
+        streams = self._streams
         for output in outputs:
             stream = streams.get(output.request_id)
             if stream is None:
@@ -174,8 +184,6 @@ class AsyncEngine:
             reached[stream] = None
             if stream.push(output, at):
                 del streams[output.request_id]
-        for stream in reached:
-            stream.wake()
 
     def _refused(self, failed: RequestOutput) -> None:
         stream = self._streams.get(failed.request_id)
