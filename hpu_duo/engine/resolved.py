@@ -94,8 +94,11 @@ class Resolved:
 def _promoted_bytes(memory: MemoryPlan, limits: StepLimits, pattern: HeadPattern | None) -> int:
     if pattern is None or pattern.promoted is None:
         return 0
-    ring_slots = min(pattern.sink + pattern.recent, limits.max_model_len) + limits.decode_len - 1
-    slots = (memory.num_blocks + 1) * memory.block_size - (memory.max_num_seqs + 1) * ring_slots
+    slack = limits.decode_len - 1 + (limits.block_size - 1 if limits.caches_prefixes else 0)
+    ring_slots = min(pattern.sink + pattern.recent, limits.max_model_len) + slack
+    # One row more is the trash, and others are read from the scratch.
+    num_rows = limits.num_ring_rows + 1 + memory.max_chunk_rows
+    slots = (memory.num_blocks + 1) * memory.block_size - num_rows * ring_slots
     elements = sum(
         int(row.sum()) * layer.elements_per_head for row, layer in zip(pattern.promoted, memory.layers)
     )

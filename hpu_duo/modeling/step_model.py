@@ -91,9 +91,8 @@ class StepModel(Uncopied):
         for cache in self._caches:
             for units in cache:
                 if units.scratch is not None:
-                    run = (
-                        copy_units if region_of is None else region_of(("scratch", units.layout), copy_units)
-                    )
+                    key = ("scratch", units.layout, tuple(units.k_flat.shape), units.k_flat.dtype)
+                    run = copy_units if region_of is None else region_of(key, copy_units)
                     run(units.k_flat, units.v_flat, units.layout, *units.scratch, rows)
 
     def logits(

@@ -63,6 +63,7 @@ class Service:
         self.warm_up_progress: tuple[int, int] | None = None
         self.memory = model.engine.runner.store.plan
         self._watch = model.engine.runner.watch
+        self._before = self._watch.snapshot()
         self.metrics = ServerMetrics(
             self.served.names[0],
             lambda: self.engine.stats,
@@ -133,8 +134,8 @@ class Service:
 
     @property
     def num_recompiles(self) -> int:
-        """Compilations and captures after warm-up."""
-        return self._watch.snapshot().num_recompiles
+        """Compilations and captures after warm-up, since there is this service."""
+        return (self._watch.snapshot() - self._before).num_recompiles
 
     # Calls
 

@@ -1,7 +1,7 @@
 """A profile of some steps of an engine, by torch's profiler and through it the vendor's.
 
-On HPU the profiler's HPU activity is asked for, as vllm-gaudi and optimum-habana do; torch leaves it out with
-a warning where the vendor's plug-in does not offer it. Written from public sources; no Gaudi has run it.
+On HPU the profiler's HPU activity is asked for, as vllm-gaudi and optimum-habana do; it is left out with a
+warning where the vendor's plug-in does not offer it. Written from public sources; no Gaudi has run it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from hpu_duo.writable import check_directory
 
@@ -68,10 +68,18 @@ class StepProfiler:
         """
         self._num_seen += 1
         if self._num_seen == self._num_skipped:
-            self._profile = profile(activities=self.activities, record_shapes=True)
+            self._profile = profile(activities=self._offered(), record_shapes=True)
             self._profile.start()
         elif self._num_seen == self._num_skipped + self._num_steps:
             self._write()
+
+    def _offered(self) -> list[ProfilerActivity]:
+        """Return the activities that this torch can record; warns of the others."""
+        offered = supported_activities()
+        for activity in self.activities:
+            if activity not in offered:
+                _log.warning("torch cannot profile %s here: the host is profiled alone", activity.name)
+        return [activity for activity in self.activities if activity in offered]
 
     def _write(self) -> None:
         ended, self._profile = self._profile, None
