@@ -67,6 +67,7 @@ main() {
   done
   ((${#steps[@]})) || steps=("${ORDER[@]}")
   readonly IS_DRY IS_AGAIN
+  end_at_signals
   read_settings "$file"
   for step in "${steps[@]}"; do
     "step_$step"

@@ -11,20 +11,33 @@ run() {
   attended "$@"
 }
 
-# Runs a command and passes SIGTERM and SIGINT on; a command that was ended so ends this script too.
+# Ends at SIGTERM and SIGINT where no command is attended; process 1 would not hear them otherwise.
+end_at_signals() {
+  trap 'exit 143' TERM
+  trap 'exit 130' INT
+}
+
+# Runs a command and ends it at SIGTERM and SIGINT; a command that was ended so ends this script too.
 attended() {
-  local child status=0 signal=""
+  local child="" status=0 signal=""
+  trap 'signal=TERM; end_child' TERM
+  trap 'signal=INT; end_child' INT
   "$@" &
   child=$!
-  trap 'signal=TERM; kill -TERM "$child" 2>/dev/null' TERM
-  trap 'signal=INT; kill -INT "$child" 2>/dev/null' INT
+  # The signal may have come before the child was known.
+  if [[ -n $signal ]]; then end_child; fi
   wait "$child" || status=$?
   if [[ -n $signal ]]; then
-    # The first wait was cut short by the signal.
-    wait "$child" 2>/dev/null || true
+    # Each signal cuts a wait short.
+    while kill -0 "$child" 2>/dev/null; do wait "$child" 2>/dev/null || true; done
     say "stopped by SIG$signal"
     if [[ $signal == TERM ]]; then exit 143; else exit 130; fi
   fi
-  trap - TERM INT
+  end_at_signals
   return "$status"
+}
+
+# Sends SIGTERM whichever signal came: what a script runs in the background ignores SIGINT.
+end_child() {
+  if [[ -n $child ]]; then kill -TERM "$child" 2>/dev/null || true; fi
 }

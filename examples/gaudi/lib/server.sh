@@ -26,6 +26,7 @@ step_serve() {
     say "would run: $(quoted "${BOUND[@]}" "${command[@]}")"
     return
   fi
+  if [[ $RECORD_SHAPES == 1 ]]; then begin_recording; fi
   say "$(quoted "${BOUND[@]}" "${command[@]}")"
   # The server takes this process's place, so a SIGTERM is its own.
   exec "${BOUND[@]}" "${command[@]}"
@@ -46,4 +47,14 @@ bind_cores() {
   else
     say "note: cores are not bound; the card's are ${cores:-unknown}, and may not be used here"
   fi
+}
+
+# Notes the limits beside the recording, for the plan that is made of it.
+begin_recording() {
+  local inputs
+  keep_recording
+  # A recording from elsewhere keeps no note: under which limits it was made is not known.
+  [[ ! -s $(shapes_file) ]] || return 0
+  mapfile -t inputs < <(recording_inputs)
+  note_inputs "$(shapes_file)" "${inputs[@]}"
 }

@@ -2,7 +2,7 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034  # other files of this folder read them
 
-# Each setting with its default. env/variables.toml says what it means and who reads it.
+# Each setting with its default. env/variables.yaml says what it means and who reads it.
 readonly DEFAULTS=(
   DEVICE=hpu
   HARDWARE=gaudi3
@@ -82,7 +82,7 @@ read_file() {
       stop "$file, line $number: expected NAME=value, a comment or nothing, got '$line'"
     name=${BASH_REMATCH[1]} value=${BASH_REMATCH[2]}
     is_known "$name" ||
-      stop "$file, line $number: $name is no variable of a deployment; env/variables.toml lists those that are"
+      stop "$file, line $number: $name is no variable of a deployment; variables.md lists those that are"
     # Container engines and systemd disagree on quotes, so nothing is quoted.
     [[ $value != [\"\']* ]] || stop "$file, line $number: write $name without quotes, as every reader of this file takes it literally"
     if [[ -v $name && ${!name} != "$value" ]]; then
@@ -125,6 +125,9 @@ check_settings() {
   done
   [[ $STATE_DIR == /* && $STATE_DIR != *[,[:space:]]* ]] ||
     stop "expected STATE_DIR to be an absolute path without commas and spaces, got '$STATE_DIR'"
+  # Limits would be chosen as if heads streamed, and none does.
+  [[ $SPARSITY =~ ^[0.]*$ || -n $PATTERN ]] ||
+    stop "SPARSITY=$SPARSITY needs PATTERN, the directory that says which heads stream"
   [[ -z $PROFILE_STEPS || -n $PROFILE_DIR ]] || stop "PROFILE_STEPS=$PROFILE_STEPS needs PROFILE_DIR, a directory for the trace"
   if [[ $DEVICE == hpu ]]; then
     export PT_HPU_RECIPE_CACHE_CONFIG=${PT_HPU_RECIPE_CACHE_CONFIG:-$STATE_DIR/recipes,false,$RECIPE_CACHE_MB}

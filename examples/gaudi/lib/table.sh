@@ -16,15 +16,35 @@ step_plan() {
   mapfile -t arguments < <(limit_options)
   arguments+=(--graphs-budget "$GRAPHS_BUDGET" --max-seconds "$WARMUP_SECONDS")
   [[ -z $WARMUP_GIB ]] || arguments+=(--max-gib "$WARMUP_GIB")
-  if [[ -s $(shapes_file) ]]; then
+  keep_recording
+  if [[ -s $(shapes_file) && -z ${IS_PUT_ASIDE:-} ]]; then
     say "plans for the $(wc -l <"$(shapes_file)") lines of the recording $(shapes_file)"
     arguments+=(--from-shapes "$(shapes_file)")
   else
     say "plans for a stated guess about traffic; RECORD_SHAPES=1 records the real one for the next plan"
   fi
   run hpu-duo plan --model "$(model_path)" "${arguments[@]}" --out "$(table_file)" ||
-    stop "no table was planned, for the reason above; GRAPHS_BUDGET, WARMUP_SECONDS and WARMUP_GIB bound it"
+    stop "no table was planned, for the reason above; GRAPHS_BUDGET, WARMUP_SECONDS and WARMUP_GIB bound it, and if the recording is to blame, remove $(shapes_file)"
   note_inputs "$(table_file)" "${inputs[@]}"
+}
+
+# Puts a recording aside that was made under other limits: its steps may not occur within these.
+keep_recording() {
+  local recording inputs
+  recording=$(shapes_file)
+  mapfile -t inputs < <(recording_inputs)
+  [[ -f $recording.inputs && $(<"$recording.inputs") != "$(printf '%s\n' "${inputs[@]}")" ]] || return 0
+  if [[ -s $recording ]]; then
+    say "the recording $recording was made under other limits ($(changed_inputs "$recording" "${inputs[@]}")): it is kept as $recording.old"
+    IS_PUT_ASIDE=1
+    [[ -n $IS_DRY ]] || mv "$recording" "$recording.old"
+  fi
+  [[ -n $IS_DRY ]] || rm -f "$recording.inputs"
+}
+
+recording_inputs() {
+  limit_options | paste -d ' ' - -
+  printf '%s\n' "MODEL=$MODEL"
 }
 
 table_inputs() {

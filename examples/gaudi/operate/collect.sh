@@ -62,7 +62,7 @@ collect_logs() {
     tail -n 5000 "$log" | python3 "$HERE/redact.py" >"$REPORT/log-$number-$name"
   done
   if command -v journalctl >/dev/null; then
-    (timeout 60 journalctl --unit hpu-duo --lines 5000 --no-pager 2>/dev/null || true) | python3 "$HERE/redact.py" >"$REPORT/journal.txt"
+    (timeout 60 journalctl --unit hpu-duo --lines 5000 --output cat --no-pager 2>/dev/null || true) | python3 "$HERE/redact.py" >"$REPORT/journal.txt"
   fi
 }
 

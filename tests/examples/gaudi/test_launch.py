@@ -1,5 +1,6 @@
 """launch.sh from nothing to the first token on the simulated device, and each of its steps by itself."""
 
+import contextlib
 import json
 import os
 import re
@@ -126,6 +127,7 @@ def test_a_bare_machine_serves_its_first_token_and_stops_at_sigterm(server: Serv
         "table.txt",
         "warm.json",
     ]
+    assert "--max-model-len 512\n" in (server.state / "shapes.jsonl.inputs").read_text()
     # What was done is not done again, and the recording is there for the next plan.
     second = server.launch(*ENV, "check", "limits", "plan", "warmup", "verify")
     assert second.returncode == 0, second.stderr
@@ -151,20 +153,64 @@ def test_a_bare_machine_serves_its_first_token_and_stops_at_sigterm(server: Serv
     assert f"--from-shapes {server.state / 'shapes.jsonl'}" in replanned.stderr
 
 
-def test_a_signal_ends_a_step_and_what_it_runs(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_step_and_what_it_runs(
+    server: Server, tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
     pid_file = tmp_path / "pid"
     server.has_command("hpu-duo", f"#!/bin/sh\necho $$ > {pid_file}\nexec sleep 300\n")
     server.state.mkdir()
     assert server.launch(*ENV, "limits").returncode == 0
-    command = [str(GAUDI / "launch.sh"), *ENV, "plan"]
+    # As from a terminal, even where the tests themselves run in the background.
+    command = ["env", "--default-signal=INT", str(GAUDI / "launch.sh"), *ENV, "plan"]
     with subprocess.Popen(command, env=server.environment, stderr=subprocess.PIPE, text=True) as process:
         while not (pid_file.exists() and pid_file.read_text().strip()):
             assert process.poll() is None
             time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
+        process.send_signal(sent)
+        try:
+            assert process.wait(30) == code
+        finally:
+            # A child that lives on would hold the pipe.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid_file.read_text()), signal.SIGKILL)
+                process.kill()
         assert process.stderr is not None
-        assert "stopped by SIGTERM" in process.stderr.read()
+        assert f"stopped by {sent.name}" in process.stderr.read()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
     assert not (server.state / "table.txt.inputs").exists()
+
+
+def test_a_recording_of_other_limits_is_put_aside(server: Server) -> None:
+    """Steps as long as 512 tokens cannot occur within 256, which hpu-duo plan refuses."""
+    assert server.launch(*ENV, "limits").returncode == 0
+    recording = server.state / "shapes.jsonl"
+    limits = dict(
+        line.split("=") for line in (server.state / "limits.env").read_text().splitlines() if "#" not in line
+    )
+    recording.write_text('{"a": "step"}\n')
+    (server.state / "shapes.jsonl.inputs").write_text(
+        f"--max-model-len {limits['MAX_MODEL_LEN']}\n--max-num-seqs {limits['MAX_NUM_SEQS']}\n"
+        f"--max-num-batched-tokens 64\n--block-size 128\n--num-blocks {limits['NUM_BLOCKS']}\nMODEL=builtin\n"
+    )
+    server.has_command("hpu-duo", '#!/bin/sh\necho table > "$STATE_DIR/table.txt"\n')
+    same = server.launch(*ENV, "--dry-run", "plan")
+    assert f"--from-shapes {recording}" in same.stderr
+    variables = {"MAX_MODEL_LEN": "256"}
+    (server.state / "limits.env").unlink()
+    assert server.launch(*ENV, "limits", **variables).returncode == 0
+    for options in (("--dry-run",), ()):
+        done = server.launch(*ENV, *options, "plan", **variables)
+        assert done.returncode == 0, done.stderr
+        assert "was made under other limits (--max-model-len 512" in done.stderr
+        assert "--from-shapes" not in done.stderr
+        assert recording.exists() == bool(options)
+    assert (server.state / "shapes.jsonl.old").read_text() == '{"a": "step"}\n'
+    assert not (server.state / "shapes.jsonl.inputs").exists()
+
+
+def test_a_recording_that_cannot_be_planned_for_is_named(server: Server) -> None:
+    assert server.launch(*ENV, "limits").returncode == 0
+    (server.state / "shapes.jsonl").write_text("no steps\n")
+    assert f"remove {server.state / 'shapes.jsonl'}" in refusal(server.launch(*ENV, "plan"))

@@ -1,5 +1,6 @@
 """Refusals of launch.sh to read settings, each in one sentence that says what to do."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.examples.gaudi.gaudi_server import GAUDI, SIMULATED, Server, refusal
         ("PORT=", "expected a value of PORT, got none"),
         ("MODEL=", "expected a value of MODEL, got none"),
         ("PROFILE_STEPS=4", "PROFILE_STEPS=4 needs PROFILE_DIR"),
+        ("SPARSITY=0.5", "SPARSITY=0.5 needs PATTERN"),
     ],
 )
 def test_a_wrong_env_file_ends_with_one_sentence(
@@ -32,6 +34,14 @@ def test_a_wrong_env_file_ends_with_one_sentence(
     done = server.launch("--env", str(file), "check")
     assert said in refusal(done)
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_refusal_names_a_list_of_variables_that_exists(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.env"
+    file.write_text("MAX_MODEL_LENGTH=512\n", encoding="utf-8")
+    named = re.search(r"; (\S+) lists", refusal(server.launch("--env", str(file), "check")))
+    assert named is not None
+    assert (GAUDI / named[1]).is_file()
 
 
 @pytest.mark.parametrize("name", ["/nowhere.env", str(GAUDI)])
