@@ -53,7 +53,7 @@ check_huge_pages() {
   total=$(awk '/^HugePages_Total:/ { print $2 }' "$file")
   size=$(awk '/^Hugepagesize:/ { print $2 }' "$file")
   say "${total:-0} huge pages of ${size:-0} KiB"
-  ((${total:-0} >= MIN_HUGE_PAGES)) ||
+  ((${total:-0} >= 10#$MIN_HUGE_PAGES)) ||
     stop "MIN_HUGE_PAGES=$MIN_HUGE_PAGES, and there are ${total:-0}: sudo sysctl -w vm.nr_hugepages=$MIN_HUGE_PAGES"
 }
 

@@ -16,7 +16,7 @@ check_state() {
   fi
   while [[ ! -d $place ]]; do place=$(dirname "$place"); done
   free=$(df -Pk "$place" | awk 'NR == 2 { print int($4 / 1048576) }')
-  ((free >= MIN_FREE_GIB)) ||
+  ((free >= 10#$MIN_FREE_GIB)) ||
     stop "STATE_DIR=$STATE_DIR has $free GiB left and recipes, table and recording need $MIN_FREE_GIB: make room, name another volume, or lower MIN_FREE_GIB"
   say "state in $STATE_DIR, $free GiB free"
   HAS_ROOM=1

@@ -23,6 +23,8 @@ step_plan() {
   else
     say "plans for a stated guess about traffic; RECORD_SHAPES=1 records the real one for the next plan"
   fi
+  # A plan that does not end must not leave its table beside the inputs of the last one.
+  [[ -n $IS_DRY ]] || rm -f "$(table_file).inputs"
   run hpu-duo plan --model "$(model_path)" "${arguments[@]}" --out "$(table_file)" ||
     stop "no table was planned, for the reason above; GRAPHS_BUDGET, WARMUP_SECONDS and WARMUP_GIB bound it, and if the recording is to blame, remove $(shapes_file)"
   note_inputs "$(table_file)" "${inputs[@]}"

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,39 @@ def test_compose_asks_for_what_the_vendors_commands_ask_for() -> None:
     assert SERVICE["runtime"] == "habana"
     assert SERVICE["cap_add"] == ["SYS_NICE"]
     assert SERVICE["ipc"] == "host"
-    assert SERVICE["environment"]["HABANA_VISIBLE_DEVICES"].startswith("${HABANA_VISIBLE_DEVICES")
     assert (GAUDI / "env" / "gaudi3.env").is_file()
-    assert SERVICE["env_file"] == ["${HPU_DUO_ENV:-env/gaudi3.env}"]
+    assert SERVICE["env_file"][1] == "${HPU_DUO_ENV:-env/gaudi3.env}"
     assert (GAUDI / SERVICE["build"]["context"]).resolve() == ROOT
     assert (ROOT / SERVICE["build"]["dockerfile"]).is_file()
+
+
+def test_an_env_file_comes_before_the_defaults_of_compose() -> None:
+    """Compose lets ``environment`` come before ``env_file``, and a later file before an earlier one."""
+    first = (GAUDI / SERVICE["env_file"][0]).read_text(encoding="utf-8")
+    assert set(re.findall(r"^(\w+)=", first, re.MULTILINE)) == {"HABANA_VISIBLE_DEVICES", "HF_TOKEN"}
+    assert set(SERVICE["environment"]) == {"HOST", "PORT"}
+    # Wherever the server is published, it listens where compose and the health check look.
+    assert {port.rpartition(":")[2] for port in SERVICE["ports"]} == {SERVICE["environment"]["PORT"]}
+
+
+def test_a_refusal_is_not_repeated_for_ever_and_signals_arrive() -> None:
+    assert re.fullmatch(r"on-failure:\d", SERVICE["restart"])
+    assert SERVICE["init"] is True
+
+
+def test_settings_of_ones_own_are_neither_sent_nor_committed() -> None:
+    """The last line that matches decides, as in .gitignore."""
+    lines = (GAUDI / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+
+    def is_sent(path: str) -> bool:
+        rules = [line for line in lines if fnmatch(path, line.lstrip("!")) or path.startswith(line[1:] + "/")]
+        return rules[-1].startswith("!")
+
+    shipped = ("compose.env", "gaudi2.env", "gaudi3.env", "simulated.env", "variables.yaml")
+    assert all(is_sent(f"examples/gaudi/env/{name}") for name in shipped)
+    assert not is_sent("examples/gaudi/env/my.env")
+    assert not is_sent("examples/gaudi/env/other.env")
+    assert "/examples/gaudi/env/my.env" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
 def test_nobody_outside_of_the_host_may_call_unless_it_is_asked_for() -> None:

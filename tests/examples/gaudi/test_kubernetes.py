@@ -106,7 +106,10 @@ def test_the_settings_reach_the_pod_and_name_its_volumes(overlay: Path) -> None:
     settings = only(resources, "ConfigMap")
     spec = pod(resources)
     mounts = {one["mountPath"] for one in spec["containers"][0]["volumeMounts"]}
-    assert spec["containers"][0]["envFrom"] == [{"configMapRef": {"name": settings["metadata"]["name"]}}]
+    assert spec["containers"][0]["envFrom"] == [
+        {"configMapRef": {"name": settings["metadata"]["name"]}},
+        {"secretRef": {"name": "hpu-duo-secrets", "optional": True}},
+    ]
     assert settings["metadata"]["name"].startswith("hpu-duo-")
     assert settings["data"]["HARDWARE"] == overlay.name
     assert settings["data"]["HOST"] == "0.0.0.0"

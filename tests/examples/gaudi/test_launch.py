@@ -161,6 +161,7 @@ def test_a_signal_ends_a_step_and_what_it_runs(
     server.has_command("hpu-duo", f"#!/bin/sh\necho $$ > {pid_file}\nexec sleep 300\n")
     server.state.mkdir()
     assert server.launch(*ENV, "limits").returncode == 0
+    (server.state / "table.txt.inputs").write_text("those of the last plan\n")
     # As from a terminal, even where the tests themselves run in the background.
     command = ["env", "--default-signal=INT", str(GAUDI / "launch.sh"), *ENV, "plan"]
     with subprocess.Popen(command, env=server.environment, stderr=subprocess.PIPE, text=True) as process:

@@ -72,6 +72,12 @@ def test_lines_that_end_as_on_windows_are_read(server: Server, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
 
 
+def test_numbers_may_begin_with_noughts(server: Server) -> None:
+    refused = server.launch("--env", SIMULATED, "check", MIN_FREE_GIB="0999999999")
+    assert "need 0999999999" in refusal(refused)
+    assert "value too great for base" not in refused.stderr
+
+
 def test_help_names_every_step(server: Server) -> None:
     shown = server.launch("--help")
     assert shown.returncode == 0
