@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(path: str | Path, text: str) -> None:
@@ -12,15 +15,27 @@ def replace_file(path: str | Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; names ``path``. The old content is still there, and nothing beside it.
     """
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Write the new content of a file, which has the old one until the context ends without an error.
+
+    Raises:
+        OSError: see ``replace_file``.
+    """
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
-    except OSError as error:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
-        error.filename = str(target)
+        if isinstance(error, OSError):
+            error.filename = str(target)
         raise

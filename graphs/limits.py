@@ -25,6 +25,8 @@ class StepLimits:
         uses_rows: False for a model whose heads all keep blocks.
         caches_prefixes: requests take up what earlier ones with the same beginning have computed.
         num_snapshots: ring rows behind those of requests, for states that prefixes are taken up with.
+        max_block_moves: held blocks that are moved before a step, so that what the unique part reads of the
+            store has no idle blocks between.
 
     Raises:
         ValueError: a limit below 1 (``num_blocks`` may be 0 when ``uses_blocks`` is False), or fewer tokens
@@ -42,6 +44,7 @@ class StepLimits:
     uses_rows: bool = True
     caches_prefixes: bool = False
     num_snapshots: int = 0
+    max_block_moves: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -60,8 +63,9 @@ class StepLimits:
                 + (f" times decode_len={self.decode_len}" if self.decode_len > 1 else "")
                 + f", got {self.max_num_batched_tokens}"
             )
-        if self.num_snapshots < 0:
-            raise ValueError(f"expected num_snapshots >= 0, got {self.num_snapshots}")
+        for name in ("num_snapshots", "max_block_moves"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
         lowest = 1 if self.uses_blocks else 0
         if self.num_blocks < lowest:
             raise ValueError(

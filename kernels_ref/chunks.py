@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+MOST_INLINE = 2
+"""Slices or chunks of a part of attention in the graph of a layer: six parts of them stay below 600 nodes."""
+
 
 class ChunkBounds(NamedTuple):
     """Bounds of what one chunk of a part makes, in bytes, fixed for a captured step.

@@ -28,6 +28,21 @@ def gather(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return source.index_select(0, index)
 
 
+def part_places(number: torch.Tensor, size: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of one part of ``total`` entries, for ``gather``.
+
+    The number is on the device, so that the part is no view at an offset of its own.
+
+    Args:
+        number: of the part, int32 ``[1]``.
+        size: entries of a part; the last part may have fewer.
+    Returns:
+        int32 ``[size]``, the last entry again past the end; and whether there is such an entry.
+    """
+    place = number * size + torch.arange(size, dtype=number.dtype, device=number.device)
+    return torch.clamp(place, max=total - 1), place < total
+
+
 def write_indices(
     unit: torch.Tensor, slot: torch.Tensor, layouts: Collection[UnitLayout]
 ) -> dict[UnitLayout, torch.Tensor]:
@@ -59,13 +74,27 @@ def write_indices(
     return found
 
 
+def unit_places(unit: torch.Tensor, layout: UnitLayout) -> torch.Tensor:
+    """Places, among the vectors of a store, of all vectors of some units.
+
+    Args:
+        unit: int32 ``[n]``.
+    Returns:
+        ``[n * K * S]``, in the order of units, heads and slots, of ``index_dtype``.
+    """
+    device, dtype = unit.device, index_dtype(unit.device)
+    head = torch.arange(layout.num_heads, dtype=dtype, device=device) * layout.head_stride
+    slot = torch.arange(layout.offset, layout.offset + layout.num_slots, dtype=dtype, device=device)
+    return (unit[:, None, None] * layout.unit_stride + head[:, None] + slot).view(-1)
+
+
 def write(flat_VD: torch.Tensor, index: torch.Tensor, new_QKD: torch.Tensor) -> None:
     """Put one vector per token and head in place.
 
     Args:
         flat_VD: a store as a list of vectors; changed in place by one ``index_copy_``.
-        index: one of ``write_indices``, ``[Q * K]``. Only places in trash may repeat.
-        new_QKD: the vectors.
+        index: of ``write_indices`` or ``unit_places``. Only places in trash may repeat.
+        new_QKD: the vectors, in the order of the index.
     """
     flat_VD.index_copy_(0, index, new_QKD.reshape(-1, flat_VD.shape[-1]))
 

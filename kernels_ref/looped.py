@@ -18,6 +18,7 @@ from kernels_ref.hpu.parts import FusedKernels
 from kernels_ref.loops import How, as_operator, loop, run_body
 from kernels_ref.partial import Partial, empty
 from kernels_ref.scoring import Scoring
+from kernels_ref.slices import QUERY_STEP, even_size, num_parts
 from kernels_ref.step import StepParts, StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
 
@@ -64,9 +65,10 @@ class LoopedKernels:
         self, q_QKGD: torch.Tensor, new: NewKV, t: StepTensors, window: Window | None, scoring: Scoring
     ) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
-        size = self._slice(scoring)
-        if _count(q_QKGD.shape[0], size) <= self.most:
+        num_queries, most = q_QKGD.shape[0], self._slice(scoring)
+        if num_parts(num_queries, most) <= self.most:
             return self.inner.causal(q_QKGD, new, t, window, scoring)
+        size = even_size(num_queries, most, QUERY_STEP)
         how = How(scoring, self.fused.operators, size, t.row_start.shape[0], window)
         plan = (t.causal_row, t.positions, t.row_query_start)
         return as_operator("causal", q_QKGD, (*new, *plan), how)
@@ -81,8 +83,10 @@ class LoopedKernels:
             size = scoring.chunks.masked(num_queries, slots, key_bytes, q_QKGD.element_size())
         else:
             size = scoring.chunks.shared(num_queries * num_kv * group, slots, key_bytes)
-        if _count(t.shared_block.shape[0], size) <= self.most_shared:
+        num_blocks = t.shared_block.shape[0]
+        if num_parts(num_blocks, size) <= self.most_shared:
             return self.inner.shared_blocks(q_QKGD, units, t, scoring)
+        size = even_size(num_blocks, size)
         how = How(scoring, self.fused.operators, size, layout=units.layout)
         plan = (t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads)
         return as_operator("shared_blocks", q_QKGD, (units.k_flat, units.v_flat, *plan), how)
@@ -97,10 +101,10 @@ class LoopedKernels:
         scoring: Scoring,
     ) -> Partial:
         """Tokens of prompt rows against what their ring held before the step."""
-        size = self._slice(scoring)
-        if _count(q_QKGD.shape[0], size) <= self.most_shared:
+        num_queries, most = q_QKGD.shape[0], self._slice(scoring)
+        if num_parts(num_queries, most) <= self.most_shared:
             return self.inner.shared_rings(q_QKGD, scratch, t, ring, window, scoring)
-        how = How(scoring, self.fused.operators, size, window=window)
+        how = How(scoring, self.fused.operators, even_size(num_queries, most, QUERY_STEP), window=window)
         plan = (t.causal_row, t.positions, t.chunk_row, ring.chunk_position)
         return as_operator("shared_rings", q_QKGD, (*scratch, *plan), how)
 
@@ -111,8 +115,11 @@ class LoopedKernels:
         num_rows, num_kv, heads, dim = q_NKHD.shape
         key_bytes = units.k[0].numel() * units.k.element_size()
         size = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
-        if _count(t.owner.shape[0], size) <= self.most_unique:
+        num_blocks = t.owner.shape[0]
+        if num_parts(num_blocks, size) <= self.most_unique:
             return self.inner.unique_blocks(q_NKHD, units, t, blocks, scoring)
+        # A chunk outside of the graph is gathered, like those of the shared part.
+        size = even_size(num_blocks, min(size, max(1, scoring.chunks.key_bytes // key_bytes)))
         none = t._replace(owner=t.owner[:0])
         total = self.inner.unique_blocks(q_NKHD, units, none, blocks, scoring)
         how = How(scoring, self.fused.operators, size, layout=units.layout)
@@ -142,73 +149,68 @@ class LoopedKernels:
         return slices.masked_queries if self.fused.fuses(scoring) else slices.queries
 
 
-def _count(total: int, size: int) -> int:
-    return -(-total // size)
-
-
 @loop
 def causal(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
     """Each slice of queries against the slices of keys that it can reach, and the sinks before them."""
     k_QKD, v_QKD, causal_row, positions, row_query_start = tensors
-    q_QKGD, k_QKD, v_QKD = (x.contiguous() for x in (q_QKGD, k_QKD, v_QKD))
-    size, window, parts = how.size, how.window, []
-    sinks = None
-    if window is not None and window.sink:
-        sinks = run_body(bodies.sinks_before_slices, how, causal_row, positions, row_query_start)
-    for number, queries in enumerate(_slices(len(q_QKGD), size)):
-        first = 0 if window is None else max(0, queries.start - window.recent + 1) // size * size
-        asking = q_QKGD[queries], causal_row[queries], positions[queries]
-        total = empty(asking[0])
-        if sinks is not None and first:
-            total = run_body(
-                bodies.listed_keys, how, *asking, *total, k_QKD, v_QKD, *(x[number] for x in sinks)
-            )
-        for keys in _slices(queries.stop, size, first):
-            told = k_QKD[keys], v_QKD[keys], causal_row[keys], positions[keys]
-            total = run_body(bodies.own_keys, how, *asking, *total, *told)
+    new = *(x.contiguous() for x in (q_QKGD, k_QKD, v_QKD)), causal_row, positions
+    num_slices, window = num_parts(len(q_QKGD), how.size), how.window
+    num_reached = num_slices if window is None else bodies.slices_reached(window, how.size)
+    has_sinks = window is not None and window.sink > 0
+    nothing = empty(q_QKGD.new_empty(how.size, *q_QKGD.shape[1:]))
+    zero = _zero(q_QKGD)
+    number, parts = zero, []
+    for place in range(num_slices):
+        total: Sequence[torch.Tensor] = nothing
+        if has_sinks and place > num_reached:
+            total = run_body(bodies.sinks_before, how, number, *new, row_query_start)
+        back = zero
+        for _ in range(min(place, num_reached) + 1):
+            *total, back = run_body(bodies.own_keys, how, number, back, *total, *new)
         parts.append(total)
-    return Partial(*(torch.cat(list(x)) for x in zip(*parts)))
+        number = number + 1
+    return _joined(parts, len(q_QKGD))
 
 
 @loop
 def shared_blocks(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
     """Every query against one chunk of shared blocks after the other."""
     k_flat, v_flat, row_start, row, block, start, reads_NX = tensors
-    q_QKGD, reads_XN = q_QKGD.contiguous(), reads_NX.t().contiguous()
-    total = empty(q_QKGD)
-    for some in _slices(len(block), how.size):
-        told = row_start, row, block[some], start[some], reads_XN[some]
-        total = run_body(bodies.shared_chunk, how, q_QKGD, *total, k_flat, v_flat, *told)
-    return total
+    q_QKGD, number = q_QKGD.contiguous(), _zero(q_QKGD)
+    told = q_QKGD, k_flat, v_flat, row_start, row, block, start, reads_NX
+    total: Sequence[torch.Tensor] = empty(q_QKGD)
+    for _ in range(num_parts(len(block), how.size)):
+        *total, number = run_body(bodies.shared_chunk, how, number, *total, *told)
+    return Partial(*total)
 
 
 @loop
 def shared_rings(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
     """Each slice of queries against the rings of prompts."""
-    k_CKWD, v_CKWD, causal_row, positions, chunk_row, chunk_position = tensors
-    q_QKGD = q_QKGD.contiguous()
-    parts = []
-    for some in _slices(len(q_QKGD), how.size):
-        asking = q_QKGD[some], causal_row[some], positions[some]
-        parts.append(run_body(bodies.rings, how, *asking, k_CKWD, v_CKWD, chunk_row, chunk_position))
-    return Partial(*(torch.cat(list(x)) for x in zip(*parts)))
+    told, number, parts = (q_QKGD.contiguous(), *tensors), _zero(q_QKGD), []
+    for _ in range(num_parts(len(q_QKGD), how.size)):
+        *part, number = run_body(bodies.rings, how, number, *told)
+        parts.append(part)
+    return _joined(parts, len(q_QKGD))
 
 
 @loop
 def unique_blocks(q_NKHD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
     """Decode rows against one chunk of whole blocks after the other, added to what they have seen."""
     *seen, k_flat, v_flat, owner = tensors
-    assert how.layout is not None, "blocks have a layout"
-    q_NKHD, stride = q_NKHD.contiguous(), how.layout.unit_stride
+    told, number = (q_NKHD.contiguous(), k_flat, v_flat, owner), _zero(q_NKHD)
     # As the body returns them, so that one region serves all chunks.
-    total = Partial(*(x.contiguous() for x in seen))
-    for some in _slices(len(owner), how.size):
-        layout = how.layout._replace(num_units=some.stop - some.start)
-        vectors = slice(some.start * stride, some.stop * stride)
-        told = k_flat[vectors], v_flat[vectors], owner[some]
-        total = run_body(bodies.unique_chunk, how._replace(layout=layout), q_NKHD, *total, *told)
-    return total
+    total: Sequence[torch.Tensor] = bodies.in_order(seen)
+    for _ in range(num_parts(len(owner), how.size)):
+        *total, number = run_body(bodies.unique_chunk, how, number, *total, *told)
+    return Partial(*total)
 
 
-def _slices(total: int, size: int, begin: int = 0) -> list[slice]:
-    return [slice(first, min(first + size, total)) for first in range(begin, total, size)]
+def _zero(like: torch.Tensor) -> torch.Tensor:
+    """Number of the first round of a loop, on the device; a body returns the next one."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
+
+
+def _joined(parts: Sequence[Sequence[torch.Tensor]], num_queries: int) -> Partial:
+    """The partial of all queries from those of slices, of which the last may have some past the end."""
+    return Partial(*(torch.cat(list(each))[:num_queries] for each in zip(*parts)))

@@ -2,7 +2,7 @@
 
 A compiler of layers unrolls a loop, and so its graphs grow with the context. Such a loop is one operator in
 the layer's graph, which is cut there. The loop runs between the pieces, and its body is a region of its own,
-compiled once for each size and called with one slice or chunk after the other.
+compiled once and called with the number of one slice or chunk after the other.
 """
 
 from __future__ import annotations

@@ -86,6 +86,28 @@ def merge(a: Partial, b: Partial) -> Partial:
     )
 
 
+def merge_all(partials: Partial) -> Partial:
+    """Combine attention over several disjoint key sets, those along the first dimension; see ``merge``.
+
+    Args:
+        partials: ``[T, ...]`` each.
+    """
+    largest = partials.max.amax(dim=0)
+    weights = torch.exp(partials.max - largest)
+    attn = (partials.attn * weights[..., None]).sum(dim=0)
+    return Partial(attn, largest, (partials.sum * weights).sum(dim=0))
+
+
+def packed(partial: Partial) -> torch.Tensor:
+    """A triple as one tensor ``[..., D + 2]``, to be sent."""
+    return torch.cat([partial.attn, partial.max[..., None], partial.sum[..., None]], dim=-1)
+
+
+def unpacked(triple: torch.Tensor) -> Partial:
+    """The triple of ``packed``."""
+    return Partial(triple[..., :-2], triple[..., -2], triple[..., -1])
+
+
 def normalise(partial: Partial, dtype: torch.dtype) -> torch.Tensor:
     """Divide by the sum of weights: ``[Q, K, G, D]`` in ``dtype``, zero for empty queries."""
     tiny = torch.finfo(torch.float32).tiny

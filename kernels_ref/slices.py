@@ -7,6 +7,9 @@ from typing import NamedTuple
 QUERY_SLICE = 512
 """Queries of one slice of the portable causal part, which makes scores."""
 
+QUERY_STEP = 128
+"""Slices outside of a graph are multiples of it: products and masks with odd sizes are slow on an HPU."""
+
 
 class Slices(NamedTuple):
     """Sizes of slices; results are the same for all of them, up to rounding.
@@ -32,3 +35,14 @@ class Slices(NamedTuple):
 
 DEFAULT_SLICES = Slices()
 """Sizes that were measured, or follow from memory."""
+
+
+def num_parts(total: int, size: int) -> int:
+    """Parts of ``size`` in ``total``, the last one perhaps with less."""
+    return -(-total // size)
+
+
+def even_size(total: int, most: int, step: int = 1) -> int:
+    """Size of parts, ``most`` at most and a multiple of ``step`` below it, of which as few are needed."""
+    each = num_parts(total, num_parts(total, most))
+    return min(most, num_parts(each, step) * step)

@@ -16,10 +16,14 @@ def direct_function(func: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(func, "_op", func) if isinstance(func, torch._ops.OpOverload) else func
 
 
+_COMPLETES = frozenset({"_c10d_functional::wait_tensor"})
+"""Operators that return their argument once it has been written; their schemas do not say so."""
+
+
 def writes(func: Callable[..., Any]) -> bool | None:
     """Whether an operator writes to its arguments; None of code that is no operator, and may."""
     schema = getattr(func, "_schema", None)
-    return None if schema is None else bool(schema.is_mutable)
+    return None if schema is None else bool(schema.is_mutable) or schema.name in _COMPLETES
 
 
 def share_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

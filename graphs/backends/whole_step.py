@@ -58,8 +58,8 @@ class WholeStepBackend:
     Args:
         name: the name of the backend for ``make_backend``.
         recorder: records and replays on the device.
-        max_operators: operators of a step above which a warning says so, once: a device may take long to
-            build such a graph, and its memory to keep it.
+        max_operators: operators of a step above which a warning names its bucket, once for each: a device may
+            take long to build such a graph, and its memory to keep it.
     """
 
     num_first_runs = 1
@@ -70,7 +70,7 @@ class WholeStepBackend:
         self.name = name
         self._recorder = recorder
         self._max_operators = max_operators
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def problem(self, device: torch.device) -> str | None:
         """Return the recorder's problem with the device, or None."""
@@ -84,9 +84,9 @@ class WholeStepBackend:
         return _Executable(self._recorder, fn, str(shape), self._note_size)
 
     def _note_size(self, label: str, num_operators: int) -> None:
-        if num_operators <= self._max_operators or self._has_warned:
+        if num_operators <= self._max_operators or label in self._warned:
             return
-        self._has_warned = True
+        self._warned.add(label)
         _log.warning(
             "the graph of %s has %d operators, and %s expects %d at most: it grows with the context. Give "
             "chunks of context more memory (score_bytes), leave long prefills uncaptured "

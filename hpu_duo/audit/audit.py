@@ -12,6 +12,7 @@ from torch import nn
 
 from graphs import BatchShape
 from hpu_duo.audit.findings import Finding, Severity, TraceEnded
+from hpu_duo.audit.lowering import lowering_findings
 from hpu_duo.audit.report import AuditReport, LayerRecipe, StepAudit
 from hpu_duo.audit.structure import HPU, Structure
 from hpu_duo.audit.tracer import Part, StepTracer, Tally, without_memory
@@ -29,7 +30,9 @@ def audit(structure: Structure, progress: Progress | None = None) -> AuditReport
     """Trace the step of every bucket, and sampling for each of their numbers of rows.
 
     Nothing is computed and nothing is compiled: the report is of the operators of the code, with torch's
-    decompositions, before any fusion. It does not show that a compiler for Gaudi accepts them.
+    decompositions, before any fusion. It does not show that a compiler for Gaudi accepts them. The largest
+    bucket of each phase is also traced as its regions are for a compiler, if nothing in it is forbidden:
+    graphs are held to ``REGION_NODES``, and may copy no store.
 
     Args:
         progress: called with steps done, steps in all, and the name of the one that comes next.
@@ -37,11 +40,16 @@ def audit(structure: Structure, progress: Progress | None = None) -> AuditReport
     buckets = structure.table.by_cost
     routes = list(_routes(structure, buckets))
     total = len(buckets) + len(routes)
+    largest = {bucket.phase: bucket for bucket in buckets}
     found: list[StepAudit] = []
     for bucket in buckets:
         if progress is not None:
             progress(len(found), total, str(bucket))
-        found.append(audit_bucket(structure, bucket))
+        step = audit_bucket(structure, bucket)
+        # Torch's compiler may fail, with an error of its own, at what is forbidden.
+        if bucket == largest[bucket.phase] and not step.is_forbidden:
+            step = step.with_findings(lowering_findings(structure, bucket))
+        found.append(step)
     for name, route in routes:
         if progress is not None:
             progress(len(found), total, name)

@@ -19,12 +19,13 @@ from graphs import BatchShape
 from graphs.backends.compile import CompileBackend
 from graphs.buffers import pack
 from hpu_duo.audit.fake_tensors import aot_backend
+from hpu_duo.audit.findings import Finding, FindingKey, Severity
 from hpu_duo.audit.structure import HPU, Structure
 from hpu_duo.audit.tracer import Like, without_memory
 from hpu_duo.engine.message import message_fields
 from hpu_duo.engine.staged_step import STAGED, staged_step
 from hpu_duo.modeling.step_model import run_layer
-from hpu_duo.rules import StoreCopy, store_copies
+from hpu_duo.rules import REGION_NODES, Rule, StoreCopy, store_copies
 
 
 @dataclass(frozen=True)
@@ -109,3 +110,25 @@ def lower_bucket(structure: Structure, bucket: BatchShape) -> tuple[LoweredGraph
         step = staged_step(structure.model, structure.geometry, bucket, layout, runners, region_of)
         step({STAGED: torch.empty(layout.num_items, dtype=torch.int32, device=HPU)})
     return tuple(lowering.graphs)
+
+
+def lowering_findings(
+    structure: Structure, bucket: BatchShape, *, most_nodes: int = REGION_NODES
+) -> tuple[Finding, ...]:
+    """Trace the regions of a bucket, and tell of graphs that are too large and of stores that they copy.
+
+    Args:
+        most_nodes: operators of a graph that is compiled by itself; more of them are noted.
+    """
+    found: dict[FindingKey, Finding] = {}
+    for graph in lower_bucket(structure, bucket):
+        source = f"a graph of {graph.region}"
+        if graph.num_nodes > most_nodes:
+            detail = f"in {bucket} it has {graph.num_nodes:,} operators; at most {most_nodes:,} are expected"
+            size = Finding(Rule.GRAPH_SIZE, graph.region, source, detail, Severity.NOTE)
+            found.setdefault(size.key, size)
+        for copy in graph.store_copies:
+            detail = f"in {bucket} it copies {copy.num_bytes:,} bytes of {copy.store}: {copy.reason}"
+            copied = Finding(Rule.STORE_COPY, copy.operator, source, detail)
+            found.setdefault(copied.key, copied)
+    return tuple(found.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bias_builders import Window
 from hpu_duo.audit.findings import Finding, FindingKey, Severity
@@ -51,6 +51,15 @@ class StepAudit:
             input_bytes,
             tuple(tally.findings.values()),
         )
+
+    @property
+    def is_forbidden(self) -> bool:
+        """Whether a rule is broken that is more than a note."""
+        return any(each.severity is Severity.FORBIDDEN for each in self.findings)
+
+    def with_findings(self, findings: tuple[Finding, ...]) -> StepAudit:
+        """Return the same step with more findings."""
+        return replace(self, findings=(*self.findings, *findings))
 
     @property
     def total(self) -> Work:

@@ -10,7 +10,7 @@ import torch
 
 from hpu_duo.audit.fake_tensors import memory_key, tree_leaves
 from hpu_duo.audit.findings import Finding, Severity, TraceEnded
-from hpu_duo.rules import Engine, Operator, Rule, StoreUse, Transfer, calling_line
+from hpu_duo.rules import Engine, Operator, Rule, StoreOperand, StoreUse, Transfer, calling_line
 
 _HERE = str(Path(__file__).parent)
 _WIDE = (torch.int64, torch.float64, torch.complex128)
@@ -35,7 +35,8 @@ class TraceChecks:
     ) -> None:
         self._found, self._model_dtype = found, model_dtype
         self._own_indices: set[int] = set()
-        self.store_use = StoreUse(map(memory_key, stores))
+        self._stores = frozenset(map(memory_key, stores))
+        self.store_use = StoreUse()
         self._weight_dtype = {memory_key(weight): weight.dtype for weight in weights}
 
     def forget(self, key: int) -> None:
@@ -74,7 +75,7 @@ class TraceChecks:
             self._add(Rule.AS_STRIDED, operator, "slice, transpose or unflatten instead")
         if operator.is_random:
             self._add(Rule.RANDOM_IN_GRAPH, operator, "every replay would draw the same numbers")
-        copied = self.store_use.problem(operator, ((memory_key(x), x._is_view()) for x in operands))
+        copied = self.store_use.problem(operator, map(self._as_store, operands))
         if copied is not None:
             self._add(Rule.STORE_COPY, operator, copied)
         for tensor in operands:
@@ -119,6 +120,10 @@ class TraceChecks:
             self._add(Rule.WIDE_DTYPE, operator, detail, Severity.NOTE, _INDEX_SOURCES)
         else:
             self._add(Rule.WIDE_DTYPE, operator, f"takes {tensor.dtype} {tuple(tensor.shape)}")
+
+    def _as_store(self, tensor: torch.Tensor) -> StoreOperand | None:
+        memory = memory_key(tensor)
+        return StoreOperand(memory, tensor._is_view()) if memory in self._stores else None
 
     def _is_own_index(self, tensor: torch.Tensor) -> bool:
         return tensor.dtype == torch.int64 and memory_key(tensor) in self._own_indices

@@ -73,7 +73,7 @@ class StepTracer(DispatchMode):
     @contextmanager
     def part(self) -> Iterator[Part]:
         """Count operators inside the context, a layer's, separately too."""
-        self._checks.store_use.begin_layer()
+        self._checks.store_use.begin_graph()
         tally, peak = self.tally, self.peak_bytes
         part = Part()
         self.tally, self.peak_bytes = part.tally, self.live_bytes

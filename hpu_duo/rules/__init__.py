@@ -9,7 +9,7 @@ from hpu_duo.rules.native import Engine, NativeOperator, native_operators, nativ
 from hpu_duo.rules.operators import Operator, OpOverload, Transfer, base_name, describe
 from hpu_duo.rules.rule import HpuRuleViolation, Rule, calling_line
 from hpu_duo.rules.store_copies import StoreCopy, store_copies
-from hpu_duo.rules.store_use import StoreUse
+from hpu_duo.rules.store_use import StoreOperand, StoreUse
 from hpu_duo.rules.trash import mark_trash
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Operator",
     "Rule",
     "StoreCopy",
+    "StoreOperand",
     "StoreUse",
     "Transfer",
     "base_name",

@@ -1,4 +1,4 @@
-"""Use of stores by a layer, operator by operator: what a compiler would write in place, and what not.
+"""Use of stores by a graph, operator by operator: what a compiler would write in place, and what not.
 
 The same conditions as those of ``store_copies``, for code that runs without being compiled.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum, auto
+from typing import NamedTuple
 
 from hpu_duo.rules.operators import Operator
 
@@ -16,27 +17,34 @@ class _Use(Enum):
     WRITTEN = auto()
 
 
-class StoreUse:
-    """Follows the stores through one layer after the other.
+class StoreOperand(NamedTuple):
+    """A store among the operands of an operator.
 
-    Args:
-        stores: memory of the stores, as numbers.
+    Attributes:
+        memory: of the store, as a number.
+        is_view: whether the operand is a view of it.
     """
 
-    def __init__(self, stores: Iterable[int]) -> None:
-        self._stores = frozenset(stores)
+    memory: int
+    is_view: bool
+
+
+class StoreUse:
+    """Follows the stores through one graph after the other."""
+
+    def __init__(self) -> None:
         self._uses: dict[int, _Use] = {}
 
-    def begin_layer(self) -> None:
-        """Begin a layer, which is a graph of its own."""
+    def begin_graph(self) -> None:
+        """Begin a graph of its own, such as a layer."""
         self._uses.clear()
 
-    def problem(self, operator: Operator, operands: Iterable[tuple[int, bool]]) -> str | None:
+    def problem(self, operator: Operator, operands: Iterable[StoreOperand | None]) -> str | None:
         """Note an operator.
 
         Args:
             operator: about to run.
-            operands: memory of its tensors, in order, and whether each is a view.
+            operands: its tensors, in order; None for those that are no store.
 
         Returns:
             Why a store would be copied, or None.
@@ -44,9 +52,10 @@ class StoreUse:
         if operator.is_view:
             return None
         found = None
-        for place, (memory, is_view) in enumerate(operands):
-            if memory not in self._stores:
+        for place, operand in enumerate(operands):
+            if operand is None:
                 continue
+            memory, is_view = operand
             if place not in operator.written:
                 self._uses.setdefault(memory, _Use.READ)
                 continue
@@ -55,6 +64,6 @@ class StoreUse:
                 found = "writes a view of a store, where the store itself is expected"
             elif before is not None:
                 what = "written" if before is _Use.WRITTEN else "read"
-                found = f"writes a store that the same layer has {what} before"
+                found = f"writes a store that the same graph has {what} before"
             self._uses[memory] = _Use.WRITTEN
         return found

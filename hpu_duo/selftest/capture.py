@@ -18,7 +18,7 @@ def capture(subject: Subject, notes: Notes, backend: str) -> None:
     """
     steps = record_steps(subject)
     notes.begin(f"loading with graphs={backend}")
-    model = subject.load(dtype="float32", graphs=backend, buckets=steps.table)
+    model = steps.load(subject, dtype="float32", graphs=backend)
     notes.begin("warm-up")
     report = model.warmup(lambda done, total, record: notes.begin(f"graph {done + 1} of {total}"))
     estimated = report.estimate.kept_bytes

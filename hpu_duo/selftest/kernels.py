@@ -31,7 +31,7 @@ def compare_kernels(subject: Subject, notes: Notes) -> None:
         for dtype, tolerance in TOLERANCES.items():
             notes.begin(f"{name} in {dtype}")
             try:
-                model = subject.load(attention=name, dtype=dtype, graphs="eager", buckets=steps.table)
+                model = steps.load(subject, attention=name, dtype=dtype, graphs="eager")
             except ValueError as error:
                 notes.check(f"{name}, {dtype}", False, f"refused: {error}")
                 continue

@@ -94,7 +94,7 @@ def compare_operators(subject: Subject, notes: Notes) -> None:
     """Run recorded steps and sampling on the device, uncaptured, under an ``OperatorShadow``."""
     steps = record_steps(subject)
     for dtype in ("float32", "bfloat16"):
-        model = subject.load(attention="reference", dtype=dtype, graphs="eager", buckets=steps.table)
+        model = steps.load(subject, attention="reference", dtype=dtype, graphs="eager")
         shadow = OperatorShadow(model.engine.runner.device.type, notes)
         with shadow:
             for message in steps.messages:

@@ -86,8 +86,9 @@ def run_stages(
 ) -> list[StageResult]:
     """Run stages in processes; returns whatever happens to these.
 
-    Neighbours that agree on the mode of the device share a process, one after the other. When it dies, or a
-    stage takes too long, that stage has failed, and the rest goes on in a new process.
+    Neighbours that agree on the mode of the device, and on whether they take it, share a process, one after
+    the other. When it dies, or a stage takes too long, that stage has failed, and the rest goes on in a new
+    process.
 
     Args:
         stages: can be pickled.
@@ -95,7 +96,7 @@ def run_stages(
         progress: called with the title of each stage that begins.
     """
     results: list[StageResult] = []
-    for is_lazy, group in groupby(stages, lambda stage: stage.is_lazy):
+    for (is_lazy, _), group in groupby(stages, lambda stage: (stage.is_lazy, stage.holds_device)):
         variables = {} if is_lazy is None else {_LAZY_VARIABLE: str(int(is_lazy))}
         rest = list(group)
         while rest:

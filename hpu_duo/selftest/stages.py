@@ -26,12 +26,15 @@ class Stage:
         title: for reports.
         run: the function; an exception says that it could not be finished.
         is_lazy: the mode of an HPU that it needs; None = any.
+        holds_device: whether it takes the device, which on a Gaudi no other process can have then. A stage
+            that leaves devices to processes of its own runs where nobody has taken one.
     """
 
     name: str
     title: str
     run: Callable[[Subject, Notes], None]
     is_lazy: bool | None = None
+    holds_device: bool = True
 
 
 _CAPTURED_BY = {
@@ -63,5 +66,5 @@ def stages_of(device: str) -> tuple[Stage, ...]:
         ),
         Stage("generation", "A short generation against the CPU", compare_generation),
         Stage("timing", "Seconds of steps by bucket", time_steps),
-        Stage("exchange", "Exchange between cards", exchange),
+        Stage("exchange", "Exchange between cards", exchange, holds_device=False),
     )

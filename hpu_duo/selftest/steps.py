@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,10 @@ from hpu_duo.startup.tables import default_table
 if TYPE_CHECKING:
     from hpu_duo.engine.message import StepMessage
     from hpu_duo.llm import HPUDuoModel
+
+_COLD: dict[str, Any] = {"enable_prefix_caching": False}
+"""Messages have places for block moves where there is a prefix cache and the kernels want dense blocks.
+Without a cache all kernels take the same messages."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class RecordedSteps:
         """Phases of the buckets of the steps, each once."""
         return tuple(dict.fromkeys(str(message.bucket.phase) for message in self.messages))
 
+    def load(self, subject: Subject, **options: Any) -> HPUDuoModel:
+        """Load the built-in model so that it can carry out these steps; see ``Subject.load``."""
+        return subject.load(buckets=self.table, **_COLD, **options)
+
 
 class _Messages:
     def __init__(self) -> None:
@@ -52,7 +60,7 @@ class _Messages:
 
 def record_steps(subject: Subject) -> RecordedSteps:
     """Serve the subject's prompts on the CPU, padded to the default table, and keep every step."""
-    model = subject.load("cpu", attention="reference", dtype="float32", graphs="eager")
+    model = subject.load("cpu", attention="reference", dtype="float32", graphs="eager", **_COLD)
     runner, config = model.engine.runner, model.engine.runner.model.model.config.get_text_config()
     table = default_table(model.engine.scheduler.limits, runner.model.specs, config)
     runner.set_table(table, MissPolicy.ERROR)

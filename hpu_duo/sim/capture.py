@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Generic
+from typing import Any, Generic, cast
 
 import torch
 
@@ -42,8 +42,13 @@ class SimBackend:
         return _Executable(self._device, fn, str(shape), self._most_operators)
 
     def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
-        """Return ``fn``: steps are captured whole."""
-        return fn
+        """Return ``fn``, held to the rules of a graph that is compiled by itself."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._device.region():
+                return fn(*args, **kwargs)
+
+        return cast(Region, run)
 
 
 class _Executable(Generic[Outputs]):

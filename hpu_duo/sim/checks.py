@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from hpu_duo.rules import Engine, Operator, Rule
+from hpu_duo.rules import Engine, Operator, Rule, StoreUse
 from hpu_duo.sim.call import Call
 from hpu_duo.sim.tensor import SimTensor
 
 WIDE = (torch.int64, torch.float64, torch.complex128)
+_FUSED = "hpu."
 _MASKS = (torch.bool, torch.uint8)
 
 BreakRule = Callable[[Rule, str, str], None]
@@ -30,6 +32,19 @@ class Checks:
     def __init__(self, break_rule: BreakRule) -> None:
         self._break = break_rule
         self.model_dtype: torch.dtype | None = None
+        self._store_use = StoreUse()
+        self._is_in_region = False
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Hold what runs inside to the rules of one graph; elsewhere each operator is a graph of its own."""
+        assert not self._is_in_region, "a region cannot hold another one"
+        self._store_use.begin_graph()
+        self._is_in_region = True
+        try:
+            yield
+        finally:
+            self._is_in_region = False
 
     def before(self, call: Call, *, in_graph: bool, reads_values: bool) -> None:
         """Check a call that is about to run.
@@ -52,11 +67,12 @@ class Checks:
             self._break(Rule.MIXED_DEVICES, operator.name, f"operands {shapes} are in host memory")
         self._check_types(call)
         self._check_indices(call, reads_values)
+        self._check_stores(call)
         for target in call.written:
             self.written(operator.name, target)
         # Collectives are the business of the device's own library.
-        is_collective = operator.name.startswith("c10d.")
-        if operator.engine is None and not (operator.is_view or operator.is_dynamic or is_collective):
+        is_known = operator.is_view or operator.is_dynamic or _is_collective(operator.name)
+        if operator.engine is None and not is_known:
             self._break(Rule.UNKNOWN_OPERATOR, operator.name, "see hpu_duo/rules/operators.json")
 
     def after(self, call: Call, result: Any, had_nan: bool) -> None:
@@ -69,8 +85,13 @@ class Checks:
         results = result if isinstance(result, list | tuple) else [result]
         for each in results:
             self.made(call.operator.name, each)
+        if _is_collective(call.operator.name):
+            return  # its result is on its way until somebody waits for it
         # Uninitialised memory holds anything, and fused operators leave lanes of their statistics undefined.
-        if call.operator.is_view or "empty" in call.operator.name or had_nan or not _has_nan(results[0]):
+        if call.operator.is_view or "empty" in call.operator.name or had_nan:
+            return
+        values = results[:1] if call.operator.name.startswith(_FUSED) else results
+        if not any(map(_has_nan, values)):
             return
         if not any(_has_nan(sim.host) for sim in call.sims):
             self._break(Rule.NAN, call.operator.name, "none of its operands has any")
@@ -86,6 +107,13 @@ class Checks:
         for tensor in target if isinstance(target, list | tuple) else (target,):
             if isinstance(tensor, SimTensor) and tensor.is_partial_view:
                 self._break(Rule.VIEW_WRITE, name, f"writes {tuple(tensor.shape)} of a larger tensor")
+
+    def _check_stores(self, call: Call) -> None:
+        if not self._is_in_region:
+            self._store_use.begin_graph()
+        copied = self._store_use.problem(call.operator, (sim.store for sim in call.sims))
+        if copied is not None:
+            self._break(Rule.STORE_COPY, call.operator.name, copied)
 
     def _check_types(self, call: Call) -> None:
         operator = call.operator
@@ -147,3 +175,7 @@ def _is_trash(target: torch.Tensor, dim: int, place: int) -> bool:
     first = entry.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride()))
     return target.trash[0] <= first and last < target.trash[1]
+
+
+def _is_collective(name: str) -> bool:
+    return name.startswith(("c10d.", "_c10d_functional."))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,10 @@ class SimulatedHpu:
             yield self._graph
         finally:
             self._graph = None
+
+    def region(self) -> AbstractContextManager[None]:
+        """Hold what runs inside to the rules of one graph that is compiled by itself, such as a layer."""
+        return self._checks.region()
 
     @contextmanager
     def compile_only(self) -> Iterator[None]:

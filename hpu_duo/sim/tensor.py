@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hpu_duo.rules import StoreOperand
+
 HPU = torch.device("hpu", 0)
 
 Signature = tuple[Any, ...]
@@ -27,6 +29,7 @@ class SimTensor(torch.Tensor):
             dimension, so it is the same number in 32 bits and in 64.
         weight_dtype: float type of the model's weight that it holds the numbers of, None for other tensors.
         trash: elements ``[begin, end)`` of its memory that may be written twice, None = none.
+        is_store: whether it is itself a store of keys or values, which ``mark_trash`` tells.
     """
 
     host: torch.Tensor
@@ -34,6 +37,7 @@ class SimTensor(torch.Tensor):
     is_own_index: bool
     weight_dtype: torch.dtype | None
     trash: tuple[int, int] | None
+    is_store: bool
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> SimTensor:
@@ -46,7 +50,7 @@ class SimTensor(torch.Tensor):
     def __init__(self, host: torch.Tensor) -> None:
         self.host = host
         self.signature = (host.size(), host.stride(), host.storage_offset(), host.dtype)
-        self.is_own_index = False
+        self.is_own_index = self.is_store = False
         self.weight_dtype = self.trash = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -68,6 +72,14 @@ class SimTensor(torch.Tensor):
         """Let entries ``[begin, end)`` of dimension 0 be written twice."""
         stride, offset = int(self.host.stride(0)), int(self.host.storage_offset())
         self.trash = offset + begin * stride, offset + end * stride
+        self.is_store = True
+
+    @property
+    def store(self) -> StoreOperand | None:
+        """The store that it is or shows, or None: trash is known of stores and of their views."""
+        if self.trash is None:
+            return None
+        return StoreOperand(self.host.untyped_storage().data_ptr(), is_view=not self.is_store)
 
     @property
     def is_partial_view(self) -> bool:

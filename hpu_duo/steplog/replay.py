@@ -56,7 +56,7 @@ def replay(engine: Engine, model: str | Path, log: StepLog) -> ReplayReport:
     """Run recorded steps and compare their tokens.
 
     Args:
-        engine: without requests; its stores are overwritten.
+        engine: without requests; its stores are overwritten, and its cached prefixes forgotten.
         model: the checkpoint that it was loaded from.
 
     Raises:
@@ -67,6 +67,8 @@ def replay(engine: Engine, model: str | Path, log: StepLog) -> ReplayReport:
         if engine.has_unfinished:
             raise ValueError("expected an engine without requests to replay steps on, got one with some")
         check_origin(log.origin, engine, model)
+        if (prefixes := engine.scheduler.leases.prefixes) is not None:
+            prefixes.clear()
         num_tokens = num_hosted = number = 0
         differences: list[Difference] = []
         steps = _WholeSteps(log)

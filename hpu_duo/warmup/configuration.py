@@ -16,7 +16,7 @@ from hpu_duo.config import EngineConfig
 from hpu_duo.device import PLUGGED, DeviceRuntime
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import read_config, resolve_dtype
-from kernels_ref import LayerSpec, Softmax
+from kernels_ref import Blocks, LayerSpec, Softmax
 
 _SHAPE_NO_GRAPH = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
@@ -44,6 +44,7 @@ def configuration_of(engine: Engine) -> Configuration:
         "limits.block_size": limits.block_size,
         "limits.num_blocks": limits.num_blocks,
         "limits.num_snapshots": limits.num_snapshots,
+        "limits.max_block_moves": limits.max_block_moves,
         "limits.max_captured_tokens": runner.graphs.max_captured_tokens,
         "linear_layers": sorted({type(m).__name__ for m in model.modules() if "Linear" in type(m).__name__}),
     }
@@ -66,7 +67,7 @@ def known_before_loading(config: EngineConfig) -> Configuration:
         "limits.max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "limits.max_chunk_rows": scheduler.max_chunk_rows,
         "limits.decode_len": scheduler.decode_len,
-        "limits.block_size": cache.block_size,
+        "limits.block_size": config.block_size,
     }
     device = str(config.model.device)
     if config.model.dtype != "auto" or device != "auto":
@@ -129,8 +130,10 @@ def _attention_text(spec: LayerSpec) -> str:
     softcap = "" if spec.softcap is None else f", softcap {spec.softcap:g}"
     streaming = [group for group in spec.groups if group.kind.reach is not None]
     counts = "+".join(str(group.num_heads) for group in streaming) or "0"
+    kept = {group.kind.name for group in spec.groups if group.kind.reach is None} - {Blocks.name}
+    dealt = "".join(f" in {name}" for name in sorted(kept))
     seen = "".join(f", {group.kind.describe()}" for group in streaming)
     return (
-        f"{spec.impl.value}: {spec.num_retrieval} retrieval and {counts} streaming heads x "
+        f"{spec.impl.value}: {spec.num_retrieval} retrieval{dealt} and {counts} streaming heads x "
         f"{spec.group_size} queries x {spec.head_dim}, scale {spec.scale:.6g}{seen}{softcap}{softmax}"
     )

@@ -94,10 +94,21 @@ class GroupKind(ABC):
         """
         return False
 
+    def seen_slots(self, num_tokens: int, num_slots: int) -> torch.Tensor:
+        """Tell which slots of a unit are seen behind ``num_tokens`` tokens of its request: bool ``[S]``.
+
+        The others may hold anything, tokens of other requests for instance.
+        """
+        return torch.ones(num_slots, dtype=torch.bool)
+
     @property
     def without_slack(self) -> GroupKind:
         """Return the kind without slack."""
         return self
+
+    def num_kept(self, num_heads: int) -> int:
+        """Heads that a unit keeps, for a group of ``num_heads``: more where it keeps those of others."""
+        return num_heads
 
     def layout(self, num_units: int, num_heads: int, block_size: int) -> UnitLayout:
         """Return the layout of its units in the store of a layer.
@@ -105,7 +116,7 @@ class GroupKind(ABC):
         Args:
             num_units: with the trash, which is the last one.
         """
-        return UnitLayout.dense(num_units, num_heads, self.num_slots(block_size))
+        return UnitLayout.dense(num_units, self.num_kept(num_heads), self.num_slots(block_size))
 
     def unit_bytes(self, num_heads: int, token_bytes: int, block_size: int) -> int:
         """Bytes of one unit of a group of so many heads.
@@ -113,7 +124,7 @@ class GroupKind(ABC):
         Args:
             token_bytes: of the key and the value of one token in one head.
         """
-        return num_heads * self.num_slots(block_size) * token_bytes
+        return self.num_kept(num_heads) * self.num_slots(block_size) * token_bytes
 
     @abstractmethod
     def prepare(
@@ -151,7 +162,7 @@ class HeadGroup:
     """Neighbouring key/value heads of a layer, with their query heads.
 
     Attributes:
-        num_heads: key/value heads, 1 or more.
+        num_heads: key/value heads; 0 only if its units keep heads of others.
         kind: their storage and attention.
     """
 
@@ -159,5 +170,5 @@ class HeadGroup:
     kind: GroupKind
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1:
+        if self.num_heads < 0 or self.kind.num_kept(self.num_heads) < 1:
             raise ValueError(f"expected a group of 1 head or more, got {self.num_heads}")

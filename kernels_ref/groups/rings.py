@@ -88,6 +88,12 @@ class Rings(GroupKind):
         """Return True: the new tokens of a prompt replace what it still has to read."""
         return True
 
+    def seen_slots(self, num_tokens: int, num_slots: int) -> torch.Tensor:
+        """Slots of the sinks, and of what the next token sees."""
+        position = slot_position(torch.tensor([num_tokens]), self.ring)[0]
+        is_recent = position > num_tokens - self.window.recent
+        return (position >= 0) & (is_recent | (position < self.window.sink))
+
     @property
     def without_slack(self) -> GroupKind:
         """Return the ring without slack."""

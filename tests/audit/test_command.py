@@ -29,6 +29,7 @@ def run(config_dir: Path) -> Run:
     return audited
 
 
+@pytest.mark.slow
 def test_tables_show_steps_operators_and_sources(run: Run) -> None:
     result = run("--bucket", BUCKETS[0], "--fail-on-unknown")
     assert result.exit_code == 0, result.output
@@ -44,6 +45,7 @@ def test_tables_show_steps_operators_and_sources(run: Run) -> None:
     assert "this project has not run on a Gaudi" in " ".join(result.stdout.split())
 
 
+@pytest.mark.slow
 def test_json_has_the_same_with_a_pattern_and_a_bucket_file(
     run: Run, pattern: HeadPattern, tmp_path: Path
 ) -> None:
@@ -62,6 +64,7 @@ def test_json_has_the_same_with_a_pattern_and_a_bucket_file(
     assert {key for each in fields["operators"] for key in each["sources"]} <= set(fields["sources"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_experts_are_audited_like_any_layer(run: Run, tmp_path: Path, family: str) -> None:
     config = FAMILIES[family]()
@@ -85,6 +88,7 @@ def test_experts_are_audited_like_any_layer(run: Run, tmp_path: Path, family: st
     assert all(step["work"]["matrix"]["num_operations"] > 0 for step in fields["buckets"])
 
 
+@pytest.mark.slow
 def test_a_note_is_shown_with_its_sources_and_ends_with_zero(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +126,7 @@ def test_a_forbidden_operator_ends_with_one(run: Run, monkeypatch: pytest.Monkey
         assert text in result.stdout
 
 
+@pytest.mark.slow
 def test_an_operator_without_source_fails_only_when_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {name: each for name, each in native.native_operators().items() if name != "silu"}
     for module in ("hpu_duo.audit.report", "hpu_duo.rules.operators"):

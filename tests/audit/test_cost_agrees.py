@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from benchmarks.kernel_work import structure_of, work_of
 from graphs import BatchShape
@@ -22,6 +22,7 @@ from hpu_duo.cost import (
 from hpu_duo.cost.read_model import read_model
 from hpu_duo.startup.graph_memory import KEPT, GraphMemory
 from hpu_duo.startup.sizes import StepSizes
+from tests.modeling.families import IS_5
 
 FACTOR = 1.2
 """Operators and bytes agree to within this factor; products are equal."""
@@ -57,6 +58,7 @@ def config_dir(path: Path, sizes: dict[str, int], num_layers: int = NUM_LAYERS) 
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["reference", "hpu"])
 @pytest.mark.parametrize(
     ("sizes", "num_retrieval"),
@@ -82,6 +84,25 @@ def test_the_cost_model_and_the_audit_agree_on_the_same_step(
             assert 1 / FACTOR < ratio < FACTOR, f"{name} of {text}: {ratio:.2f} times the audit's"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_5, reason="before 5, experts have shapes that depend on the routing")
+@pytest.mark.parametrize("num_experts", [8, pytest.param(32, marks=pytest.mark.slow)])
+def test_the_cost_model_and_the_audit_agree_on_experts(tmp_path: Path, num_experts: int) -> None:
+    sizes = {**GROUPED, "num_hidden_layers": NUM_LAYERS, "vocab_size": 32_000, "dtype": "bfloat16"}
+    MixtralConfig(**sizes, num_local_experts=num_experts, num_experts_per_tok=2).save_pretrained(tmp_path)
+    structure = structure_of(tmp_path, "hpu", 2, GROUPED["num_key_value_heads"])
+    work = work_of(structure, read_model(tmp_path), kernels_of("hpu"))
+    # Two tokens gather the weights of their experts; more tokens meet all of them.
+    for text in ("--u/q2/s0/u64/l2", "--u/q64/s0/u512/l64", "cs-/q256/s40/u0/l1"):
+        bucket = BatchShape.parse(text)
+        counted, traced = work.of(bucket), audit_bucket(structure, bucket).total
+        assert counted.matrix_ops == pytest.approx(traced.matrix_ops, rel=1e-3), text
+        for name in ("num_launches", "num_bytes"):
+            ratio = getattr(counted, name) / getattr(traced, name)
+            assert 1 / FACTOR < ratio < FACTOR, f"{name} of {text}: {ratio:.2f} times the audit's"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["reference", "hpu"])
 def test_the_seconds_of_a_long_prompt_contain_those_of_the_audit(tmp_path: Path, attention: str) -> None:
     """A prompt of 6,144 tokens in chunks of 2,048: the audit's bytes are within the capacity's range."""
@@ -99,6 +120,7 @@ def test_the_seconds_of_a_long_prompt_contain_those_of_the_audit(tmp_path: Path,
     assert found.high / deployment.error_factor == pytest.approx(traced, rel=FACTOR - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_retrieval", [4, 1])
 def test_graphs_are_planned_with_the_bytes_that_start_up_reserves(tmp_path: Path, num_retrieval: int) -> None:
     path = config_dir(tmp_path, GROUPED)

@@ -18,6 +18,7 @@ from tests.modeling.families import make_config
 
 SIZES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32},
+    "LlamaConfig, 7B": {"hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32},
     "LlamaConfig, 70B": {"hidden_size": 8192, "intermediate_size": 28_672, "num_attention_heads": 64},
     "MistralConfig": {
         "hidden_size": 4096,
@@ -28,8 +29,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "Qwen2Config": {"hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28},
     "Qwen3Config": {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32},
     "Gemma2Config": {"hidden_size": 3584, "intermediate_size": 14_336, "num_attention_heads": 16},
+    "MixtralConfig": {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32},
 }
-KV_HEADS = {"Qwen2Config": 4}
+KV_HEADS = {"Qwen2Config": 4, "LlamaConfig, 7B": 32}
 HEAD_DIM = {"Gemma2Config": 256}
 BLOCKS = 262_144 // 128
 LONG = (
@@ -42,6 +44,8 @@ LONG = (
     "c-u/q2048/s0/u64/l17",
     "c--/q2048/s0/u0/l1",
 )
+CASES = [("LlamaConfig", shape) for shape in LONG]
+CASES += [(name, shape) for name in SIZES if name != "LlamaConfig" for shape in LONG[::2]]
 
 
 def graphs_of(name: str, attention: str, shape: str, directory: Path) -> tuple[LoweredGraph, ...]:
@@ -78,6 +82,7 @@ def check(graphs: tuple[LoweredGraph, ...]) -> None:
     assert not any(graph.store_copies for graph in graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["reference", "hpu"])
 def test_no_graph_of_llama_is_large_after_256k_tokens(attention: str, tmp_path: Path) -> None:
     shapes = (f"csu/q2048/s{num}/u{num}/l17" for num in (BLOCKS // 2, BLOCKS))
@@ -87,6 +92,7 @@ def test_no_graph_of_llama_is_large_after_256k_tokens(attention: str, tmp_path: 
     assert [graph.num_nodes for graph in long] == [graph.num_nodes for graph in longer]
 
 
+@pytest.mark.slow
 def test_a_step_without_context_is_one_graph_for_each_layer(tmp_path: Path) -> None:
     graphs = graphs_of("LlamaConfig", "hpu", "c--/q2048/s0/u0/l1", tmp_path)
     check(graphs)
@@ -94,8 +100,7 @@ def test_a_step_without_context_is_one_graph_for_each_layer(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", LONG)
 @pytest.mark.parametrize("attention", ["reference", "hpu"])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(("name", "shape"), CASES)
 def test_no_graph_of_a_known_model_is_large(name: str, attention: str, shape: str, tmp_path: Path) -> None:
     check(graphs_of(name, attention, shape, tmp_path))

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
 from graphs import BatchShape
-from hpu_duo.audit import Severity, Structure, audit_bucket, build_structure, lower_bucket
+from hpu_duo.audit import Severity, Structure, audit, audit_bucket, build_structure, lower_bucket
 from hpu_duo.audit.fake_tensors import aot_backend
+from hpu_duo.audit.lowering import lowering_findings
 from hpu_duo.cost import GAUDI2
 from hpu_duo.heads import HeadPattern
 from hpu_duo.rules import Rule, StoreCopy, store_copies
 from kernels_ref import KVUnits, NewKV, reference
 from kernels_ref.index import write, write_kv
+from kernels_ref.partial import Partial
 from tests.audit.conftest import engine_config
 
 PHASES = (
@@ -39,6 +42,7 @@ def either(request: pytest.FixtureRequest, config_dir: Path, pattern: HeadPatter
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", PHASES)
 def test_a_layer_writes_its_stores_in_place(either: Structure, shape: str) -> None:
     graphs = lower_bucket(either, BatchShape.parse(shape))
@@ -136,8 +140,8 @@ def read_first(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
     ("writes", "what"),
     [
         (write_views, "a view of a store"),
-        (write_twice_each, "the same layer has written before"),
-        (read_first, "the same layer has read before"),
+        (write_twice_each, "the same graph has written before"),
+        (read_first, "the same graph has read before"),
     ],
 )
 def test_the_audit_finds_copies_of_stores(
@@ -150,3 +154,32 @@ def test_the_audit_finds_copies_of_stores(
     assert [finding.rule for finding in findings] == [Rule.STORE_COPY]
     assert what in findings[0].detail
     assert findings[0].severity is Severity.FORBIDDEN
+
+
+@pytest.mark.slow
+def test_a_report_tells_of_stores_that_only_the_compiler_would_copy(
+    config_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unique_blocks = reference.unique_blocks
+
+    def double_the_store(q: torch.Tensor, units: KVUnits, *rest: Any) -> Partial:
+        found = unique_blocks(q, units, *rest)
+        return found._replace(sum=found.sum + (units.k_flat * 2).amax())
+
+    monkeypatch.setattr(reference, "unique_blocks", double_the_store)
+    config = engine_config(config_dir, table="--u/q4/s0/u16/l4")
+    (found,) = audit(build_structure(config, GAUDI2)).findings
+    assert (found.rule, found.operator) == (Rule.STORE_COPY, "aten.mul.Tensor")
+    assert found.severity is Severity.FORBIDDEN
+    assert "as much as the store holds" in found.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["--u/q4/s0/u16/l4", "csu/q32/s8/u16/l4"])
+def test_graphs_of_too_many_operators_are_noted(structure: Structure, shape: str) -> None:
+    bucket = BatchShape.parse(shape)
+    sizes = [graph.num_nodes for graph in lower_bucket(structure, bucket)]
+    assert lowering_findings(structure, bucket, most_nodes=max(sizes)) == ()
+    (found,) = lowering_findings(structure, bucket, most_nodes=max(sizes) - 1)
+    assert (found.rule, found.severity, found.operator) == (Rule.GRAPH_SIZE, Severity.NOTE, "run_layer")
+    assert f"in {bucket} it has {max(sizes):,} operators; at most {max(sizes) - 1:,}" in found.detail

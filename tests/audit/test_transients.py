@@ -34,10 +34,10 @@ SMALL_CHUNKS = ChunkBounds(score_bytes=1 << 15, key_bytes=1 << 12, key_slots=64)
 """Bounds of chunks, scaled down with the model: the shortest context already fills them."""
 
 
-def set_sizes(model: nn.Module, slices: Slices) -> None:
+def set_sizes(model: nn.Module, slices: Slices, chunks: ChunkBounds = SMALL_CHUNKS) -> None:
     for module in model.modules():
         if isinstance(module, AttentionLayer):
-            module.spec = replace(module.spec, slices=slices, chunks=SMALL_CHUNKS)
+            module.spec = replace(module.spec, slices=slices, chunks=chunks)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,19 @@ def test_a_measured_step_needs_no_more_after_a_longer_context(
     assert exact[-1] == padded[-1]
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_loops_outside_of_layers_need_no_more_after_a_longer_context(
+    weights_dir: Path, kind: StepKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    half = HeadPattern(np.eye(1, 2), sink=8, recent=24, retrieval=np.array([[True, False]]))
+    executor = small_executor(weights_dir, "reference", half, CONTEXTS[-1])
+    set_sizes(executor.model.model, Slices(8), SMALL_CHUNKS._replace(most_inline=0))
+    peaks = [measure(executor, kind.rows(context)) for context in CONTEXTS]
+    assert max(peaks) == peaks[0] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", ["--u/q4/s0/u{n}/l4", "-su/q4/s{n}/u{n}/l4", "cs-/q32/s{n}/u0/l1", "csu/q32/s{n}/u{n}/l4"]
 )
@@ -82,6 +95,7 @@ def test_an_audited_step_needs_no_more_after_a_longer_context(
     assert len(peaks) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 2, 16])
 def test_decodes_of_llama_8b_need_no_more_after_256k_tokens_than_after_8k(
     num_rows: int, tmp_path: Path
@@ -115,6 +129,7 @@ MANY_EXPERTS = partial(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_5, reason="before 5, experts cannot be looked at without data")
 @pytest.mark.parametrize("make", [MIXTRAL, MANY_EXPERTS], ids=["8 experts", "128 experts"])
 def test_what_experts_make_is_bounded_and_in_the_estimate(

@@ -67,6 +67,7 @@ def test_fit_obeys_an_injected_cost() -> None:
     assert str(by_blocks.fit(shape)) == texts[1]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_an_exponential_table_has_a_bucket_for_every_step_that_a_scheduler_can_plan(

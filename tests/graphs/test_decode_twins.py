@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +46,7 @@ def test_an_exponential_table_has_buckets_for_decodes_alone(
     assert_decodes_run_alone(BucketTable.exponential(limits, rule, cost), limits, data, 10)
 
 
+@pytest.mark.slow
 @given(limits_of(st.integers(1, 3)), COSTS, st.data())
 @settings(max_examples=3, deadline=None)
 def test_a_planned_table_has_buckets_for_decodes_alone(

@@ -32,6 +32,7 @@ def test_a_sample_holds_every_step_or_as_many_as_it_may(num_steps: int, capacity
     assert found == sample(num_steps, capacity)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_steps", "capacity"), [(11, 10), (40, 10), (200, 3)])
 def test_every_step_is_as_likely_in_the_sample_as_another(num_steps: int, capacity: int) -> None:
     trials = 2000

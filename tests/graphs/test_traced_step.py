@@ -197,6 +197,7 @@ def test_failing_compiled_code_leaves_the_trace_in_order() -> None:
     assert step.is_replayed
 
 
+@pytest.mark.slow
 def test_intermediates_are_freed_as_soon_as_they_are_read_for_the_last_time() -> None:
     made: list[weakref.ref[Tensor]] = []
 

@@ -62,6 +62,7 @@ def calls_of(choice: Choice, world: World, **asked: Any) -> Calls:
     return calls
 
 
+@pytest.mark.slow
 @QUICK
 @given(
     scenario=scenarios().filter(lambda s: s.kr + s.ks > 0),

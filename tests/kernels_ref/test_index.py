@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels_ref.index import write_indices
+from kernels_ref.index import unit_places, write_indices
 from kernels_ref.units import UnitLayout
 
 
@@ -29,3 +29,5 @@ def test_each_token_and_head_has_the_place_of_its_vector_however_units_are_sprea
         layout.view(flat).copy_(names)
         expected = [[[u, head, s] for head in range(layout.num_heads)] for u, s in places]
         assert flat[index].view(len(places), layout.num_heads, 3).tolist() == expected
+        units = layout.view(flat).index_select(0, unit)
+        assert flat[unit_places(unit, layout)].view(units.shape).equal(units)

@@ -55,6 +55,7 @@ def test_sources_are_built_once_and_a_failure_says_why(
         build("numbers", [eight])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_own_folder")
 def test_builds_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
     source = tmp_path / "seven.cpp"

@@ -60,6 +60,7 @@ def python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_operators_and_parts_are_registered_without_importing_triton() -> None:
     done = python(
         "import sys; sys.modules['triton'] = None\n"
@@ -75,6 +76,7 @@ def test_operators_and_parts_are_registered_without_importing_triton() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_a_cpu_without_the_interpreter_is_refused() -> None:
     script = (
@@ -151,6 +153,7 @@ def test_operators_keep_what_their_schemas_and_fakes_promise(which: int) -> None
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.skipif(cpu_compile_problem() is not None, reason="inductor needs a C++ compiler")
 def test_a_compiled_layer_equals_the_layer_and_writes_stores_in_place() -> None:

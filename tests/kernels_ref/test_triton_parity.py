@@ -204,6 +204,7 @@ def test_loops_go_round_and_work_is_cut_and_merged(monkeypatch: pytest.MonkeyPat
         assert_as_exact_as_the_reference(monkeypatch, Inputs(scenario, torch.float32), part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_rows_of_several_tokens_and_spread_stores_are_as_exact(
     monkeypatch: pytest.MonkeyPatch, part: str
@@ -240,6 +241,7 @@ def run(world: World, softcap: float | None, sinks: torch.Tensor | None) -> torc
     return unified_attention(q, k, v, cache, step, spec, sinks).cpu()
 
 
+@pytest.mark.slow
 @FEW
 @given(
     scenario=scenarios().filter(lambda s: s.kr + s.ks > 0),

@@ -260,6 +260,7 @@ MIXED = Scenario(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type != "cpu" or availability.problem(DEVICE) is not None, reason="needs a CPU")
 @settings(QUICK, max_examples=6)
 @given(scenario=scenarios().filter(lambda s: s.kr > 0 and any(row.num_new == 1 for row in s.rows)))

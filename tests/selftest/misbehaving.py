@@ -12,6 +12,7 @@ from hpu_duo.selftest.subject import Subject
 def good(subject: Subject, notes: Notes) -> None:
     notes.check("good", True, f"on {subject.device}")
     notes.fact("mode", os.environ.get("PT_HPU_LAZY_MODE", "none"))
+    notes.fact("process", str(os.getpid()))
 
 
 def raises(subject: Subject, notes: Notes) -> None:

@@ -18,6 +18,7 @@ from tests.vendor import STANDIN
 runner = CliRunner()
 
 
+@pytest.mark.slow
 def test_chosen_stages_on_the_simulated_device(tmp_path: Path) -> None:
     arguments = ["selftest", "--device", "hpu-sim", "--only", "machine,generation", "--output", str(tmp_path)]
     done = runner.invoke(app, arguments)
@@ -28,6 +29,7 @@ def test_chosen_stages_on_the_simulated_device(tmp_path: Path) -> None:
     assert "The device is simulated" in (tmp_path / "selftest.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there_is_reported(tmp_path: Path) -> None:
     arguments = ["selftest", "--device", "cuda", "--only", "machine,generation", "--output", str(tmp_path)]
     done = runner.invoke(app, arguments)

@@ -27,6 +27,8 @@ def results() -> dict[str, StageResult]:
         Stage("hangs", "Hangs", misbehaving.hangs),
         Stage("disagrees", "Disagrees", misbehaving.disagrees),
         Stage("lazy", "Lazy", misbehaving.good, is_lazy=True),
+        Stage("lazy-too", "Lazy, too", misbehaving.good, is_lazy=True),
+        Stage("others", "Others take devices", misbehaving.good, is_lazy=True, holds_device=False),
     ]
     told: list[str] = []
     found = run_stages(SUBJECT, stages, stage_deadline_s=5.0, progress=told.append)
@@ -35,8 +37,13 @@ def results() -> dict[str, StageResult]:
 
 
 def test_every_stage_has_a_result_in_order(results: dict[str, StageResult]) -> None:
-    assert list(results) == ["first", "raises", "dies", "hangs", "disagrees", "lazy"]
-    assert [name for name, result in results.items() if result.is_ok] == ["first", "lazy"]
+    assert list(results) == ["first", "raises", "dies", "hangs", "disagrees", "lazy", "lazy-too", "others"]
+    assert [name for name, result in results.items() if result.is_ok] == [
+        "first",
+        "lazy",
+        "lazy-too",
+        "others",
+    ]
 
 
 def test_a_stage_that_raises_keeps_its_findings_and_its_traceback(results: dict[str, StageResult]) -> None:
@@ -62,6 +69,16 @@ def test_a_stage_that_takes_too_long_is_ended(results: dict[str, StageResult]) -
 def test_the_mode_of_the_device_is_set_where_a_stage_needs_one(results: dict[str, StageResult]) -> None:
     modes = {name: results[name].findings[1].detail for name in ("first", "lazy")}
     assert modes == {"first": "none", "lazy": "1"}
+
+
+def test_a_stage_whose_processes_take_devices_runs_where_nobody_has_taken_one(
+    results: dict[str, StageResult],
+) -> None:
+    processes = {name: results[name].findings[2].detail for name in ("lazy", "lazy-too", "others")}
+    assert processes["lazy"] == processes["lazy-too"] != processes["others"]
+    for device in ("hpu", "hpu-sim", "cuda", "cpu"):
+        [exchange] = [stage for stage in stages_of(device) if not stage.holds_device]
+        assert exchange.name == "exchange"
 
 
 def test_the_report_has_everything_twice(results: dict[str, StageResult], tmp_path: Path) -> None:

@@ -48,6 +48,25 @@ def in_graph(act: Callable[[Tensor], object]) -> None:
         act(x)
 
 
+def store() -> Tensor:
+    """Keys of three units of two vectors, the last one trash."""
+    flat = torch.zeros(6, 3, device="hpu")
+    mark_trash(flat, 4, 6)
+    return flat
+
+
+def write(flat: Tensor, *places: int) -> Tensor:
+    return flat.index_copy_(0, ints(*places), torch.ones(len(places), 3, device="hpu"))
+
+
+def in_region(*acts: Callable[[Tensor], object]) -> None:
+    """Act on a store, in a region that is compiled by itself."""
+    flat = store()
+    with sim.install().region():
+        for act in acts:
+            act(flat)
+
+
 BAD: dict[str, tuple[Rule, Callable[[], object]]] = {
     "nonzero": (Rule.DYNAMIC_SHAPE, lambda: table().nonzero()),
     "masked_select": (Rule.DYNAMIC_SHAPE, lambda: table().masked_select(table() > 1)),
@@ -108,6 +127,18 @@ BAD: dict[str, tuple[Rule, Callable[[], object]]] = {
     "turned weight as float32": (Rule.FLOAT_TYPE, lambda: table() @ weight().t().float()),
     "random numbers of a graph": (Rule.RANDOM_IN_GRAPH, lambda: in_graph(lambda x: torch.rand_like(x))),
     "random choice in a graph": (Rule.RANDOM_IN_GRAPH, lambda: in_graph(lambda x: x.bernoulli_(0.5))),
+    "write through a view of a store": (
+        Rule.STORE_COPY,
+        lambda: store().view(3, 2, 3).index_copy_(0, ints(1), torch.ones(1, 2, 3, device="hpu")),
+    ),
+    "two writes of a region": (
+        Rule.STORE_COPY,
+        lambda: in_region(lambda flat: write(flat, 0), lambda flat: write(flat, 1)),
+    ),
+    "read before a write of a region": (
+        Rule.STORE_COPY,
+        lambda: in_region(lambda flat: flat.view(3, 6) + 1, lambda flat: write(flat, 1)),
+    ),
     "scattered write": (Rule.SCATTER, lambda: table().index_put((ints(0), ints(1)), table()[0, :1])),
 }
 
@@ -120,7 +151,7 @@ def test_each_rule_names_the_operator_and_the_line_that_broke_it(name: str) -> N
     assert caught.value.rule is rule
     assert caught.value.operator.startswith("aten.")
     assert __file__ in caught.value.source
-    assert caught.value.source.endswith("in <lambda>") or "on_device" in caught.value.source
+    assert caught.value.source.endswith(("in <lambda>", "in on_device", "in write"))
     assert rule.value in str(caught.value)
     assert caught.value.operator in str(caught.value)
 
@@ -182,16 +213,27 @@ def test_trash_may_be_written_twice_and_its_neighbours_may_not() -> None:
     new = torch.ones(3, 2, device="hpu")
     store.index_copy_(0, ints(3, 9, 9), new)
     units = store.unflatten(0, (3, 4))
-    units.index_copy_(0, ints(1, 2, 2), torch.ones(3, 4, 2, device="hpu"))
-    for bad in (
-        lambda: store.index_copy_(0, ints(3, 7, 7), new),
-        lambda: units.index_copy_(0, ints(1, 1), units[:2]),
-    ):
-        with pytest.raises(HpuRuleViolation, match="write to a place twice"):
-            bad()
+    with sim.allow(Rule.STORE_COPY):
+        units.index_copy_(0, ints(1, 2, 2), torch.ones(3, 4, 2, device="hpu"))
+        for bad in (
+            lambda: store.index_copy_(0, ints(3, 7, 7), new),
+            lambda: units.index_copy_(0, ints(1, 1), units[:2]),
+        ):
+            with pytest.raises(HpuRuleViolation, match="write to a place twice"):
+                bad()
     copy = store.clone()
     with pytest.raises(HpuRuleViolation, match="index 9 comes 2 times"):
         copy.index_copy_(0, ints(3, 9, 9), new)
+
+
+def test_a_store_may_be_written_and_then_read_in_a_region_and_again_in_the_next_one() -> None:
+    flat, seen = store(), []
+    for place in (0, 1):
+        with sim.install().region():
+            seen.append(write(flat, place).view(3, 6).sum(dim=1))
+    flat.index_select(0, write(flat, 2).new_zeros(1, dtype=torch.int32))
+    write(flat, 3)
+    assert [each.tolist() for each in seen] == [[3, 0, 0], [6, 0, 0]]
 
 
 def test_a_step_of_a_float16_model_has_float16() -> None:
@@ -288,6 +330,7 @@ def test_a_report_says_what_it_does_not_prove() -> None:
         assert "nor speed, nor device memory" in text
 
 
+@pytest.mark.slow
 def test_the_compiler_works_beside_the_simulated_hpu() -> None:
     script = """
 import torch

@@ -60,6 +60,7 @@ def serves_without_surprise(served: HPUDuoModel, expected: list[list[list[int]]]
     assert (counters.captures, counters.misses, counters.late_captures) == (captures, 0, 0)
 
 
+@pytest.mark.slow
 def test_after_a_replay_nothing_is_captured_and_nothing_misses(
     tiny: Tiny, tmp_path: Path, way: str, expected: list[list[list[int]]]
 ) -> None:

@@ -84,7 +84,13 @@ def test_the_plan_leaves_free_what_its_own_graphs_need(free: int, per_block: int
 
 def load(tiny: Tiny, free: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> MemoryPlan:
     monkeypatch.setattr("hpu_duo.device.CpuRuntime.free_bytes", lambda self: free)
-    served = tiny.load(device="cpu", pattern=PATTERN, graphs=CudaBackend(OperatorRecorder()), **options)
+    served = tiny.load(
+        device="cpu",
+        pattern=PATTERN,
+        graphs=CudaBackend(OperatorRecorder()),
+        enable_prefix_caching=False,
+        **options,
+    )
     plan = served.engine.runner.store.plan
     assert served.stats().graph_bytes == plan.graph_bytes
     assert served.stats().kv_bytes == plan.total_bytes

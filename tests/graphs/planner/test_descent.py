@@ -1,6 +1,7 @@
 """Moving buckets: the total falls, and nothing is dropped on the way."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ def paid(table: BucketTable, shapes: list[BatchShape], weights: list[float]) -> 
     return total
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=20, deadline=None)
 def test_a_moved_table_costs_no_more_and_still_does_its_duties(data: st.DataObject) -> None:

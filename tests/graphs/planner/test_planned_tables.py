@@ -69,6 +69,7 @@ def test_every_bucket_is_the_cheapest_of_some_step(uses_blocks: bool, num_graphs
     assert {bucket.phase for bucket in table} <= set(tiny.reachable_phases)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_every_reachable_shape_lies_in_a_cell(data: st.DataObject) -> None:
@@ -81,6 +82,7 @@ def test_every_reachable_shape_lies_in_a_cell(data: st.DataObject) -> None:
         assert (inside & same_phase).sum() == 1
 
 
+@pytest.mark.slow
 def test_the_same_input_gives_the_same_table() -> None:
     for traffic in (TRAFFIC, None):
         turned = None if traffic is None else dict(reversed(traffic.items()))
@@ -96,6 +98,7 @@ def test_a_plan_from_traffic_pads_that_traffic_less_than_the_default_table_does(
     assert planned.mean < min(0.1, default.mean)
 
 
+@pytest.mark.slow
 def test_more_graphs_pad_the_prior_less() -> None:
     cost = StepCost(block_size=64)
     means = [
@@ -110,6 +113,7 @@ def test_one_graph_holds_everything() -> None:
     assert plan_buckets(LIMITS, 1).buckets == (LIMITS.largest,)
 
 
+@pytest.mark.slow
 def test_time_and_memory_bound_the_table() -> None:
     in_time = plan_buckets(LIMITS, GraphBudget(64, seconds=50, seconds_per_graph=10), resolution=QUICK)
     assert len(in_time) <= 5
@@ -141,6 +145,7 @@ def test_traffic_of_another_deployment_is_refused() -> None:
         plan_buckets(LIMITS, 8, traffic={BatchShape.parse("--u/q1/s0/u1/l1"): 0})
 
 
+@pytest.mark.slow
 def test_a_cost_that_prices_one_shape_at_a_time_will_do() -> None:
     cost = StepCost(block_size=64)
     plans = [
