@@ -2,24 +2,61 @@
 
 from collections.abc import Callable
 
+from hpu_duo.named import call_with_options
 from hpu_duo.scheduling.arrivals import ArrivalOrder
+from hpu_duo.scheduling.cache_aware import DepthFirst, LongestPrefixMatch
+from hpu_duo.scheduling.dlpm import DeficitLongestPrefixMatch
 from hpu_duo.scheduling.fcfs import FirstComeFirstServed
+from hpu_duo.scheduling.ltr import LearnedToRank
+from hpu_duo.scheduling.mlfq import MultiLevelFeedback
 from hpu_duo.scheduling.policy import SchedulingPolicy
+from hpu_duo.scheduling.priority import PriorityFirst
+from hpu_duo.scheduling.ranked import RankedPolicy
+from hpu_duo.scheduling.shortest import ShortestJobFirst, ShortestRemainingFirst
+from hpu_duo.scheduling.vtc import VirtualTokenCounter
+from hpu_duo.scheduling.waiting import CachedPrefix, Waiting
 
-__all__ = ["POLICIES", "ArrivalOrder", "FirstComeFirstServed", "SchedulingPolicy", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "ArrivalOrder",
+    "CachedPrefix",
+    "DeficitLongestPrefixMatch",
+    "DepthFirst",
+    "FirstComeFirstServed",
+    "LearnedToRank",
+    "LongestPrefixMatch",
+    "MultiLevelFeedback",
+    "PriorityFirst",
+    "RankedPolicy",
+    "SchedulingPolicy",
+    "ShortestJobFirst",
+    "ShortestRemainingFirst",
+    "VirtualTokenCounter",
+    "Waiting",
+    "make_policy",
+]
 
-POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
+POLICIES: dict[str, Callable[..., SchedulingPolicy]] = {
     "fcfs": FirstComeFirstServed,
+    "priority": PriorityFirst,
+    "sjf": ShortestJobFirst,
+    "srtf": ShortestRemainingFirst,
+    "mlfq": MultiLevelFeedback,
+    "lpm": LongestPrefixMatch,
+    "dfs-weight": DepthFirst,
+    "vtc": VirtualTokenCounter,
+    "dlpm": DeficitLongestPrefixMatch,
+    "ltr": LearnedToRank,
 }
 """Policies by name; a scheduler gets one of its own, because it may count what it has charged."""
 
 
 def make_policy(name: str) -> SchedulingPolicy:
-    """Make the policy of a name.
+    """Make the policy of a name, with options behind it, such as ``priority:patience=100``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none of this name, or it has no such option or not with this value.
     """
-    if name not in POLICIES:
-        raise ValueError(f"expected scheduling_policy to be one of {', '.join(POLICIES)}, got {name!r}")
-    return POLICIES[name]()
+    policy = call_with_options("scheduling_policy", name, POLICIES)
+    policy.name = name
+    return policy

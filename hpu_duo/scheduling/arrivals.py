@@ -13,14 +13,10 @@ def _arrival(request: Request) -> int:
 
 
 class ArrivalOrder:
-    """A set of requests, iterated from the first arrival to the last, whatever order they came in by.
+    """A set of requests, iterated from the first arrival to the last, whatever order they came in by."""
 
-    Args:
-        requests: a set to begin with a copy of; None = nothing.
-    """
-
-    def __init__(self, requests: ArrivalOrder | None = None) -> None:
-        self._requests: list[Request] = [] if requests is None else list(requests)
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
 
     def add(self, request: Request) -> None:
         """Put the request at the place its arrival gives it."""

@@ -1,0 +1,102 @@
+"""Policies that put together what the prefix cache has together."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from hpu_duo.request import Request, RequestStatus
+from hpu_duo.scheduling.policy import SchedulingPolicy
+from hpu_duo.scheduling.shortest import PATIENCE
+from hpu_duo.scheduling.waiting import Waiting
+
+WINDOW = 128
+"""Requests that are looked up in the prefix cache in one step, the earliest ones."""
+
+
+class CacheAware(SchedulingPolicy):
+    """Orders the earliest waiting requests by what is cached of them, anew in every step.
+
+    Requests that begin with what is cached go before those that do not, as long as such requests come. The
+    earliest waiting request is overtaken ``patience`` times at most; see ``RankedPolicy``.
+
+    Args:
+        window: earliest requests that are ordered; 1 or more.
+        patience: infinite = requests that share nothing may wait for ever.
+    """
+
+    def __init__(self, window: int = WINDOW, patience: float = PATIENCE) -> None:
+        if window < 1 or not patience >= 0:
+            raise ValueError(
+                f"expected window to be 1 or more and patience 0 or more, got {window} and {patience}"
+            )
+        self._window, self._patience = window, patience
+        self._order: list[Request] = []
+
+    @abstractmethod
+    def order(self, requests: Sequence[Request], waiting: Waiting) -> list[Request]:
+        """Return the requests, which come in order of arrival, in the order to admit them."""
+
+    def begin_step(self) -> None:
+        """Order anew when somebody is to be admitted: the cache may hold something else."""
+        self._order = []
+
+    def next(self, waiting: Waiting) -> Request:
+        """Return the first one that is left, or the earliest arrival if it was overtaken too often."""
+        if waiting.num_overtakes >= self._patience:
+            return waiting.first
+        found = self._first(waiting)
+        if found is None:
+            self._order = self.order(list(islice(waiting, self._window)), waiting)
+            found = self._first(waiting)
+        assert found is not None, f"none of {len(self._order)} requests waits"
+        return found
+
+    def _first(self, waiting: Waiting) -> Request | None:
+        left = (r for r in self._order if r.status is RequestStatus.WAITING and waiting.is_offered(r))
+        return next(left, None)
+
+
+class LongestPrefixMatch(CacheAware):
+    """Requests of which most is cached are admitted first, then by arrival.
+
+    Source: RadixAttention, Zheng et al. 2024 (arXiv:2312.07104), with a bound on how long others wait.
+    """
+
+    def order(self, requests: Sequence[Request], waiting: Waiting) -> list[Request]:
+        """Return the requests by cached blocks."""
+        return sorted(requests, key=lambda each: (-num_cached_blocks(each, waiting), each.arrival))
+
+
+class DepthFirst(CacheAware):
+    """Goes through the tree of cached prefixes depth first, at each branch to where most requests wait.
+
+    So requests under one prefix are admitted together, before it is evicted.
+
+    Source: the policy ``dfs-weight`` of SGLang.
+    """
+
+    def order(self, requests: Sequence[Request], waiting: Waiting) -> list[Request]:
+        """Return the requests in the order of the walk; those that end at a node come behind its branches."""
+        paths = [_usable_path(request, waiting) for request in requests]
+        weights: Counter[Any] = Counter(node for path in paths for node in path)
+        numbers = {node: number for number, node in enumerate(weights)}
+        keys = [
+            (*((-weights[node], numbers[node]) for node in path), (1, request.arrival))
+            for path, request in zip(paths, requests)
+        ]
+        return [requests[place] for place in sorted(range(len(requests)), key=keys.__getitem__)]
+
+
+def num_cached_blocks(request: Request, waiting: Waiting) -> int:
+    """Return the blocks that a request would take up from the prefix cache."""
+    found = waiting.find(request)
+    return 0 if found is None else found.num_usable
+
+
+def _usable_path(request: Request, waiting: Waiting) -> Sequence[Any]:
+    found = waiting.find(request)
+    return () if found is None else found.path[: found.num_usable]

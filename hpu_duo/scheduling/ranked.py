@@ -1,0 +1,114 @@
+"""Policies that give each request a rank."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from math import inf
+
+from hpu_duo.request import Request
+from hpu_duo.scheduling.policy import SchedulingPolicy
+from hpu_duo.scheduling.waiting import Waiting
+
+Rank = tuple[float, ...]
+
+
+class RankedOrder:
+    """Requests sorted by rank, then by arrival; each keeps the rank that it was added with."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Rank, int, Request]] = []
+        self._ranks: dict[Request, Rank] = {}
+
+    def add(self, request: Request, rank: Rank) -> None:
+        """Put a request at its place.
+
+        Raises:
+            ValueError: it is in here.
+        """
+        if request in self._ranks:
+            raise ValueError(f"{request} is ranked already")
+        self._ranks[request] = rank
+        insort(self._entries, (rank, request.arrival, request))
+
+    def discard(self, request: Request) -> None:
+        """Take a request out if it is in here."""
+        rank = self._ranks.pop(request, None)
+        if rank is not None:
+            del self._entries[bisect_left(self._entries, (rank, request.arrival))]
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._ranks
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, _, request in self._entries)
+
+
+class RankedPolicy(SchedulingPolicy):
+    """Admits the lowest rank, and preempts the highest; ties go by arrival.
+
+    Ranks of waiting requests are kept sorted, so choosing takes no longer the more of them there are.
+
+    Later arrivals overtake the earliest waiting request ``patience`` times at most; then it is next, and is
+    not displaced any more. So a request that ``k`` others came before waits for ``(k + 1) * patience``
+    admissions of later ones at most.
+
+    Args:
+        patience: infinite = requests of a high rank may wait for ever.
+    """
+
+    def __init__(self, patience: float = inf) -> None:
+        if not patience >= 0:
+            raise ValueError(f"expected patience to be 0 or more, got {patience}")
+        self._patience = patience
+        self._order = RankedOrder()
+        self._overtaken: set[Request] = set()
+
+    @abstractmethod
+    def rank(self, request: Request) -> Rank:
+        """Return the rank of a request; it may change while the request runs, or by ``rerank``."""
+
+    def rerank(self, request: Request) -> None:
+        """Ask for the rank of a request again, if it waits."""
+        if request in self._order:
+            self._order.discard(request)
+            self._order.add(request, self.rank(request))
+
+    def next(self, waiting: Waiting) -> Request:
+        """Return the lowest rank, or the earliest arrival if it was overtaken too often."""
+        if waiting.num_overtakes >= self._patience:
+            self._overtaken.add(first := waiting.first)
+            return first
+        return next(filter(waiting.is_offered, self._order))
+
+    def victim(self, running: Sequence[Request]) -> Request:
+        """Return the highest rank."""
+        return max(running, key=self._place)
+
+    def displaced(self, request: Request, running: Sequence[Request]) -> Request | None:
+        """Return the highest rank, if it is higher than that of the request."""
+        if not self.displaces:
+            return None
+        others = [other for other in running if other not in self._overtaken]
+        worst = max(others, key=self._place, default=None)
+        return worst if worst is not None and self.rank(worst) > self.rank(request) else None
+
+    def queued(self, request: Request) -> None:
+        """Sort the request in."""
+        self._order.add(request, self.rank(request))
+
+    def admitted(self, request: Request) -> None:
+        """Take the request out."""
+        self._order.discard(request)
+
+    def ended(self, request: Request) -> None:
+        """Forget the request."""
+        self._order.discard(request)
+        self._overtaken.discard(request)
+
+    def _place(self, request: Request) -> tuple[Rank, int]:
+        return self.rank(request), request.arrival
