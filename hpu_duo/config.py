@@ -20,7 +20,15 @@ from kernels_ref.chunks import ChunkBounds
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
 
-__all__ = ["CacheConfig", "EngineConfig", "GraphConfig", "HeadConfig", "ModelConfig", "SchedulerConfig"]
+__all__ = [
+    "CacheConfig",
+    "EngineConfig",
+    "GraphConfig",
+    "HeadConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +81,8 @@ class HeadConfig:
             more, the fewest streaming heads become retrieval heads with which it has not (see
             ``hpu_duo.heads.counts``), so that ``sparsity`` is a lower bound on retrieval heads. None = 4 on
             HPU, or one for each structure that layers have anyway where that is more; no bound elsewhere.
-        tie_break, balance: see ``HeadPattern.binarise``. Not "per_rank": one engine drives one device,
-            and its heads are not cut into slices.
+        tie_break, balance: see ``HeadPattern.binarise``. Not "per_rank": ranks do not hold slices of
+            neighbouring heads, see ``hpu_duo.sharded``.
     """
 
     pattern: HeadPattern | str | Path | None = None
@@ -105,8 +113,8 @@ class HeadConfig:
         _one_of("tie_break", self.tie_break, ("stable", "reference"))
         if self.balance == "per_rank":
             raise ValueError(
-                "balance 'per_rank' is for tensor-parallel ranks, and an engine serves on one device: "
-                "expected global, per_layer, or a pattern that HeadPattern.binarise has cut"
+                "balance 'per_rank' cuts a layer into slices of neighbouring heads, which ranks do not "
+                "hold: expected global, per_layer, or a pattern that HeadPattern.binarise has cut"
             )
         _one_of("balance", self.balance, ("global", "per_layer"))
         for name in ("sparsity", "threshold"):
@@ -164,6 +172,51 @@ class GraphConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Settings of the ranks that share a model, each a process with a device of its own.
+
+    Attributes:
+        tensor_parallel_size: number of ranks; heads, widths and vocabulary are cut evenly among them.
+        retrieval_parallel: what ranks share of retrieval heads. "heads": each rank keeps all tokens of
+            equally many of them. "context": each keeps a part of the tokens of all of them, so that no layer
+            waits for the rank that has one, at four exchanges a layer instead of two. "auto": as decodes are
+            predicted to be faster (``hpu_duo.startup.retrieval_choice``).
+        retrieval_parallel_context: tokens of a request that "auto" predicts for; None = ``max_model_len``.
+        timeout_s: most seconds of an exchange inside a step, and of a rank that gives no sign of life, before
+            all ranks end.
+    """
+
+    tensor_parallel_size: int = 1
+    retrieval_parallel: str = "heads"
+    retrieval_parallel_context: int | None = None
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _one_of("retrieval_parallel", self.retrieval_parallel, ("heads", "context", "auto"))
+        self._check_context()
+        _finite("timeout_s", self.timeout_s)
+        if self.timeout_s <= 0:
+            raise ValueError(f"expected timeout_s above 0, got {self.timeout_s}")
+
+    def _check_context(self) -> None:
+        length = self.retrieval_parallel_context
+        if length is None:
+            return
+        check_at_least("retrieval_parallel_context", length, 1)
+        if self.retrieval_parallel != "auto":
+            raise ValueError(
+                f"retrieval_parallel_context={length} needs retrieval_parallel='auto', "
+                f"got {self.retrieval_parallel!r}"
+            )
+
+    @property
+    def deals_blocks(self) -> bool:
+        """Whether a block of tokens lies on several ranks, a part on each; known once that is no "auto"."""
+        return self.retrieval_parallel == "context" and self.tensor_parallel_size > 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of a user."""
 
@@ -172,6 +225,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         if self.scheduler.decode_len > self.cache.block_size:
@@ -179,6 +233,12 @@ class EngineConfig:
                 f"expected decode_len of at most block_size={self.cache.block_size}, "
                 f"got {self.scheduler.decode_len}"
             )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the engine: of a block on each rank, where blocks are dealt over ranks."""
+        num_parts = self.parallel.tensor_parallel_size if self.parallel.deals_blocks else 1
+        return self.cache.block_size * num_parts
 
 
 def _finite(name: str, value: float | None) -> None:

@@ -7,6 +7,7 @@ one ``graphs.StepLimits``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, check_utilization
 
@@ -22,7 +23,8 @@ class CacheConfig:
             requests of ``max_model_len`` tokens need, within ``device_memory_utilization``.
         enable_prefix_caching: keep the blocks of requests that have ended, for later ones that begin with the
             same tokens; see ``hpu_duo.kv.prefix``. Rings then have ``block_size - 1`` slots of slack.
-        num_prefix_snapshots: states of rings to keep with them; None = as many as requests run. A model whose
+        num_prefix_snapshots: states of rings to keep with them; None = as many as requests run, as long as
+            they take at most an eighth of the bytes of all else (``hpu_duo.kv.snapshots``). A model whose
             heads all keep blocks needs none.
         device_memory_utilization: share of the device's memory that weights, graphs and stores may take
             together, vLLM's ``gpu_memory_utilization``; see ``hpu_duo.budget``.
@@ -31,7 +33,7 @@ class CacheConfig:
     block_size: int = 128
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     num_prefix_snapshots: int | None = None
     device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
 
@@ -69,7 +71,9 @@ class SchedulerConfig:
             slots of slack.
         trim_chunks: leave the end of a prompt to the next step where that pads less; needs a table of
             buckets. See ``hpu_duo.engine.trimming``.
-        scheduling_policy: order of admission and preemption, a name of ``hpu_duo.scheduling.POLICIES``.
+        scheduling_policy: order of admission and preemption, a name of ``hpu_duo.scheduling.POLICIES``, with
+            options behind it: ``priority:patience=100``.
+        ranker: directory of a ranker of ``hpu-duo train-ranker``, for policies that need one.
     """
 
     max_num_seqs: int = 32
@@ -79,6 +83,7 @@ class SchedulerConfig:
     trim_chunks: bool = False
     decode_len: int = 1
     scheduling_policy: str = "fcfs"
+    ranker: str | Path | None = None
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)

@@ -10,20 +10,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from transformers import GenerationConfig
 
 from graphs import BucketTable, CaptureBackend, MissPolicy
 from graphs.manifest import read_manifest
 from graphs.recording import ShapeRecorder
-from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
-from hpu_duo.engine.engine import Engine
+from hpu_duo.config import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    HeadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from hpu_duo.context import ContextModel
 from hpu_duo.engine.outputs import ContinuationScore
 from hpu_duo.engine.stats import EngineStats
-from hpu_duo.generation import GenerativeModel, as_eos_ids
-from hpu_duo.modeling.config_file import refuse_remote_code
+from hpu_duo.generation import as_eos_ids
 from hpu_duo.modeling.hub import find_checkpoint
 from hpu_duo.modeling.loading import choose_dtype, load_tokenizer, read_config, read_generation_config
+from hpu_duo.remote_code import refuse_remote_code
 from hpu_duo.startup.assembly import assemble
+from hpu_duo.startup.retrieval_choice import settled
 from hpu_duo.steplog import StepRecorder, origin_of
 from hpu_duo.uncopied import Uncopied
 from hpu_duo.warmup import (
@@ -37,12 +45,10 @@ from hpu_duo.warmup import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from hpu_duo.heads import HeadPattern
 
 
-class HPUDuoModel(GenerativeModel, Uncopied):
+class HPUDuoModel(ContextModel, Uncopied):
     """A checkpoint, loaded and ready to generate.
 
     Threads may share it: one lock orders their steps, each step serves the requests of all of them, and each
@@ -51,16 +57,6 @@ class HPUDuoModel(GenerativeModel, Uncopied):
     Attributes:
         engine_config: the arguments of ``from_pretrained``, checked.
     """
-
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase | None,
-        generation_config: GenerationConfig,
-        engine_config: EngineConfig,
-    ) -> None:
-        super().__init__(engine, tokenizer, generation_config)
-        self.engine_config = engine_config
 
     @classmethod
     def from_pretrained(
@@ -91,6 +87,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         trim_chunks: bool = False,
         decode_len: int = SchedulerConfig.decode_len,
         scheduling_policy: str = SchedulerConfig.scheduling_policy,
+        ranker: str | Path | None = None,
         block_size: int = CacheConfig.block_size,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
@@ -103,6 +100,10 @@ class HPUDuoModel(GenerativeModel, Uncopied):
         max_captured_tokens: int | None = None,
         graph_memory_bytes: int | None = None,
         fail_on_recompile: bool = False,
+        tensor_parallel_size: int = ParallelConfig.tensor_parallel_size,
+        retrieval_parallel: str = ParallelConfig.retrieval_parallel,
+        retrieval_parallel_context: int | None = None,
+        rank_timeout_s: float = ParallelConfig.timeout_s,
         record_shapes: str | Path | None = None,
         record_steps: str | Path | None = None,
         seed: int = 0,
@@ -127,8 +128,8 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             softmax, pack_weights, score_bytes: see ``ModelConfig``.
             max_model_len: tokens of prompt and output; None = what model and cache hold. Rotary frequencies
                 that depend on a text's length are those of this length.
-            max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len, scheduling_policy:
-                see ``SchedulerConfig``.
+            max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len, scheduling_policy,
+                ranker: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, enable_prefix_caching, num_prefix_snapshots,
                 device_memory_utilization: see ``CacheConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
@@ -143,6 +144,9 @@ class HPUDuoModel(GenerativeModel, Uncopied):
             graph_memory_bytes: device memory to set aside for graphs; None = as estimated.
             fail_on_recompile: a step outside of warm-up that compiles or captures anything raises
                 ``RecompileError``, which names it.
+            tensor_parallel_size: ranks that share the model, each a process with a device of its own; a
+                program that asks for more than one has its main part under ``if __name__ == "__main__"``.
+            retrieval_parallel, retrieval_parallel_context, rank_timeout_s: see ``ParallelConfig``.
             record_shapes: file to which the exact shape of every step is appended, to plan from.
             record_steps: file to which every step is written, replacing older recordings: a debugging tool,
                 see ``hpu_duo.steplog``.
@@ -192,6 +196,7 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 trim_chunks=trim_chunks,
                 decode_len=decode_len,
                 scheduling_policy=scheduling_policy,
+                ranker=ranker,
             ),
             graph=GraphConfig(
                 backend=graphs,
@@ -201,9 +206,15 @@ class HPUDuoModel(GenerativeModel, Uncopied):
                 memory_bytes=graph_memory_bytes,
                 fail_on_recompile=fail_on_recompile,
             ),
+            parallel=ParallelConfig(
+                tensor_parallel_size=tensor_parallel_size,
+                retrieval_parallel=retrieval_parallel,
+                retrieval_parallel_context=retrieval_parallel_context,
+                timeout_s=rank_timeout_s,
+            ),
         )
         path = find_checkpoint(path, revision)
-        config = given.complete(replace(config, model=replace(config.model, path=path)))
+        config = given.complete(settled(replace(config, model=replace(config.model, path=path))))
         generation_config = read_generation_config(path, read_config(path))
         eos = as_eos_ids(generation_config.eos_token_id)
         tokenizer = load_tokenizer(path)

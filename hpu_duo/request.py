@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from hpu_duo.kv.holds import PrefixHold
     from hpu_duo.sampling.params import SamplingParams
 
 NO_ROW = -1
@@ -63,8 +64,8 @@ class Request:
     """One sequence: a prompt, the tokens sampled for it so far, and its lease of the KV stores.
 
     A request is data with one writer per part: the scheduler moves it along (``status``, ``arrival``,
-    ``admitted_at``, ``num_computed_tokens``, ``num_cached_tokens``, ``stops``, ``append``), ``KVLeases``
-    writes ``row``, ``block_table`` and ``num_blocks``.
+    ``admitted_at``, ``num_tokens_when_admitted``, ``num_computed_tokens``, ``num_cached_tokens``, ``stops``,
+    ``append``), ``KVLeases`` writes ``row``, ``block_table`` and ``num_blocks``.
 
     Attributes:
         tokens: int32 ``[capacity]``; prompt, then outputs, valid up to ``num_tokens``; then ``num_drafts``
@@ -73,9 +74,12 @@ class Request:
         num_computed_tokens: leading tokens whose keys and values are in the cache.
         num_cached_tokens: leading tokens that were there when the request first got a row, from others; None
             before.
+        score: place in a learned ranking, lower for shorter outputs; only its order means something.
+        context, opens: the held prefix that it begins with, and the one that its prompt becomes; None = none.
         stops: positions at which a chunk ends if it comes past them, ascending.
         arrival: rank in order of arrival; -1 until the scheduler has it.
         admitted_at: when it first got a row, by ``time.perf_counter``; None before.
+        num_tokens_when_admitted: ``num_tokens`` when it last got a row.
         row: ring row, ``NO_ROW`` unless running.
         block_table: int32; valid up to ``num_blocks``.
         parent, sample_index: for the samples of one prompt: sample 0, which is the parent of all others.
@@ -127,12 +131,16 @@ class Request:
         self.num_tokens = len(prompt)
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
+        self.score = 0.0
+        self.context: PrefixHold | None = None
+        self.opens: PrefixHold | None = None
         self.stops: tuple[int, ...] = ()
 
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.arrival = -1
         self.admitted_at: float | None = None
+        self.num_tokens_when_admitted = 0
 
         self.row = NO_ROW
         self.block_table = np.zeros(0, dtype=np.int32)
@@ -178,6 +186,7 @@ class Request:
     def begin_running(self) -> None:
         """Note that it has a row, and when it got its first one."""
         self.status = RequestStatus.RUNNING
+        self.num_tokens_when_admitted = self.num_tokens
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
 
@@ -233,22 +242,25 @@ class Request:
             return 0
         return max(0, len(self.params.forced_token_ids) - self.num_output_tokens - 1)
 
-    def num_next_tokens(self, decode_len: int = 1) -> int:
+    def num_next_tokens(self, decode_len: int = 1, start: int | None = None) -> int:
         """Return the most tokens that the next step may compute: the rest of the prefill, or of a decode.
 
         Args:
             decode_len: most tokens that are decoded in a step, drafts included.
+            start: tokens that are in the cache; None = ``num_computed_tokens``.
         """
-        num_left = self._num_prefilled - self.num_computed_tokens
+        if start is None:
+            start = self.num_computed_tokens
+        num_left = self._num_prefilled - start
         if not self.params.decoded_prompt_tokens:
-            num_left = self.num_uncomputed_tokens
+            num_left = self.num_tokens - start
             # A prompt of one token, or the last token of one, is decoded.
             if num_left == 1:
                 num_left = 0
         if num_left > 0:
             return num_left
         # Drafts are looked for in every step of every request, and matter only to more than one token.
-        return 1 if decode_len == 1 else min(decode_len, self.num_uncomputed_tokens + self.num_drafts)
+        return 1 if decode_len == 1 else min(decode_len, self.num_tokens - start + self.num_drafts)
 
     @property
     def is_finished(self) -> bool:

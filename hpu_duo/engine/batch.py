@@ -79,6 +79,7 @@ class StepGeometry:
         trash_block, trash_row: block and ring row that padding reads and writes.
         max_chunk_rows: rings gathered for prompt rows with context (C).
         decode_len: most new tokens of a decode row (M).
+        max_block_moves: see ``StepLimits``.
     """
 
     block_size: int
@@ -86,6 +87,7 @@ class StepGeometry:
     trash_row: int
     max_chunk_rows: int
     decode_len: int = 1
+    max_block_moves: int = 0
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:
@@ -96,6 +98,7 @@ class StepGeometry:
             limits.num_ring_rows,
             limits.max_chunk_rows,
             limits.decode_len,
+            limits.max_block_moves,
         )
 
     def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:

@@ -6,19 +6,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.interrupts import interrupts_deferred
 from graphs.recording import write_shapes
 from hpu_duo.engine.calls import Add, Calls
+from hpu_duo.engine.contexts import Contexts
+from hpu_duo.engine.entry import Entry
 from hpu_duo.engine.intake import Intake, Prompt
 from hpu_duo.engine.outputs import (
     Completion,
     ContinuationScore,
     RequestOutput,
 )
+from hpu_duo.engine.prefix_copies import PrefixCopies
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.scoring import forced, score_of
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from graphs.recording import ShapeRecorder
     from hpu_duo.engine.telemetry import StepListener, StepSink
     from hpu_duo.heads import HeadPattern
+    from hpu_duo.kv.holds import PrefixHold
+    from hpu_duo.ranking import Ranker
 
 
 class Engine(Uncopied):
@@ -54,8 +58,10 @@ class Engine(Uncopied):
         limits: the model's limits of tokens.
         tokenizer: for text and stop strings; without it outputs carry token ids only.
         seed: base of the seeds of requests without one.
+        ranker: scores prompts for the scheduling policy, if it needs that.
 
     Attributes:
+        contexts: prefixes that are kept until they are let go.
         notes: remarks for the user on how the model was loaded; ``stats`` has them too.
         pattern: the binarised head pattern; None if all heads retrieve.
     """
@@ -67,14 +73,17 @@ class Engine(Uncopied):
         limits: TokenLimits,
         tokenizer: PreTrainedTokenizerBase | None = None,
         seed: int = 0,
+        ranker: Ranker | None = None,
     ) -> None:
         self.runner, self.scheduler, self.limits, self.tokenizer = runner, scheduler, limits, tokenizer
-        self._intake = Intake(limits, tokenizer, seed)
+        self._intake = Intake(limits, tokenizer, seed, ranker)
         self._stepper = Stepper(runner, scheduler)
         self._samples, self._deliveries = self._stepper.samples, self._stepper.deliveries
         self._turns = Turns()
         self._calls = Calls(self._stepper, self._turns, runner.store.plan.max_num_seqs)
-        self._num_added = 0
+        self._entry = Entry(self._intake, scheduler, self._stepper, self._turns)
+        copies = PrefixCopies(runner, scheduler, self._stepper, self._turns)
+        self.contexts = Contexts(self._intake, self._entry, self._calls, scheduler, self._turns, copies)
         self.notes: tuple[str, ...] = ()
         self.pattern: HeadPattern | None = None
 
@@ -124,18 +133,23 @@ class Engine(Uncopied):
         request_id: str | None = None,
         *,
         name: str | None = None,
+        score: float | None = None,
+        context: PrefixHold | None = None,
     ) -> str:
         """Queue a prompt; returns its id.
 
         Args:
             request_id: name of the request in outputs; default a new one.
             name: of the request in error messages; default ``request`` and its id.
+            score: what ``rank`` said of the prompt; None asks it here.
+            context: what ``contexts`` opened of its beginning, held until the request ends; its
+                ``cache_salt`` has to be the same.
 
         Raises:
             ValueError: the prompt is empty, too long for the model or the cache, or has tokens outside
                 the vocabulary; the id is in use; parameters do not fit the model.
         """
-        return self._add(prompt_token_ids, _samples_of(params), request_id, name)
+        return self._entry.add(prompt_token_ids, _samples_of(params), request_id, name, score, context)
 
     def check_request(
         self, prompt_token_ids: Prompt, params: SamplingParams | None = None, *, name: str | None = None
@@ -151,29 +165,6 @@ class Engine(Uncopied):
         for request in self._intake.requests("", 0, prompt_token_ids, _samples_of(params), name):
             self.scheduler.check_fits(request)
 
-    def _add(
-        self,
-        prompt_token_ids: Prompt,
-        each: Sequence[SamplingParams],
-        request_id: str | None = None,
-        name: str | None = None,
-    ) -> str:
-        """Queue the samples of one prompt, with parameters of their own; messages call it by its name."""
-        for params in {id(one): one for one in each}.values():
-            self.prepare(params)
-        with interrupts_deferred(), self._turns:
-            public_id = self._free_id() if request_id is None else request_id
-            if self._is_in_use(public_id):
-                raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
-            requests = self._intake.requests(public_id, self._num_added, prompt_token_ids, each, name)
-            # Everything that may fail comes before anything changes.
-            states = self._intake.states(public_id, requests)
-            for request in requests:
-                self.scheduler.add(request)
-            self._num_added += 1
-            self._samples.add(public_id, states)
-        return public_id
-
     def prepare(self, params: SamplingParams) -> None:
         """Compile what ``structured_outputs`` ask for, ahead; steps of other threads go on meanwhile.
 
@@ -184,13 +175,15 @@ class Engine(Uncopied):
         """
         self._intake.prepare(params)
 
-    def _is_in_use(self, request_id: str) -> bool:
-        return self._samples.is_live(request_id) or self._deliveries.is_expected(request_id)
+    @property
+    def has_ranker(self) -> bool:
+        """Whether prompts are scored for the scheduling policy."""
+        return self._intake.ranker is not None
 
-    def _free_id(self) -> str:
-        """Return a name that is not in use, by the number of requests so far."""
-        names = (f"request-{number}" for number in count(self._num_added))
-        return next(name for name in names if not self._is_in_use(name))
+    def rank(self, prompts: Sequence[Prompt]) -> list[float]:
+        """Score prompts that can be served, for ``add_request``, from any thread; 0 without a ranker."""
+        ranker = self._intake.ranker
+        return [0.0] * len(prompts) if ranker is None else ranker.score(prompts)
 
     def abort(self, request_id: str) -> bool:
         """End all samples of a request early; False if no unfinished request has this id.
@@ -234,6 +227,7 @@ class Engine(Uncopied):
         prompts: Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
+        context: PrefixHold | None = None,
     ) -> list[list[Completion]]:
         """Serve prompts to the end; returns the ``n`` samples of each, in order of the prompts.
 
@@ -244,6 +238,7 @@ class Engine(Uncopied):
             params: one for all prompts, or one each.
             on_output: called with each output of this call as it comes, between steps; it may call any
                 method. What a step adds to other requests meanwhile is reported by the next ``step``.
+            context: of all prompts, see ``add_request``.
         """
         prompts = list(prompts)
         each = (
@@ -252,7 +247,7 @@ class Engine(Uncopied):
         if len(each) != len(prompts):
             raise ValueError(f"expected one SamplingParams per prompt, got {len(each)} for {len(prompts)}")
         waiting: deque[Add] = deque(
-            partial(self._add, prompt, _samples_of(one), name=f"prompt {number}")
+            partial(self._entry.add, prompt, _samples_of(one), name=f"prompt {number}", context=context)
             for number, (prompt, one) in enumerate(zip(prompts, each))
         )
         return self._calls.serve(waiting, on_output)
@@ -290,7 +285,9 @@ class Engine(Uncopied):
                 raise ValueError(f"prompt {number}: expected at least one continuation, got none")
             # Refuses what it would refuse later, when others have run.
             self._intake.requests("", 0, prompts[number], each, f"prompt {number}")
-        waiting: deque[Add] = deque(partial(self._add, prompt, each) for prompt, each in zip(prompts, asked))
+        waiting: deque[Add] = deque(
+            partial(self._entry.add, prompt, each) for prompt, each in zip(prompts, asked)
+        )
         done = self._calls.serve(waiting, None, [len(each) for each in asked])
         return [[score_of(sample) for sample in samples] for samples in done]
 

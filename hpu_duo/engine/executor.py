@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -13,13 +13,17 @@ import numpy.typing as npt
 import torch
 
 from graphs import BatchShape, BucketTable, DeviceInputs, GraphCache, MissPolicy
+from graphs.interrupts import interrupts_deferred
 from hpu_duo.device import DeviceRuntime
+from hpu_duo.device.ranks import Followers
 from hpu_duo.engine.batch import StepGeometry
+from hpu_duo.engine.gathering import SpreadLogits
 from hpu_duo.engine.message import BLOCK_COPIES, ROW_COPIES, StepMessage, message_fields
+from hpu_duo.engine.orders import Execute, Order, SetTable
 from hpu_duo.engine.staged_step import STAGED, staged_step
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
-from hpu_duo.sampling import SampledTokens, TokenLogprobs, sample
+from hpu_duo.sampling import SampledTokens, SamplingBatch, TokenLogprobs, sample
 from hpu_duo.uncopied import Uncopied
 from hpu_duo.watch import CompileWatch
 from kernels_ref import StepParts, StepTensors, prepare_step
@@ -53,6 +57,8 @@ class Executor(Uncopied):
         largest: the bucket that the input buffer must hold.
         runtime: the device's runtime.
         fail_on_recompile: a step that compiles anything raises; warm-up does not.
+        spread: samples where ranks have the logits of some tokens each; None = all are here.
+        followers: ranks that do the same, told of it by this one; None = none, or this is one of them.
 
     Attributes:
         watch: counts what is compiled.
@@ -71,7 +77,10 @@ class Executor(Uncopied):
         device: torch.device,
         runtime: DeviceRuntime,
         fail_on_recompile: bool = False,
+        spread: SpreadLogits | None = None,
+        followers: Followers | None = None,
     ) -> None:
+        self.spread, self.followers = spread, followers
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
         self.device, self.runtime, self.largest = device, runtime, largest
         # No part of an executor refers back to it, so that its memory is free as soon as it is let go.
@@ -110,6 +119,10 @@ class Executor(Uncopied):
             raise ValueError(f"a table is chosen before graphs are captured, got {num_captured} graphs")
         if not self.largest.holds(table.envelope):
             raise ValueError(f"expected buckets within {self.largest}, got {table.envelope}")
+        with self.leading(SetTable(table, policy)):
+            self._set_table(table, policy)
+
+    def _set_table(self, table: BucketTable, policy: MissPolicy) -> None:
         self.graphs = self.graphs.with_table(table, policy)
         self._run_in(True)
 
@@ -119,14 +132,15 @@ class Executor(Uncopied):
 
         Raises:
             RecompileError: the step has compiled something, and may not.
+            RankError: other ranks do not follow.
         """
-        with self._watching(), self.runtime.step():
+        with self.leading(Execute(message)), self._watching(), self.runtime.step():
             logits = self._forward(message)
             if message.sampling is None:
                 return _NOTHING
             self.bytes_copied += message.sampling.num_bytes
-            tokens = read(sample(logits, message.sampling))
-            on_host = logits.cpu() if message.hosted else None
+            tokens = read(self.sample(logits, message.sampling))
+            on_host = self.whole(logits).cpu() if message.hosted else None
         sampled, logprobs = message.sampled, tokens.logprobs
         if logprobs is not None:
             logprobs = TokenLogprobs(*(each[sampled] for each in logprobs))
@@ -135,7 +149,34 @@ class Executor(Uncopied):
     @torch.inference_mode()
     def logits(self, message: StepMessage) -> torch.Tensor:
         """The logits of a message, float ``[N * M, V]``, on the device; nothing is sampled."""
-        return self._forward(message)
+        with self.leading(Execute(message, is_sampled=False)):
+            return self.whole(self._forward(message))
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+        """Sample from what a step returns, whichever ranks hold it."""
+        return sample(logits, batch) if self.spread is None else self.spread.sample(logits, batch)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all tokens, of what a step returns."""
+        return logits if self.spread is None else self.spread.whole(logits)
+
+    @contextmanager
+    def leading(self, order: Order) -> Iterator[None]:
+        """Have the followers, if any, do what is done inside.
+
+        Raises:
+            RankError: they cannot follow, or it has failed here, so that ranks are no longer in step.
+        """
+        if self.followers is None:
+            yield
+            return
+        self.followers.tell(order)
+        try:
+            # An exchange that is left in the middle would keep the others waiting.
+            with interrupts_deferred(only_first=True):
+                yield
+        except BaseException as error:
+            raise self.followers.failed(error) from error
 
     def copy_in(self, message: StepMessage) -> dict[str, torch.Tensor]:
         """Copy the integers of a message to the device; returns them by field name."""

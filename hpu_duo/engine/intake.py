@@ -16,6 +16,7 @@ from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs, deri
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hpu_duo.ranking import Ranker
     from hpu_duo.sampling.guidance import Grammars, GrammarState
 
 Prompt = Sequence[int] | np.ndarray
@@ -28,17 +29,36 @@ class Intake:
         limits: the model's limits of tokens.
         tokenizer: for text and stop strings; None for token ids only.
         seed: base of the seeds of requests without one.
+        ranker: scores prompts; None gives all of them 0.
     """
 
-    def __init__(self, limits: TokenLimits, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> None:
+    def __init__(
+        self,
+        limits: TokenLimits,
+        tokenizer: PreTrainedTokenizerBase | None,
+        seed: int,
+        ranker: Ranker | None = None,
+    ) -> None:
         assert limits.vocab_size is not None, "the engine needs the size of the vocabulary"
         self.vocab_size = limits.vocab_size
         self._limits, self._tokenizer, self._seed = limits, tokenizer, seed
+        self.ranker = ranker
         # Checkpoints may name tokens that the model does not have; they never come up.
         self._eos = tuple(token for token in limits.eos_token_ids if token < limits.vocab_size)
         self._special_ids = None if tokenizer is None else special_token_ids(tokenizer)
         self._grammars: Grammars | None = None
         self._grammars_lock = Lock()
+
+    def score(self, prompt: Prompt, each: Sequence[SamplingParams], name: str) -> float:
+        """Score a prompt that has not been checked yet, from any thread; 0 without a ranker.
+
+        Raises:
+            ValueError: see ``requests``.
+        """
+        if self.ranker is None:
+            return 0.0
+        [first, *_] = self.requests("", 0, prompt, each, name)
+        return self.ranker.score([first.prompt_token_ids])[0]
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile what the output must be like, and check forced tokens against it; any thread may ask.

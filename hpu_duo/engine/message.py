@@ -62,9 +62,9 @@ def most_copies(geometry: StepGeometry) -> int:
     """Return the most blocks, and as many rows, that may be copied in a step.
 
     A row is copied to when it moves, when a sample forks or when a prefix is taken up, and a snapshot when it
-    is taken. Only a fork copies a block as well.
+    is taken. A fork copies a block as well, and a block that moves may exchange its content with another.
     """
-    return geometry.trash_row
+    return geometry.trash_row + 2 * geometry.max_block_moves
 
 
 def write_copies(

@@ -7,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 
+from hpu_duo.engine.prefix_holding import PrefixHolding
 from hpu_duo.engine.step_plan import StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
 from hpu_duo.kv.prefix import PrefixHit
@@ -28,10 +29,11 @@ class PrefixSharing:
 
     Args:
         leases: with the prefix cache.
+        holding: of prefixes that stay.
     """
 
-    def __init__(self, leases: KVLeases) -> None:
-        self._leases, self._cache = leases, leases.prefixes
+    def __init__(self, leases: KVLeases, holding: PrefixHolding) -> None:
+        self._leases, self._cache, self._holding = leases, leases.prefixes, holding
         self._block_size = leases.block_size
 
     def keep(self, plan: StepPlan) -> None:
@@ -46,6 +48,8 @@ class PrefixSharing:
             if ends_prompt or row.end in request.stops:
                 self._cache.take_snapshot(request)
             self._cache.store(request)
+            if ends_prompt:
+                self._holding.open(request)
 
     def keep_end(self, request: Request) -> None:
         """Keep a running request that is about to give everything back; no step may be on its way."""

@@ -20,8 +20,9 @@ class PrefixStats:
         num_lost_to_snapshots: those that lay in cached blocks, but behind the last snapshot of rings.
         num_evicted_blocks, num_evicted_snapshots: given up to make room.
         num_idle_blocks: blocks that are kept and held by nobody.
+        num_held_blocks: blocks that contexts hold.
         num_snapshots: snapshots of rings.
-        idle_bytes, snapshot_bytes: what they take.
+        idle_bytes, context_bytes, snapshot_bytes: what they take.
     """
 
     num_queried_tokens: int
@@ -30,8 +31,10 @@ class PrefixStats:
     num_evicted_blocks: int
     num_evicted_snapshots: int
     num_idle_blocks: int
+    num_held_blocks: int
     num_snapshots: int
     idle_bytes: int
+    context_bytes: int
     snapshot_bytes: int
 
     @classmethod
@@ -43,8 +46,10 @@ class PrefixStats:
         return cls(
             **vars(cache.counters),
             num_idle_blocks=leases.blocks.num_idle,
+            num_held_blocks=leases.num_held_blocks,
             num_snapshots=cache.num_snapshots,
             idle_bytes=leases.blocks.num_idle * memory.block_bytes,
+            context_bytes=leases.num_held_blocks * memory.block_bytes,
             snapshot_bytes=cache.num_snapshots * memory.row_bytes,
         )
 

@@ -6,12 +6,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from graphs import StepLimits
+from hpu_duo.kv.plan import MemoryPlan, ring_slack
+from hpu_duo.sharded import DealtBlocks
+from kernels_ref import LayerSpec
 
 if TYPE_CHECKING:
     from hpu_duo.engine.runner import Runner
     from hpu_duo.engine.scheduler import Scheduler
     from hpu_duo.heads import HeadPattern
-    from hpu_duo.kv.plan import MemoryPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,10 @@ class Resolved:
         on_miss: what happens to a step that no bucket holds.
         max_captured_tokens: buckets with more query tokens run uncaptured; None = all are captured.
         trims_chunks: whether prompts end at the borders of buckets.
+        scheduling_policy: order of admission and preemption.
         limits: what steps may hold.
         num_retrieval_heads, num_streaming_heads: KV heads of all layers, by whether they see the whole text.
+        retrieval_parallel: what ranks share of retrieval heads: heads, or the context of each.
         num_layer_kinds: of which each is compiled for every bucket.
         num_promoted_heads: retrieval heads that the head pattern would let stream, were it not for
             ``max_layer_kinds``.
@@ -45,9 +49,11 @@ class Resolved:
     on_miss: str
     max_captured_tokens: int | None
     trims_chunks: bool
+    scheduling_policy: str
     limits: StepLimits
     num_retrieval_heads: int
     num_streaming_heads: int
+    retrieval_parallel: str
     num_layer_kinds: int
     num_promoted_heads: int
     promoted_bytes: int
@@ -72,9 +78,11 @@ class Resolved:
             on_miss=graphs.policy.value,
             max_captured_tokens=graphs.max_captured_tokens,
             trims_chunks=scheduler.trims_chunks,
+            scheduling_policy=scheduler.policy.name,
             limits=scheduler.limits,
             num_retrieval_heads=sum(spec.num_retrieval for spec in specs),
             num_streaming_heads=sum(spec.num_kv_heads - spec.num_retrieval for spec in specs),
+            retrieval_parallel="context" if any(map(_is_dealt, specs)) else "heads",
             num_layer_kinds=len(runner.model.kinds),
             num_promoted_heads=0 if pattern is None else pattern.num_promoted,
             promoted_bytes=_promoted_bytes(runner.store.plan, scheduler.limits, pattern),
@@ -91,10 +99,14 @@ class Resolved:
         return ", ".join(f"{name}={value}" for name, value in self.items().items())
 
 
+def _is_dealt(spec: LayerSpec) -> bool:
+    return any(group.kind.name == DealtBlocks.name for group in spec.groups)
+
+
 def _promoted_bytes(memory: MemoryPlan, limits: StepLimits, pattern: HeadPattern | None) -> int:
     if pattern is None or pattern.promoted is None:
         return 0
-    slack = limits.decode_len - 1 + (limits.block_size - 1 if limits.caches_prefixes else 0)
+    slack = ring_slack(limits.decode_len, limits.block_size, caches_prefixes=limits.caches_prefixes)
     ring_slots = min(pattern.sink + pattern.recent, limits.max_model_len) + slack
     # One row more is the trash, and others are read from the scratch.
     num_rows = limits.num_ring_rows + 1 + memory.max_chunk_rows

@@ -17,6 +17,7 @@ from hpu_duo.engine.message import StepMessage
 from hpu_duo.engine.step_builder import BuiltStep, StepBuilder
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.step_warmup import StepWarmUp
+from hpu_duo.kv.copies import Copy
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.sampling import SamplingRow, TokenLogprobs, choose_on_host
@@ -96,6 +97,15 @@ class Runner(Uncopied):
         decode_len = self.executor.geometry.decode_len
         by_ring_row = {row // decode_len: error for row, error in errors.items()}
         return StepResult(built.message, token_ids, output.logprobs, build_s, by_ring_row)
+
+    @torch.inference_mode()
+    def carry_out(self, copies: Sequence[Copy]) -> None:
+        """Copy units of the stores between steps; there are no more copies than a step may have."""
+        executor = self.executor
+        message = self.builder.copying(copies, executor.largest)
+        with executor.runtime.step():
+            fields = executor.copy_in(message)
+            executor.copy_units(fields, message.num_block_copies, message.num_row_copies)
 
     def set_table(self, table: BucketTable, policy: MissPolicy) -> None:
         """See ``Executor.set_table``."""

@@ -8,14 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs import StepLimits
+from hpu_duo.engine.admission import Admission
 from hpu_duo.engine.committing import append_tokens
+from hpu_duo.engine.prefix_holding import PrefixHolding
 from hpu_duo.engine.prefix_sharing import PrefixSharing
 from hpu_duo.engine.siblings import Siblings
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
 from hpu_duo.kv.prefix import PrefixHit
 from hpu_duo.request import FinishReason, Request, RequestStatus
-from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPolicy
+from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPolicy, Waiting
 
 
 class Scheduler:
@@ -29,8 +31,8 @@ class Scheduler:
     known tokens and the next one, there are free blocks for all of its own known tokens and one more.
     Blocks are leased only as tokens are scheduled. When they run out, the policy names a running request to
     preempt: it gives everything back, keeps its outputs, and prefills prompt and outputs again in a later
-    step. The earliest running request is never preempted, so it always makes progress, and everything that
-    fits alone ends.
+    step. The earliest running request is never preempted for blocks, so it always makes progress. A policy
+    may displace it for a waiting one, once for each token that it got. So everything that fits alone ends.
 
     Samples of one prompt wait for their parent's prompt and fork its cache (``Siblings``). One that cannot
     fork at that moment, or whose parent was preempted before, becomes an ordinary request.
@@ -51,12 +53,14 @@ class Scheduler:
         self.limits, self.policy = limits, FirstComeFirstServed() if policy is None else policy
         self._num_postponed = num_postponed
         self.leases = KVLeases.of(limits)
-        self._prefixes = PrefixSharing(self.leases)
         self._unfinished: dict[str, Request] = {}
-        self._waiting = ArrivalOrder()
+        self.holding = PrefixHolding(self.leases, self._unfinished)
+        self._prefixes = PrefixSharing(self.leases, self.holding)
+        self._waiting = Waiting(self.policy, self.leases.find)
         self._running = ArrivalOrder()
         self._siblings = Siblings(self.leases, limits.decode_len)
         self._num_arrived = 0
+        self._admission = Admission(self.leases, self._running, self.policy)
         self._plan_in_flight: StepPlan | None = None
 
     @property
@@ -92,14 +96,14 @@ class Scheduler:
         """Queue a request; a sibling is added after its parent.
 
         Raises:
-            ValueError: its id is in use, it has been added before, or the blocks of the pool cannot hold
-                it even alone. Nothing has changed then.
+            ValueError: its id is in use, it was added before, or ``check_fits`` refuses it; nothing changes.
         """
         if request.request_id in self._unfinished:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
         if request.arrival >= 0:
             raise ValueError(f"{request} has been added before")
         self.check_fits(request)
+        self.holding.enter(request)
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._unfinished[request.request_id] = request
@@ -112,17 +116,8 @@ class Scheduler:
             self._enqueue(request)
 
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that the pool cannot hold, whatever it holds now.
-
-        Raises:
-            ValueError: its blocks are too few even for this request alone.
-        """
-        needed = self.leases.num_blocks_for(request.max_cached_tokens)
-        if needed > self.limits.num_blocks:
-            raise ValueError(
-                f"{request.name} may cache up to {request.max_cached_tokens} tokens, which "
-                f"need {needed} blocks of {self.limits.block_size}, got {self.limits.num_blocks} blocks"
-            )
+        """Refuse a request that could never run; see ``Admission.check``."""
+        self._admission.check(request)
 
     def plan(self, alone: Request | None = None) -> StepPlan | None:
         """Decide the next step and lease what it needs; None when there is nothing to do.
@@ -141,6 +136,8 @@ class Scheduler:
         step = StepDraft(
             self.limits.max_num_batched_tokens, self.limits.max_chunk_rows, self.limits.decode_len
         )
+        self.holding.sweep()
+        self._waiting.begin_step()
         if alone is not None:
             self._restart_running(but=alone)
             if alone.status is RequestStatus.WAITING:
@@ -149,6 +146,8 @@ class Scheduler:
         self._schedule_running(step, are_decodes=False)
         if alone is None:
             self._admit(step)
+        if step.is_empty:  # those with a share were displaced, by one that did not fit after all
+            self._schedule_running(step, are_decodes=False)
         if step.is_empty:
             assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
             return None
@@ -156,7 +155,7 @@ class Scheduler:
             self._plan_in_flight = self._trim(step, step.finish(self.leases.take_copies()))
         except BaseException:
             # Copies that were taken are lost, and rows may lie where they would have put them.
-            self._forget_cache()
+            self.forget_cache()
             raise
         return self._plan_in_flight
 
@@ -207,7 +206,7 @@ class Scheduler:
         """
         if self._plan_in_flight is not None:
             self._plan_in_flight = None
-            self._forget_cache()
+            self.forget_cache()
 
     def abort(self, request_id: str) -> Request | None:
         """End a request early, at any time; returns it, or None if no unfinished request has this id.
@@ -237,21 +236,21 @@ class Scheduler:
         """Give a running request its share of the step, preempting later arrivals for their blocks."""
         while request.status is RequestStatus.RUNNING:
             num_new = step.share_of(request)
-            if num_new == 0:
-                return
-            if self.leases.grow(request, request.num_computed_tokens + num_new):
+            if not num_new or self.leases.grow(request, request.num_computed_tokens + num_new):
                 step.add(request, num_new)
                 return
-            victim = self._victim()
-            step.preempt(victim)
-            self._prefixes.keep_end(victim)
-            self._restart(victim)
+            self._preempt(self._victim(), step)
 
     def _victim(self) -> Request:
         """The policy's choice among running requests, but for the earliest, which has to go on."""
         victim = self.policy.victim(others := list(self._running)[1:])
         assert victim in others, f"expected the policy to choose one of {others}, got {victim}"
         return victim
+
+    def _preempt(self, victim: Request, step: StepDraft) -> None:
+        step.preempt(victim)
+        self._prefixes.keep_end(victim)
+        self._restart(victim)
 
     def _restart(self, request: Request) -> None:
         """Take row and blocks from a running request, which keeps its tokens and waits again."""
@@ -261,7 +260,7 @@ class Scheduler:
         self._enqueue(request)
         self._release(request)
 
-    def _forget_cache(self) -> None:
+    def forget_cache(self) -> None:
         """Take the cache from every request, because what the stores hold is unknown."""
         self._restart_running()
         self._prefixes.forget()
@@ -272,38 +271,41 @@ class Scheduler:
 
     def _open(self, request: Request, hit: PrefixHit | None) -> None:
         """Give a waiting request a row, and what is cached of its beginning."""
-        self._waiting.remove(request)
+        self._waiting.admit(request)
         request.num_computed_tokens = self.leases.open(request, hit)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
         self._run(request)
 
     def _admit(self, step: StepDraft) -> None:
-        if not (self._waiting and step.num_free_tokens and self.leases.rows.num_free):
-            return
-        num_blocks_due = sum(self.leases.num_blocks_due(request) for request in self._running)
-        candidates = ArrivalOrder(self._waiting)
-        while candidates and step.num_free_tokens and self.leases.rows.num_free:
-            request = self.policy.next(candidates)
+        self._admission.begin_step()
+        while self._waiting and self._admission.may_admit(step):
+            request = self._waiting.next()
             if request in step.preempted:
                 return
-            candidates.remove(request)
             hit = self.leases.find(request)
             if self._prefixes.comes_soon(request, hit, self._running, step):
+                self._waiting.pass_over(request)
                 continue
-            if num_blocks_due + self.leases.num_blocks_due(request, hit) > self.leases.num_available:
+            for other in self._admission.displaced_for(request, hit, step):
+                self._preempt(other, step)
+                hit = self.leases.find(request)  # a snapshot of the other may have taken the room of the hit
+            if not self._admission.has_room(request, hit, step):
                 return
-            request.stops = self._prefixes.stops(request, hit, self._waiting)
+            stops = self._prefixes.stops(request, hit, self._waiting.arrivals)
+            if not step.has_room(request, self.leases.num_cached_tokens(hit), stops):
+                return
+            request.stops = stops
             self._open(request, hit)
             self._schedule(request, step)
-            num_blocks_due += self.leases.num_blocks_due(request)
+            self._admission.admitted(request)
 
     def _trim(self, step: StepDraft, plan: StepPlan) -> StepPlan:
         # Waiting requests would take the tokens that are left free.
-        if self._num_postponed is None or self._waiting:
+        if self._num_postponed is None or self._waiting.arrivals:
             return plan
         postponed = self._num_postponed(plan)
-        if not postponed:
+        if not postponed or not step.may_cut(plan.rows[-1].request):
             return plan
         step.shorten(plan.rows[-1].request, postponed)
         return step.finish(plan.moves)
@@ -315,6 +317,7 @@ class Scheduler:
     def _run(self, request: Request) -> None:
         request.begin_running()
         self._running.add(request)
+        self.policy.admitted(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         match request.status:
@@ -330,6 +333,8 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._unfinished[request.request_id]
+        self.holding.leave(request)
+        self.policy.ended(request)
         self._release(request)
 
     def _release(self, parent: Request) -> None:

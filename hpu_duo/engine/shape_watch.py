@@ -67,6 +67,7 @@ class Replanning:
             "--max-num-batched-tokens": limits.max_num_batched_tokens,
             "--max-model-len": limits.max_model_len,
             "--max-chunk-rows": limits.max_chunk_rows,
+            "--decode-len": limits.decode_len,
             "--block-size": limits.block_size,
             "--num-blocks": limits.num_blocks,
             "--graphs-budget": num_graphs,

@@ -12,7 +12,7 @@ from graphs import BatchShape, HostInputs
 from hpu_duo.engine.batch import RowCounts, StepBatch, StepGeometry, fill
 from hpu_duo.engine.message import StepMessage, message_fields, write_copies
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.kv.copies import CopyLists
+from hpu_duo.kv.copies import Copy, CopyLists
 from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow, hosted_rows, without
 
 
@@ -91,6 +91,10 @@ class StepBuilder:
         trash = (self._geometry.trash_block, self._geometry.trash_row)
         copies = CopyLists(*(np.full((2, num_copies), unit, np.int32) for unit in trash))
         return self._message(StepBatch.empty(), bucket, copies, None, (), ())
+
+    def copying(self, copies: Sequence[Copy], bucket: BatchShape) -> StepMessage:
+        """Build a message of copies, and a step without rows."""
+        return self._message(StepBatch.empty(), bucket, CopyLists.of(copies), None, (), ())
 
     def _message(
         self,

@@ -124,8 +124,10 @@ class StepDraft:
         self.num_free_tokens = max_num_tokens
         self._decode_len = decode_len
         self.preempted: list[Request] = []
-        self._num_free_chunk_rows = max_chunk_rows
+        self._max_chunk_rows = self._num_free_chunk_rows = max_chunk_rows
         self._shares: dict[Request, int] = {}
+        # Running requests that may compute more than they do in this step.
+        self._cut: set[Request] = set()
 
     @property
     def is_empty(self) -> bool:
@@ -134,17 +136,43 @@ class StepDraft:
 
     def share_of(self, request: Request) -> int:
         """Tokens the request may compute in this step; 0 means that it waits for the next one."""
-        num_new = min(request.num_next_tokens(self._decode_len), self.num_free_tokens)
-        start = request.num_computed_tokens
-        num_new = next((stop - start for stop in request.stops if start < stop < start + num_new), num_new)
-        return 0 if self._is_chunk(request, num_new) and not self._num_free_chunk_rows else num_new
+        return self._share(request, request.num_computed_tokens, request.stops)[0]
+
+    def has_room(self, request: Request, start: int, stops: tuple[int, ...]) -> bool:
+        """Whether a request that does not run yet would get a share, and the rest of it in the next step.
+
+        Without one it would hold a row for nothing, and a step of fewer tokens than rows has no bucket.
+
+        Args:
+            start: tokens of it that would be in the cache.
+            stops: where its chunks would end.
+        """
+        num_new, is_cut = self._share(request, start, stops)
+        return num_new > 0 and (not is_cut or self.may_cut(request))
+
+    def _share(self, request: Request, start: int, stops: tuple[int, ...]) -> tuple[int, bool]:
+        """Tokens that a request gets, and whether it could compute more of them."""
+        most = request.num_next_tokens(self._decode_len, start)
+        num_new = min(most, self.num_free_tokens)
+        num_new = next((stop - start for stop in stops if start < stop < start + num_new), num_new)
+        if num_new > self._decode_len and start and not self._num_free_chunk_rows:
+            num_new = 0
+        return num_new, num_new < most
+
+    def may_cut(self, request: Request) -> bool:
+        """Whether a request may be cut beside those that are: in the next step each takes a chunk row."""
+        return len(self._cut) - (request in self._cut) < self._max_chunk_rows
 
     def share(self, request: Request) -> int:
         """Tokens that the request has been given; 0 for none."""
         return self._shares.get(request, 0)
 
     def add(self, request: Request, num_new_tokens: int) -> None:
-        """Schedule the next ``num_new_tokens`` tokens of the request."""
+        """Schedule the next ``num_new_tokens`` tokens of the request, or note that it gets none."""
+        if num_new_tokens < request.num_next_tokens(self._decode_len):
+            self._cut.add(request)
+        if not num_new_tokens:
+            return
         self._shares[request] = num_new_tokens
         self.num_free_tokens -= num_new_tokens
         self._num_free_chunk_rows -= self._is_chunk(request, num_new_tokens)
@@ -157,12 +185,14 @@ class StepDraft:
         num_new_tokens = self._shares.pop(request, 0)
         self.num_free_tokens += num_new_tokens
         self._num_free_chunk_rows += self._is_chunk(request, num_new_tokens)
+        self._cut.discard(request)
         self.preempted.append(request)
 
     def shorten(self, request: Request, num_tokens: int) -> None:
         """Take back the last tokens of a share; some of it stays."""
         assert 0 < num_tokens < self._shares[request], f"{num_tokens} of {self._shares[request]} tokens"
         self._shares[request] -= num_tokens
+        self._cut.add(request)
         self.num_free_tokens += num_tokens
 
     def finish(self, moves: tuple[Copy, ...]) -> StepPlan:

@@ -10,9 +10,10 @@ from graphs import BatchShape
 from hpu_duo.engine.batch import RowCounts
 from hpu_duo.engine.executor import Executor, bucket_step, read
 from hpu_duo.engine.message import most_copies
+from hpu_duo.engine.orders import Capture, FinishWarmUp, Touch
 from hpu_duo.engine.step_builder import StepBuilder
 from hpu_duo.kv.copies import copy_sizes
-from hpu_duo.sampling import SamplingBatch, SamplingRoute, sample, static_routes
+from hpu_duo.sampling import SamplingBatch, SamplingRoute, static_routes
 
 
 class StepWarmUp:
@@ -40,7 +41,7 @@ class StepWarmUp:
     def touch(self, bucket: BatchShape) -> None:
         """Run padding through an uncaptured step, so that tables that are made at their first use exist."""
         executor = self._executor
-        with executor.runtime.step():
+        with executor.leading(Touch(bucket)), executor.runtime.step():
             bucket_step(executor.model, executor.geometry, bucket, {})(self._fields(bucket))
 
     @torch.inference_mode()
@@ -48,7 +49,7 @@ class StepWarmUp:
         """Capture a bucket of the table; False if it has been captured before."""
         executor = self._executor
         # As in a step: what a lazy device has collected is built before the caller goes on.
-        with executor.runtime.step():
+        with executor.leading(Capture(bucket)), executor.runtime.step():
             return executor.graphs.warm_up(bucket, executor.step_of, self._padding)
 
     @torch.inference_mode()
@@ -58,10 +59,11 @@ class StepWarmUp:
         Args:
             captured: the captured buckets; one for each number of rows is run.
         """
-        executor = self._executor
-        if executor.runtime.compiles_operators and executor.uses_table:
-            self._run_operators(tuple({bucket.num_logits: bucket for bucket in captured}.values()))
-        executor.graphs.seal()
+        executor, captured = self._executor, tuple(captured)
+        with executor.leading(FinishWarmUp(captured)):
+            if executor.runtime.compiles_operators and executor.uses_table:
+                self._run_operators(tuple({bucket.num_logits: bucket for bucket in captured}.values()))
+            executor.graphs.seal()
 
     def _run_operators(self, buckets: tuple[BatchShape, ...]) -> None:
         executor = self._executor
@@ -71,7 +73,7 @@ class StepWarmUp:
         for bucket in buckets:
             logits = executor.graphs.run_uncounted(bucket, executor.step_of(bucket), self._padding(bucket))
             for route in self.routes(bucket):
-                read(sample(logits, SamplingBatch.padding(route)))
+                read(executor.sample(logits, SamplingBatch.padding(route)))
 
     def _padding(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
         """Inputs of a step without rows: only trash is read and written."""

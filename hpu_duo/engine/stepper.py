@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from graphs import RecompileError
 from graphs.interrupts import Deferral
+from hpu_duo.device.ranks import RankError
 from hpu_duo.engine.deliveries import Deliveries
 from hpu_duo.engine.outputs import TokenLogprob, logprobs_of
 from hpu_duo.engine.runner import Runner, StepResult
@@ -110,7 +111,7 @@ class Stepper:
         try:
             with deferral.lifted():
                 result = self._runner.run(plan, sampling)
-        except RecompileError:
+        except (RecompileError, RankError):
             raise  # the fault of no request
         except Exception as error:
             culprit = self._suspects.culprit(plan, error)

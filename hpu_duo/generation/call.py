@@ -11,6 +11,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hpu_duo.generation.arguments import GenerationRequest
 from hpu_duo.generation.processing import Hooks, ProcessedSample, processors_for
+from hpu_duo.generation.questions import Questions
 from hpu_duo.generation.results import assemble_rows, assemble_scores, feed
 from hpu_duo.sampling import SamplingParams, derive_seed
 
@@ -25,7 +26,7 @@ class GenerateCall:
 
     Args:
         model: makes transformers' processors.
-        rows, prompts: as ``read_inputs`` returns them.
+        questions: the prompts.
 
     Raises:
         ValueError: a value is out of range, a prompt fills ``max_length``, or a streamer has several
@@ -36,12 +37,12 @@ class GenerateCall:
         self,
         model: PreTrainedModel,
         asked: GenerationRequest,
-        rows: list[list[int]],
-        prompts: list[list[int]],
+        questions: Questions,
         hooks: Hooks,
         streamer: BaseStreamer | None = None,
     ) -> None:
-        self._asked, self._rows, self._prompts, self._streamer = asked, rows, prompts, streamer
+        rows, prompts = questions.rows, questions.prompts
+        self._asked, self._questions, self._streamer = asked, questions, streamer
         self._samples: list[list[ProcessedSample]] = []
         params = [asked.params_for(len(row)) for row in rows]
         if streamer is not None and len(prompts) * asked.num_samples != 1:
@@ -49,6 +50,8 @@ class GenerateCall:
                 f"a streamer takes one sequence, got {len(prompts)} prompts with "
                 f"{asked.num_samples} samples each"
             )
+        if questions.context is not None:
+            params = [replace(one, cache_salt=questions.context.cache_salt) for one in params]
         if asked.draws:
             params = _with_seeds(params)
         max_time = asked.config.max_time
@@ -80,7 +83,7 @@ class GenerateCall:
         criteria: StoppingCriteriaList,
     ) -> list[ProcessedSample]:
         """Return the host sampler of each sample of a prompt."""
-        row, prompt_len = self._rows[number], len(self._prompts[number])
+        row, prompt_len = self._questions.rows[number], len(self._questions.prompts[number])
         samples = []
         for index in range(number * params.n, (number + 1) * params.n):
             processors = None
@@ -89,16 +92,20 @@ class GenerateCall:
             samples.append(ProcessedSample(row, processors, criteria, self._asked))
         return samples
 
-    def run(self, engine: Engine) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Generate, and return what transformers returns.
+    def run(self, engine: Engine) -> torch.Tensor | GenerateDecoderOnlyOutput | list[str]:
+        """Generate, and return what transformers returns, or texts for texts.
 
         Raises:
             ValueError: a prompt cannot be served.
             Exception: what a processor or criterion of the caller raised.
         """
-        stream = None if self._streamer is None else feed(self._streamer, self._rows[0])
-        done = engine.generate(self._prompts, self._params, stream)
-        sequences = assemble_rows(self._rows, done, self._asked.pad_token_id)
+        asked = self._questions
+        stream = None if self._streamer is None else feed(self._streamer, asked.shown[0])
+        hold = None if asked.context is None else asked.context.hold()
+        done = engine.generate(asked.prompts, self._params, stream, hold)
+        if asked.are_texts:
+            return [sample.text for samples in done for sample in samples]
+        sequences = assemble_rows(asked.shown, done, self._asked.pad_token_id)
         if not self._asked.returns_dict:
             return sequences
         output: Any = GenerateDecoderOnlyOutput

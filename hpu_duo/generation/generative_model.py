@@ -10,8 +10,9 @@ from transformers import GenerationConfig
 
 from hpu_duo.generation.arguments import read_generation
 from hpu_duo.generation.call import GenerateCall
-from hpu_duo.generation.inputs import TokenLists, read_inputs
+from hpu_duo.generation.inputs import TokenLists
 from hpu_duo.generation.processing import Hooks
+from hpu_duo.generation.questions import Context, Questions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -91,7 +92,7 @@ class GenerativeModel:
 
     def generate(
         self,
-        inputs: torch.Tensor | TokenLists | None = None,
+        inputs: torch.Tensor | TokenLists | str | Sequence[str] | None = None,
         generation_config: GenerationConfig | None = None,
         logits_processor: Sequence[Callable[..., torch.Tensor]] | None = None,
         stopping_criteria: Sequence[Callable[..., Any]] | None = None,
@@ -102,8 +103,9 @@ class GenerativeModel:
         *,
         input_ids: torch.Tensor | TokenLists | None = None,
         attention_mask: torch.Tensor | None = None,
+        context: Context | None = None,
         **generation_kwargs: Any,
-    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput | list[str]:
         """Generate from token ids, with the arguments of transformers' ``generate``.
 
         ``docs/compatibility.md`` compares each of them. Arguments that need transformers' processors
@@ -122,6 +124,8 @@ class GenerativeModel:
             input_ids: another name of ``inputs``, as in the output of tokenizers.
             attention_mask: ``[B, L]``, 0 for left padding. When left out, leading pad ids are padding if
                 a pad id is known and no end-of-text token.
+            context: of ``prefill``: a text that all inputs go on behind, token ids or texts. They see it and
+                count it in their length, and results leave it out.
             generation_kwargs: fields of ``GenerationConfig``, and ``seed``, ``logit_bias``,
                 ``presence_penalty``, ``frequency_penalty``, ``ignore_eos``, ``stop_token_ids``. Rows draw
                 with seeds of their own, made from ``seed`` or, without it, from torch's generator, so that
@@ -131,6 +135,7 @@ class GenerativeModel:
             LongTensor ``[B * num_return_sequences, max(L) + new]`` on the host: the prompt as given, the new
             tokens, and the pad id to the right of rows that ended early. With ``return_dict_in_generate`` a
             ``GenerateDecoderOnlyOutput`` without cache, whose scores and logits are zero for such rows.
+            For texts behind a context the new texts, ``B * num_return_sequences`` of them.
 
         Raises:
             ValueError: an argument that is unknown, unsupported or out of range, or inputs that
@@ -152,9 +157,12 @@ class GenerativeModel:
                 raise ValueError(
                     f"expected inputs or input_ids, got {'neither' if inputs is None else 'both'}"
                 )
-            rows, prompts = read_inputs(input_ids if inputs is None else inputs, attention_mask, asked)
+            if context is not None and not context.belongs_to(self):
+                raise ValueError("expected a context of this model, got one of another model")
+            given_inputs = input_ids if inputs is None else inputs
+            questions = Questions.read(given_inputs, attention_mask, asked, context)
             model = self.engine.runner.model.model
-            return GenerateCall(model, asked, rows, prompts, hooks, streamer).run(self.engine)
+            return GenerateCall(model, asked, questions, hooks, streamer).run(self.engine)
         finally:
             if streamer is not None:
                 streamer.end()

@@ -22,6 +22,14 @@ class BlockCopy:
 
 
 @dataclass(frozen=True)
+class BlockSwap:
+    """Exchange the contents of two blocks."""
+
+    one: int
+    other: int
+
+
+@dataclass(frozen=True)
 class RowCopy:
     """Copy ring row ``src`` onto ring row ``dst``, keys and values, in every layer with streaming heads."""
 
@@ -29,7 +37,7 @@ class RowCopy:
     dst: int
 
 
-Copy: TypeAlias = BlockCopy | RowCopy
+Copy: TypeAlias = BlockCopy | BlockSwap | RowCopy
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,18 @@ class CopyLists:
         """Follow each unit back to the place of its content before the first copy."""
         if not copies:
             return _NONE
-        return cls(
-            *(_pairs([copy for copy in copies if type(copy) is kind]) for kind in (BlockCopy, RowCopy))
-        )
+        rows = [copy for copy in copies if isinstance(copy, RowCopy)]
+        return cls(_pairs([copy for copy in copies if not isinstance(copy, RowCopy)]), _pairs(rows))
 
 
 def _pairs(copies: Sequence[Copy]) -> npt.NDArray[np.int32]:
     source_of: dict[int, int] = {}
     for copy in copies:
-        source_of[copy.dst] = source_of.get(copy.src, copy.src)
+        if isinstance(copy, BlockSwap):
+            one, other = (source_of.get(block, block) for block in (copy.one, copy.other))
+            source_of[copy.one], source_of[copy.other] = other, one
+        else:
+            source_of[copy.dst] = source_of.get(copy.src, copy.src)
     pairs = [(src, dst) for dst, src in source_of.items() if src != dst]
     return np.array(pairs, np.int32).reshape(-1, 2).T
 

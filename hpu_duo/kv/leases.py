@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from graphs import StepLimits
-from hpu_duo.kv.copies import BlockCopy, Copy, RowCopy
-from hpu_duo.kv.pool import BlockPool
+from hpu_duo.kv.copies import BlockCopy, BlockSwap, Copy, RowCopy
+from hpu_duo.kv.holds import Adoption, PrefixHold
+from hpu_duo.kv.pool import BlockMove, BlockPool
 from hpu_duo.kv.prefix import PrefixCache, PrefixHit
 from hpu_duo.kv.rows import RowPool
 from hpu_duo.request import NO_ROW, Request
+
+
+def block_moves(max_num_batched_tokens: int, block_size: int) -> int:
+    """Return how many blocks may move before a step: as many as a step fills, so that moves keep up."""
+    return -(-max_num_batched_tokens // block_size)
 
 
 class KVLeases:
@@ -25,6 +33,7 @@ class KVLeases:
         caches_prefixes: keep full blocks for later requests; see ``PrefixCache``.
         uses_rows: whether any head keeps a ring, so that prefixes need snapshots.
         num_snapshots: rows for snapshots, behind the others.
+        max_block_moves: held blocks that are moved below idle ones before a step, at most.
     """
 
     def __init__(
@@ -37,6 +46,7 @@ class KVLeases:
         caches_prefixes: bool = False,
         uses_rows: bool = True,
         num_snapshots: int = 0,
+        max_block_moves: int = 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be 1 or more, got {block_size}")
@@ -44,7 +54,10 @@ class KVLeases:
         self.uses_blocks = uses_blocks
         self.blocks = BlockPool(num_blocks)
         self.rows: RowPool[Request] = RowPool(num_rows)
+        self._max_block_moves = max_block_moves
         self._copies: list[Copy] = []
+        # Blocks without content: leased since the last copies were handed over.
+        self._fresh: set[int] = set()
         self.prefixes: PrefixCache | None = None
         if caches_prefixes:
             self.prefixes = PrefixCache(
@@ -67,6 +80,7 @@ class KVLeases:
             caches_prefixes=limits.caches_prefixes,
             uses_rows=limits.uses_rows,
             num_snapshots=limits.num_snapshots,
+            max_block_moves=limits.max_block_moves,
         )
 
     @property
@@ -89,6 +103,31 @@ class KVLeases:
         num_tokens = min(request.num_tokens + 1, request.max_cached_tokens)
         num_held = 0 if hit is None or self.prefixes is None else self.prefixes.num_held(hit)
         return max(0, self.num_blocks_for(num_tokens) - request.num_blocks - num_held)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of prefixes that are held whether anybody reads them or not."""
+        if self.prefixes is None or not self.uses_blocks:
+            return 0
+        return self.prefixes.holds.num_nodes
+
+    def most_blocks(self, request: Request) -> int:
+        """Return the most blocks that a request ever needs beside those of the prefix that it holds."""
+        needed = self.num_blocks_for(request.max_cached_tokens)
+        hold = request.context
+        if hold is None or not hold.is_there or not self.uses_blocks:
+            return needed
+        is_reusable = hold.num_blocks * self.block_size <= request.num_reusable_tokens
+        return needed - hold.num_blocks if is_reusable else needed
+
+    def num_blocks_of_its_own(self, request: Request) -> int:
+        """Blocks of the request that nobody else holds."""
+        held = request.block_table[: request.num_blocks].tolist()
+        return sum(self.blocks.num_holders(block) == 1 for block in held)
+
+    def num_cached_tokens(self, hit: PrefixHit | None) -> int:
+        """Tokens that a request begins with if it takes up a hit."""
+        return 0 if hit is None else hit.num_usable * self.block_size
 
     def find(self, request: Request) -> PrefixHit | None:
         """Return what the prefix cache has of a request; None without one."""
@@ -164,22 +203,80 @@ class KVLeases:
             self._append_blocks(child, shared + private)
             if num_tokens % self.block_size:
                 self._copies.append(BlockCopy(int(parent.block_table[num_shared]), private[0]))
+                self._fresh.discard(private[0])
         self._copies.append(RowCopy(parent.row, child.row))
         return True
 
+    def adopt(self, hold: PrefixHold) -> Adoption:
+        """Enter and hold a prefix whose content comes from elsewhere; see ``PrefixCache.adopt``.
+
+        No copies may wait, since they would be carried out behind the caller's writes.
+
+        Raises:
+            ValueError: too few blocks are available, since requests hold the others.
+        """
+        assert self.prefixes is not None, "something is to be cached"
+        assert not self._copies, f"{len(self._copies)} copies wait"
+        path = self.prefixes.tree.match(hold.namespace, hold.tokens)
+        taken = [node.block for node in path] if self.uses_blocks else []
+        missing = hold.num_blocks - len(path) if self.uses_blocks else 0
+        available = self.num_available - sum(map(self.blocks.is_idle, taken))
+        if missing > available:
+            raise ValueError(f"expected {missing} blocks that requests do not hold, got {available}")
+        self.blocks.share(taken)  # so that they do not go to make room for the others
+        taken += self._allocate(missing)
+        self._fresh.clear()
+        adopted = self.prefixes.adopt(hold, path, taken[len(path) :])
+        self.blocks.release(taken)
+        return adopted
+
+    def withdraw(self, adopted: Adoption) -> None:
+        """Take back what was adopted and could not be written."""
+        assert self.prefixes is not None, "something was cached"
+        self.prefixes.withdraw(adopted)
+
     def take_copies(self) -> tuple[Copy, ...]:
-        """Make the used rows dense and hand over every copy that is due, in the order to carry them out."""
+        """Make the used rows and blocks dense, and hand over every copy that is due, in the order to do them.
+
+        The numbers in the tables of open requests change with it. A device that reads a slice of the store
+        then reads none of the idle blocks, but for those that are left to later steps.
+        """
         for move in self.rows.compact():
             move.owner.row = move.dst
             self._copies.append(RowCopy(move.src, move.dst))
+        self._bring_blocks_down()
         copies, self._copies = tuple(self._copies), []
+        self._fresh.clear()
         return copies
+
+    def _bring_blocks_down(self) -> None:
+        moves = self.blocks.compact(self._max_block_moves)
+        if not moves:
+            return
+        now = np.arange(self.blocks.num_blocks, dtype=np.int32)
+        for move in moves:
+            now[[move.src, move.dst]] = move.dst, move.src
+            self._copies += self._copies_of(move)
+            if self.prefixes is not None:
+                self.prefixes.exchange(move)
+        for row in range(self.rows.num_used):
+            request = self.rows.owner(row)
+            assert request is not None, "used rows are dense"
+            table = request.block_table[: request.num_blocks]
+            table[:] = now[table]
+
+    def _copies_of(self, move: BlockMove) -> list[Copy]:
+        if move.src in self._fresh:
+            return [BlockCopy(move.dst, move.src)] if move.is_exchange else []
+        return [BlockSwap(*move[:2]) if move.is_exchange else BlockCopy(*move[:2])]
 
     def _allocate(self, count: int) -> list[int]:
         """Lease blocks that are available, for which idle ones go."""
         if self.prefixes is not None and count > self.blocks.num_free:
             self.prefixes.evict(count - self.blocks.num_free)
-        return self.blocks.allocate(count)
+        blocks = self.blocks.allocate(count)
+        self._fresh.update(blocks)
+        return blocks
 
     def _append_blocks(self, request: Request, blocks: list[int]) -> None:
         end = request.num_blocks + len(blocks)

@@ -38,6 +38,15 @@ def head_groups(
     return tuple(groups)
 
 
+def ring_slack(decode_len: int, block_size: int, *, caches_prefixes: bool) -> int:
+    """Return the slots of a ring beside those of its window.
+
+    The first token that a row decodes in a step still sees the slot that the last one overwrites. Where
+    prefixes are cached, a ring is also the one at the last border of blocks before its end.
+    """
+    return decode_len - 1 + (block_size - 1 if caches_prefixes else 0)
+
+
 def widest_row(groups: Iterable[HeadGroup]) -> int:
     """Most tokens that a token sees of what its row keeps; 0 where rows keep nothing."""
     return max((group.kind.reach or 0 for group in groups if group.kind.owner is Owner.ROW), default=0)
@@ -101,6 +110,7 @@ class MemoryPlan:
         graph_bytes: device memory that is left free for captured graphs; no store is in it.
         max_chunk_rows: rows that are copied to a scratch in one step (C), for kinds of heads that keep one.
         num_snapshots: rows behind those, for rings of cached prefixes.
+        others_use_rows: whether rows are leased for another rank, though nothing is kept for them here.
     """
 
     layers: tuple[LayerKV, ...]
@@ -111,6 +121,7 @@ class MemoryPlan:
     graph_bytes: int = 0
     max_chunk_rows: int = SchedulerConfig.max_chunk_rows
     num_snapshots: int = 0
+    others_use_rows: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -164,8 +175,10 @@ class MemoryPlan:
 
     @cached_property
     def uses_rows(self) -> bool:
-        """Whether any group of heads keeps a unit for each row."""
-        return any(group.kind.owner is Owner.ROW for layer in self.layers for group in layer.groups)
+        """Whether any group of heads keeps a unit for each row, here or on another rank."""
+        return self.others_use_rows or any(
+            group.kind.owner is Owner.ROW for layer in self.layers for group in layer.groups
+        )
 
     @cached_property
     def block_bytes(self) -> int:

@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+
+class BlockMove(NamedTuple):
+    """A held block that has become another one, below it, with all of its holders.
+
+    Attributes:
+        src, dst: the block before and now. What ``dst`` was before is ``src`` now.
+        is_exchange: whether that was idle, so that its content has to move as well.
+    """
+
+    src: int
+    dst: int
+    is_exchange: bool
 
 
 class BlockPool:
@@ -12,7 +28,8 @@ class BlockPool:
     The lowest id first keeps the used part of the block store dense, so that the slice of the store a
     step has to look at stays as short as the pool is full. A block may have several holders; it is
     free again when the last one has released it. A block whose content is *kept* is *idle* instead, and
-    can be shared again, until it is dropped. The store has one block more than the pool, the
+    can be shared again, until it is dropped; ``compact`` brings held blocks down below idle ones.
+    The store has one block more than the pool, the
     *trash block* ``num_blocks``, which padded writes go to and which is never handed out.
     """
 
@@ -21,9 +38,11 @@ class BlockPool:
             raise ValueError(f"num_blocks must be 0 or more, got {num_blocks}")
         self.num_blocks = num_blocks
         self._holders = [0] * num_blocks
+        self._is_held = np.zeros(num_blocks, np.bool_)
+        # Blocks that are free, and some that have been: an entry is checked when it is taken.
         self._free = list(range(num_blocks))
         self._kept: set[int] = set()
-        self._num_idle = 0
+        self._num_free, self._num_idle = num_blocks, 0
 
     @property
     def trash_block(self) -> int:
@@ -33,7 +52,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks without a holder whose content is not kept."""
-        return len(self._free)
+        return self._num_free
 
     @property
     def num_idle(self) -> int:
@@ -43,7 +62,7 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks with at least one holder."""
-        return self.num_blocks - len(self._free) - self._num_idle
+        return self.num_blocks - self._num_free - self._num_idle
 
     def num_holders(self, block: int) -> int:
         """Number of holders of ``block``; 0 is free or idle."""
@@ -61,11 +80,16 @@ class BlockPool:
         Raises:
             ValueError: fewer than ``count`` blocks are free; nothing is leased then.
         """
-        if not 0 <= count <= len(self._free):
-            raise ValueError(f"asked for {count} blocks, {len(self._free)} of {self.num_blocks} are free")
-        blocks = [heappop(self._free) for _ in range(count)]
-        for block in blocks:
-            self._holders[block] = 1
+        if not 0 <= count <= self._num_free:
+            raise ValueError(f"asked for {count} blocks, {self._num_free} of {self.num_blocks} are free")
+        blocks: list[int] = []
+        while len(blocks) < count:
+            block = heappop(self._free)
+            if not self._holders[block] and block not in self._kept:
+                self._holders[block] = 1
+                blocks.append(block)
+        self._is_held[blocks] = True
+        self._num_free -= count
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -76,7 +100,9 @@ class BlockPool:
         """
         for block in blocks:
             self._check_taken(block)
-            self._num_idle -= not self._holders[block]
+            if not self._holders[block]:
+                self._num_idle -= 1
+                self._is_held[block] = True
             self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -90,10 +116,11 @@ class BlockPool:
             self._holders[block] -= 1
             if self._holders[block]:
                 continue
+            self._is_held[block] = False
             if block in self._kept:
                 self._num_idle += 1
             else:
-                heappush(self._free, block)
+                self._add_free(block)
 
     def keep(self, block: int) -> None:
         """Keep the content of a block that somebody holds, from its last release on.
@@ -117,7 +144,38 @@ class BlockPool:
         self._kept.remove(block)
         if not self._holders[block]:
             self._num_idle -= 1
-            heappush(self._free, block)
+            self._add_free(block)
+
+    def compact(self, most: int) -> list[BlockMove]:
+        """Move the highest held blocks below others that nobody holds, ``most`` of them at most.
+
+        Without a bound the held blocks are the first ``num_used`` ones afterwards.
+
+        Returns:
+            The moves; no block is in two of them. The caller renumbers what its holders know, and what is
+            known of idle blocks.
+        """
+        used = self.num_used
+        above = np.flatnonzero(self._is_held[used:])[::-1][:most] + used
+        if not len(above):
+            return []
+        below = np.flatnonzero(~self._is_held[:used])[: len(above)]
+        return [self._exchange(src, dst) for src, dst in zip(above.tolist(), below.tolist())]
+
+    def _exchange(self, src: int, dst: int) -> BlockMove:
+        is_idle, is_kept = dst in self._kept, src in self._kept
+        self._holders[src], self._holders[dst] = self._holders[dst], self._holders[src]
+        self._is_held[src], self._is_held[dst] = False, True
+        self._kept -= {src, dst}
+        self._kept |= {src} if is_idle else set()
+        self._kept |= {dst} if is_kept else set()
+        if not is_idle:
+            heappush(self._free, src)
+        return BlockMove(src, dst, is_idle)
+
+    def _add_free(self, block: int) -> None:
+        self._num_free += 1
+        heappush(self._free, block)
 
     def _check_id(self, block: int) -> None:
         if not 0 <= block < self.num_blocks:

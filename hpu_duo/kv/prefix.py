@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpu_duo.kv.copies import Copy, RowCopy
-from hpu_duo.kv.pool import BlockPool
+from hpu_duo.kv.holds import Adoption, PrefixHold, PrefixHolds
+from hpu_duo.kv.pool import BlockMove, BlockPool
 from hpu_duo.kv.prefix_tree import NO_BLOCK, PrefixNode, PrefixTree
 from hpu_duo.kv.snapshots import Snapshots
 from hpu_duo.request import Request
@@ -87,6 +88,8 @@ class PrefixCache:
         self._snapshot_rows = snapshot_rows
         self.tree = PrefixTree(block_size)
         self._snapshots = Snapshots(snapshot_rows)
+        self.holds = PrefixHolds()
+        self._node_of: dict[int, PrefixNode] = {}
         # The deepest node of each open request that has any.
         self._ends: dict[Request, PrefixNode] = {}
         self.counters = PrefixCounters()
@@ -100,6 +103,11 @@ class PrefixCache:
     def num_snapshots(self) -> int:
         """Number of snapshots in use."""
         return self._snapshots.num_used
+
+    @property
+    def num_snapshot_rows(self) -> int:
+        """Number of snapshots that fit."""
+        return self._snapshots.num_rows
 
     @property
     def needs_snapshots(self) -> bool:
@@ -165,6 +173,7 @@ class PrefixCache:
             child = node.children.get(key)
             if child is None:
                 child = self.tree.add(node, key, self._kept(request, ordinal))
+                self._node_of[child.block] = child
             elif self._uses_blocks:
                 self._swap(request, ordinal, child.block)
             node = child
@@ -195,15 +204,74 @@ class PrefixCache:
             return
         node = self._store(request)
         if node.snapshot is None:
-            lost = self._snapshots.place(node, self.tree)
-            self._add_copy(RowCopy(request.row, self._row_of(node)))
+            lost = self._snapshots.place(node, self.tree, self.holds.ends_at)
+            if node.snapshot is not None:
+                self._add_copy(RowCopy(request.row, node.snapshot))
             if lost is not None:
                 self.counters.num_evicted_snapshots += 1
                 self._prune(lost)
 
-    def _row_of(self, node: PrefixNode) -> int:
-        assert node.snapshot is not None, f"no snapshot behind {node.depth} blocks"
-        return node.snapshot
+    def hold(self, hold: PrefixHold, node: PrefixNode) -> None:
+        """Keep a prefix until it is let go, behind which a request can go on."""
+        assert node.snapshot is not None or not self._uses_rows, f"no snapshot behind {node.depth} blocks"
+        if self._uses_blocks:
+            self._blocks.share([each.block for each in node.path])
+        self.holds.add(hold, node)
+        self.tree.use(node)
+
+    def let_go(self, hold: PrefixHold) -> None:
+        """Take one holder from a hold; a prefix without holders may be evicted again."""
+        hold.num_holders -= 1
+        if not hold.num_holders and hold.is_there:
+            self._remove_hold(hold)
+
+    def adopt(self, hold: PrefixHold, path: list[PrefixNode], blocks: list[int]) -> Adoption:
+        """Enter the rest of a prefix whose content comes from elsewhere, and hold all of it.
+
+        Nobody may look for it before its units are written.
+
+        Args:
+            path: what is cached of it.
+            blocks: leased to the caller, for the others.
+        """
+        node, new = path[-1] if path else self.tree.root(hold.namespace), list[PrefixNode]()
+        for ordinal in range(len(path), hold.num_blocks):
+            block = blocks[ordinal - len(path)] if self._uses_blocks else NO_BLOCK
+            node = self.tree.add(node, self.tree.key(hold.tokens, ordinal), block)
+            new.append(node)
+            if self._uses_blocks:
+                self._node_of[block] = node
+                self._blocks.keep(block)
+        row = None
+        if self._uses_rows and node.snapshot is None:
+            lost = self._snapshots.place(node, self.tree, self.holds.ends_at)
+            row = node.snapshot
+            if lost is not None:
+                self.counters.num_evicted_snapshots += 1
+                self._prune(lost)
+        self.hold(hold, node)
+        return Adoption(hold, new, len(path), blocks, row)
+
+    def withdraw(self, adopted: Adoption) -> None:
+        """Take a prefix back whose units could not be written."""
+        end = adopted.hold.node
+        assert end is not None, "what was adopted is held"
+        self.let_go(adopted.hold)
+        if adopted.row is not None:
+            self._snapshots.remove(end)
+        for node in reversed(adopted.new):
+            self._remove(node)
+
+    def _remove_hold(self, hold: PrefixHold) -> None:
+        node = self.holds.remove(hold)
+        if self._uses_blocks:
+            self._blocks.release([each.block for each in node.path])
+        self.tree.use(node)
+        self._prune(node)
+
+    def end_of(self, request: Request) -> PrefixNode | None:
+        """Return the deepest prefix that an open request has entered or taken up."""
+        return self._ends.get(request)
 
     def release(self, request: Request) -> None:
         """Forget a request that gives its row and blocks back; what it entered stays."""
@@ -226,19 +294,31 @@ class PrefixCache:
             self._remove(node)
             self.counters.num_evicted_blocks += 1
 
+    def exchange(self, move: BlockMove) -> None:
+        """Take note that two blocks have changed their numbers."""
+        one, other = (self._node_of.pop(block, None) for block in (move.src, move.dst))
+        for node, block in ((one, move.dst), (other, move.src)):
+            if node is not None:
+                node.block = block
+                self._node_of[block] = node
+
     def clear(self) -> None:
-        """Forget everything; open requests keep their blocks, and enter them again."""
+        """Forget everything, what is held too; open requests keep their blocks, and enter them again."""
+        for hold in self.holds:
+            self._remove_hold(hold)
         for node in list(self.tree):
             if self._uses_blocks:
                 self._blocks.drop(node.block)
         self.tree = PrefixTree(self._block_size)
         self._snapshots = Snapshots(self._snapshot_rows)
+        self._node_of.clear()
         self._ends.clear()
 
     def _remove(self, node: PrefixNode) -> None:
         self._snapshots.remove(node)
         self.tree.remove(node)
         if self._uses_blocks:
+            del self._node_of[node.block]
             self._blocks.drop(node.block)
 
     def _prune(self, node: PrefixNode) -> None:

@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hpu_duo.kv.prefix_tree import PrefixNode, PrefixTree
+
+_SHARE = 8
+"""Snapshots take at most one byte for so many of the other stores."""
+
+
+def default_snapshots(other_bytes: int, row_bytes: int, max_num_seqs: int) -> int:
+    """Return the snapshots that an engine keeps unless told: as many as requests run, in a share of memory.
+
+    One is kept in any case, without which no prefix can be taken up.
+
+    Args:
+        other_bytes: of all other stores.
+        row_bytes: of one snapshot; 0 where no head keeps a ring, and snapshots are not needed.
+        max_num_seqs: requests that run at the same time.
+    """
+    if not row_bytes:
+        return 0
+    return min(max_num_seqs, max(1, other_bytes // _SHARE // row_bytes))
+
+
+def default_snapshots_within(kv_bytes: int, row_bytes: int, max_num_seqs: int) -> int:
+    """The same for stores that take ``kv_bytes`` together with the snapshots."""
+    return default_snapshots(kv_bytes * _SHARE // (_SHARE + 1), row_bytes, max_num_seqs)
 
 
 class Snapshots:
@@ -35,11 +60,20 @@ class Snapshots:
         """Prefixes with a snapshot."""
         return tuple(self._nodes.values())
 
-    def place(self, node: PrefixNode, tree: PrefixTree) -> PrefixNode | None:
-        """Give a prefix a row, which the caller fills; returns the prefix that lost its own, if any."""
+    def place(
+        self, node: PrefixNode, tree: PrefixTree, is_held: Callable[[PrefixNode], bool]
+    ) -> PrefixNode | None:
+        """Give a prefix a row, which the caller fills, unless all rows belong to prefixes that are held.
+
+        Returns:
+            The prefix that lost its own, if any.
+        """
         lost = None
         if not self._free:
-            lost = min(self._nodes.values(), key=lambda each: _value(each, tree.time))
+            others = [each for each in self._nodes.values() if not is_held(each)]
+            if not others:
+                return None
+            lost = min(others, key=lambda each: _value(each, tree.time))
             self.remove(lost)
         node.snapshot = self._free.pop()
         self._nodes[node.snapshot] = node

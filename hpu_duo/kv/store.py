@@ -8,8 +8,8 @@ from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.reserved import reserved_zeros
 from hpu_duo.rules import mark_trash
 from hpu_duo.uncopied import Uncopied
-from kernels_ref import HeadGroup, KVUnits, Owner, Scratch, as_units
-from kernels_ref.index import gather, index_dtype
+from kernels_ref import HeadGroup, KVUnits, Owner, Scratch, UnitLayout, as_units
+from kernels_ref.index import gather, unit_places, write
 
 
 class KVStore(Uncopied):
@@ -77,7 +77,10 @@ class KVStore(Uncopied):
 
     def _copy(self, owner: Owner, copies: torch.Tensor) -> None:
         source, target = copies.unbind()
-        target = target.to(index_dtype(target.device))
+        places: dict[UnitLayout, torch.Tensor] = {}
         for units in self._units[owner]:
-            for store in (units.k, units.v):
-                store.index_copy_(0, target, gather(store, source))
+            layout = units.layout
+            if layout not in places:
+                places[layout] = unit_places(target, layout)
+            for flat, unit in ((units.k_flat, units.k), (units.v_flat, units.v)):
+                write(flat, places[layout], gather(unit, source))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 256
 _LONGEST_MESSAGE = 300
+_MOST_CHOICES = 1024
+"""llguidance follows 2,000 alternatives at most, and says so only when a token has been accepted."""
 
 # One blank, or a new line and its indentation: a model that likes blanks could write them without end.
 _WHITESPACE = r"( |\n[ \t]{0,40})?"
@@ -139,8 +141,13 @@ def _grammar_of(wanted: StructuredOutputs) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(str(wanted.regex))
         case "choice":
-            assert wanted.choice is not None
-            return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, wanted.choice))}")
+            choice = tuple(wanted.choice or ())
+            if len(choice) > _MOST_CHOICES:
+                raise FieldError(
+                    "structured_outputs.choice",
+                    f"expected at most {_MOST_CHOICES} choices, got {len(choice)}",
+                )
+            return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choice))}")
         case _:
             return LLMatcher.grammar_from_lark(str(wanted.grammar))
 

@@ -25,7 +25,10 @@ MAX_TEMPERATURE = 1e6
 MAX_LOGIT_BIAS = 100.0
 
 
-_INTEGERS = ("n", "top_k", "seed", "logprobs", "max_tokens", "min_tokens", "decoded_prompt_tokens")
+_INTEGERS = (
+    *("n", "top_k", "seed", "logprobs", "max_tokens", "min_tokens", "decoded_prompt_tokens", "priority"),
+    "expected_tokens",
+)
 """Fields that become Python integers: those of numpy overflow, and have other methods."""
 
 
@@ -67,6 +70,11 @@ class SamplingParams:
         host_sampler: makes, from the index of each sample, a ``HostSampler`` that chooses its tokens on the
             host instead of the fields above, or ends it. Slow.
         cache_salt: what is cached of the prompt is shared only among requests with the same salt.
+        priority: lower values are served earlier; only under a scheduling policy that honours it, others
+            refuse all but 0.
+        expected_tokens: how many tokens the output is expected to have, for policies that serve short
+            requests first; None = ``max_tokens``.
+        user: who asks; policies that are fair are so among users. None is a user, too.
         structured_outputs: what the text must be like. Tokens that cannot lead to such a text are not
             sampled, whatever their bias; the output ends with ``stop`` where nothing may follow, also before
             ``min_tokens``, and is cut by ``max_tokens``, stop strings and stop tokens as any other. Reported
@@ -100,6 +108,9 @@ class SamplingParams:
     host_sampler: Callable[[int], HostSampler] | None = field(default=None, hash=False)
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
+    priority: int = 0
+    user: str | None = None
+    expected_tokens: int | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -153,6 +164,12 @@ class SamplingParams:
         _check_int("decoded_prompt_tokens", self.decoded_prompt_tokens, 0)
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise FieldError("cache_salt", f"expected a non-empty string or None, got {self.cache_salt!r}")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, Integral):
+            raise FieldError("priority", f"expected an integer, got {self.priority!r}")
+        if not isinstance(self.user, (str, type(None))):
+            raise FieldError("user", f"expected a string or None, got {self.user!r}")
+        if self.expected_tokens is not None:
+            _check_int("expected_tokens", self.expected_tokens, 0)
         if self.host_sampler is not None:
             self._check_host_sampler()
         if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):

@@ -89,7 +89,7 @@ TOO_LONG = list(range(5, 90)) * 2
         ({"pattern": PATTERN, "tie_break": "nonsense"}, "tie_break.*stable, reference.*'nonsense'"),
         ({"balance": "nonsense"}, "balance.*global, per_layer.*'nonsense'"),
         ({"pattern": PATTERN, "balance": "nonsense"}, "balance.*global, per_layer.*'nonsense'"),
-        ({"pattern": RAW, "sparsity": 0.5, "balance": "per_rank"}, "per_rank.*ranks.*one device"),
+        ({"pattern": RAW, "sparsity": 0.5, "balance": "per_rank"}, "per_rank.*which ranks do not hold"),
         ({"graphs": None}, "graphs.*eager.*None"),
         ({"graphs": 5}, "graphs.*eager.*5"),
         ({"graphs": HalfBackend()}, "capture backend, got half, which lacks num_first_runs"),

@@ -83,6 +83,7 @@ def eager_tokens(tiny: Tiny) -> dict[str, list[int]]:
     return run_workload(load(tiny, "eager"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", [True, False])
 def test_a_warmed_table_serves_200_requests_without_a_miss_or_a_recompilation(
     tiny: Tiny, eager_tokens: dict[str, list[int]], guards: bool, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +127,7 @@ def test_the_portable_attention_traces_into_one_graph_per_bucket_and_kind_of_lay
     assert tokens == eager_tokens
 
 
+@pytest.mark.slow
 def test_replayed_steps_serve_200_requests_as_they_are_written(
     tiny: Tiny, eager_tokens: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def test_replayed_steps_serve_200_requests_as_they_are_written(
     assert num_written <= 2 * len(served.engine.runner.graphs.table) < served.stats().num_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [sdpa.write_kv, write_as_operator])
 def test_compiled_layers_write_their_stores_in_place(
     tiny: Tiny, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.generation.arguments import read_generation
 from hpu_duo.generation.call import GenerateCall
 from hpu_duo.generation.processing import Hooks
+from hpu_duo.generation.questions import Questions
 from tests.engine.test_generate_like_transformers import LENGTHS, left_padded
 from tests.engine.tiny import Tiny, assert_holds_nothing
 from tests.modeling.families import VOCAB, greedy, prompts_of
@@ -152,6 +153,7 @@ def test_draws_on_the_host_are_those_of_the_device(served: HPUDuoModel) -> None:
     assert on_host.scores[0].shape == (6, VOCAB)
 
 
+@pytest.mark.slow
 def test_drawn_tokens_follow_the_processed_distribution(tiny: Tiny, served: HPUDuoModel) -> None:
     kwargs: dict[str, Any] = {"do_sample": True, "typical_p": 0.5, "temperature": 2.0, "top_k": 0}
     many = served.generate(
@@ -240,6 +242,7 @@ def test_transition_scores_are_those_of_transformers(tiny: Tiny, served: HPUDuoM
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"num_blocks": 9, "max_model_len": 60}, {"graphs": "compile"}, {"dtype": "bfloat16"}]
 )
@@ -266,8 +269,7 @@ def test_a_step_that_is_computed_again_leaves_one_score_per_token(
     call = GenerateCall(
         served.engine.runner.model.model,
         read_generation(GenerationConfig(), None, {"max_new_tokens": 5, **SCORED}, VOCAB),
-        PROMPTS,
-        PROMPTS,
+        Questions(PROMPTS, PROMPTS, PROMPTS),
         Hooks.read(None, None, None),
     )
     run, num_runs = served.engine.runner.run, 0

@@ -80,6 +80,7 @@ def use_and_fail(served: HPUDuoModel) -> None:
 TABLE = BucketTable((BatchShape.parse("csu/q16/s32/u48/l4"),), StepCost())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [use, use_and_fail])
 @pytest.mark.parametrize(
     "options",

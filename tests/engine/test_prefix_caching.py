@@ -15,8 +15,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 TEXT = prompts_of((60,))[0]
 
 
-def _load(tiny: Tiny, **options: Any) -> HPUDuoModel:
-    return tiny.load(enable_prefix_caching=True, **options)
+def _cold(tiny: Tiny, **options: Any) -> HPUDuoModel:
+    return tiny.load(enable_prefix_caching=False, **options)
 
 
 def _cached(served: HPUDuoModel) -> int:
@@ -33,8 +33,8 @@ def test_later_requests_take_up_what_they_share(
     """The third request with a prefix hits all of its blocks, whatever its length."""
     shared = 4 * BLOCK + 3
     prompts = [[*TEXT[:shared], *tail] for tail in ([1, 2, 3] * 5, [4, 5] * 6, [7] * 11, [8] * 9)]
-    expected = [tokens_of(serve(tiny.load(pattern=pattern), [prompt], GREEDY)) for prompt in prompts]
-    warm = _load(tiny, pattern=pattern, **options)
+    expected = [tokens_of(serve(_cold(tiny, pattern=pattern), [prompt], GREEDY)) for prompt in prompts]
+    warm = tiny.load(pattern=pattern, **options)
     hits = []
     for prompt, tokens in zip(prompts, expected):
         before = _cached(warm)
@@ -50,9 +50,9 @@ def test_requests_that_arrive_together_compute_what_they_share_once(
     tiny: Tiny, pattern: HeadPattern | None
 ) -> None:
     prompts = [[*TEXT[: 5 * BLOCK], *tail] for tail in ([1, 2, 3], [4, 5], [7, 8, 9, 1], [8])]
-    cold = tiny.load(pattern=pattern)
+    cold = _cold(tiny, pattern=pattern)
     expected = tokens_of(serve(cold, prompts, GREEDY))
-    warm = _load(tiny, pattern=pattern)
+    warm = tiny.load(pattern=pattern)
     assert tokens_of(warm.engine.generate(prompts, GREEDY)) == expected
     saved = cold.stats().num_prompt_tokens - warm.stats().num_prompt_tokens
     assert saved == 3 * 5 * BLOCK
@@ -60,7 +60,7 @@ def test_requests_that_arrive_together_compute_what_they_share_once(
 
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
 def test_a_chat_takes_up_its_own_answers(tiny: Tiny, pattern: HeadPattern | None) -> None:
-    warm, cold = _load(tiny, pattern=pattern), tiny.load(pattern=pattern)
+    warm, cold = tiny.load(pattern=pattern), _cold(tiny, pattern=pattern)
     text = list(TEXT[:20])
     for turn in range(4):
         expected = tokens_of(serve(cold, [text], GREEDY))
@@ -72,7 +72,7 @@ def test_a_chat_takes_up_its_own_answers(tiny: Tiny, pattern: HeadPattern | None
 
 
 def test_salts_share_nothing(tiny: Tiny) -> None:
-    warm = _load(tiny)
+    warm = tiny.load()
     salted = [SamplingParams(temperature=0, max_tokens=4, cache_salt=salt) for salt in (None, "a", "b", "a")]
     for params, is_hit in zip(salted, (False, False, False, True)):
         before = _cached(warm)
@@ -84,9 +84,9 @@ def test_salts_share_nothing(tiny: Tiny) -> None:
 def test_preempted_requests_resume_from_the_cache(tiny: Tiny, pattern: HeadPattern | None) -> None:
     prompts = prompts_of((13, 5, 22, 9))
     params = SamplingParams(temperature=0, max_tokens=30)
-    expected = tokens_of(serve(tiny.load(pattern=pattern), prompts, params))
+    expected = tokens_of(serve(_cold(tiny, pattern=pattern), prompts, params))
     tight = {"pattern": pattern, "num_blocks": 9, "max_model_len": 60}
-    warm = _load(tiny, **tight)
+    warm = tiny.load(**tight)
     assert tokens_of(warm.engine.generate(prompts, params)) == expected
     stats = warm.stats()
     assert stats.num_preemptions > 0

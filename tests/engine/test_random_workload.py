@@ -78,6 +78,7 @@ def check_against_each_alone(tiny: Tiny, pattern: HeadPattern | None, num_reques
             assert reason is FinishReason.ABORT or len(got) == params.max_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pattern", "num_requests"), [(None, 80), (PATTERN, 200)], ids=["full", "duo"])
 def test_every_request_gets_what_it_would_get_alone(
     tiny: Tiny, pattern: HeadPattern | None, num_requests: int

@@ -56,6 +56,7 @@ def verified_logits(
     return [torch.stack(each) for each in seen]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 def test_logits_are_those_of_one_token_at_a_time_whatever_was_taken_back(tiny: Tiny, attention: str) -> None:
     served = {

@@ -99,6 +99,7 @@ def test_tokens_verified_together_score_as_one_after_the_other(
                     assert theirs.is_likeliest == mine.is_likeliest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

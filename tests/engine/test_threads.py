@@ -40,6 +40,7 @@ def in_threads(work: Callable[[int], None], num_threads: int = NUM_THREADS) -> N
         list(pool.map(begin, range(num_threads)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["full", "duo"])
 def test_calls_of_several_threads_get_the_tokens_of_each_alone(tiny: Tiny, pattern: object) -> None:
     draw = random.Random(5)

@@ -7,7 +7,7 @@ import pytest
 from graphs import BatchShape, BucketTable, Phase
 from hpu_duo import HeadPattern
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.startup import assembly
+from hpu_duo.startup import device_side
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.modeling.families import prompts_of
 
@@ -40,6 +40,6 @@ def test_trimming_changes_steps_and_no_token(tiny: Tiny, pattern: HeadPattern | 
 def test_trimming_without_buckets_is_refused_before_weights_are_packed(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(assembly, "_pack")
+    monkeypatch.delattr(device_side, "_pack")
     with pytest.raises(ValueError, match="trim_chunks needs a table of buckets to trim to"):
         tiny.load(trim_chunks=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -42,6 +43,19 @@ def _table(borders: set[int]) -> BucketTable:
     )
 
 
+FIELDS = st.fixed_dictionaries(
+    {
+        "max_tokens": st.none() | st.integers(1, 10),
+        "min_tokens": st.integers(0, 1),
+        "ignore_eos": st.booleans(),
+        "decoded_prompt_tokens": st.sampled_from([0, 0, 1, 3, 20]),
+        "priority": st.integers(-2, 2),
+        "user": st.sampled_from([None, "ann", "bob"]),
+        "expected_tokens": st.none() | st.integers(0, 12),
+    }
+)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """First come, first served; other policies derive from it."""
 
@@ -70,33 +84,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=14),
-        max_tokens=st.none() | st.integers(1, 10),
-        min_tokens=st.integers(0, 1),
-        ignore_eos=st.booleans(),
+        fields=FIELDS,
         num_samples=st.sampled_from([1, 1, 2, 3]),
-        decoded_prompt_tokens=st.sampled_from([0, 0, 1, 3, 20]),
     )
-    def add(
-        self,
-        prompt: list[int],
-        max_tokens: int | None,
-        min_tokens: int,
-        ignore_eos: bool,
-        num_samples: int,
-        decoded_prompt_tokens: int,
-    ) -> None:
+    def add(self, prompt: list[int], fields: dict[str, Any], num_samples: int) -> None:
         name = f"r{self.num_added}"
         self.num_added += 1
-        parent = make_request(
-            name,
-            prompt,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            ignore_eos=ignore_eos,
-            max_model_len=24,
-            seed=self.num_added,
-            decoded_prompt_tokens=decoded_prompt_tokens,
-        )
+        if not self.scheduler.policy.honours_priority:
+            fields = {**fields, "priority": 0}
+        parent = make_request(name, prompt, max_model_len=24, seed=self.num_added, **fields)
         siblings = [
             parent.sibling(f"{name}.{i}", sample_index=i, sampling_seed=100 * i)
             for i in range(1, num_samples)

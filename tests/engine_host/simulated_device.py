@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpu_duo.engine.step_plan import ScheduledRow, StepPlan
-from hpu_duo.kv.copies import BlockCopy, RowCopy
+from hpu_duo.kv.copies import BlockCopy, BlockSwap, Copy, RowCopy
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling.params import SamplingParams
 
@@ -36,6 +36,9 @@ def make_request(
     seed: int = 0,
     decoded_prompt_tokens: int = 0,
     cache_salt: str | None = None,
+    priority: int = 0,
+    user: str | None = None,
+    expected_tokens: int | None = None,
 ) -> Request:
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -44,6 +47,9 @@ def make_request(
         stop_token_ids=stop_token_ids,
         decoded_prompt_tokens=decoded_prompt_tokens,
         cache_salt=cache_salt,
+        priority=priority,
+        user=user,
+        expected_tokens=expected_tokens,
     )
     limits = TokenLimits(max_model_len, frozenset({EOS}), VOCAB_SIZE)
     return Request(request_id, prompt, params, limits, sampling_seed=seed)
@@ -90,12 +96,7 @@ class SimulatedDevice:
 
     def run(self, plan: StepPlan) -> list[int]:
         """Carry out the moves and the rows; return a token per row that wants one."""
-        for move in plan.moves:
-            match move:
-                case BlockCopy(src, dst):
-                    self.blocks[dst] = list(self.blocks[src])
-                case RowCopy(src, dst):
-                    self.rings[dst] = list(self.rings[src])
+        self.carry_out(plan.moves)
         for row in plan.rows:
             if row.num_new_tokens > 1 and row.start > 0:
                 self._read_ring(row, query=row.start, end=row.start)
@@ -109,6 +110,27 @@ class SimulatedDevice:
             next_token(row.request.tokens[: row.end].tolist(), row.request.sampling_seed)
             for row in plan.sampled_rows
         ]
+
+    def carry_out(self, copies: Sequence[Copy]) -> None:
+        """Copy blocks and rings, one copy after the other."""
+        for move in copies:
+            match move:
+                case BlockCopy(src, dst):
+                    self.blocks[dst] = list(self.blocks[src])
+                case BlockSwap(one, other):
+                    self.blocks[one], self.blocks[other] = self.blocks[other], self.blocks[one]
+                case RowCopy(src, dst):
+                    self.rings[dst] = list(self.rings[src])
+
+    def fill(self, tokens: Sequence[int], first: int, blocks: Sequence[int], row: int | None) -> None:
+        """Write what a request with these tokens has written, from block ``first`` on, and its ring."""
+        text = np.array(tokens, np.int32)
+        slots: list[Slot] = [(n, zlib.crc32(text[: n + 1].tobytes())) for n in range(len(text))]
+        for ordinal, block in enumerate(blocks, start=first):
+            self.blocks[block] = slots[ordinal * self.block_size : (ordinal + 1) * self.block_size]
+        for position, slot in enumerate(slots if row is not None else ()):
+            assert row is not None, "there is a ring to write"
+            self.rings[row][self._ring_index(position)] = slot
 
     def _slot(self, request: Request, position: int) -> Slot:
         return position, zlib.crc32(request.tokens[: position + 1].astype(np.int32).tobytes())

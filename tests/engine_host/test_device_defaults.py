@@ -51,6 +51,7 @@ def test_an_hpu_computes_in_bfloat16_unless_told_otherwise(own: str) -> None:
     assert all(own in note for note in told)
 
 
+@pytest.mark.slow
 def test_a_table_of_an_accelerator_is_planned_and_pads_less() -> None:
     served = HPUDuoModel.from_pretrained(MODEL_DIR, device="hpu-sim", num_blocks=64, **LIMITS)
     limits, runner = served.engine.scheduler.limits, served.engine.runner

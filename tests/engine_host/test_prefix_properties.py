@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from graphs import StepLimits
+from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.kv.holds import PrefixHold
 from hpu_duo.request import FinishReason, Request
 from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, make_request, outputs_alone
 
@@ -18,7 +22,7 @@ STEMS = ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9,
 
 
 @st.composite
-def _limits(draw: st.DrawFn) -> StepLimits:
+def prefix_limits(draw: st.DrawFn) -> StepLimits:
     max_num_seqs = draw(st.integers(1, 5))
     uses_blocks, uses_rows = draw(st.sampled_from([(True, True), (True, True), (True, False), (False, True)]))
     return StepLimits(
@@ -33,11 +37,12 @@ def _limits(draw: st.DrawFn) -> StepLimits:
         uses_rows=uses_rows,
         caches_prefixes=True,
         num_snapshots=draw(st.sampled_from([0, 1, 3, 5, 8])) if uses_rows else 0,
+        max_block_moves=draw(st.sampled_from([0, 1, 2, 20])) if uses_blocks else 0,
     )
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    @initialize(limits=_limits())
+    @initialize(limits=prefix_limits())
     def create(self, limits: StepLimits) -> None:
         self.limits = limits
         self.scheduler = Scheduler(limits)
@@ -51,6 +56,9 @@ class PrefixMachine(RuleBasedStateMachine):
         )
         self.unfinished: dict[str, Request] = {}
         self.texts: list[list[int]] = []
+        self.open: list[PrefixHold] = []
+        self.asked: dict[str, PrefixHold] = {}
+        self.opening: dict[str, PrefixHold] = {}
         self.num_added = 0
 
     @rule(
@@ -62,6 +70,8 @@ class PrefixMachine(RuleBasedStateMachine):
         decoded_prompt_tokens=st.sampled_from([0, 0, 0, 1, 3]),
         salt=st.sampled_from([None, None, None, "a"]),
         old=st.none() | st.integers(0, 100),
+        context=st.none() | st.integers(0, 100),
+        opens=st.booleans(),
     )
     def add(
         self,
@@ -73,10 +83,27 @@ class PrefixMachine(RuleBasedStateMachine):
         decoded_prompt_tokens: int,
         salt: str | None,
         old: int | None,
+        context: int | None,
+        opens: bool,
     ) -> None:
-        """Add a request that begins like a stem, or like the text of an earlier request."""
+        """Add a request that begins like a stem, like an earlier request, or with a context that is held."""
         if old is not None and self.texts:
             stem = self.texts[old % len(self.texts)]
+        hold = None
+        if context is not None and self.open:
+            hold = self.open[context % len(self.open)]
+            stem, cut, salt = hold.tokens.tolist(), len(hold.tokens), hold.namespace
+            tail = tail[: 30 - cut]
+        becomes = None
+        if opens and len(stem[:cut]) + len(tail) >= self.limits.block_size:
+            text = np.array([*stem[:cut], *tail], np.int32)
+            becomes = PrefixHold(text, self.limits.block_size, salt)
+            if hold is not None and len(becomes.tokens) == len(hold.tokens):
+                return
+            stem, cut, tail = becomes.tokens.tolist(), len(becomes.tokens), []
+            num_samples, decoded_prompt_tokens, max_tokens = 1, 0, 1
+            if not self._may_open(becomes):
+                return
         name = f"r{self.num_added}"
         self.num_added += 1
         parent = make_request(
@@ -92,14 +119,49 @@ class PrefixMachine(RuleBasedStateMachine):
             parent.sibling(f"{name}.{i}", sample_index=i, sampling_seed=100 * i)
             for i in range(1, num_samples)
         ]
-        if (
-            self.limits.uses_blocks
-            and parent.max_cached_tokens > self.limits.num_blocks * self.limits.block_size
-        ):
+        for request in [parent, *siblings]:
+            request.context, request.opens = hold, becomes
+        if not self._is_taken(parent):
             return
         for request in [parent, *siblings]:
             self.scheduler.add(request)
             self.unfinished[request.request_id] = request
+            if hold is not None:
+                self.asked[request.request_id] = hold
+        if becomes is not None:
+            self.opening[parent.request_id] = becomes
+
+    def _is_taken(self, request: Request) -> bool:
+        """Whether the scheduler takes a request, which it must if that fits beside the contexts that are held."""
+        leases = self.scheduler.leases
+        needed = leases.num_blocks_for(request.max_cached_tokens) + leases.num_held_blocks
+        if not self.limits.uses_blocks or needed <= self.limits.num_blocks:
+            return True
+        try:
+            self.scheduler.check_fits(request)
+        except ValueError:
+            return False
+        assert request.context is not None
+        return True
+
+    def _may_open(self, hold: PrefixHold) -> bool:
+        try:
+            if not self.scheduler.holding.open_cached(hold):
+                return True
+        except ValueError:
+            return False
+        self.open.append(hold)
+        return False
+
+    @precondition(lambda self: self.open)
+    @rule(number=st.integers(0, 100), is_later=st.booleans())
+    def close(self, number: int, is_later: bool) -> None:
+        hold = self.open.pop(number % len(self.open))
+        if is_later:
+            self.scheduler.holding.let_go_later(hold)
+            self.scheduler.holding.sweep()
+        else:
+            self.scheduler.holding.let_go(hold)
 
     @rule(num_steps=st.integers(1, 4))
     def step(self, num_steps: int) -> None:
@@ -153,6 +215,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def finish_by_a_stop_string(self, data: st.DataObject) -> None:
         names = sorted(name for name, r in self.unfinished.items() if r.num_output_tokens)
         request = self.unfinished.pop(data.draw(st.sampled_from(names)))
+        self._ended(request.request_id)
         self.scheduler.finish(request, FinishReason.STOP)
         self._remember(request)
 
@@ -164,16 +227,28 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def abort_one(self, name: str) -> None:
         request = self.unfinished.pop(name)
+        self._ended(name)
         assert self.scheduler.abort(name) is request
         self._remember(request)
+
+    def _ended(self, name: str) -> None:
+        self.asked.pop(name, None)
+        hold = self.opening.pop(name, None)
+        if hold is not None and hold.is_there:
+            self.open.append(hold)
 
     def _remember(self, request: Request) -> None:
         self.texts.append(request.tokens[: request.num_tokens].tolist())
 
     def _check_hits(self, plan: StepPlan) -> None:
+        shape = exact_shape(plan, self.limits.block_size)
+        assert self.limits.reaches(shape), f"no table holds {shape}"
         for row in plan.rows:
             request = row.request
             assert request.num_cached_tokens is None or request.num_cached_tokens < request.num_tokens
+            hold = self.asked.get(request.request_id)
+            if hold is not None and hold.is_there and len(hold.tokens) <= request.num_reusable_tokens:
+                assert row.start >= len(hold.tokens), "a question does not begin with its context"
             tail = request.params.decoded_prompt_tokens
             if tail:
                 assert row.end <= max(request.num_prompt_tokens - tail, row.start + 1)
@@ -182,6 +257,9 @@ class PrefixMachine(RuleBasedStateMachine):
         for request, _, reason, *_ in self.scheduler.commit(plan, tokens):
             if reason is not None:
                 del self.unfinished[request.request_id]
+                opens = self.opening.get(request.request_id)
+                assert opens is None or opens.is_there or opens.refusal is not None
+                self._ended(request.request_id)
                 self._remember(request)
                 assert request.output_token_ids.tolist() == outputs_alone(request)
 
@@ -194,6 +272,11 @@ class PrefixMachine(RuleBasedStateMachine):
         holders: Counter[int] = Counter()
         for request in self.unfinished.values():
             holders.update(request.block_table[: request.num_blocks].tolist())
+        holds = {*self.open, *self.asked.values(), *self.opening.values()}
+        held = {node for hold in holds if hold.node is not None for node in hold.node.path}
+        for hold in holds:
+            if hold.node is not None and self.limits.uses_blocks:
+                holders.update(node.block for node in hold.node.path)
         for block in range(self.limits.num_blocks):
             assert blocks.num_holders(block) == holders[block]
         nodes = list(cache.tree)
@@ -207,6 +290,14 @@ class PrefixMachine(RuleBasedStateMachine):
             assert node.depth == len(list(node.path))
             if self.limits.uses_blocks and holders[node.block] and node.parent.depth:
                 assert holders[node.parent.block], "a held block is behind one that may be evicted"
+        assert held <= set(nodes), "a prefix that is held has been evicted"
+        assert set(cache.holds) == {hold for hold in holds if hold.node is not None}
+        assert cache.holds.num_nodes == len(held)
+        for hold in holds:
+            if hold.node is not None:
+                texts = [each.key for each in hold.node.path]
+                assert b"".join(reversed(texts)) == hold.tokens.tobytes()
+                assert hold.node.snapshot is not None or not self.limits.uses_rows
         snapshots = [node.snapshot for node in nodes if node.snapshot is not None]
         assert len(set(snapshots)) == len(snapshots) == cache.num_snapshots <= self.limits.num_snapshots
         rows = range(self.limits.max_num_seqs, self.limits.num_ring_rows)
@@ -243,6 +334,9 @@ class PrefixMachine(RuleBasedStateMachine):
                 break
             self.step(1)
         assert not self.unfinished
+        while self.open:
+            self.close(0, False)
+        assert not list(self.scheduler.leases.prefixes.holds)
         assert self.scheduler.leases.blocks.num_used == 0
         assert self.scheduler.leases.rows.num_used == 0
         self.forget()
@@ -251,3 +345,10 @@ class PrefixMachine(RuleBasedStateMachine):
 
 TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+class TestManyOperations(PrefixMachine.TestCase):  # type: ignore[misc, name-defined]
+    """100,000 operations."""
+
+    settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)

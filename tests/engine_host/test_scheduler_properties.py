@@ -12,7 +12,7 @@ from hypothesis import settings
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.request import Request
-from hpu_duo.scheduling import POLICIES, ArrivalOrder, FirstComeFirstServed, SchedulingPolicy, make_policy
+from hpu_duo.scheduling import FirstComeFirstServed, SchedulingPolicy, Waiting
 from tests.engine_host.planning import LIMITS, add, stepped
 from tests.engine_host.scheduler_machine import SchedulerMachine
 
@@ -21,14 +21,14 @@ def length(request: Request) -> tuple[int, int]:
     return len(request.tokens), request.arrival
 
 
-class LongestFirst:
+class LongestFirst(SchedulingPolicy):
     """Admits the longest request, preempts the shortest one, and keeps accounts."""
 
     def __init__(self) -> None:
         self.computed: Counter[Request] = Counter()
         self.sampled: Counter[Request] = Counter()
 
-    def next(self, waiting: ArrivalOrder) -> Request:
+    def next(self, waiting: Waiting) -> Request:
         return max(waiting, key=length)
 
     def victim(self, running: Sequence[Request]) -> Request:
@@ -77,14 +77,6 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestLongestFirstMachine = LongestFirstMachine.TestCase
 TestLongestFirstMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-
-
-def test_policies_are_made_by_their_names_each_time_anew() -> None:
-    for name in POLICIES:
-        assert make_policy(name) is not make_policy(name)
-    assert isinstance(make_policy("fcfs"), FirstComeFirstServed)
-    with pytest.raises(ValueError, match="expected scheduling_policy to be one of fcfs, got 'lottery'"):
-        make_policy("lottery")
 
 
 @pytest.mark.parametrize(("policy", "first"), [(None, ["a", "b"]), (LongestFirst(), ["c", "b"])])

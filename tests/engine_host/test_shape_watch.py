@@ -20,7 +20,7 @@ LIMITS = StepLimits(
     max_model_len=512,
     block_size=16,
     num_blocks=100,
-    decode_len=1,
+    decode_len=3,
     max_chunk_rows=1,
 )
 SMALL, LARGE = BatchShape.parse("--u/q1/s0/u1/l1"), BatchShape.parse("--u/q8/s0/u100/l8")
@@ -53,6 +53,7 @@ def test_far_more_padding_than_promised_is_told_once(
     assert options["--model"] == "a model"
     assert options["--from-shapes"] == str(tmp_path / "shapes.jsonl")
     assert (options["--graphs-budget"], options["--num-blocks"]) == ("2", "100")
+    assert options["--decode-len"] == "3"
     assert [record.getMessage() for record in caplog.records] == [str(drift)]
 
 

@@ -61,11 +61,12 @@ class PoolMachine(RuleBasedStateMachine):
     def create(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.holdings: list[list[int]] = []
+        self.kept: set[int] = set()
 
     @rule(count=st.integers(0, 5))
     def allocate(self, count: int) -> None:
         held = {block for blocks in self.holdings for block in blocks}
-        free = [block for block in range(self.pool.num_blocks) if block not in held]
+        free = [block for block in range(self.pool.num_blocks) if block not in held | self.kept]
         if count > len(free):
             with pytest.raises(ValueError):
                 self.pool.allocate(count)
@@ -88,6 +89,36 @@ class PoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.holdings) - 1))
         self.pool.release(self.holdings.pop(index))
 
+    @precondition(lambda self: any(self.holdings))
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([block for blocks in self.holdings for block in blocks]))
+        if block not in self.kept:
+            self.pool.keep(block)
+            self.kept.add(block)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.kept)))
+        self.pool.drop(block)
+        self.kept.remove(block)
+
+    @rule(most=st.integers(0, 4))
+    def compact(self, most: int) -> None:
+        """The highest held blocks take the lowest places, and what lay there takes theirs."""
+        held = {block for blocks in self.holdings for block in blocks}
+        above = sorted((block for block in held if block >= len(held)), reverse=True)[:most]
+        holes = [block for block in range(len(held)) if block not in held][: len(above)]
+        idle = self.kept - held
+        moves = self.pool.compact(most)
+        assert [(move.src, move.dst, move.is_exchange) for move in moves] == [
+            (src, dst, dst in idle) for src, dst in zip(above, holes)
+        ]
+        now = {src: dst for src, dst, _ in moves} | {dst: src for src, dst, _ in moves}
+        self.holdings = [[now.get(block, block) for block in blocks] for blocks in self.holdings]
+        self.kept = {now.get(block, block) for block in self.kept}
+
     @invariant()
     def every_block_has_as_many_holders_as_hold_it(self) -> None:
         if not hasattr(self, "pool"):
@@ -95,7 +126,9 @@ class PoolMachine(RuleBasedStateMachine):
         for block in range(self.pool.num_blocks):
             assert self.pool.num_holders(block) == sum(block in blocks for blocks in self.holdings)
         assert self.pool.num_used == len({block for blocks in self.holdings for block in blocks})
-        assert self.pool.num_used + self.pool.num_free == self.pool.num_blocks
+        idle = self.kept - {block for blocks in self.holdings for block in blocks}
+        assert self.pool.num_idle == len(idle) == sum(map(self.pool.is_idle, range(self.pool.num_blocks)))
+        assert self.pool.num_used + self.pool.num_free + len(idle) == self.pool.num_blocks
 
 
 TestPoolMachine = PoolMachine.TestCase

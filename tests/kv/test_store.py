@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.kv.copies import BlockCopy, Copy, CopyLists, RowCopy, copy_sizes, padded_size
+from hpu_duo.kv.copies import BlockCopy, BlockSwap, Copy, CopyLists, RowCopy, copy_sizes, padded_size
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from kernels_ref import Owner
@@ -32,7 +32,11 @@ def copies_of(kind: type[Copy], size: int) -> st.SearchStrategy[Copy]:
 
 
 copy_lists = st.lists(
-    st.one_of(copies_of(BlockCopy, NUM_BLOCKS), copies_of(RowCopy, NUM_ROWS)), min_size=0, max_size=14
+    st.one_of(
+        copies_of(BlockCopy, NUM_BLOCKS), copies_of(BlockSwap, NUM_BLOCKS), copies_of(RowCopy, NUM_ROWS)
+    ),
+    min_size=0,
+    max_size=14,
 )
 
 
@@ -75,11 +79,14 @@ def test_copies_at_once_equal_copies_one_by_one(copies: list[Copy], num_padding:
     )
     store.carry_out(*map(torch.from_numpy, padded))
     for copy in copies:
-        owner = Owner.BLOCK if isinstance(copy, BlockCopy) else Owner.ROW
+        owner = Owner.ROW if isinstance(copy, RowCopy) else Owner.BLOCK
         for layer, cache in zip(PLAN.layers, expected.layers):
             for group, units in zip(layer.groups, cache):
                 for tensor in (units.k, units.v) if group.kind.owner is owner else ():
-                    tensor[copy.dst] = tensor[copy.src].clone()
+                    if isinstance(copy, BlockSwap):
+                        tensor[[copy.one, copy.other]] = tensor[[copy.other, copy.one]]
+                    else:
+                        tensor[copy.dst] = tensor[copy.src].clone()
     assert all(got.equal(wanted) for got, wanted in zip(tensors(store), tensors(expected)))
 
 

@@ -43,6 +43,7 @@ CASES = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.one_of(st.none(), CASES), min_size=1, max_size=6).filter(any),

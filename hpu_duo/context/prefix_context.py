@@ -1,0 +1,153 @@
+"""A text that a model has read and keeps, for questions behind it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+from hpu_duo.context.saved import save_context
+from hpu_duo.context.text import Document
+from hpu_duo.uncopied import Uncopied
+
+if TYPE_CHECKING:
+    from hpu_duo.context.model import ContextModel
+    from hpu_duo.kv.holds import PrefixHold
+
+
+class PrefixContext(Uncopied):
+    """A text whose keys and values stay in the prefix cache of a model until ``close``.
+
+    ``HPUDuoModel.prefill`` makes it, and ``generate(questions, context=...)`` asks. Full blocks of the text
+    are kept, and the rings behind them; the few tokens behind the last full block are computed with each
+    question. Any thread may use it. It closes as a context manager, and when nobody refers to it any more.
+
+    Args:
+        model: that keeps it.
+        document: the text.
+        cache_salt: see ``SamplingParams.cache_salt``.
+        hold: what the engine keeps of the text.
+    """
+
+    def __init__(
+        self, model: ContextModel, document: Document, cache_salt: str | None, hold: PrefixHold
+    ) -> None:
+        self._model, self._document, self._cache_salt = model, document, cache_salt
+        self._lock = RLock()
+        self._is_closed = False
+        self._keep(hold)
+
+    def _keep(self, hold: PrefixHold) -> None:
+        self._hold = hold
+        # Garbage is collected in the middle of anything, a step for instance.
+        self._let_go = weakref.finalize(self, self._model.engine.contexts.close_later, hold)
+        self._let_go.atexit = False
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the text."""
+        return self._document.token_ids
+
+    @property
+    def text(self) -> str | None:
+        """The text; None if token ids were given."""
+        return self._document.text
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Leading tokens that questions do not compute: those in full blocks."""
+        return len(self._hold.tokens)
+
+    @property
+    def cache_salt(self) -> str | None:
+        """The salt of its questions."""
+        return self._cache_salt
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has been closed."""
+        return self._is_closed
+
+    def prompt(self, question: str | Sequence[int]) -> list[int]:
+        """Return the token ids of the text with a question behind it, as ``generate`` serves them.
+
+        Token ids are appended as they are. A text is tokenised together with the document, so that tokens are
+        those of one text, unless that changes tokens that are kept: where a kept token would grow into the
+        question, and where the document was given as token ids, the question is tokenised alone, without
+        special tokens, and appended.
+
+        Raises:
+            ValueError: the question is empty, or a text and the model has no tokenizer.
+        """
+        return list(self._followed_by(question).token_ids)
+
+    def _followed_by(self, more: Any) -> Document:
+        return self._document.followed_by(more, self.num_held_tokens, self._model.tokenizer)
+
+    def hold(self) -> PrefixHold:
+        """Return what the engine keeps of the text.
+
+        A step that fails leaves nothing in the cache. The text is then computed again.
+
+        Raises:
+            ValueError: the context is closed, or there is no room to compute it again.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ValueError("expected an open context, got a closed one")
+            if self._hold.is_lost:
+                contexts, lost = self._model.engine.contexts, self._hold
+                hold = contexts.open(self.token_ids, self._cache_salt)
+                self._let_go.detach()
+                contexts.close(lost)
+                self._keep(hold)
+            return self._hold
+
+    def fork(self, more: str | Sequence[int]) -> PrefixContext:
+        """Read on behind the text; returns a longer context, which shares the blocks of this one.
+
+        Args:
+            more: text or token ids, see ``prompt``.
+
+        Raises:
+            ValueError: see ``prompt`` and ``HPUDuoModel.prefill``.
+        """
+        hold, document = self.hold(), self._followed_by(more)
+        longer = self._model.engine.contexts.open(document.token_ids, self._cache_salt, hold)
+        return PrefixContext(self._model, document, self._cache_salt, longer)
+
+    def save(self, path: str | Path) -> None:
+        """Write the text, its keys and values, and what they depend on, for ``HPUDuoModel.load_context``.
+
+        The file is in the format of safetensors. Requests are served meanwhile.
+
+        Raises:
+            ValueError: the context is closed, or is so meanwhile; the file cannot be written; or the model
+                has several ranks, or records its steps.
+        """
+        self._model.engine.contexts.copies.check()
+        save_context(Path(path), self._model, self._document, self._cache_salt, self.hold())
+
+    def belongs_to(self, model: Any) -> bool:
+        """Whether it is a model's."""
+        return self._model is model
+
+    def close(self) -> None:
+        """Let the model forget the text; questions that are under way go on. Closing twice is fine."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._let_go.detach()
+                self._model.engine.contexts.close(self._hold)
+
+    def __enter__(self) -> PrefixContext:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{self.num_held_tokens} of them held"
+        return f"PrefixContext({len(self.token_ids)} tokens, {state})"

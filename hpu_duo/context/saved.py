@@ -1,0 +1,196 @@
+"""Contexts in files: safetensors with tokens, units of the stores, and what they depend on."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from graphs.atomic_file import replacing
+from hpu_duo.context.fingerprint import check_fingerprint, fingerprint_of
+from hpu_duo.context.text import Document
+from hpu_duo.kv.transfer import UnitTensor, tensors_of
+
+if TYPE_CHECKING:
+    from hpu_duo.context.model import ContextModel
+    from hpu_duo.kv.holds import PrefixHold
+
+FORMAT, VERSION = "hpu-duo context", "1"
+_TOKENS, _TEXT = "token_ids", "text"
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def save_context(
+    path: Path, model: ContextModel, document: Document, salt: str | None, hold: PrefixHold
+) -> None:
+    """Write a context, chunk by chunk, so that at any moment the file is whole.
+
+    Raises:
+        ValueError: the model's stores cannot be read, the context was lost meanwhile, or the file cannot be
+            written.
+    """
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": json.dumps(fingerprint_of(model)),
+        "cache_salt": json.dumps(salt),
+        "add_special_tokens": json.dumps(document.adds_special_tokens),
+    }
+    tokens = np.array(document.token_ids, "<i4")
+    arrays = {_TOKENS: ("I32", [len(tokens)], [tokens.tobytes()])}
+    if document.text is not None:
+        text = document.text.encode()
+        arrays[_TEXT] = ("U8", [len(text)], [text])
+    kept = list(tensors_of(model.engine.runner.store)) if hold.num_blocks else []
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, (dtype, shape, parts) in arrays.items():
+        begin, end = end, end + sum(map(len, parts))
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    for each in kept:
+        shape = _shape(each, hold.num_blocks)
+        begin, end = end, end + shape[0] * each.unit_bytes
+        header[each.name] = {"dtype": _DTYPES[each.flat.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text_of_header = json.dumps(header).encode()
+    text_of_header += b" " * (-len(text_of_header) % 8)
+    copies = model.engine.contexts.copies
+    try:
+        with replacing(path) as file:
+            file.write(struct.pack("<Q", len(text_of_header)) + text_of_header)
+            for _, _, parts in arrays.values():
+                file.writelines(parts)
+            for each in kept:
+                for data in copies.read(hold, each, _chunk_of(each, copies.chunk_bytes)):
+                    file.write(data.contiguous().view(torch.uint8).numpy().tobytes())
+    except OSError as error:
+        raise ValueError(f"cannot write the context to {path}: {error.strerror}") from error
+
+
+def _shape(each: UnitTensor, num_blocks: int) -> list[int]:
+    return [num_blocks if each.is_of_blocks else 1, *each.unit_shape]
+
+
+def _chunk_of(each: UnitTensor, chunk_bytes: int) -> int:
+    """Units that are copied at once."""
+    return max(1, chunk_bytes // each.unit_bytes)
+
+
+@dataclass(frozen=True)
+class SavedContext:
+    """A context in a file, checked against a model; its keys and values are read when they are asked for.
+
+    Attributes:
+        path: of the file.
+        document: the text.
+        cache_salt: its salt.
+        chunk_bytes: most bytes that are read at once.
+    """
+
+    path: Path
+    document: Document
+    cache_salt: str | None
+    chunk_bytes: int
+
+    @classmethod
+    def open(cls, path: Path, model: ContextModel) -> SavedContext:
+        """Read all of a file but keys and values.
+
+        Raises:
+            ValueError: it cannot be read, is no context, is damaged, or is of a model that differs; the
+                message names the difference.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ValueError(f"{path}: expected a context of hpu-duo, got another file of tensors")
+                if metadata.get("version") != VERSION:
+                    raise ValueError(
+                        f"{path}: expected version {VERSION} of saved contexts, got {metadata.get('version')}"
+                    )
+                check_fingerprint(path, _json(path, metadata, "fingerprint"), model)
+                salt = _json(path, metadata, "cache_salt")
+                if not isinstance(salt, str | None):
+                    raise ValueError(f"{path}: expected cache_salt to be a text or null, got {salt!r}")
+                names = set(file.keys())
+                tokens = _array(path, file, names, _TOKENS, torch.int32).tolist()
+                text = None
+                if _TEXT in names:
+                    text = bytes(_array(path, file, names, _TEXT, torch.uint8).tolist()).decode()
+                adds = bool(_json(path, metadata, "add_special_tokens"))
+                copied = model.engine.contexts.copies.chunk_bytes
+                saved = cls(path, Document(tuple(tokens), text, adds), salt, copied)
+                saved._check_shapes(file, names, model)
+        except (SafetensorError, OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the context {path}: {_reason(error)}") from error
+        return saved
+
+    def _check_shapes(self, file: Any, names: set[str], model: ContextModel) -> None:
+        num_blocks = len(self.document.token_ids) // model.engine.contexts.block_size
+        for each in tensors_of(model.engine.runner.store) if num_blocks else ():
+            if each.name not in names:
+                raise ValueError(f"{self.path}: expected a tensor {each.name}, found none")
+            found = file.get_slice(each.name)
+            got = (found.get_dtype(), list(found.get_shape()))
+            if got != (expected := (_DTYPES[each.flat.dtype], _shape(each, num_blocks))):
+                raise ValueError(f"{self.path}: expected {each.name} to be {expected}, got {got}")
+
+    def chunks(self, each: UnitTensor, first: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield units of a tensor, a bounded number at a time, with the number of the first of them.
+
+        Args:
+            first: unit to begin with.
+
+        Raises:
+            ValueError: the file has changed or cannot be read.
+        """
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                found, size = file.get_slice(each.name), _chunk_of(each, self.chunk_bytes)
+                for begin in range(first, found.get_shape()[0], size):
+                    data = found[begin : begin + size]
+                    if data.shape[1:] != each.unit_shape or data.dtype != each.flat.dtype:
+                        raise ValueError(f"{self.path}: {each.name} has changed since it was opened")
+                    yield begin, data
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cannot read the context {self.path}: {_reason(error)}") from error
+
+
+def is_context(path: Path) -> bool:
+    """Whether a file begins like one of tensors, and so is no text."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError:
+        return False
+    return len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < 1 << 27
+
+
+def _json(path: Path, metadata: dict[str, str], name: str) -> Any:
+    try:
+        return json.loads(metadata[name])
+    except (KeyError, ValueError):
+        raise ValueError(f"{path}: expected {name} in the metadata, as JSON") from None
+
+
+def _array(path: Path, file: Any, names: set[str], name: str, dtype: torch.dtype) -> torch.Tensor:
+    if name not in names:
+        raise ValueError(f"{path}: expected a tensor {name}, found none")
+    array: torch.Tensor = file.get_tensor(name)
+    if array.ndim != 1 or array.dtype != dtype or not math.prod(array.shape):
+        raise ValueError(
+            f"{path}: expected {name} to be a list of {dtype}, got {array.dtype} {[*array.shape]}"
+        )
+    return array
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

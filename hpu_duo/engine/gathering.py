@@ -1,0 +1,58 @@
+"""Logits whose columns are spread over ranks, and tokens chosen from them."""
+
+from __future__ import annotations
+
+import torch
+
+from hpu_duo.device.exchange import gather_from_ranks
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute, sample
+from hpu_duo.sampling.gather import take_column
+from hpu_duo.sampling.sampler import most_likely
+
+# N rows of logits, V tokens of the vocabulary, T ranks
+
+
+class SpreadLogits:
+    """Samples from logits of which each rank has the columns of its tokens, equally many of each.
+
+    Where all rows are plainly greedy, ranks exchange their best candidates, 8 bytes a row. Otherwise they
+    exchange all logits: filters, penalties and log-probabilities look at all of them.
+
+    Args:
+        ranks: this rank among all.
+        group: name of the ranks' process group.
+        vocab_size: V; columns of the last rank beyond it are padding.
+    """
+
+    def __init__(self, ranks: Ranks, group: str, vocab_size: int) -> None:
+        self._ranks, self._group, self._vocab_size = ranks, group, vocab_size
+
+    def sample(self, own: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+        """Sample one token per row; see ``hpu_duo.sampling.sample``.
+
+        Args:
+            own: the rank's logits, float ``[N, ceil(V / T)]``.
+        """
+        plain = SamplingRoute(batch.route.num_rows, batch.route.vocab_size)
+        if batch.route != plain:
+            return sample(self.whole(own), batch)
+        return SampledTokens(self._greedy(own), None)
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all ranks, ``[N, V]``."""
+        gathered = self._gather(own).unflatten(0, (self._ranks.size, own.shape[0]))
+        return gathered.transpose(0, 1).flatten(1)[:, : self._vocab_size]
+
+    def _greedy(self, own: torch.Tensor) -> torch.Tensor:
+        first = self._ranks.rank * own.shape[1]
+        own = own[:, : self._vocab_size - first]
+        place = most_likely(own)
+        # Both are exact in float32: token ids are below 2**24.
+        found = self._gather(torch.stack([take_column(own, place).float(), (place + first).float()]))
+        best_NT, token_NT = found.view(self._ranks.size, 2, -1).permute(1, 2, 0)
+        # The lowest rank among equals has the lowest token.
+        return take_column(token_NT, most_likely(best_NT)).to(torch.int32)
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        return gather_from_ranks(own, self._ranks.size, self._group)

@@ -1,0 +1,105 @@
+"""Orders of rank 0 to the other ranks: each is carried out by all, in the same sequence.
+
+Rank 0 alone has requests, a scheduler and sampling parameters of callers. Whatever of it concerns the device
+is one of these orders, told before rank 0 does the same itself; ``Stop`` ends the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from graphs import BatchShape, BucketTable, MissPolicy
+from hpu_duo.engine.message import StepMessage
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.runner import Runner
+
+
+class Link(Protocol):
+    """Receives what rank 0 sends."""
+
+    def receive(self) -> Order:
+        """Wait for the next order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Execute:
+    """A step.
+
+    Attributes:
+        is_sampled: whether tokens are sampled, if the message asks for that; otherwise logits are wanted.
+    """
+
+    message: StepMessage
+    is_sampled: bool = True
+
+    def carry_out(self, runner: Runner) -> None:
+        """Run it."""
+        if self.is_sampled:
+            runner.executor.execute(self.message)
+        else:
+            runner.executor.logits(self.message)
+
+
+@dataclass(frozen=True)
+class Touch:
+    """An uncaptured run of padding."""
+
+    bucket: BatchShape
+
+    def carry_out(self, runner: Runner) -> None:
+        """Run it."""
+        runner.warmup.touch(self.bucket)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The capture of a bucket."""
+
+    bucket: BatchShape
+
+    def carry_out(self, runner: Runner) -> None:
+        """Capture it."""
+        runner.warmup.capture(self.bucket)
+
+
+@dataclass(frozen=True)
+class FinishWarmUp:
+    """The end of a warm-up."""
+
+    captured: tuple[BatchShape, ...]
+
+    def carry_out(self, runner: Runner) -> None:
+        """End it."""
+        runner.warmup.finish(self.captured)
+
+
+@dataclass(frozen=True)
+class SetTable:
+    """Another table of buckets."""
+
+    table: BucketTable
+    policy: MissPolicy
+
+    def carry_out(self, runner: Runner) -> None:
+        """Set it."""
+        runner.set_table(self.table, self.policy)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The end."""
+
+    def carry_out(self, runner: Runner) -> None:
+        """Do nothing; see ``follow``."""
+
+
+Order: TypeAlias = Execute | Touch | Capture | FinishWarmUp | SetTable | Stop
+
+
+def follow(link: Link, runner: Runner) -> None:
+    """Carry out orders until told to stop."""
+    while not isinstance(order := link.receive(), Stop):
+        order.carry_out(runner)

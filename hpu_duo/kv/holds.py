@@ -1,0 +1,144 @@
+"""Prefixes that stay cached until they are let go."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hpu_duo.kv.prefix_tree import PrefixNode
+from hpu_duo.request import Request
+
+
+class PrefixHold:
+    """A prefix that stays in the cache as long as anybody holds it.
+
+    It names a node of the tree and no blocks, whose numbers may change.
+
+    Attributes:
+        tokens: int32, whole blocks of them.
+        num_blocks: blocks of the prefix.
+        namespace: see ``Request.namespace``.
+        node: its end; None before it is there, and once it is let go or lost.
+        refusal: the reason why it did not get there, None without one.
+        num_holders: who opened it, and the requests that begin with it; it is let go by the last one.
+    """
+
+    def __init__(self, tokens: npt.NDArray[np.int32], block_size: int, namespace: Hashable) -> None:
+        self.num_blocks = len(tokens) // block_size
+        self.tokens, self.namespace = tokens[: self.num_blocks * block_size].copy(), namespace
+        self.node: PrefixNode | None = None
+        self.refusal: str | None = None
+        self.num_holders = 1
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the prefix is cached, and will be."""
+        return self.node is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is neither let go nor cached: all that was cached has been forgotten."""
+        return self.num_blocks > 0 and self.num_holders > 0 and self.node is None
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError unless a request can begin with it."""
+        if self.num_holders < 1:
+            raise ValueError(f"{request.name}: expected an open context, got a closed one")
+        size = len(self.tokens)
+        is_prefix = np.array_equal(request.prompt_token_ids[:size], self.tokens)
+        if not is_prefix or request.namespace != self.namespace:
+            raise ValueError(
+                f"{request.name}: expected a prompt that begins with the {size} tokens of its context, under "
+                "its cache_salt, got another one"
+            )
+
+
+class Adoption(NamedTuple):
+    """A prefix that was entered, and the units of it that are to be written.
+
+    Attributes:
+        hold: of the prefix.
+        new: nodes that were not there, the shallowest first.
+        first: number of the first block that is to be written.
+        blocks: places of that one and the following ones.
+        row: place of the rings; None if they were there, or no head keeps any.
+    """
+
+    hold: PrefixHold
+    new: list[PrefixNode]
+    first: int
+    blocks: list[int]
+    row: int | None
+
+
+class PrefixHolds:
+    """Counts who holds which prefixes; several may hold one, and hold its beginning."""
+
+    def __init__(self) -> None:
+        self._holds: set[PrefixHold] = set()
+        self._held: Counter[PrefixNode] = Counter()
+        self._ends: Counter[PrefixNode] = Counter()
+        # Appended to from any thread, at any moment.
+        self._left: deque[PrefixHold] = deque()
+
+    def __iter__(self) -> Iterator[PrefixHold]:
+        return iter(tuple(self._holds))
+
+    @property
+    def num_nodes(self) -> int:
+        """Prefixes of whole blocks that are held, hence blocks, those that several hold counted once."""
+        return len(self._held)
+
+    @property
+    def num_ends(self) -> int:
+        """Distinct prefixes behind which a request must be able to go on."""
+        return len(self._ends)
+
+    def ends_at(self, node: PrefixNode) -> bool:
+        """Whether a held prefix ends at a node."""
+        return node in self._ends
+
+    def num_new(self, path: list[PrefixNode], num_blocks: int) -> int:
+        """Blocks that nobody holds yet of a prefix of ``num_blocks`` blocks.
+
+        Args:
+            path: what the tree has of it.
+        """
+        return num_blocks - sum(node in self._held for node in path)
+
+    def add(self, hold: PrefixHold, node: PrefixNode) -> None:
+        """Hold the prefix that ends at a node, for its first holder."""
+        assert hold.node is None, "a hold is of one prefix"
+        hold.node = node
+        self._holds.add(hold)
+        self._held.update(node.path)
+        self._ends[node] += 1
+
+    def remove(self, hold: PrefixHold) -> PrefixNode:
+        """Hold a prefix no longer; returns its end."""
+        node = hold.node
+        assert node is not None, "a prefix that is held has an end"
+        hold.node = None
+        self._holds.remove(hold)
+        _take(self._held, node.path)
+        _take(self._ends, (node,))
+        return node
+
+    def leave_later(self, hold: PrefixHold) -> None:
+        """Note that a holder is gone, from any thread and at any moment, for the next ``take_left``."""
+        self._left.append(hold)
+
+    def take_left(self) -> list[PrefixHold]:
+        """Return the holds whose holders have gone without a word since the last time."""
+        return [self._left.popleft() for _ in range(len(self._left))]
+
+
+def _take(counts: Counter[PrefixNode], nodes: Iterable[PrefixNode]) -> None:
+    for node in nodes:
+        counts[node] -= 1
+        if not counts[node]:
+            del counts[node]

@@ -1,0 +1,338 @@
+"""Contexts in files: what is loaded is what was saved, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.context import PrefixContext, saved
+from hpu_duo.sampling import SamplingParams
+from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, make_tiny, text_of, tokens_of
+from tests.modeling.families import (
+    BASE,
+    BLOCK,
+    IS_5,
+    LENGTH_DEPENDENT,
+    Zoo,
+    make_config,
+    prompts_of,
+    save_random,
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+DOCUMENT = prompts_of((5 * BLOCK + 3,), seed=9)[0]
+QUESTIONS = [[5, 6, 7], [8], [9, 10, 11, 12]]
+STREAMING = HeadPattern(PATTERN.scores, sink=2, recent=6, retrieval=PATTERN.mask & False)
+PATTERNS = pytest.mark.parametrize("pattern", [None, PATTERN, STREAMING], ids=["full", "duo", "streaming"])
+
+
+def asked(served: HPUDuoModel, context: PrefixContext) -> Any:
+    prompts = [context.prompt(question) for question in QUESTIONS]
+    done = served.engine.generate(prompts, GREEDY, context=context.hold())
+    assert min(sample.num_cached_tokens for [sample] in done) >= context.num_held_tokens
+    return tokens_of(done)
+
+
+def expected_of(tiny: Tiny, **options: Any) -> Any:
+    cold = tiny.load(enable_prefix_caching=False, **options)
+    return tokens_of(cold.engine.generate([[*DOCUMENT, *question] for question in QUESTIONS], GREEDY))
+
+
+@PATTERNS
+@pytest.mark.parametrize("chunk_bytes", [1, pytest.param(1 << 25, marks=pytest.mark.slow)])
+def test_a_loaded_context_answers_like_whole_prompts(
+    tiny: Tiny,
+    pattern: HeadPattern | None,
+    tmp_path: Path,
+    chunk_bytes: int,
+) -> None:
+    expected = expected_of(tiny, pattern=pattern)
+    saving = tiny.load(pattern=pattern)
+    saving.engine.contexts.copies.chunk_bytes = chunk_bytes
+    with saving.prefill(DOCUMENT) as context:
+        context.save(tmp_path / "document")  # before any further step
+    served = tiny.load(pattern=pattern, max_num_seqs=3, num_blocks=20, max_model_len=80)
+    served.engine.contexts.copies.chunk_bytes = chunk_bytes
+    with served.load_context(tmp_path / "document") as context:
+        assert served.stats().num_prompt_tokens == 0
+        assert context.token_ids == tuple(DOCUMENT)
+        assert asked(served, context) == expected
+    assert_holds_nothing(served)
+
+
+@PATTERNS
+def test_what_was_moved_and_shared_is_saved_and_loaded_under_pressure(
+    tiny: Tiny, pattern: HeadPattern | None, tmp_path: Path
+) -> None:
+    """Blocks move, other requests run and are preempted, and parts of the text are there already."""
+    expected = expected_of(tiny, pattern=pattern)
+    busy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    tight = {"num_blocks": 15, "max_model_len": 64, "num_prefix_snapshots": 3 if pattern else None}
+    served = tiny.load(pattern=pattern, attention="auto", **tight)
+    served.engine.generate([prompts_of((40,), seed=4)[0]], busy)
+    with served.prefill(DOCUMENT) as context:
+        holds = served.engine.scheduler.leases.prefixes
+        assert holds is not None
+        for prompt in prompts_of((30, 22, 17, 9), seed=1):
+            served.engine.add_request(prompt, busy)
+        for _ in range(7):
+            served.engine.step()
+        context.save(tmp_path / "document")
+        while served.engine.has_unfinished:
+            served.engine.step()
+    other = tiny.load(pattern=pattern, **tight)
+    other.engine.generate([DOCUMENT[: 2 * BLOCK + 2]], SamplingParams(max_tokens=2, temperature=0))
+    for prompt in prompts_of((12, 9), seed=2):
+        other.engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=8))
+    for _ in range(3):
+        other.engine.step()
+    with other.load_context(tmp_path / "document") as context:
+        assert asked(other, context) == expected
+        other.engine.generate(prompts_of((30, 22, 17, 9), seed=3), busy)
+        assert asked(other, context) == expected
+        if pattern is not STREAMING:
+            assert other.stats().num_preemptions > 0
+        with context.fork([3] * BLOCK) as longer, other.load_context(tmp_path / "document") as again:
+            assert longer.num_held_tokens == 6 * BLOCK
+            assert again.hold().node is context.hold().node
+    assert_holds_nothing(other)
+
+
+SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in ("mistral_sliding", "gpt_oss")]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mixtral", *SLOW_FAMILIES])
+def test_families_are_saved_and_loaded(zoo: Zoo, family: str, tmp_path: Path) -> None:
+    path = zoo.load(family)[1]
+    options: dict[str, Any] = {
+        **{"dtype": "float32", "block_size": BLOCK, "max_num_seqs": 3, "max_model_len": 96},
+        "attention": "reference",
+    }
+    cold = HPUDuoModel.from_pretrained(path, enable_prefix_caching=False, **options)
+    expected = tokens_of(cold.engine.generate([[*DOCUMENT, *question] for question in QUESTIONS], GREEDY))
+    one, other = (HPUDuoModel.from_pretrained(path, num_prefix_snapshots=4, **options) for _ in range(2))
+    with one.prefill(DOCUMENT) as context:
+        context.save(tmp_path / "document")
+        assert asked(one, context) == expected
+    with other.load_context(tmp_path / "document") as context:
+        assert asked(other, context) == expected
+
+
+def test_text_and_salt_are_saved(tiny: Tiny, tmp_path: Path) -> None:
+    document = text_of(DOCUMENT)
+    with tiny.load().prefill(document, cache_salt="a") as context:
+        context.save(tmp_path / "document")
+        prompt = context.prompt("ab")
+    with tiny.load().load_context(tmp_path / "document") as context:
+        assert (context.text, context.cache_salt) == (document, "a")
+        assert context.prompt("ab") == prompt
+
+
+def test_a_short_document_is_saved_without_keys(tiny: Tiny, tmp_path: Path) -> None:
+    with tiny.load().prefill([5, 6]) as context:
+        context.save(tmp_path / "document")
+    assert set(load_file(tmp_path / "document")) == {"token_ids"}
+    with tiny.load().load_context(tmp_path / "document") as context:
+        assert (context.token_ids, context.num_held_tokens) == ((5, 6), 0)
+
+
+def test_nothing_of_others_is_in_the_file(tiny: Tiny, tmp_path: Path) -> None:
+    """Slots of rings that the document does not fill hold what was there before."""
+    short = DOCUMENT[:BLOCK]
+    files = []
+    for number, before in enumerate([[], prompts_of((60,), seed=3)]):
+        served = tiny.load(pattern=PATTERN)
+        served.engine.generate([*before], GREEDY)
+        with served.prefill(short) as context:
+            served.engine.generate([context.prompt([7, 7, 7])], GREEDY, context=context.hold())
+            context.save(tmp_path / str(number))
+        files.append(load_file(tmp_path / str(number)))
+    for name, data in files[0].items():
+        assert torch.allclose(data, files[1][name], atol=1e-6), name
+
+
+@pytest.fixture(scope="module")
+def document(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "document"
+    with tiny.load(pattern=PATTERN).prefill(DOCUMENT) as context:
+        context.save(path)
+    return path
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "block_size 4": {"block_size": 4},
+    "dtype bfloat16": {"dtype": "bfloat16"},
+    "head pattern none": {"pattern": None},
+    r"head pattern \[2, 5": {"pattern": HeadPattern(PATTERN.scores, 2, 5, "given", PATTERN.mask)},
+    r"head pattern \[2, 6, \[\[0, 1\]": {
+        "pattern": HeadPattern(PATTERN.scores, 2, 6, "given", ~PATTERN.mask)
+    },
+    "layers.0.groups.1.keys rings": {"decode_len": 3},
+}
+
+
+@pytest.mark.parametrize("difference", OTHERS)
+def test_contexts_of_other_engines_are_refused_by_name(tiny: Tiny, document: Path, difference: str) -> None:
+    served = tiny.load(**{"pattern": PATTERN, **OTHERS[difference]})
+    with pytest.raises(ValueError, match=f"of a model like this one, with {difference}"):
+        served.load_context(document)
+    assert_holds_nothing(served)
+
+
+def test_contexts_of_other_weights_are_refused(document: Path, tmp_path: Path) -> None:
+    other = make_tiny(tmp_path / "other").path
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
+    served = HPUDuoModel.from_pretrained(
+        other, dtype="float32", block_size=BLOCK, max_model_len=96, pattern=PATTERN
+    )
+    with pytest.raises(ValueError, match="of a model like this one, with model"):
+        served.load_context(document)
+
+
+def test_contexts_with_other_rotary_frequencies_are_refused(tmp_path: Path) -> None:
+    rope = {"rope_parameters" if IS_5 else "rope_scaling": LENGTH_DEPENDENT[0], "num_hidden_layers": 1}
+    config = make_config("LlamaConfig", **{**BASE, **rope, "max_position_embeddings": 64})
+    save_random(config, tmp_path / "model")
+    short, long = (
+        HPUDuoModel.from_pretrained(
+            tmp_path / "model", block_size=BLOCK, max_model_len=longest, max_num_seqs=2
+        )
+        for longest in (96, 128)
+    )
+    with short.prefill(DOCUMENT) as context:
+        context.save(tmp_path / "document")
+    with pytest.raises(ValueError, match="with rotary frequencies of texts of 128 tokens, got one with 96"):
+        long.load_context(tmp_path / "document")
+
+
+def _cut(path: Path, to: int) -> None:
+    path.write_bytes(path.read_bytes()[:to])
+
+
+def _metadata(path: Path, **changes: str) -> None:
+    data = path.read_bytes()
+    [size] = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"] |= changes
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+DAMAGES = {
+    "cut": (lambda path: _cut(path, -100), "cannot read the context"),
+    "cut in its header": (lambda path: _cut(path, 60), "cannot read the context"),
+    "empty": (lambda path: _cut(path, 0), "cannot read the context"),
+    "a text": (lambda path: path.write_text("Once upon a time"), "cannot read the context"),
+    "not there": (lambda path: path.unlink(), "cannot read the context"),
+    "a checkpoint": (lambda path: save_file({"a": torch.zeros(3)}, path), "another file of tensors"),
+    "of a later version": (lambda path: _metadata(path, version="2"), "expected version 1"),
+    "without a fingerprint": (lambda path: _metadata(path, fingerprint="{"), "expected fingerprint"),
+    "with another fingerprint": (lambda path: _metadata(path, fingerprint="[]"), "expected the fingerprint"),
+    "with a strange salt": (lambda path: _metadata(path, cache_salt="[1]"), "expected cache_salt"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_and_others_are_refused(
+    tiny: Tiny, document: Path, tmp_path: Path, damage: str
+) -> None:
+    path = tmp_path / "document"
+    path.write_bytes(document.read_bytes())
+    change, message = DAMAGES[damage]
+    change(path)
+    served = tiny.load(pattern=PATTERN)
+    with pytest.raises(ValueError, match=message):
+        served.load_context(path)
+    assert_holds_nothing(served)
+
+
+def _tensors(document: Path) -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
+    keys = "layers.0.groups.0.keys"
+    for name, changes, message in (
+        ("no tokens", {"token_ids": None}, "expected a tensor token_ids"),
+        (
+            "other tokens",
+            {"token_ids": torch.tensor([500] * 43, dtype=torch.int32)},
+            "prompt tokens from 500",
+        ),
+        ("no keys", {keys: None}, f"expected a tensor {keys}"),
+        ("keys of another shape", {keys: torch.zeros(4, 1, BLOCK, 8)}, f"expected {keys} to be"),
+        ("tokens of floats", {"token_ids": torch.zeros(43)}, "expected token_ids to be a list"),
+    ):
+        tensors = {**load_file(document), **changes}
+        yield name, {key: value for key, value in tensors.items() if value is not None}, message
+
+
+def test_files_with_other_tensors_are_refused(tiny: Tiny, document: Path, tmp_path: Path) -> None:
+    data = document.read_bytes()
+    metadata = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])["__metadata__"]
+    served = tiny.load(pattern=PATTERN)
+    for name, tensors, message in _tensors(document):
+        save_file(tensors, tmp_path / name, metadata)
+        with pytest.raises(ValueError, match=message):
+            served.load_context(tmp_path / name)
+    assert_holds_nothing(served)
+
+
+def test_a_load_that_fails_leaves_nothing(
+    tiny: Tiny, document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = tiny.load(pattern=PATTERN)
+    chunks = saved.SavedContext.chunks
+
+    def failing(self: Any, each: Any, first: int) -> Any:
+        if each.name.startswith("layers.1"):
+            raise ValueError("the disk is gone")
+        return chunks(self, each, first)
+
+    monkeypatch.setattr(saved.SavedContext, "chunks", failing)
+    with pytest.raises(ValueError, match="the disk is gone"):
+        served.load_context(document)
+    prefixes = served.stats().prefixes
+    assert prefixes is not None
+    assert (prefixes.num_idle_blocks, prefixes.num_snapshots, prefixes.num_held_blocks) == (0, 0, 0)
+    assert_holds_nothing(served)
+
+
+def test_there_must_be_room(tiny: Tiny, document: Path, tmp_path: Path) -> None:
+    served = tiny.load(pattern=PATTERN, num_blocks=8, max_model_len=64, num_prefix_snapshots=2)
+    other = served.prefill(prompts_of((4 * BLOCK,), seed=2)[0])
+    with other, pytest.raises(ValueError, match="at most 4 further blocks in contexts, got 5"):
+        served.load_context(document)
+    served.engine.add_request(prompts_of((30,), seed=2)[0], SamplingParams(max_tokens=2), "busy")
+    while (busy := served.engine.scheduler.get("busy#0")) is None or busy.num_blocks < 4:
+        served.engine.step()
+    with pytest.raises(ValueError, match="beside a request that may need 4 of its own, got 5"):
+        served.load_context(document)
+    served.engine.abort("busy")
+    with pytest.raises(ValueError, match="without record_steps"):
+        tiny.load(pattern=PATTERN, record_steps=tmp_path / "steps").load_context(document)
+    context = served.load_context(document)
+    with context, pytest.raises(ValueError, match="cannot write the context to"):
+        context.save(tmp_path / "nowhere" / "document")
+    with pytest.raises(ValueError, match="got a closed one"):
+        context.save(tmp_path / "document")
+    assert list(tmp_path.glob("*document*")) == []
+
+
+def test_the_file_has_what_a_reader_expects(document: Path) -> None:
+    tensors = load_file(document)
+    assert tensors["token_ids"].tolist() == DOCUMENT
+    assert tensors["layers.0.groups.0.keys"].shape == (5, 1, BLOCK, 8)
+    assert tensors["layers.0.groups.1.values"].shape == (1, 1, 2 + 6 + BLOCK - 1, 8)
+    assert np.isfinite(tensors["layers.1.groups.0.keys"].numpy()).all()

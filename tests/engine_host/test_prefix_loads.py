@@ -1,0 +1,47 @@
+"""Contexts from elsewhere among random requests, holds, failures and moves of blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from hpu_duo.kv.holds import PrefixHold
+from tests.engine_host.test_prefix_properties import STEMS, PrefixMachine
+
+
+class LoadMachine(PrefixMachine):
+    """The machine of prefixes, which also loads them and fails to."""
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        cut=st.integers(4, 12),
+        salt=st.sampled_from([None, None, "a"]),
+        old=st.none() | st.integers(0, 100),
+        fails=st.sampled_from([False, False, True]),
+    )
+    def load(self, stem: list[int], cut: int, salt: str | None, old: int | None, fails: bool) -> None:
+        if old is not None and self.texts:
+            stem = self.texts[old % len(self.texts)]
+        hold = PrefixHold(np.array(stem[:cut], np.int32), self.limits.block_size, salt)
+        leases = self.scheduler.leases
+        self.device.carry_out(leases.take_copies())
+        if not hold.num_blocks or not self._may_open(hold):
+            return
+        before = (leases.blocks.num_free + leases.blocks.num_idle, leases.blocks.num_used)
+        try:
+            adopted = leases.adopt(hold)
+        except ValueError:  # requests hold the blocks
+            assert (leases.blocks.num_free + leases.blocks.num_idle, leases.blocks.num_used) == before
+            return
+        if fails:
+            leases.withdraw(adopted)
+            assert (leases.blocks.num_free + leases.blocks.num_idle, leases.blocks.num_used) == before
+            return
+        self.device.fill(hold.tokens.tolist(), adopted.first, adopted.blocks, adopted.row)
+        self.open.append(hold)
+
+
+TestLoadMachine = LoadMachine.TestCase
+TestLoadMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,85 @@
+"""The scheduler admits requests with cached prefixes when they get a share, and moves blocks together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpu_duo.engine.batch import exact_shape
+from hpu_duo.engine.scheduler import Scheduler
+from tests.engine_host.planning import LIMITS, planned, stepped
+from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, make_request
+
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
+WARM = replace(LIMITS, caches_prefixes=True, uses_rows=False, max_chunk_rows=1)
+
+
+def _scheduler(**limits: int) -> Scheduler:
+    """A scheduler whose cache holds the text."""
+    scheduler = Scheduler(replace(WARM, **limits))
+    scheduler.add(make_request("first", [*TEXT, 9], max_tokens=1))
+    while scheduler.has_unfinished:
+        stepped(scheduler)
+    return scheduler
+
+
+def test_nobody_gets_a_row_without_a_share_of_the_step() -> None:
+    """A step of fewer tokens than rows is none that a table has."""
+    scheduler = _scheduler()
+    for name in "abc":
+        scheduler.add(make_request(name, [*TEXT, 1, 2], max_tokens=3))
+    while scheduler.has_unfinished:
+        plan = planned(scheduler)
+        assert len(plan.rows) == scheduler.num_running
+        assert scheduler.limits.reaches(exact_shape(plan, scheduler.limits.block_size))
+        scheduler.commit(plan, [5] * len(plan.sampled_rows))
+
+
+def test_later_arrivals_do_not_take_the_chunk_row_of_an_earlier_one() -> None:
+    scheduler = _scheduler()
+    scheduler.add(make_request("long", list(range(1, 12)) * 2, max_tokens=1))
+    assert stepped(scheduler) == [("long", 8, 8)]
+    scheduler.add(make_request("short", [*TEXT, 1, 2], max_tokens=1))
+    scheduler.add(make_request("cold", [9] * 3, max_tokens=1))
+    assert stepped(scheduler) == [("long", 16, 6)]
+    assert [name for name, *_ in stepped(scheduler)] == ["short", "cold"]
+
+
+def test_several_chunk_rows_take_up_several_hits_at_once() -> None:
+    scheduler = _scheduler(max_chunk_rows=3)
+    for name in "abc":
+        scheduler.add(make_request(name, [*TEXT, 1, 2], max_tokens=1))
+    assert stepped(scheduler) == [("a", 8, 2), ("b", 8, 2), ("c", 8, 2)]
+
+
+def _longest_slices(fills_cache: bool, max_block_moves: int) -> list[int]:
+    """Unique blocks of each step of two texts that take turns, beside a cache that is full or empty."""
+    limits = replace(WARM, num_blocks=60, max_block_moves=max_block_moves)
+    scheduler = Scheduler(limits)
+    device = SimulatedDevice(60, limits.block_size, limits.num_ring_rows, uses_blocks=True, uses_rows=False)
+    texts = [[(number * place) % (VOCAB_SIZE - 1) + 1 for place in range(1, 32)] for number in (1, 5, 7)]
+    strangers = [[number % 10 + 1, number // 10 + 1] * 12 for number in range(20)] if fills_cache else []
+    slices = []
+    for index, text in enumerate([texts[0], *strangers, texts[1], texts[0], texts[2], texts[1]]):
+        scheduler.add(make_request(f"r{index}", text, max_tokens=20, ignore_eos=True))
+        while scheduler.has_unfinished:
+            plan = planned(scheduler)
+            shape = exact_shape(plan, limits.block_size)
+            if text in texts[1:] and not shape.phase.causal:
+                slices.append(shape.num_unique_blocks)
+            scheduler.commit(plan, device.run(plan))
+    return slices
+
+
+def test_a_step_reads_no_more_of_the_store_beside_a_full_cache() -> None:
+    """A text comes to 13 blocks, hits among them, and not one more is read, wherever others lie."""
+    empty, full = (_longest_slices(fills_cache, 8) for fills_cache in (False, True))
+    assert max(full) == max(empty) == 13
+    assert sum(full) <= sum(empty) * 1.01
+
+
+@pytest.mark.parametrize("max_block_moves", [1, 2])
+def test_few_moves_in_a_step_come_to_the_same_in_time(max_block_moves: int) -> None:
+    assert _longest_slices(True, max_block_moves)[-1] in (12, 13)
+    assert _longest_slices(True, 0)[-1] > 40
