@@ -18,9 +18,6 @@ from kernels_ref.slices import DEFAULT_SLICES
 _DTYPE_BYTES = 2
 """Of activations; keys and values are chunked by it."""
 
-_MOST_TRACED = 2.0
-"""Iterations of a loop that are traced, in the graph of a layer or by themselves."""
-
 
 @dataclass(frozen=True)
 class GroupSizes:
@@ -129,15 +126,6 @@ class AttentionRuns(NamedTuple):
     unique: float = 0.0
     unique_chunks: float = 0.0
     rings_own: float = 0.0
-
-    @property
-    def traced(self) -> AttentionRuns:
-        """Runs that are traced and compiled where loops are cut out of the graph of a layer.
-
-        A graph holds two iterations of a loop at most; of a longer one the body is compiled, once for whole
-        chunks and once for what is left.
-        """
-        return AttentionRuns(*(min(_MOST_TRACED, times) for times in self))
 
 
 def count_attention(sizes: GroupSizes, bucket: BatchShape) -> tuple[AttentionCounts, AttentionRuns]:

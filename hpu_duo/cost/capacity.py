@@ -12,6 +12,7 @@ from hpu_duo.cost.fitted import FITTED
 from hpu_duo.cost.hardware import Format
 from hpu_duo.cost.model import ModelSize
 from hpu_duo.cost.warm_up import WarmUp
+from hpu_duo.kv.leases import block_moves
 from hpu_duo.kv.plan import widest_row
 from hpu_duo.limit_config import SchedulerConfig
 
@@ -139,18 +140,23 @@ def step_limits(deployment: Deployment, max_chunk_rows: int = SchedulerConfig.ma
             f"{deployment.serving.num_devices} x {deployment.serving.hardware.title} have less"
         )
     serving = deployment.serving
-    num_rows = min(serving.max_num_seqs, deployment.count_requests(serving.block_size))
+    num_rows = min(serving.max_num_seqs, deployment.count_requests(serving.engine_block_size))
     # More blocks than so many requests of that length take would never be used.
     num_blocks = min(
-        deployment.count_blocks(num_rows), num_rows * -(-deployment.max_len // serving.block_size)
+        deployment.count_blocks(num_rows), num_rows * -(-deployment.max_len // serving.engine_block_size)
     )
+    moves = block_moves(serving.max_num_batched_tokens, serving.engine_block_size)
     return StepLimits(
         max_num_seqs=num_rows,
         max_num_batched_tokens=serving.max_num_batched_tokens,
         max_model_len=deployment.max_len,
-        block_size=serving.block_size,
+        block_size=serving.engine_block_size,
         num_blocks=num_blocks,
         uses_blocks=num_blocks > 0,
+        uses_rows=deployment.plan(1, 1).uses_rows,
+        caches_prefixes=serving.enable_prefix_caching,
+        num_snapshots=deployment.count_snapshots(num_rows),
+        max_block_moves=moves if serving.enable_prefix_caching and num_blocks else 0,
         decode_len=1,
         max_chunk_rows=max_chunk_rows,
     )
@@ -160,7 +166,7 @@ def step_cost(deployment: Deployment) -> StepCost:
     """Return the relative cost of steps of the deployment, with the figures of its hardware."""
     model, hardware = deployment.model, deployment.serving.hardware
     return StepCost(
-        block_size=deployment.serving.block_size,
+        block_size=deployment.serving.engine_block_size,
         ring_width=widest_row(group for layer in deployment.kv_layers for group in layer.groups),
         hidden_size=model.hidden_size,
         num_layers=len(model.layers),
@@ -181,6 +187,6 @@ def _warm_up(deployment: Deployment, num_graphs: int) -> WarmUp | None:
     return WarmUp.within(
         GraphBudget(num_graphs).most_graphs,
         deployment.num_layer_kinds,
-        work.traced_launches(SMALLEST_DECODE),
-        work.traced_launches(largest),
+        work.compiled(SMALLEST_DECODE),
+        work.compiled(largest),
     )

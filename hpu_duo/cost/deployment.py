@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphs import BatchShape, Phase
-from hpu_duo.budget import GRAPH_MEMORY_SHARE, DeviceBudget, check_utilization
+from hpu_duo.budget import GRAPH_MEMORY_SHARE, DeviceBudget
+from hpu_duo.config import ParallelConfig
 from hpu_duo.cost.engine_work import EngineWork
 from hpu_duo.cost.fitted import ERROR_FACTORS
 from hpu_duo.cost.hardware import Format, Hardware
@@ -15,8 +16,9 @@ from hpu_duo.cost.model import ModelSize
 from hpu_duo.cost.prediction import Prediction
 from hpu_duo.cost.work import Formats, Step
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv.plan import LayerKV, MemoryPlan
-from hpu_duo.limit_config import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig
+from hpu_duo.kv.plan import LayerKV, MemoryPlan, ring_slack
+from hpu_duo.kv.snapshots import default_snapshots_within
+from hpu_duo.limit_config import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 from kernels_ref import Implementation
 
 _GIB = 1 << 30
@@ -29,49 +31,76 @@ class Serving:
     Attributes:
         hardware: of each device.
         num_devices: devices that share weights, heads and work evenly (tensor parallel).
+        retrieval_parallel: what they share of retrieval heads, see ``ParallelConfig``.
         weights: format of the weights of layers.
-        block_size: tokens of a KV block.
+        block_size: tokens of a KV block, on one device.
         max_num_seqs: requests that run at once even if more fit.
         max_num_batched_tokens: of one step; longer prompts are cut into chunks.
         device_memory_utilization: share of the devices' memory that weights, graphs and KV cache may take
             together; see ``hpu_duo.budget``.
         graph_memory: share of that beside weights, for graphs instead of the KV cache.
+        enable_prefix_caching, num_prefix_snapshots: see ``CacheConfig``.
         sink, recent: tokens that streaming heads keep.
         pattern: scores by which heads stream; None spreads them evenly over the layers.
         max_layer_kinds: see ``HeadConfig``; None is no bound.
         attention: kernels, ``hpu`` on the fused operators of Gaudi's software or ``reference``.
+        decode_len: most tokens of a request that are decoded together.
     """
 
     hardware: Hardware
     num_devices: int = 1
+    retrieval_parallel: str = ParallelConfig.retrieval_parallel
     weights: Format = Format.BF16
     block_size: int = CacheConfig.block_size
     max_num_seqs: int = CARD_LIMITS.max_num_seqs
     max_num_batched_tokens: int = CARD_LIMITS.max_num_batched_tokens
     device_memory_utilization: float = CacheConfig.device_memory_utilization
     graph_memory: float = GRAPH_MEMORY_SHARE
+    enable_prefix_caching: bool = CacheConfig.enable_prefix_caching
+    num_prefix_snapshots: int | None = None
     sink: int = 128
     recent: int = 256
     pattern: HeadPattern | None = None
     max_layer_kinds: int | None = HPU_LAYER_KINDS
     attention: str = Implementation.HPU.value
+    decode_len: int = SchedulerConfig.decode_len
 
     def __post_init__(self) -> None:
         self.hardware.check_devices(self.num_devices)
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "decode_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        check_utilization(self.device_memory_utilization)
+        # Refuses what an engine would.
+        CacheConfig(
+            block_size=self.block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_prefix_snapshots=self.num_prefix_snapshots,
+            device_memory_utilization=self.device_memory_utilization,
+        )
         if not 0.0 <= self.graph_memory < 1.0:
             raise ValueError(f"expected graph_memory in [0, 1), got {self.graph_memory}")
         kernels_of(self.attention)
+        ParallelConfig(tensor_parallel_size=self.num_devices, retrieval_parallel=self.retrieval_parallel)
+
+    @property
+    def deals_blocks(self) -> bool:
+        """Whether a block of tokens lies on several devices, a part on each."""
+        return self.retrieval_parallel == "context" and self.num_devices > 1
+
+    @property
+    def engine_block_size(self) -> int:
+        """Tokens of a block of the engine: on each device, where blocks are dealt over them."""
+        return self.block_size * (self.num_devices if self.deals_blocks else 1)
+
+    @property
+    def ring_slack(self) -> int:
+        """Slots of a ring beside those of its window."""
+        return ring_slack(self.decode_len, self.engine_block_size, caches_prefixes=self.enable_prefix_caching)
 
     @property
     def not_served(self) -> tuple[str, ...]:
         """Names of what is priced and cannot be run by the engine of this version."""
-        devices = [f"{self.num_devices} devices"] if self.num_devices > 1 else []
-        weights = [f"{self.weights.value} weights"] if self.weights is not Format.BF16 else []
-        return (*devices, *weights)
+        return (f"{self.weights.value} weights",) if self.weights is not Format.BF16 else ()
 
     def kv_budget_bytes(self, model: ModelSize) -> int:
         """Bytes for the KV cache on all devices together.
@@ -130,7 +159,10 @@ class Deployment:
     @cached_property
     def kv_layers(self) -> tuple[LayerKV, ...]:
         """Keys and values that each layer keeps."""
-        return self.model.kv_layers_of(self._counts, self.serving.sink, self.serving.recent, self.max_len)
+        serving = self.serving
+        return self.model.kv_layers_of(
+            self._counts, serving.sink, serving.recent, self.max_len, serving.ring_slack
+        )
 
     @cached_property
     def num_layer_kinds(self) -> int:
@@ -162,26 +194,58 @@ class Deployment:
 
     @cached_property
     def _counts(self) -> tuple[int, ...]:
-        return self.model.few_kinds(self._cut, self.serving.max_layer_kinds, self.max_len)
+        serving = self.serving
+        num_ranks = 1 if serving.deals_blocks else serving.num_devices
+        return self.model.few_kinds(self._cut, serving.max_layer_kinds, self.max_len, num_ranks)
 
     def plan(self, num_rows: int, num_blocks: int) -> MemoryPlan:
-        """Plan the KV tensors, all devices together, for ``num_rows`` ring rows and ``num_blocks`` blocks."""
-        return MemoryPlan(
-            self.kv_layers, self.kv_format.num_bytes, self.serving.block_size, num_rows, num_blocks
+        """Plan the KV tensors, all devices together, for ``num_rows`` ring rows and ``num_blocks`` blocks.
+
+        Snapshots are those of so many rows.
+        """
+        sizes = self._units
+        return replace(
+            sizes,
+            max_num_seqs=num_rows,
+            num_blocks=num_blocks,
+            num_snapshots=self.count_snapshots(num_rows),
         )
 
+    @cached_property
+    def _units(self) -> MemoryPlan:
+        """The smallest plan, which has the sizes of a block and of a row."""
+        return MemoryPlan(self.kv_layers, self.kv_format.num_bytes, self.serving.engine_block_size, 1, 1)
+
     def count_requests(self, context: int) -> int:
-        """Requests of ``context`` tokens that fit, with the trash of blocks and rows and the scratch."""
-        one = self.plan(1, 1)
-        trash = one.block_bytes + one.row_bytes + one.scratch_bytes
-        return max(0, (self.kv_bytes - trash) // one.bytes_per_request(context))
+        """Requests of ``context`` tokens that fit, with snapshots, the trash of both and the scratch."""
+        one = self._units
+        left = self.kv_bytes - one.block_bytes - one.row_bytes - one.scratch_bytes
+        each, most = one.bytes_per_request(context), self.count_snapshots(self.serving.max_num_seqs)
+        beside_all = (left - most * one.row_bytes) // each
+        if beside_all >= most:
+            return beside_all
+        # There are as many snapshots as requests then, unless a number was asked for.
+        asked = self.serving.num_prefix_snapshots
+        return max(0, beside_all if asked is not None else left // (each + one.row_bytes))
+
+    def count_snapshots(self, num_rows: int) -> int:
+        """Snapshots that an engine of ``num_rows`` ring rows keeps of cached prefixes."""
+        serving, row_bytes = self.serving, self._units.row_bytes
+        if not (serving.enable_prefix_caching and row_bytes):
+            return 0
+        if serving.num_prefix_snapshots is not None:
+            return serving.num_prefix_snapshots
+        return default_snapshots_within(self.kv_bytes, row_bytes, min(num_rows, serving.max_num_seqs))
 
     def count_blocks(self, num_rows: int) -> int:
-        """Blocks that fit next to ``num_rows`` ring rows, both trash and the scratch; 0 without need."""
-        one = self.plan(1, 1)
+        """Blocks that fit next to ``num_rows`` ring rows, their snapshots, both trash and the scratch.
+
+        0 where no head needs any.
+        """
+        one = self._units
         if not one.uses_blocks:
             return 0
-        rows = (num_rows + 1) * one.row_bytes + one.scratch_bytes
+        rows = (num_rows + self.count_snapshots(num_rows) + 1) * one.row_bytes + one.scratch_bytes
         return max(0, (self.kv_bytes - rows) // one.block_bytes - 1)
 
     @cached_property
@@ -194,7 +258,9 @@ class Deployment:
             Formats(serving.weights, self.kv_format),
             kernels_of(serving.attention),
             serving.block_size,
+            decode_len=serving.decode_len,
             num_devices=serving.num_devices,
+            deals_blocks=serving.deals_blocks,
         )
 
     def bucket_seconds(self, bucket: BatchShape) -> Prediction:
@@ -211,7 +277,7 @@ class Deployment:
 
     def shape_of(self, step: Step) -> BatchShape:
         """The exact shape of a step: decodes, or chunks of prompts that share no block."""
-        size, rows, uses_blocks = self.serving.block_size, step.num_rows, self.plan(1, 1).uses_blocks
+        size, rows, uses_blocks = self.serving.engine_block_size, step.num_rows, self.plan(1, 1).uses_blocks
         if step.new_tokens == 1 and step.context:
             whole = rows * ((step.context + 1) // size) if uses_blocks else 0
             return BatchShape(Phase(unique=True), rows, 0, whole, rows)

@@ -157,43 +157,58 @@ class ModelSize:
             counts.append(seen * num_retrieval // self.num_full_kv_heads - before)
         return tuple(counts)
 
-    def few_kinds(self, counts: Sequence[int], max_layer_kinds: int | None, max_len: int) -> tuple[int, ...]:
+    def few_kinds(
+        self, counts: Sequence[int], max_layer_kinds: int | None, max_len: int, num_ranks: int = 1
+    ) -> tuple[int, ...]:
         """Retrieval heads of each layer, some promoted as an engine would: see ``hpu_duo.heads.counts``.
 
         Args:
             max_layer_kinds: at least the number of structures of layers; None is no bound.
+            num_ranks: ranks that share the retrieval heads of a layer evenly.
         """
         structures = [(kind, layer, layer.has_window(max_len)) for kind, layer in self._structures]
         if max_layer_kinds is not None:
             max_layer_kinds = max(max_layer_kinds, len(set(structures)))
         needed = [0 if windowed else count for count, (_, _, windowed) in zip(counts, structures)]
-        chosen = fewest_promotions(needed, CountRule(max_layer_kinds), structures)
+        chosen = fewest_promotions(needed, CountRule(max_layer_kinds, num_ranks), structures)
         return tuple(
             old if windowed else new for old, new, (_, _, windowed) in zip(counts, chosen, structures)
         )
 
     def num_kinds(self, kv_layers: Sequence[LayerKV]) -> int:
-        """Kinds of layers with these heads, each of which is compiled for every bucket."""
-        return len(set(zip(self._structures, kv_layers)))
+        """Count the kinds of layers with these heads, each of which is compiled for every bucket."""
+        return len(self.kinds(kv_layers))
+
+    def kinds(self, kv_layers: Sequence[LayerKV]) -> list[tuple[AttentionSize, LayerKV]]:
+        """Return attention and heads of one layer of each kind."""
+        return [(layer, kv) for (_, layer), kv in dict.fromkeys(zip(self._structures, kv_layers))]
 
     @property
     def _structures(self) -> tuple[tuple[int, AttentionSize], ...]:
         return tuple(zip(self.structures or (0,) * len(self.layers), self.layers))
 
-    def kv_layers(self, sparsity: float, sink: int, recent: int, max_len: int) -> tuple[LayerKV, ...]:
+    def kv_layers(
+        self, sparsity: float, sink: int, recent: int, max_len: int, slack: int = 0
+    ) -> tuple[LayerKV, ...]:
         """Keys and values of each layer when a share of the KV heads streams, spread evenly.
+
+        Args:
+            slack: slots of a ring beside those of its window.
 
         Raises:
             ValueError: sparsity outside 0 to 1, ``sink`` below 0, ``recent`` or ``max_len`` below 1.
         """
-        return self.kv_layers_of(self.spread(sparsity), sink, recent, max_len)
+        return self.kv_layers_of(self.spread(sparsity), sink, recent, max_len, slack)
 
     def kv_layers_of(
-        self, counts: Sequence[int], sink: int, recent: int, max_len: int
+        self, counts: Sequence[int], sink: int, recent: int, max_len: int, slack: int = 0
     ) -> tuple[LayerKV, ...]:
         """Keys and values of each layer with ``counts`` retrieval heads, whichever heads these are.
 
         Layers with a window shorter than ``max_len`` keep it whatever the counts.
+
+        Args:
+            slack: slots of a ring beside those of its window.
 
         Raises:
             ValueError: ``sink`` below 0, ``recent`` or ``max_len`` below 1.
@@ -209,8 +224,8 @@ class ModelSize:
             num_kv, dim = layer.num_kv_heads, layer.head_dim
             if layer.has_window(max_len):
                 assert layer.window is not None
-                groups = head_groups(0, num_kv, Window(0, layer.window))
+                groups = head_groups(0, num_kv, Window(0, layer.window), slack)
             else:
-                groups = head_groups(count, num_kv - count, ring)
+                groups = head_groups(count, num_kv - count, ring, slack)
             kept.append(LayerKV(groups, dim))
         return tuple(kept)

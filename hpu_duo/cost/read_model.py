@@ -11,9 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hpu_duo.cost.model import AttentionSize, Experts, ModelSize
-from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file, refusal
+from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.rope import positions_served
+from hpu_duo.remote_code import refusal
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")

@@ -51,7 +51,7 @@ def roof_seconds(work: Work, hardware: Hardware, num_devices: int) -> Seconds:
     """Time at full efficiency; ``launch`` is the number of operators, to be multiplied by seconds.
 
     Devices share operations and bytes evenly. An all-reduce sends ``2 * (n - 1) / n`` of the bytes from
-    each device over its ``n - 1`` links.
+    each device over its ``n - 1`` links; what is sent besides goes over one link each.
 
     Raises:
         ValueError: one box has fewer devices.
@@ -60,11 +60,11 @@ def roof_seconds(work: Work, hardware: Hardware, num_devices: int) -> Seconds:
     matrix = work.bf16_ops / hardware.reached_bf16 + work.fp8_ops / hardware.reached_fp8
     vector = work.vector_ops / hardware.vector_ops
     memory = work.num_bytes / hardware.memory_bytes_per_s
-    link = 0.0 if num_devices == 1 else 2.0 * work.reduced_bytes / hardware.pair_bytes_per_s
+    sent = 0.0 if num_devices == 1 else 2.0 * work.reduced_bytes / num_devices + work.sent_bytes
     return Seconds(
         compute=(matrix + vector) / num_devices,
         memory=memory / num_devices,
-        link=link / num_devices,
+        link=sent / hardware.pair_bytes_per_s,
         launch=work.num_launches,
     )
 

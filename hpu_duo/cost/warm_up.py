@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpu_duo.cost.kernel_work import PUBLISHED_LAYER_LAUNCHES
 
@@ -31,13 +32,29 @@ def graph_scale(num_operators: float, num_published: float = PUBLISHED_LAYER_LAU
     return max(1.0, num_operators / num_published)
 
 
+class BucketGraphs(NamedTuple):
+    """Compilations of one bucket.
+
+    Attributes:
+        num_recipes: graphs that are compiled, each by itself.
+        operators: of a layer, the mean of its kinds.
+    """
+
+    num_recipes: int
+    operators: float
+
+
 @dataclass(frozen=True)
 class WarmUp:
     """Graphs to capture, and their seconds.
 
+    Seconds are in proportion to the operators of layers: nobody has published what a small graph takes.
+
     Attributes:
         num_graphs: buckets of the table, or the most that one may have.
         num_layer_kinds: kinds of layers, each of which is compiled for every bucket.
+        recipes: compilations, if all buckets were like that with fewest and like that with most; the same
+            number twice where the table is known.
         operators: of a layer, in the bucket with fewest and in that with most.
         trace_s: seconds in which torch traces them, low and high.
         low_s, high_s: seconds of the warm-up, tracing included.
@@ -46,6 +63,7 @@ class WarmUp:
 
     num_graphs: int
     num_layer_kinds: int
+    recipes: tuple[int, int]
     operators: tuple[int, int]
     trace_s: tuple[float, float]
     low_s: float
@@ -53,46 +71,47 @@ class WarmUp:
     is_bound: bool
 
     @classmethod
-    def of(cls, operators: Iterable[float], num_layer_kinds: int) -> WarmUp:
+    def of(cls, graphs: Iterable[BucketGraphs], num_layer_kinds: int) -> WarmUp:
         """Estimate the warm-up of a table.
 
         Args:
-            operators: of a layer in each bucket, the mean of its kinds.
+            graphs: of each bucket.
 
         Raises:
             ValueError: no bucket.
         """
-        counts = list(operators)
-        if not counts:
+        each = list(graphs)
+        if not each:
             raise ValueError("expected a bucket to warm up, got none")
-        return cls._sum(len(counts), num_layer_kinds, counts, counts, is_bound=False)
+        return cls._sum(num_layer_kinds, each, each, is_bound=False)
 
     @classmethod
-    def within(cls, num_graphs: int, num_layer_kinds: int, fewest: float, most: float) -> WarmUp:
+    def within(
+        cls, num_graphs: int, num_layer_kinds: int, fewest: BucketGraphs, most: BucketGraphs
+    ) -> WarmUp:
         """Bound the warm-up of a table that has not been planned: all its layers are small, or all large."""
-        few, many = [fewest] * num_graphs, [most] * num_graphs
-        return cls._sum(num_graphs, num_layer_kinds, few, many, is_bound=True)
+        return cls._sum(num_layer_kinds, [fewest] * num_graphs, [most] * num_graphs, is_bound=True)
 
     @classmethod
     def _sum(
-        cls, num_graphs: int, num_kinds: int, few: list[float], many: list[float], *, is_bound: bool
+        cls, num_kinds: int, few: list[BucketGraphs], many: list[BucketGraphs], *, is_bound: bool
     ) -> WarmUp:
-        traced = tuple(num_kinds * TRACE_S_PER_OPERATOR * sum(counts) for counts in (few, many))
-        compiled = tuple(
-            num_kinds * seconds * sum(map(graph_scale, counts))
-            for seconds, counts in zip(SECONDS_PER_GRAPH, (few, many))
+        traced = tuple(
+            num_kinds * TRACE_S_PER_OPERATOR * sum(each.operators for each in graphs)
+            for graphs in (few, many)
         )
+        compiled = tuple(
+            num_kinds * seconds * sum(graph_scale(each.operators) for each in graphs)
+            for seconds, graphs in zip(SECONDS_PER_GRAPH, (few, many))
+        )
+        recipes = tuple(sum(each.num_recipes for each in graphs) for graphs in (few, many))
         return cls(
-            num_graphs,
+            len(few),
             num_kinds,
-            (round(min(few)), round(max(many))),
+            (recipes[0], recipes[1]),
+            (round(min(each.operators for each in few)), round(max(each.operators for each in many))),
             (traced[0], traced[1]),
             compiled[0] + traced[0],
             compiled[1] + traced[1],
             is_bound,
         )
-
-    @property
-    def num_recipes(self) -> int:
-        """Number of compilations."""
-        return self.num_graphs * self.num_layer_kinds

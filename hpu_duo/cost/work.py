@@ -30,6 +30,7 @@ class Work:
             of software that fuses, whose constants absorb what it moves.
         reduced_bytes: activations that devices sum among each other, if there are several.
         num_launches: operators that are launched, on each device.
+        sent_bytes: activations that a device sends to each other one beside those sums.
     """
 
     bf16_ops: float = 0.0
@@ -40,6 +41,7 @@ class Work:
     moved_bytes: float = 0.0
     reduced_bytes: float = 0.0
     num_launches: float = 0.0
+    sent_bytes: float = 0.0
 
     @property
     def matrix_ops(self) -> float:

@@ -18,7 +18,7 @@ from hpu_duo.device import (
     runtime_for,
     usable_name,
 )
-from hpu_duo.device.cores import shares_of_this_machine
+from hpu_duo.device.cores import cores_by_device
 from hpu_duo.device.runtime import DeviceRuntime
 
 _PATTERN = 251
@@ -78,8 +78,7 @@ def check_collectives(
     if index:
         raise ValueError(f"processes take devices in order: expected {kind!r} without a number, got {name!r}")
     environments = process_environments(kind, num_processes)
-    # A process that drives a card wants cores near it, and not those of the others.
-    cores = shares_of_this_machine(num_processes) if kind == "hpu" else None
+    cores = cores_by_device(kind, num_processes)
     work = (kind, num_bytes // _ITEM_BYTES, deadline_s)
     found = run_processes(_exchange, work, environments, deadline_s, cores)
     return Exchange(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
@@ -46,6 +47,14 @@ def shares_of_this_machine(num_processes: int) -> list[set[int]]:
     return shares(os.sched_getaffinity(0), nodes, num_processes)
 
 
+def cores_by_device(kind: str, num_processes: int) -> list[set[int]]:
+    """Return the cores of processes that have a device each; empty sets leave it to the system.
+
+    A process that drives a card wants cores near it, and not those of the others.
+    """
+    return shares_of_this_machine(num_processes) if kind == "hpu" else [set()] * num_processes
+
+
 def read_list(text: str) -> list[int]:
     """The numbers of a list as the kernel writes it, such as ``0-3,8``."""
     found: list[int] = []
@@ -55,7 +64,24 @@ def read_list(text: str) -> list[int]:
     return found
 
 
+def bind_process(pid: int, cores: Collection[int]) -> None:
+    """Run a process that was just started on these cores only; on none given, wherever the system likes."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(pid, set(cores))
+
+
 def bind(cores: Collection[int]) -> None:
     """Run this process on these cores only; on none given, wherever the system likes."""
     if cores:
         os.sched_setaffinity(0, set(cores))
+
+
+@contextmanager
+def bound(cores: Collection[int]) -> Iterator[None]:
+    """Bind this thread, and those that it starts, for a while; see ``bind``."""
+    before = os.sched_getaffinity(0) if cores else set()
+    bind(cores)
+    try:
+        yield
+    finally:
+        bind(before)

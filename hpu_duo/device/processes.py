@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -82,33 +83,93 @@ def run_processes(
     if size == 0:
         raise ValueError("expected the environment of at least 1 process, got an empty sequence")
     # The store lives here, on a port that is taken from the moment that it is known.
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    common = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(store.port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cpus() // size))),
-    }
-    with tempfile.TemporaryDirectory(prefix="hpu-duo-") as name, _Family() as family:
+    store = new_store()
+    with tempfile.TemporaryDirectory(prefix="hpu-duo-") as name, Family() as family:
         for rank, own in enumerate(environments):
             own_cores = () if cores is None else tuple(sorted(cores[rank]))
-            member = Member(rank, size, store.port, Path(name), own_cores)
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with _environment({**common, **ranks, **own}):
-                family.start(run_member, (member, work, args))
+            family.start(Member(rank, size, store.port, Path(name), own_cores), work, args, own)
         _join(family, Path(name), deadline_s)
         return [read(result_path(Path(name), rank)) for rank in range(size)]
 
 
-class _Family:
-    """Processes that were started, none of which outlives the context."""
+def replica_environments(num_replicas: int, num_devices: int) -> list[dict[str, str]]:
+    """Return the variables of processes that each serve a model of their own.
+
+    Each sees the devices of its share alone, of those that ``HABANA_VISIBLE_MODULES`` and
+    ``CUDA_VISIBLE_DEVICES`` list, or else of the first ones of the machine; and it has a fair share of the
+    CPUs as ``OMP_NUM_THREADS`` unless that is set.
+
+    Args:
+        num_devices: of each process; 0 leaves these variables as they are.
+
+    Raises:
+        ValueError: there are fewer devices than that.
+    """
+    wanted = num_replicas * num_devices
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cpus() // num_replicas)))
+    shares: dict[str, list[str]] = {}
+    if not num_devices:
+        return [{**os.environ, "OMP_NUM_THREADS": threads} for _ in range(num_replicas)]
+    for name in ("HABANA_VISIBLE_MODULES", "CUDA_VISIBLE_DEVICES"):
+        listed = [each.strip() for each in os.environ.get(name, "").split(",") if each.strip()]
+        if listed and len(listed) < wanted:
+            raise ValueError(f"expected {name} to list {wanted} devices, got {','.join(listed)}")
+        shares[name] = listed or list(map(str, range(wanted)))
+    found = torch.cuda.device_count() if torch.cuda.is_available() else wanted
+    if found < wanted:
+        raise ValueError(f"expected {wanted} CUDA devices for {num_replicas} replicas, found {found}")
+    return [
+        {
+            **os.environ,
+            "OMP_NUM_THREADS": threads,
+            **{
+                name: ",".join(devices[rank * num_devices : (rank + 1) * num_devices])
+                for name, devices in shares.items()
+            },
+        }
+        for rank in range(num_replicas)
+    ]
+
+
+def new_store() -> dist.TCPStore:
+    """Return a store through which processes of this machine find each other, on a free port."""
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def member_environment(member: Member) -> dict[str, str]:
+    """Return the variables of one process that tell it its place among all; see ``run_processes``."""
+    return {
+        "RANK": str(member.rank),
+        "LOCAL_RANK": str(member.rank),
+        "WORLD_SIZE": str(member.size),
+        "LOCAL_WORLD_SIZE": str(member.size),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(member.port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cpus() // member.size))),
+    }
+
+
+def become(member: Member, own: Mapping[str, str]) -> None:
+    """Give this process the variables of a member, before it takes a device.
+
+    Args:
+        own: variables of this process besides ``member_environment``.
+    """
+    os.environ.update({**member_environment(member), **own})
+
+
+class Family:
+    """Processes that were started, none of which outlives the context.
+
+    Attributes:
+        processes: in order of their start.
+    """
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self._error_files: list[str] = []
 
-    def __enter__(self) -> _Family:
+    def __enter__(self) -> Family:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,9 +182,18 @@ class _Family:
             for file in self._error_files:
                 Path(file).unlink(missing_ok=True)
 
-    def start(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        """Start one more process."""
-        context = mp.start_processes(function, args, nprocs=1, join=False, start_method="spawn")
+    def start(
+        self, member: Member, work: Callable[..., Any], args: tuple[Any, ...], own: Mapping[str, str]
+    ) -> None:
+        """Start one more process, which runs ``work(member, *args)``; see ``run_processes``.
+
+        Args:
+            own: variables of this process besides ``member_environment``.
+        """
+        with _environment({**member_environment(member), **own}):
+            context = mp.start_processes(
+                run_member, (member, work, args), nprocs=1, join=False, start_method="spawn"
+            )
         self.processes += context.processes
         self._error_files += context.error_files
 
@@ -132,7 +202,7 @@ class _Family:
         return mp.ProcessContext(self.processes, self._error_files)
 
 
-def _join(family: _Family, directory: Path, deadline_s: float | None) -> None:
+def _join(family: Family, directory: Path, deadline_s: float | None) -> None:
     context = family.context()
     end = None if deadline_s is None else time.monotonic() + deadline_s
     try:
@@ -145,14 +215,20 @@ def _join(family: _Family, directory: Path, deadline_s: float | None) -> None:
         # It left no word of its own: killed from outside, or it never came as far as our code.
         raise WorkerError(error.error_index, f"{error}; see above for what it printed") from None
     except mp.ProcessRaisedException as error:
-        raise _first_failure(directory, error.error_index, str(error)) from None
+        raise first_failure(directory, error.error_index, str(error)) from None
     for rank in range(len(family.processes)):
         if not result_path(directory, rank).exists():
             # Interrupted from outside, which is no error to torch's launcher, or ended by its own code.
-            raise _first_failure(directory, rank, f"process {rank} ended before its work was done")
+            raise first_failure(directory, rank, f"process {rank} ended before its work was done")
 
 
-def _first_failure(directory: Path, rank: int, told: str) -> Exception:
+def first_failure(directory: Path, rank: int, told: str) -> Exception:
+    """Return the error that a process has reported first.
+
+    Args:
+        directory: of the processes' results and errors.
+        rank, told: the process and its end, if none has reported any.
+    """
     failures = [read(path) for path in directory.glob("*.failure")]
     if not failures:
         return WorkerError(rank, told)

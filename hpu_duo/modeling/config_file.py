@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hpu_duo.modeling.config_numbers import check_numbers
 from hpu_duo.modeling.rope import rope_types
+from hpu_duo.remote_code import NO_REMOTE_CODE, refusal
 
 CONFIG_FILE = "config.json"
 
@@ -28,9 +29,6 @@ FILE_ERRORS = (
     StrictDataclassError,
 )
 """Errors of transformers about a file, or values in it, that it cannot use."""
-
-NO_REMOTE_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments of each ``from_pretrained`` of transformers: without them it may ask, and go online."""
 
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
@@ -55,26 +53,6 @@ def read_config_file(file: Path) -> Any:
     for kind in rope_types(text):
         _check_known(file, "rope_type", kind, ("default", *ROPE_INIT_FUNCTIONS))
     return config
-
-
-def refuse_remote_code(trust_remote_code: bool) -> None:
-    """Accept the value by which transformers runs no code of a checkpoint; ValueError for any other."""
-    if trust_remote_code is not False:
-        raise ValueError(
-            f"expected trust_remote_code=False, got {trust_remote_code!r}: code of a checkpoint is never run"
-        )
-
-
-def refusal(what: str, error: Exception) -> ValueError:
-    """Return an error with a sentence about one of transformers: ``what`` failed, and why."""
-    if "trust_remote_code=True" in str(error):
-        return ValueError(
-            f"{what}: it needs Python code that the checkpoint brings (auto_map), and such code is "
-            "never run; expected a model and a tokenizer that the installed transformers has itself"
-        )
-    # A KeyError is nothing but its key.
-    reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
-    return ValueError(f"{what}: {reason or type(error).__name__}")
 
 
 def _parse(file: Path) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from hpu_duo.modeling.attention import NAME
-from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, NO_REMOTE_CODE, read_config_file, refusal
+from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
 from hpu_duo.modeling.config_numbers import RANGES
 from hpu_duo.modeling.experts import register_experts
+from hpu_duo.remote_code import NO_REMOTE_CODE, refusal
 
 _WEIGHT_ERRORS = (*FILE_ERRORS, RuntimeError, ImportError, SafetensorError)
 
@@ -145,21 +146,42 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
         ValueError: the weights are unreadable, incomplete, or of other shapes than the configuration
             says, or the architecture does not take its attention function from transformers' interface.
     """
-    options = {**_build_options(config, dtype), **NO_REMOTE_CODE, "use_safetensors": True}
+    model = _loaded(path, config, dtype, AutoModelForCausalLM, path, **NO_REMOTE_CODE)
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def load_state(
+    path: str | Path, config: Any, dtype: torch.dtype, state: dict[str, torch.Tensor]
+) -> PreTrainedModel:
+    """Build the same from tensors in memory, by their names in checkpoints; they are taken over, not copied.
+
+    Args:
+        path: where they come from, for error messages.
+
+    Raises:
+        ValueError: see ``load_model``.
+    """
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    return _loaded(path, config, dtype, model_class, None, state_dict=state)
+
+
+def _loaded(
+    path: str | Path, config: Any, dtype: torch.dtype, source: Any, name: str | Path | None, **given: Any
+) -> PreTrainedModel:
+    """Let transformers load a model, and say why where it cannot."""
+    options = {**_build_options(config, dtype), **given, "use_safetensors": True}
     if _IS_5:
         # Reported below with both shapes; older versions raise an error that has them.
         options["ignore_mismatched_sizes"] = True
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, output_loading_info=True, **options
-        )
+        loaded: Any = source.from_pretrained(name, config=config, output_loading_info=True, **options)
     except SafetensorError as error:
         raise ValueError(f"expected whole *.safetensors files in {path}, got: {error}") from error
     except _WEIGHT_ERRORS as error:
         raise _refusal(path, config, error) from error
     model, report = loaded
     _check_complete(path, report)
-    return model.eval().requires_grad_(False).to(device)
+    return model.eval().requires_grad_(False)
 
 
 def build_without_weights(path: str | Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:

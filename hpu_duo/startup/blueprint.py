@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.rope import fix_frequencies, served_len
 from hpu_duo.modeling.step_model import StepModel
-from hpu_duo.startup.heads import HeadAssignment, assign_heads, resolve_pattern, ring_slack
+from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads
 from hpu_duo.startup.kernels import ChosenKernels, chunk_bounds
 from hpu_duo.startup.memory import plan_memory
 from hpu_duo.startup.tables import StepTables
@@ -60,6 +60,7 @@ class Blueprint:
         config: EngineConfig,
         device: torch.device,
         kernels: ChosenKernels,
+        chosen: ChosenHeads | None = None,
     ) -> Blueprint:
         """Choose the groups of heads of a model, and the kernels' parameters of its layers.
 
@@ -67,17 +68,17 @@ class Blueprint:
             model: whose rotary frequencies are fixed, see ``fix_served_len``.
             layers: as probed, or as read without data.
             device: where steps will run.
+            chosen: the groups, if they have been chosen.
 
         Raises:
             ValueError: the head pattern does not fit the model.
         """
         text_config = model.config.get_text_config()
         max_len = served_len(text_config, config.scheduler.max_model_len)
-        pattern = resolve_pattern(config.heads, layers, max_len, device)
-        heads = assign_heads(layers, pattern, max_len, ring_slack(config.scheduler, config.cache))
+        pattern, heads = choose_heads(config, layers, max_len, device) if chosen is None else chosen
         chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl)
         specs = tuple(_layer_spec(layer, each.groups, kernels, chunks) for layer, each in zip(layers, heads))
-        return cls(config, text_config, layers, device, model.dtype, max_len, pattern, tuple(heads), specs)
+        return cls(config, text_config, layers, device, model.dtype, max_len, pattern, heads, specs)
 
     def memory(
         self, budget: DeviceBudget, cache: CacheConfig | None = None, graph_bytes: int = 0
@@ -92,7 +93,8 @@ class Blueprint:
         Raises:
             ValueError: see ``plan_memory``.
         """
-        sizes = (cache or self.config.cache, self.config.scheduler, self.max_len, self.dtype)
+        cache = replace(cache or self.config.cache, block_size=self.config.block_size)
+        sizes = (cache, self.config.scheduler, self.max_len, self.dtype)
         return plan_memory(self.layers, self.heads, *sizes, budget=budget, graph_bytes=graph_bytes)
 
     def tables(self, backend: CaptureBackend, *, is_padding: bool) -> StepTables:

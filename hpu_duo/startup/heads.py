@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from bias_builders import Window
-from hpu_duo.config import CacheConfig, HeadConfig, SchedulerConfig
+from hpu_duo.config import EngineConfig, HeadConfig
 from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
 from hpu_duo.heads.origin import FINGERPRINT_KEY, check_origin
-from hpu_duo.kv.plan import head_groups
+from hpu_duo.kv.plan import head_groups, ring_slack
 from hpu_duo.limit_config import HPU_LAYER_KINDS
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
@@ -37,14 +37,53 @@ class HeadAssignment(NamedTuple):
     groups: tuple[HeadGroup, ...]
 
 
+class ChosenHeads(NamedTuple):
+    """The heads of a model.
+
+    Attributes:
+        pattern: the binarised head pattern; None if all heads retrieve.
+        heads: order and groups of the heads of each layer.
+    """
+
+    pattern: HeadPattern | None
+    heads: tuple[HeadAssignment, ...]
+
+
+def choose_heads(
+    config: EngineConfig, layers: tuple[DecoderLayer, ...], max_len: int, device: torch.device
+) -> ChosenHeads:
+    """Choose the groups of heads of all layers of a whole model.
+
+    Args:
+        max_len, device: see ``resolve_pattern``.
+
+    Raises:
+        ValueError: see ``resolve_pattern``.
+    """
+    parallel = config.parallel
+    num_ranks = 1 if parallel.deals_blocks else parallel.tensor_parallel_size
+    pattern = resolve_pattern(config.heads, layers, max_len, device, num_ranks)
+    slack = ring_slack(
+        config.scheduler.decode_len,
+        config.block_size,
+        caches_prefixes=config.cache.enable_prefix_caching,
+    )
+    return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, slack)))
+
+
 def resolve_pattern(
-    heads: HeadConfig, layers: tuple[DecoderLayer, ...], max_len: int, device: torch.device
+    heads: HeadConfig,
+    layers: tuple[DecoderLayer, ...],
+    max_len: int,
+    device: torch.device,
+    num_ranks: int = 1,
 ) -> HeadPattern | None:
     """Return the binarised head pattern, checked against the model, with at most ``max_layer_kinds``.
 
     Args:
         max_len: tokens of a request.
         device: where layers will run; decides ``max_layer_kinds`` where that is open.
+        num_ranks: ranks that hold equally many of the retrieval heads of each layer.
 
     Returns:
         None when every head is a retrieval head.
@@ -54,34 +93,40 @@ def resolve_pattern(
             ``max_layer_kinds``.
     """
     pattern = _binarised(heads, layers)
-    return None if pattern is None else _of_few_kinds(pattern, heads.max_layer_kinds, layers, max_len, device)
+    if pattern is None:
+        return None
+    # With fewer key/value heads than ranks, each rank has one, and a layer has all or none that retrieve.
+    rule = CountRule(heads.max_layer_kinds, min(num_ranks, layers[0].call.num_kv_heads))
+    return _of_few_kinds(pattern, rule, layers, max_len, device)
 
 
 def _of_few_kinds(
     pattern: HeadPattern,
-    max_kinds: int | None,
+    rule: CountRule,
     layers: tuple[DecoderLayer, ...],
     max_len: int,
     device: torch.device,
 ) -> HeadPattern:
-    """The pattern with the fewest promoted heads such that layers are of at most ``max_kinds`` kinds."""
+    """The pattern with the fewest promoted heads such that the rule holds."""
     structures = [_structure(layer, max_len) for layer in layers]
-    if max_kinds is None and device.type == "hpu":
-        max_kinds = max(HPU_LAYER_KINDS, len(set(structures)))
+    if rule.max_kinds is None and device.type == "hpu":
+        rule = replace(rule, max_kinds=max(HPU_LAYER_KINDS, len(set(structures))))
     kept = [count for count, _ in pattern.head_counts]
     # What a pattern says of a layer whose heads all have a window is not looked at.
     has_window = [_has_window(layer, max_len) for layer in layers]
     needed = [0 if windowed else count for windowed, count in zip(has_window, kept)]
-    chosen = fewest_promotions(needed, CountRule(max_kinds), structures)
+    chosen = fewest_promotions(needed, rule, structures)
     promoted = pattern.promote(
         [old if windowed else new for windowed, old, new in zip(has_window, kept, chosen)]
     )
     if promoted.num_promoted:
         _log.info(
-            "%d of %d streaming heads retrieve, so that layers are of at most %d kinds (max_layer_kinds)",
+            "%d of %d streaming heads retrieve, so that layers are of at most %s kinds (max_layer_kinds) and "
+            "%d ranks have equally many",
             promoted.num_promoted,
             pattern.mask.size - int(pattern.mask.sum()),
-            max_kinds,
+            rule.max_kinds,
+            rule.num_ranks,
         )
     return promoted
 
@@ -171,12 +216,3 @@ def assign_heads(
         layout = HeadLayout.by_group(streams.astype(np.int32), call.num_heads)
         assigned.append(HeadAssignment(layout, groups))
     return assigned
-
-
-def ring_slack(scheduler: SchedulerConfig, cache: CacheConfig) -> int:
-    """Slots of a ring beside those of its window.
-
-    The first token that a row decodes in a step still sees the slot that the last one overwrites. Where
-    prefixes are cached, a ring is also the one at the last border of blocks before its end.
-    """
-    return scheduler.decode_len - 1 + (cache.block_size - 1 if cache.enable_prefix_caching else 0)

@@ -9,15 +9,12 @@ import torch
 
 from hpu_duo.modeling.probe import DecoderLayer
 from kernels_ref import FusedOperators, Implementation, Softmax
-from kernels_ref.chunks import ChunkBounds
+from kernels_ref.chunks import MOST_INLINE, ChunkBounds
 from kernels_ref.hpu.operators import LINE_BYTES, NO_OPERATORS
 from kernels_ref.hpu.trial import Trial, try_operators
 from kernels_ref.triton import availability
 
 _log = logging.getLogger(__name__)
-
-MOST_INLINE = 2
-"""Slices or chunks of a part of attention in the graph of a layer: six parts of them stay below 600 nodes."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from hpu_duo.budget import DeviceBudget
 from hpu_duo.config import CacheConfig, SchedulerConfig
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.snapshots import default_snapshots, default_snapshots_within
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.startup.heads import HeadAssignment
-from kernels_ref import Owner
 
 
 def plan_memory(
@@ -45,18 +45,20 @@ def plan_memory(
         "max_num_seqs": scheduler.max_num_seqs,
         "graph_bytes": graph_bytes,
         "max_chunk_rows": scheduler.max_chunk_rows,
-        "num_snapshots": _num_snapshots(kv, cache, scheduler),
     }
     wanted = scheduler.max_num_seqs * -(-max_len // cache.block_size)
+    snapshots = _Snapshots(cache, MemoryPlan(kv, num_blocks=wanted, **sizes))
     if cache.num_blocks is not None:
-        return _fitting(MemoryPlan(kv, num_blocks=cache.num_blocks, **sizes), free_bytes)
+        return _fitting(snapshots.beside(MemoryPlan(kv, num_blocks=cache.num_blocks, **sizes)), free_bytes)
     if cache.kv_cache_bytes is not None:
+        sizes["num_snapshots"] = snapshots.within(cache.kv_cache_bytes)
         plan = MemoryPlan.from_budget(kv, kv_cache_bytes=cache.kv_cache_bytes, **sizes)
         return _fitting(replace(plan, num_blocks=min(plan.num_blocks, wanted)), free_bytes)
-    plan = MemoryPlan(kv, num_blocks=wanted, **sizes)
+    plan = snapshots.beside(MemoryPlan(kv, num_blocks=wanted, **sizes))
     kv_bytes = budget.kv_bytes(graph_bytes)
     if plan.total_bytes <= kv_bytes:
         return plan
+    sizes["num_snapshots"] = snapshots.within(kv_bytes)
     try:
         return MemoryPlan.from_budget(kv, kv_cache_bytes=kv_bytes, **sizes)
     except ValueError as error:
@@ -67,11 +69,32 @@ def plan_memory(
         ) from None
 
 
-def _num_snapshots(layers: tuple[LayerKV, ...], cache: CacheConfig, scheduler: SchedulerConfig) -> int:
-    keeps_rings = any(group.kind.owner is Owner.ROW for layer in layers for group in layer.groups)
-    if not (cache.enable_prefix_caching and keeps_rings):
-        return 0
-    return scheduler.max_num_seqs if cache.num_prefix_snapshots is None else cache.num_prefix_snapshots
+class _Snapshots:
+    """Answers how many snapshots of rings a plan has room for.
+
+    Args:
+        cache: what the user asks for.
+        plan: of the same layers.
+    """
+
+    def __init__(self, cache: CacheConfig, plan: MemoryPlan) -> None:
+        self._asked = cache.num_prefix_snapshots
+        if not (cache.enable_prefix_caching and plan.uses_rows):
+            self._asked = 0
+        self._row_bytes, self._max_num_seqs = plan.row_bytes, plan.max_num_seqs
+
+    def beside(self, plan: MemoryPlan) -> MemoryPlan:
+        """Add snapshots to a plan of other stores."""
+        if self._asked is not None:
+            return replace(plan, num_snapshots=self._asked)
+        num = default_snapshots(plan.total_bytes, self._row_bytes, self._max_num_seqs)
+        return replace(plan, num_snapshots=num)
+
+    def within(self, kv_bytes: int) -> int:
+        """Return how many there are where all stores together take so many bytes."""
+        if self._asked is not None:
+            return self._asked
+        return default_snapshots_within(kv_bytes, self._row_bytes, self._max_num_seqs)
 
 
 def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:

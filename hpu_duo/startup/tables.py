@@ -21,6 +21,7 @@ from graphs import (
 from graphs.planner import Resolution
 from hpu_duo.config import EngineConfig, SchedulerConfig
 from hpu_duo.engine.batch import StepGeometry
+from hpu_duo.kv.leases import block_moves
 from hpu_duo.kv.plan import MemoryPlan, widest_row
 from hpu_duo.simulate import plan_buckets
 from hpu_duo.startup.graph_memory import KEPT, UNKNOWN, GraphMemory, staged_bytes
@@ -60,8 +61,13 @@ class StepTables:
 
     def limits(self, memory: MemoryPlan) -> StepLimits:
         """Return the limits of steps."""
-        caches_prefixes = self.config.cache.enable_prefix_caching
-        return resolve_limits(self.config.scheduler, memory, self._max_len, caches_prefixes=caches_prefixes)
+        return resolve_limits(
+            self.config.scheduler,
+            memory,
+            self._max_len,
+            caches_prefixes=self.config.cache.enable_prefix_caching,
+            reads_slice=self._specs[0].impl is not Implementation.SDPA,
+        )
 
     def table(self, memory: MemoryPlan) -> BucketTable:
         """The given buckets, or the default; none where steps run at their exact shapes.
@@ -73,6 +79,10 @@ class StepTables:
         if limits not in self._made:
             self._made[limits] = self._make(limits)
         return self._made[limits]
+
+    def adopt(self, memory: MemoryPlan, table: BucketTable) -> None:
+        """Take the buckets of another rank, whose heads may have led to others."""
+        self._made[self.limits(memory)] = table
 
     def _make(self, limits: StepLimits) -> BucketTable:
         given = self.config.graph.table
@@ -115,17 +125,25 @@ class StepTables:
 
 
 def resolve_limits(
-    scheduler: SchedulerConfig, memory: MemoryPlan, max_len: int, *, caches_prefixes: bool = False
+    scheduler: SchedulerConfig,
+    memory: MemoryPlan,
+    max_len: int,
+    *,
+    caches_prefixes: bool = False,
+    reads_slice: bool = True,
 ) -> StepLimits:
     """Resolve the limits of steps, from the user's settings and the sizes of the stores.
 
     Args:
         max_len: most tokens of a request that the model allows.
         caches_prefixes: whether blocks are kept for later requests.
+        reads_slice: whether a step costs what the slice of the store costs up to the last block it reads, so
+            that blocks have to lie densely.
 
     Raises:
         ValueError: the blocks do not hold the user's ``max_model_len``.
     """
+    moves = block_moves(scheduler.max_num_batched_tokens, memory.block_size)
     return StepLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -136,6 +154,7 @@ def resolve_limits(
         uses_rows=memory.uses_rows,
         caches_prefixes=caches_prefixes,
         num_snapshots=memory.num_snapshots,
+        max_block_moves=moves if caches_prefixes and reads_slice and memory.uses_blocks else 0,
         max_chunk_rows=scheduler.max_chunk_rows,
         decode_len=scheduler.decode_len,
     )

@@ -1,5 +1,6 @@
 """Capacity: exact bytes of memory plans, and the direction in which capacity and speed move."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +24,11 @@ from hpu_duo.cost import (
 )
 from hpu_duo.cost import TRACE_S_PER_OPERATOR as PER_NODE
 from hpu_duo.cost.published import dense_model
+from hpu_duo.cost.warm_up import BucketGraphs
 from hpu_duo.heads import CountRule, HeadPattern, fewest_promotions
 from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.limit_config import CARD_LIMITS
+from kernels_ref import Rings
 from tests.cost.sizes import models, tiny
 
 LLAMA_2_7B = dense_model(
@@ -58,6 +62,8 @@ def deployments() -> st.SearchStrategy[Deployment]:
         block_size=st.sampled_from((16, 128)),
         # Little memory for the cache, so that few enough requests fit to count them.
         device_memory_utilization=st.sampled_from((3e-3, 5e-3, 0.1)),
+        enable_prefix_caching=st.booleans(),
+        max_num_seqs=st.sampled_from((1, 20, 256)),
     )
     return st.builds(Deployment, models(), serving, SPARSITIES, FORMATS, max_len=st.integers(100, 90_000))
 
@@ -89,6 +95,7 @@ def test_the_blocks_that_fit_are_those_of_a_plan_from_the_same_budget(
             block_size=deployment.serving.block_size,
             max_num_seqs=num_rows,
             kv_cache_bytes=deployment.kv_bytes,
+            num_snapshots=deployment.count_snapshots(num_rows),
         )
     except ValueError:
         assert counted < num_rows
@@ -184,11 +191,27 @@ def test_streaming_heads_and_fp8_let_more_requests_run() -> None:
 
 
 def test_no_more_requests_run_than_allowed() -> None:
-    free, held = report().points[0], report(max_num_seqs=10).points[0]
+    free, held = (
+        report(max_num_seqs=most, enable_prefix_caching=False).points[0]
+        for most in (CARD_LIMITS.max_num_seqs, 10)
+    )
     assert held.num_running == 10 < held.num_requests == free.num_requests == free.num_running
     assert held.tokens_per_s is not None
     assert free.tokens_per_s is not None
     assert held.tokens_per_s < free.tokens_per_s
+
+
+@given(deployments(), st.integers(1, 300))
+def test_snapshots_take_an_eighth_of_the_rest_at_most_but_for_the_first(
+    deployment: Deployment, num_rows: int
+) -> None:
+    num = deployment.count_snapshots(num_rows)
+    if not (deployment.serving.enable_prefix_caching and deployment.plan(1, 1).uses_rows):
+        assert num == 0
+    else:
+        assert 1 <= num <= min(num_rows, deployment.serving.max_num_seqs)
+        taken = num * deployment.plan(1, 1).row_bytes
+        assert num == 1 or 8 * taken <= deployment.kv_bytes - taken
 
 
 def test_warm_up_is_bounded_by_tables_of_the_smallest_and_of_the_largest_graphs() -> None:
@@ -204,8 +227,10 @@ def test_warm_up_is_bounded_by_tables_of_the_smallest_and_of_the_largest_graphs(
 
 
 def test_graphs_with_more_operators_take_longer_to_warm_up() -> None:
-    few, many = WarmUp.of([100, 120], 3), WarmUp.of([100, 1200], 3)
-    assert (few.num_recipes, few.operators, many.operators) == (6, (100, 120), (100, 1200))
+    few, many = (
+        WarmUp.of([BucketGraphs(4, 100), BucketGraphs(9, size)], num_layer_kinds=3) for size in (120, 1200)
+    )
+    assert (few.recipes, few.operators, many.operators) == ((13, 13), (100, 120), (100, 1200))
     assert many.low_s - few.low_s == pytest.approx(
         3 * (SECONDS_PER_GRAPH[0] * (1200 - 120) / PUBLISHED_LAYER_LAUNCHES + 1080 * PER_NODE)
     )
@@ -224,7 +249,10 @@ def test_a_pattern_decides_heads_kinds_of_layers_and_recipes() -> None:
     assert few.warm_up is not None
     assert free.warm_up.num_layer_kinds == len(set(needed)) > 4
     assert few.warm_up.num_layer_kinds == 4
-    assert few.warm_up.num_recipes == 4 * few.warm_up.num_graphs
+    fewest, most = few.warm_up.recipes
+    # A region that prepares each step, and a layer of each kind; more where loops are cut out.
+    assert fewest == (1 + 4) * few.warm_up.num_graphs < most
+    assert all(less < more for less, more in zip(few.warm_up.recipes, free.warm_up.recipes))
     assert few.warm_up.high_s < free.warm_up.high_s
     assert few.num_promoted == sum(fewest_promotions(needed, CountRule(4))) - 128 > free.num_promoted == 0
     for one, more in zip(few.points, free.points):
@@ -264,7 +292,7 @@ def test_devices_add_their_memory_and_share_the_work() -> None:
 def test_what_the_engine_cannot_run_yet_is_named() -> None:
     assert report().not_served == ()
     assert report(kv=Format.FP8).not_served == ("fp8 keys and values",)
-    assert report(num_devices=4, weights=Format.FP8).not_served == ("4 devices", "fp8 weights")
+    assert report(num_devices=4, weights=Format.FP8).not_served == ("fp8 weights",)
 
 
 def test_what_cannot_be_served_is_refused() -> None:
@@ -295,3 +323,26 @@ def test_what_cannot_be_served_is_refused() -> None:
 def test_impossible_serving_is_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Serving(GAUDI2, **changes)
+
+
+@given(models(), SPARSITIES, st.integers(1, 9), st.booleans())
+def test_rings_are_priced_with_their_slack(
+    model: ModelSize, sparsity: float, decode_len: int, caches_prefixes: bool
+) -> None:
+    sizes = {"decode_len": decode_len, "enable_prefix_caching": caches_prefixes}
+    cold = {"enable_prefix_caching": False, "attention": "reference"}
+    serving = Serving(GAUDI3, sink=4, recent=16, block_size=32, **cold)
+    plain, with_slack = (
+        Deployment(model, each, sparsity, Format.BF16, 4096).plan(3, 5)
+        for each in (serving, replace(serving, **sizes))
+    )
+    slots = decode_len - 1 + 31 * caches_prefixes
+    heads = sum(
+        group.num_heads * layer.elements_per_head
+        for layer in plain.layers
+        for group in layer.groups
+        if isinstance(group.kind, Rings)
+    )
+    assert with_slack.row_bytes - plain.row_bytes == slots * heads * 2
+    assert with_slack.block_bytes == plain.block_bytes
+    assert replace(with_slack.without_slack, num_snapshots=0) == plain

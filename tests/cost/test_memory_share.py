@@ -40,6 +40,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", SHARES)
 def test_engine_audit_and_capacity_hold_the_same_blocks(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, share: float

@@ -69,6 +69,7 @@ def test_llama_3_1_8b_has_the_bytes_that_a_start_up_log_shows(tmp_path: Path) ->
     assert size.max_positions == 131_072
 
 
+@pytest.mark.slow
 def test_models_of_published_rows_are_those_of_their_configurations(tmp_path: Path) -> None:
     for row in {row.model.name: row for row in published_rows()}.values():
         size, first = row.model, row.model.layers[0]

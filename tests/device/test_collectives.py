@@ -21,12 +21,14 @@ def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield from importable(monkeypatch)
 
 
+@pytest.mark.slow
 def test_simulated_hpus_exchange_over_gloo() -> None:
     found = check_collectives("hpu-sim", 2, NUM_BYTES)
     assert (found.backend, found.devices, found.num_bytes) == ("gloo", ("hpu:0", "hpu:0"), NUM_BYTES)
     assert found.seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("vendor")
 def test_hpus_exchange_over_hccl_each_process_on_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", "2,3")
@@ -34,6 +36,7 @@ def test_hpus_exchange_over_hccl_each_process_on_its_own_module(monkeypatch: pyt
     assert (found.backend, found.devices) == ("hccl", ("hpu (module 2)", "hpu (module 3)"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("vendor")
 def test_the_doctor_says_what_is_wrong_and_exits_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STANDIN_HCCL_FAULT", "no port is up")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hpu_duo.device import run_processes
 from hpu_duo.device.cores import read_list, shares
+from hpu_duo.startup.ranks import RankProcesses
 from tests.device.work import cores_of
 
 
@@ -50,7 +51,20 @@ def test_lists_of_the_kernel(text: str, numbers: list[int]) -> None:
     assert read_list(text) == numbers
 
 
+@pytest.mark.slow
 def test_processes_run_where_they_are_bound() -> None:
     own = sorted(os.sched_getaffinity(0))
     wanted = [{own[0]}, {own[-1]}]
     assert run_processes(cores_of, (), [{}, {}], cores=wanted) == [sorted(cores) for cores in wanted]
+
+
+def test_the_rank_that_serves_is_bound_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    wanted = [{min(before)}, {max(before)}]
+    monkeypatch.setattr("hpu_duo.startup.ranks.cores_by_device", lambda kind, size: wanted[:size])
+    ranks = RankProcesses("cpu", 2, 60.0, cores_of, ())
+    try:
+        assert os.sched_getaffinity(0) == wanted[0]
+    finally:
+        ranks.stop()
+    assert os.sched_getaffinity(0) == before

@@ -33,6 +33,7 @@ def test_a_plugged_device_runs_what_another_one_would_once_it_is_taken(name: str
     assert runtime_for(torch.device("cpu")).name == "cpu"
 
 
+@pytest.mark.slow
 def test_nobody_who_serves_or_audits_loads_one_that_is_not_asked_for() -> None:
     script = """
 import sys

@@ -43,6 +43,7 @@ def changed(fields: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
     return {**fields, name: changed(fields[name], tuple(rest), value) if rest else value}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_any_wrong_number_is_read_or_refused_with_a_sentence(tmp_path: Path, name: str) -> None:
     """Whatever stands in place of a number, reading ends with a ``ValueError`` at worst, and in no time."""

@@ -1,0 +1,193 @@
+"""Ranks: the processes that serve one model together, and the messages that the first one sends."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank among all.
+
+    Attributes:
+        rank: number of this one.
+        size: of all.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"expected a rank in [0, {self.size}), got {self.rank}")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other."""
+        return self.size == 1
+
+
+class RankError(RuntimeError):
+    """Ranks no longer take the same steps: one died, hung, or failed where others went on.
+
+    Nothing can be computed any more; the process has to be started again.
+    """
+
+
+class Followers(Protocol):
+    """The ranks behind the first one, which do what it does."""
+
+    def tell(self, order: Any) -> None:
+        """Have an order carried out by all of them; returns at once.
+
+        Raises:
+            RankError: they can no longer follow.
+        """
+        ...
+
+    def failed(self, error: BaseException) -> RankError:
+        """Take note that an order has failed here, so that nothing more is told; returns what to raise."""
+        ...
+
+
+_FIRST_BYTES = 1 << 16
+_HEADER_BYTES = 8
+_PATIENCE = timedelta(days=3650)
+_MEETING = timedelta(minutes=30)
+
+
+class Link:
+    """Messages from rank 0 to all others, on the host: one broadcast each.
+
+    A message is padded to the size of the longest one so far; one that is longer is announced by a broadcast
+    of its own.
+
+    Args:
+        ranks: this rank among all.
+        group: process group of all ranks that exchanges tensors of the host.
+    """
+
+    def __init__(self, ranks: Ranks, group: Any) -> None:
+        self._ranks, self._group = ranks, group
+        self._buffer = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send an object from rank 0; it is pickled."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            needed = _HEADER_BYTES + len(data)
+            if needed > len(self._buffer):
+                self._write_header(-needed)
+                self._broadcast()
+                self._grow(needed)
+            self._write_header(len(data))
+            self._buffer[_HEADER_BYTES:needed] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._broadcast()
+
+    def receive(self) -> Any:
+        """Wait for the next object, on any rank but 0."""
+        while True:
+            self._broadcast()
+            size = int(self._buffer[:_HEADER_BYTES].view(torch.int64))
+            if size >= 0:
+                # Written by this program's own rank 0.
+                return pickle.loads(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size].numpy().tobytes())
+            self._grow(-size)
+
+    def _write_header(self, size: int) -> None:
+        self._buffer[:_HEADER_BYTES].view(torch.int64)[0] = size
+
+    def _grow(self, needed: int) -> None:
+        self._buffer = torch.zeros(1 << (needed - 1).bit_length(), dtype=torch.uint8)
+
+    def _broadcast(self) -> None:
+        dist.broadcast(self._buffer, 0, group=self._group)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A rank that has joined the others.
+
+    Attributes:
+        ranks: this rank among all.
+        group: name of the process group that exchanges tensors of devices inside steps.
+        link: messages of rank 0.
+        host_group: process group that exchanges tensors of the host.
+    """
+
+    ranks: Ranks
+    group: str
+    link: Link
+    host_group: Any
+
+    def compare(self, what: str, value: Any) -> None:
+        """Check that all ranks have equal values.
+
+        Raises:
+            RankError: they differ; the message names the ranks, and what they have.
+        """
+        values = self.collect(value)
+        others = [rank for rank, other in enumerate(values) if other != values[0]]
+        if others:
+            raise RankError(
+                f"expected all ranks to have the same {what}, got {values[0]!r} on rank 0 and "
+                f"{values[others[0]]!r} on rank {others[0]}"
+            )
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, on each of them."""
+        values: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+
+@contextmanager
+def joined(
+    ranks: Ranks,
+    backend: str,
+    store: dist.Store,
+    device: torch.device,
+    timeout_s: float,
+) -> Iterator[Membership]:
+    """Join ``torch.distributed`` among all ranks inside the context; once at a time in a process.
+
+    Args:
+        backend: of tensors of devices, see ``DeviceRuntime.collectives``.
+        store: the one store that all ranks meet at.
+        timeout_s: most seconds of an exchange.
+
+    Raises:
+        ValueError: this process is a member already.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "expected a process that is in no process group of torch.distributed, got one that is"
+        )
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=_MEETING,
+        device_id=device if is_cuda else None,
+    )
+    try:
+        # Whoever waits for a message may wait for a long time.
+        host_group = dist.new_group(range(ranks.size), backend="gloo", timeout=_PATIENCE)
+        group: Any = dist.new_group(range(ranks.size), timeout=timedelta(seconds=timeout_s))
+        yield Membership(ranks, group.group_name, Link(ranks, host_group), host_group)
+    finally:
+        dist.destroy_process_group()

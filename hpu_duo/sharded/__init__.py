@@ -1,0 +1,19 @@
+"""One rank's share of a model: heads, widths and vocabulary cut evenly, after transformers' own plan."""
+
+from hpu_duo.sharded.config import narrowed_config
+from hpu_duo.sharded.dealt_blocks import DealtBlocks
+from hpu_duo.sharded.head_exchange import HeadExchange
+from hpu_duo.sharded.heads import RankHeads, placed
+from hpu_duo.sharded.loading import load_share
+from hpu_duo.sharded.modules import connect, wide_norms
+
+__all__ = [
+    "DealtBlocks",
+    "HeadExchange",
+    "RankHeads",
+    "connect",
+    "load_share",
+    "narrowed_config",
+    "placed",
+    "wide_norms",
+]

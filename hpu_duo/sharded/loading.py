@@ -1,0 +1,95 @@
+"""Load one rank's share of a checkpoint: each rank reads its slices and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.modeling.loading import load_state
+from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.sharded.config import check_plan, narrowed_config
+from hpu_duo.sharded.cuts import Cutter
+from hpu_duo.sharded.heads import RankHeads
+
+
+def load_share(
+    path: str | Path,
+    config: Any,
+    dtype: torch.dtype,
+    whole: PreTrainedModel,
+    layers: Sequence[DecoderLayer],
+    heads: Sequence[RankHeads],
+    ranks: Ranks,
+) -> PreTrainedModel:
+    """Load the heads, widths and tokens of one rank, as a smaller model of the same family.
+
+    Run alone it computes nothing useful: what its layers add are summands of what the whole model adds, see
+    ``connect``. A bias of such a sum is kept by rank 0 and is zero elsewhere.
+
+    Args:
+        path: directory of the checkpoint.
+        config: transformers' configuration of the whole model.
+        whole: the whole model on ``meta``.
+        layers: its layers.
+        heads: the rank's heads of each layer.
+
+    Raises:
+        ValueError: the family has no plan, ranks cannot share it evenly, or the weights cannot be read or are
+            of other shapes than the configuration says.
+    """
+    cutter = make_cutter(config, whole, layers, heads, ranks)
+    narrow = narrowed_config(config, layers[0].call.head_dim, ranks.size)
+    return load_state(path, narrow, dtype, read_share(path, cutter, ranks))
+
+
+def make_cutter(
+    config: Any,
+    whole: PreTrainedModel,
+    layers: Sequence[DecoderLayer],
+    heads: Sequence[RankHeads],
+    ranks: Ranks,
+) -> Cutter:
+    """Return what cuts the tensors of a checkpoint for one rank; see ``load_share``."""
+    check_plan(config)
+    text, call = config.get_text_config(), layers[0].call
+    names = {id(module): name.rsplit(".", 1)[-1] for name, module in whole.named_modules()}
+    tables: list[nn.Module | None] = [whole.get_input_embeddings(), whole.get_output_embeddings()]
+    return Cutter(
+        text.base_model_tp_plan,
+        names[id(layers[0].attention)],
+        heads,
+        call.num_heads,
+        call.num_kv_heads,
+        call.head_dim,
+        [names[id(table)] for table in tables if table is not None],
+        text.vocab_size,
+        ranks,
+    )
+
+
+def read_share(path: str | Path, cutter: Cutter, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Read the slices of a checkpoint that a rank holds, by name, into memory of their own.
+
+    Raises:
+        ValueError: a file is damaged, or a tensor cannot be cut.
+    """
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in list(tensors.keys()):
+                    piece = tensors.get_slice(key)
+                    cut = cutter.cut(key, piece.get_shape())
+                    state[key] = piece[:].clone() if cut is None else cut.of(piece)
+                    if ranks.rank and cutter.is_added_once(key):
+                        state[key].zero_()
+        except SafetensorError as error:
+            raise ValueError(f"expected whole *.safetensors files in {path}, got: {error}") from error
+    return state

@@ -1,0 +1,124 @@
+"""Modules of a rank that exchange data with the others inside a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hpu_duo.device.exchange import sum_over_ranks
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
+from hpu_duo.modeling.probe import DecoderLayer
+
+
+class SummedOverRanks(nn.Module):
+    """A module whose first output is the sum of what it is on all ranks; inputs are the same on all.
+
+    Args:
+        inner: the rank's share.
+        group: name of the ranks' process group.
+    """
+
+    def __init__(self, inner: nn.Module, group: str) -> None:
+        super().__init__()
+        self.inner, self.group = inner, group
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.inner(*args, **kwargs)
+        if isinstance(output, tuple):
+            return sum_over_ranks(output[0], self.group), *output[1:]
+        return sum_over_ranks(output, self.group)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embeddings of tokens, each of which one rank holds.
+
+    Args:
+        inner: the rank's rows ``[first, first + V / ranks)``.
+        first: first token of the rank.
+        group: name of the ranks' process group.
+    """
+
+    def __init__(self, inner: nn.Embedding, first: int, group: str) -> None:
+        super().__init__()
+        self.inner, self.first, self.group = inner, first, group
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        size = self.inner.num_embeddings
+        own = token_ids - self.first
+        is_own = (own >= 0) & (own < size)
+        rows = self.inner(torch.clamp(own, min=0, max=size - 1))
+        return sum_over_ranks(torch.where(is_own[..., None], rows, torch.zeros_like(rows)), self.group)
+
+
+class RMSNormOverRanks(nn.Module):
+    """A root-mean-square norm over a dimension that ranks share, equally much of it each.
+
+    Args:
+        inner: the rank's share; only its weight and its epsilon are used.
+        num_ranks: number of ranks.
+        group: name of their process group.
+    """
+
+    def __init__(self, inner: nn.Module, num_ranks: int, group: str) -> None:
+        super().__init__()
+        self.weight, self.epsilon = inner.get_parameter("weight"), float(getattr(inner, "variance_epsilon"))  # noqa: B009
+        self.num_ranks, self.group = num_ranks, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        own = wide.square().mean(dim=-1, keepdim=True)
+        mean = sum_over_ranks(own, self.group) / self.num_ranks
+        return (self.weight * (wide * torch.rsqrt(mean + self.epsilon))).to(x.dtype)
+
+
+def wide_norms(layer: DecoderLayer) -> tuple[str, ...]:
+    """Return the names of a layer's norms of queries and keys over all heads together.
+
+    Args:
+        layer: of the whole model.
+    """
+    own = (layer.call.head_dim,)
+    return tuple(
+        name
+        for name, norm in layer.attention.named_children()
+        if name in (*QUERY_NORMS, *KV_NORMS) and norm.weight.ndim == 1 and norm.weight.shape != own
+    )
+
+
+def connect(
+    model: PreTrainedModel,
+    layers: Sequence[DecoderLayer],
+    wide_norms: Sequence[str],
+    ranks: Ranks,
+    group: str,
+) -> None:
+    """Put the exchanges between ranks into a rank's share of a model, in place.
+
+    Two sums a layer, behind the attention and behind the MLP or its experts, and one of the embeddings; two
+    more of one number a token where queries and keys have norms over all heads together. Logits stay the
+    rank's own: its columns of the vocabulary.
+
+    Args:
+        wide_norms: names of the norms over all heads.
+        group: name of the ranks' process group.
+    """
+    for layer in layers:
+        for name in wide_norms:
+            norm = getattr(layer.attention, name)
+            setattr(layer.attention, name, RMSNormOverRanks(norm, ranks.size, group))
+        for name, child in list(layer.module.named_children()):
+            if any(isinstance(part, nn.Linear) or _holds_experts(part) for part in child.modules()):
+                setattr(layer.module, name, SummedOverRanks(child, group))
+    table = model.get_input_embeddings()
+    assert isinstance(table, nn.Embedding), "tokens are embedded by a table"
+    first = ranks.rank * table.num_embeddings
+    model.set_input_embeddings(VocabParallelEmbedding(table, first, group))
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))

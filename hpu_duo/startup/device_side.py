@@ -1,0 +1,230 @@
+"""The device side of an engine: weights in place, stores, buckets and the runner."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from graphs import GraphCache, MissPolicy, StepLimits
+from hpu_duo.budget import DeviceBudget
+from hpu_duo.config import EngineConfig
+from hpu_duo.device import DeviceRuntime
+from hpu_duo.device.ranks import Followers, Membership
+from hpu_duo.engine.executor import Executor
+from hpu_duo.engine.gathering import SpreadLogits
+from hpu_duo.engine.runner import Runner
+from hpu_duo.heads import permute_heads
+from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.kv.store import KVStore
+from hpu_duo.modeling.file_weights import leave_files, plain_bytes
+from hpu_duo.modeling.fused_modules import fuse_modules
+from hpu_duo.modeling.live_rows import LiveRows
+from hpu_duo.modeling.packed_linear import can_pack, pack_linears
+from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.step_model import StepModel
+from hpu_duo.sharded import connect
+from hpu_duo.startup.blueprint import Blueprint
+from hpu_duo.startup.graph_memory import plan_with_graphs
+from hpu_duo.startup.heads import ChosenHeads
+from hpu_duo.startup.kernels import choose_kernels
+from hpu_duo.startup.place import Place
+from hpu_duo.startup.tables import StepTables
+from kernels_ref import Implementation, Owner, Softmax
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The other ranks, where several share a model.
+
+    Attributes:
+        membership: this rank among the others.
+        vocab_size: tokens of the whole model.
+        wide_norms: names of norms over the heads of all ranks.
+        followers: the others, if this is rank 0.
+    """
+
+    membership: Membership
+    vocab_size: int
+    wide_norms: tuple[str, ...] = ()
+    followers: Followers | None = None
+
+
+@dataclass(frozen=True)
+class DeviceSide:
+    """All that steps need on a device.
+
+    Attributes:
+        runner: runs them.
+        blueprint: what it was built from.
+        limits: what steps may hold.
+        vocab_size: tokens of the model.
+    """
+
+    runner: Runner
+    blueprint: Blueprint
+    limits: StepLimits
+    vocab_size: int
+
+    @classmethod
+    def build(
+        cls,
+        model: PreTrainedModel,
+        layers: tuple[DecoderLayer, ...],
+        config: EngineConfig,
+        place: Place,
+        chosen: ChosenHeads | None = None,
+        shared: Shared | None = None,
+    ) -> DeviceSide:
+        """Build it around a model in memory, which is changed in place; see ``assemble_around``.
+
+        Args:
+            layers: of the model, as probed.
+            chosen: groups of heads, if they have been chosen; the model's heads are then in their order.
+            shared: the other ranks, if the model is one rank's share.
+
+        Raises:
+            ValueError: the configuration does not fit the model or this machine.
+            RankError: ranks differ.
+        """
+        device, runtime = place.device, place.runtime
+        softmax = Softmax(config.model.softmax)
+        kernels = choose_kernels(config.model.attention, device, layers, model.dtype, softmax)
+        blueprint = Blueprint.draw(model, layers, config, device, kernels, chosen)
+        budget = _budget(config, runtime, 0 if place.first_device == device else _weight_bytes(model))
+        tables = blueprint.tables(place.backend, is_padding=runtime.compiles_operators)
+        if config.scheduler.trim_chunks and not tables.uses_table:  # refused before weights are packed
+            raise ValueError(
+                "trim_chunks needs a table of buckets to trim to: expected graphs other than 'eager', or "
+                "buckets"
+            )
+        memory = _plan_memory(blueprint, budget, tables)
+        if shared is not None:
+            memory = _agreed(memory, blueprint, tables, shared)
+        if chosen is None:
+            permute_heads(
+                [layer.attention for layer in layers],
+                [each.layout for each in blueprint.heads],
+                [layer.call.head_dim for layer in layers],
+            )
+        if kernels.impl is Implementation.HPU:
+            fused = fuse_modules(model, [layer.attention for layer in layers], device)
+            _log.info("by fused operators: %s", ", ".join((*kernels.operators.names, *fused)))
+        live = LiveRows()
+        _pack(config, model, layers, place, live)
+        if shared is not None:
+            connect(model, layers, shared.wide_norms, shared.membership.ranks, shared.membership.group)
+        runtime.place(model)
+        store, step_model = blueprint.build(model, memory, live)
+        executor = _make_executor(config, step_model, store, tables, runtime, shared)
+        limits = tables.limits(memory)
+        vocab_size = blueprint.text_config.vocab_size if shared is None else shared.vocab_size
+        return cls(Runner(executor, vocab_size, limits.max_model_len), blueprint, limits, vocab_size)
+
+
+def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared: Shared) -> MemoryPlan:
+    """The plan with the fewest blocks and snapshots of any rank, with which all make the same steps."""
+    membership = shared.membership
+    plans: list[MemoryPlan] = membership.collect(memory)
+    memory = replace(
+        memory,
+        num_blocks=min(plan.num_blocks for plan in plans),
+        # A rank without streaming heads has room for any number, and keeps nothing.
+        num_snapshots=min((plan.num_snapshots for plan in plans if plan.uses_rows), default=0),
+        others_use_rows=any(plan.uses_rows for plan in plans),
+    )
+    membership.compare("limits of steps", tables.limits(memory))
+    tables.adopt(memory, membership.collect(tables.table(memory))[0])
+    # Where blocks are dealt, ranks have unequal numbers of the heads that stream.
+    is_even = not blueprint.config.parallel.deals_blocks
+    kept = tuple(
+        (group.kind, group.kind.num_kept(group.num_heads))
+        for spec in blueprint.specs
+        for group in spec.groups
+        if is_even or group.kind.owner is Owner.BLOCK
+    )
+    membership.compare("groups of heads", kept)
+    return memory
+
+
+def _plan_memory(blueprint: Blueprint, budget: DeviceBudget, tables: StepTables) -> MemoryPlan:
+    """Plan the stores beside the memory of graphs, which is asked for or estimated."""
+    asked = blueprint.config.graph.memory_bytes
+    if asked is not None:
+        return blueprint.memory(budget, graph_bytes=asked)
+    bound, dtype_bytes = budget.graph_bytes(), blueprint.dtype.itemsize
+    return plan_with_graphs(
+        lambda graph_bytes: blueprint.memory(budget, graph_bytes=graph_bytes),
+        lambda plan: min(bound, tables.graph_bytes(plan, dtype_bytes)),
+    )
+
+
+def _pack(
+    config: EngineConfig,
+    model: PreTrainedModel,
+    layers: tuple[DecoderLayer, ...],
+    place: Place,
+    live: LiveRows,
+) -> None:
+    dtype, device = model.dtype, place.device
+    wanted = config.model.pack_weights
+    possible = device.type == "cpu" and can_pack(dtype)
+    if wanted and not possible:
+        raise ValueError(
+            f"pack_weights needs bfloat16 on a CPU whose oneDNN supports it, got {dtype} on {device}"
+        )
+    if possible and wanted is not False:
+        # Where the kernel for panels does not run, decodes of one compiled request read plain weights faster
+        # than oneDNN's; panels come before both.
+        is_vector = config.scheduler.max_num_seqs == 1 and place.backend.name == "compile"
+        vector = [layer.module for layer in layers] if is_vector else []
+        before = plain_bytes(model)
+        pack_linears(model, vector=vector, head=model.get_output_embeddings(), live=live)
+        leave_files(model, before - plain_bytes(model))
+
+
+def _make_executor(
+    config: EngineConfig,
+    model: StepModel,
+    store: KVStore,
+    tables: StepTables,
+    runtime: DeviceRuntime,
+    shared: Shared | None,
+) -> Executor:
+    memory = store.plan
+    policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
+    graphs = GraphCache(tables.backend, tables.table(memory), policy, config.graph.max_captured_tokens)
+    spread = followers = None
+    if shared is not None:
+        membership, followers = shared.membership, shared.followers
+        spread = SpreadLogits(membership.ranks, membership.group, shared.vocab_size)
+    return Executor(
+        model,
+        store,
+        tables.geometry(memory),
+        graphs,
+        use_table=tables.uses_table,
+        largest=tables.largest(memory),
+        device=store.device,
+        runtime=runtime,
+        fail_on_recompile=config.graph.fail_on_recompile,
+        spread=spread,
+        followers=followers,
+    )
+
+
+def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> DeviceBudget:
+    """Return the memory of the device once ``num_coming`` more bytes of weights are there."""
+    return DeviceBudget(
+        runtime.total_bytes(),
+        runtime.used_bytes() + num_coming,
+        runtime.free_bytes() - num_coming,
+        config.cache.device_memory_utilization,
+    )
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -1,0 +1,133 @@
+"""Several ranks give the tokens of one where the blocks of retrieval heads are dealt out over them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpu_duo.cost import head_exchanges
+from hpu_duo.device import run_processes
+from hpu_duo.sampling import SamplingParams
+from tests.modeling.families import FAMILIES, VOCAB, Zoo, prompts_of
+from tests.ranks.test_families import REFUSED, cases_of, differing
+from tests.ranks.test_serving import NUM_LAYERS, pattern
+from tests.ranks.work import Case, serve, serve_here
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+LENGTHS = (13, 14, 29, 61)
+BY_CONTEXT = {"retrieval_parallel": "context"}
+UNEVEN = (1, 3, 0, 2)
+"""Retrieval heads of each layer, of four: ranks have unequal numbers of them, or none."""
+
+
+@pytest.fixture(scope="module")
+def cases(zoo: Zoo) -> dict[str, Case]:
+    llama, mha = zoo.load("llama")[1], zoo.load("llama_mha")[1]
+    prompts = prompts_of(LENGTHS, seed=3)
+    twice = [*prompts, *prompts]
+    drawn = [SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, seed=seed) for seed in range(4)]
+    duo = {"pattern": pattern(1, UNEVEN)}
+    common = {"prompts": prompts, "params": [GREEDY] * len(prompts), "parallel": BY_CONTEXT}
+    return {
+        "all heads, several tokens a row": Case(llama, **common, scheduler={"decode_len": 3}),
+        # The second rank has no streaming head in any layer.
+        "cached": Case(
+            mha,
+            twice,
+            drawn * 2,
+            heads={"pattern": pattern(1, (3, 3, 3, 3))},
+            cache={"num_prefix_snapshots": 16},
+            scheduler={"max_num_seqs": 2},
+            parallel=BY_CONTEXT,
+        ),
+        "preempted, two rows of chunks, replayed": Case(
+            mha,
+            **common,
+            heads=duo,
+            cache={"num_blocks": 5},
+            scheduler={"max_model_len": 72, "max_num_batched_tokens": 16, "max_chunk_rows": 2},
+            graph={"backend": "replay"},
+        ),
+    }
+
+
+def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
+    answers = run_processes(serve, (cases,), [{}] * 2, 600)[0]
+    # A block of two ranks holds twice as many tokens.
+    ones = {name: serve_here(replace(case, cache={})) for name, case in cases.items()}
+    assert [name for name in cases if answers[name].tokens != ones[name].tokens] == []
+    seen = {name: answer.seen for name, answer in answers.items()}
+    assert all(each["broadcasts"] == each["steps"] for each in seen.values())
+    assert seen["preempted, two rows of chunks, replayed"]["preemptions"] > 0
+    assert seen["cached"]["cached"] > 0
+    # Heads are not promoted to be even: of (1, 3, 0, 2) the first rank has (0, 1, 0, 1).
+    assert seen["preempted, two rows of chunks, replayed"]["retrieval"] == 2
+    # As many blocks hold twice the tokens, in the same bytes on each rank.
+    whole = "all heads, several tokens a row"
+    assert seen[whole]["kv_bytes"] == ones[whole].seen["kv_bytes"]
+    # Candidates are a number and a token for each row of logits; otherwise logits are exchanged whole.
+    exchanged(seen[whole], retrieval=2, group_size=2, decode_len=3, logit_bytes=8)
+    exchanged(seen["cached"], retrieval=3, group_size=1, decode_len=1, logit_bytes=4 * VOCAB // 2)
+
+
+def exchanged(
+    seen: dict[str, Any], retrieval: int, group_size: int, decode_len: int, logit_bytes: int
+) -> None:
+    """Check that two ranks exchange what the cost model counts, in layers of so many retrieval heads."""
+    steps = seen["buckets"]
+    rows = sum(bucket.num_logits * decode_len for bucket, is_sampled in steps if is_sampled)
+    layers = [
+        head_exchanges(retrieval, group_size, 8, 4, bucket, decode_len, 2) for bucket, _ in steps
+    ] * NUM_LAYERS
+    assert seen["gathered_bytes"] == sum(each.gathered for each in layers) + rows * logit_bytes
+    assert seen["scattered_bytes"] == sum(each.scattered for each in layers) > 0
+
+
+@pytest.mark.slow
+def test_simulated_hpus_capture_everything_ahead(zoo: Zoo) -> None:
+    mha = zoo.load("llama_mha")[1]
+    prompts = prompts_of((3, 20, 9), seed=4)
+    case = Case(
+        mha,
+        prompts,
+        [GREEDY] * 3,
+        heads={"pattern": pattern(1, (1, 3, 1, 3))},
+        cache={"num_blocks": 12},
+        scheduler={"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48},
+        model={"device": "hpu-sim"},
+        parallel=BY_CONTEXT,
+        warms_up=True,
+    )
+    answer = run_processes(serve, ({"sim": case},), [{}] * 2, 600)[0]["sim"]
+    assert answer.tokens == serve_here(Case(mha, prompts, [GREEDY] * 3, heads=case.heads)).tokens
+    assert (answer.seen["misses"], answer.seen["late"]) == (0, 0)
+    assert answer.seen["captures"] > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_tokens_of_one_for_every_family(zoo: Zoo) -> None:
+    cases = by_context(cases_of(zoo, tuple(name for name in FAMILIES if name not in REFUSED)))
+    answers = run_processes(serve, (cases,), [{}] * 2, 600)[0]
+    refused = {name: answer.error for name, answer in answers.items() if answer.error}
+    assert all("needs a key/value head for each rank" in error for error in refused.values())
+    assert refused.keys() == {"llama_mqa"}
+    assert differing({name: case for name, case in cases.items() if name not in refused}, answers) == []
+
+
+@pytest.mark.slow
+def test_four_ranks_give_the_tokens_of_one(zoo: Zoo) -> None:
+    mha = zoo.load("llama_mha")[1]
+    prompts = prompts_of(LENGTHS, seed=5)
+    cases = {
+        f"{counts}": Case(
+            mha, prompts, [GREEDY] * len(prompts), heads={"pattern": pattern(1, counts)}, parallel=BY_CONTEXT
+        )
+        for counts in (UNEVEN, (4,) * NUM_LAYERS, (1, 2, 3, 4))
+    }
+    assert differing(cases, run_processes(serve, (cases,), [{}] * 4, 600)[0]) == []
+
+
+def by_context(cases: dict[str, Case]) -> dict[str, Case]:
+    return {name: replace(case, parallel=BY_CONTEXT) for name, case in cases.items()}

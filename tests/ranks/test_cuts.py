@@ -1,0 +1,154 @@
+"""Slices of ranks, put together, are the whole tensor, and each has the heads of its rank."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.sharded.cuts import Cut, Cutter, merged
+from hpu_duo.sharded.heads import RankHeads
+
+DIM = 2
+
+
+@given(
+    size=st.sampled_from((1, 2, 4)),
+    per_rank=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    group_size=st.integers(1, 3),
+    shuffle=st.randoms(use_true_random=False),
+)
+def test_every_head_is_on_one_rank_in_equal_numbers(
+    size: int, per_rank: list[int], group_size: int, shuffle: object
+) -> None:
+    heads = list(range(size * sum(per_rank)))
+    shuffle.shuffle(heads)  # type: ignore[attr-defined]
+    groups, at = [], 0
+    for number in per_rank:
+        groups.append(heads[at : at + number * size])
+        at += number * size
+    shares = [RankHeads.of(groups, len(heads) * group_size, Ranks(rank, size)) for rank in range(size)]
+    assert sorted(chain.from_iterable(share.kv for share in shares)) == sorted(heads)
+    for share in shares:
+        assert [head // group_size for head in share.query] == [
+            h for h in share.kv for _ in range(group_size)
+        ]
+        held = iter(share.kv)
+        for group, number in zip(groups, per_rank):
+            assert {next(held) for _ in range(number)} <= set(group)
+
+
+@given(num_kv=st.sampled_from((1, 2)), copies=st.sampled_from((2, 4)), per_rank=st.integers(1, 3))
+def test_neighbours_share_a_head_where_there_are_fewer_heads_than_ranks(
+    num_kv: int, copies: int, per_rank: int
+) -> None:
+    size, num_heads = num_kv * copies, num_kv * copies * per_rank
+    shares = [RankHeads.of([range(num_kv)], num_heads, Ranks(rank, size)) for rank in range(size)]
+    assert [share.kv for share in shares] == [(rank // copies,) for rank in range(size)]
+    assert list(chain.from_iterable(share.query for share in shares)) == list(range(num_heads))
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_heads", "size"),
+    [([[0, 1, 2]], 3, 2), ([[0, 1], [2]], 3, 3), ([[0], [1]], 4, 4), ([[0, 1]], 6, 4)],
+)
+def test_heads_that_ranks_cannot_share_are_refused(
+    groups: list[list[int]], num_heads: int, size: int
+) -> None:
+    with pytest.raises(ValueError, match="evenly"):
+        RankHeads.of(groups, num_heads, Ranks(0, size))
+
+
+def cutters(num_heads: int, num_kv: int, size: int, vocab: int = 7) -> list[Cutter]:
+    plan = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "layers.*.mlp.gate_up_proj": "colwise_gather_output",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    }
+    shares = [RankHeads.of([range(num_kv)], num_heads, Ranks(rank, size)) for rank in range(size)]
+    return [
+        Cutter(plan, "self_attn", [share], num_heads, num_kv, DIM, ["lm_head"], vocab, Ranks(rank, size))
+        for rank, share in enumerate(shares)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dim"),
+    [
+        ("self_attn.q_proj.weight", (8, 3), 0),
+        ("self_attn.q_proj.bias", (8,), 0),
+        ("self_attn.k_proj.weight", (4, 3), 0),
+        ("self_attn.o_proj.weight", (3, 8), 1),
+        ("self_attn.q_norm.weight", (4, 2), 0),
+        ("self_attn.q_norm.weight", (8,), 0),
+        ("mlp.gate_proj.weight", (6, 3), 0),
+        ("mlp.gate_proj.bias", (6,), 0),
+        ("mlp.down_proj.weight", (3, 6), 1),
+        ("mlp.experts.2.w1.weight", (6, 3), 0),
+        ("mlp.experts.2.w2.weight", (3, 6), 1),
+        ("mlp.experts.down_proj", (5, 3, 6), 2),
+    ],
+)
+def test_slices_make_up_the_whole(name: str, shape: tuple[int, ...], dim: int) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape).float()
+    key = f"model.layers.0.{name}"
+    cuts = [cutter.cut(key, shape) for cutter in cutters(4, 2, 2)]
+    pieces = [cut.of(whole) for cut in cuts if cut is not None]
+    assert torch.equal(torch.cat(pieces, dim), whole)
+
+
+@pytest.mark.parametrize("name", ["mlp.gate_up_proj.weight", "mlp.experts.gate_up_proj"])
+def test_both_halves_of_a_packed_projection_are_cut(name: str) -> None:
+    shape = (12, 3) if "experts" not in name else (5, 12, 3)
+    whole = torch.arange(torch.Size(shape).numel()).view(shape).float()
+    first, second = (cutter.cut(f"model.layers.0.{name}", shape) for cutter in cutters(4, 2, 2))
+    assert first == Cut(len(shape) - 2, ((0, 3), (6, 9)))
+    assert second == Cut(len(shape) - 2, ((3, 6), (9, 12)))
+    assert first.of(whole).shape[-2] == 6
+
+
+def test_a_fused_projection_is_cut_by_head() -> None:
+    # 4 query heads and 2 key/value heads of 2: rows 0-8 queries, 8-12 keys, 12-16 values.
+    first, second = (
+        cutter.cut("model.layers.0.self_attn.qkv_proj.weight", (16, 3)) for cutter in cutters(4, 2, 2)
+    )
+    assert first == Cut(0, ((0, 4), (8, 10), (12, 14)))
+    assert second == Cut(0, ((4, 8), (10, 12), (14, 16)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("input_layernorm.weight", (3,)), ("self_attn.q_norm.weight", (2,)), ("mlp.gate.weight", (5, 3))],
+)
+def test_everything_else_is_on_all_ranks(name: str, shape: tuple[int, ...]) -> None:
+    assert cutters(4, 2, 2)[1].cut(f"model.layers.0.{name}", shape) is None
+
+
+def test_a_vocabulary_is_padded_to_equal_shares() -> None:
+    whole = torch.arange(14).view(7, 2).float() + 1
+    pieces = [cutter.cut("lm_head.weight", (7, 2)).of(whole) for cutter in cutters(4, 2, 2)]  # type: ignore[union-attr]
+    assert [len(piece) for piece in pieces] == [4, 4]
+    assert torch.equal(torch.cat(pieces)[:7], whole)
+    assert not torch.cat(pieces)[7:].any()
+
+
+def test_one_rank_adds_the_bias_of_a_sum() -> None:
+    cutter = cutters(4, 2, 2)[1]
+    once = {"self_attn.o_proj.bias", "mlp.down_proj.bias"}
+    names = {*once, "self_attn.q_proj.bias", "mlp.gate_proj.bias", "self_attn.o_proj.weight"}
+    assert {name for name in names if cutter.is_added_once(f"model.layers.0.{name}")} == once
+    assert not cutter.is_added_once("lm_head.bias")
+
+
+def test_a_width_that_ranks_cannot_share_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 ranks share evenly, got 5"):
+        cutters(4, 2, 2)[0].cut("model.layers.0.mlp.gate_proj.weight", (5, 3))
+
+
+def test_spans_that_touch_are_one() -> None:
+    assert merged([(0, 2), (2, 4), (6, 7), (7, 9), (4, 5)]) == ((0, 4), (6, 9), (4, 5))

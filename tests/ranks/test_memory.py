@@ -1,0 +1,71 @@
+"""No rank ever holds the whole weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpu_duo.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from hpu_duo.device import Member, run_processes
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.modeling.loading import read_config
+from hpu_duo.startup.sharding import load_rank
+from tests.modeling.families import make_config
+
+SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+
+
+def anonymous_bytes() -> int:
+    """Resident memory that is no mapping of a file."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the system tells no RssAnon")
+
+
+def peak_of_loading(member: Member, path: Path) -> tuple[int, int]:
+    """The most that loading adds at any moment, and the bytes of the share."""
+    config = EngineConfig(
+        model=ModelConfig(path=path, device="cpu", dtype="float32"),
+        cache=CacheConfig(block_size=16),
+        parallel=ParallelConfig(tensor_parallel_size=member.size),
+    )
+    ranks, hf_config, peak = Ranks(member.rank, member.size), read_config(path), [0]
+    before, is_done = anonymous_bytes(), threading.Event()
+
+    def watch() -> None:
+        while not is_done.is_set():
+            peak[0] = max(peak[0], anonymous_bytes() - before)
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    share = load_rank(config, hf_config, torch.float32, torch.device("cpu"), ranks, "")
+    is_done.set()
+    watcher.join()
+    return peak[0], sum(parameter.nbytes for parameter in share.model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_loading_a_share_takes_little_more_than_the_share(size: int, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(make_config("LlamaConfig", **SIZES))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(tmp_path, max_shard_size="40MB")
+    del model
+    for peak, share in run_processes(peak_of_loading, (tmp_path,), [{}] * size, 300):
+        assert share < 1.02 * whole / size
+        # The trial at load widens two layers and keeps their intermediates.
+        assert peak < share + 0.25 * whole

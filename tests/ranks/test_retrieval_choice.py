@@ -1,0 +1,82 @@
+"""The choice of what ranks share of retrieval heads, left to the cost model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpu_duo.config import EngineConfig, HeadConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from hpu_duo.heads import HeadPattern
+from hpu_duo.llm import HPUDuoModel
+from hpu_duo.startup.retrieval_choice import settled
+from tests.modeling.families import Zoo, make_config
+
+EIGHT = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 1 << 17,
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("eight")
+    make_config("LlamaConfig", **EIGHT).save_pretrained(found)
+    return found
+
+
+def chosen(path: Path, size: int, context: int | None, *, streams: bool = True) -> str:
+    scores = np.tile(np.arange(8, dtype=np.float32) / 8, (EIGHT["num_hidden_layers"], 1))
+    pattern = HeadPattern(scores, sink=64, recent=256, retrieval=scores >= 0.5)
+    config = EngineConfig(
+        model=ModelConfig(path=path, device="cpu"),
+        heads=HeadConfig(pattern=pattern if streams else None),
+        scheduler=SchedulerConfig(max_num_seqs=16),
+        parallel=ParallelConfig(
+            tensor_parallel_size=size, retrieval_parallel="auto", retrieval_parallel_context=context
+        ),
+    )
+    found = settled(config)
+    assert settled(found) == found
+    assert found.parallel.deals_blocks == (found.parallel.retrieval_parallel == "context")
+    assert found.block_size == config.cache.block_size * (size if found.parallel.deals_blocks else 1)
+    return found.parallel.retrieval_parallel
+
+
+def test_long_contexts_are_dealt_and_short_ones_are_not_worth_the_exchanges(path: Path) -> None:
+    assert chosen(path, 8, None) == "context"
+    assert chosen(path, 8, 100_000) == "context"
+    assert chosen(path, 2, 300, streams=False) == "heads"
+
+
+def test_one_rank_and_models_with_fewer_heads_than_ranks_stay_by_head(path: Path, zoo: Zoo) -> None:
+    assert chosen(path, 1, None) == "heads"
+    config = EngineConfig(
+        model=ModelConfig(path=zoo.load("llama_mqa")[1], device="cpu"),
+        parallel=ParallelConfig(tensor_parallel_size=2, retrieval_parallel="auto"),
+    )
+    assert settled(config).parallel.retrieval_parallel == "heads"
+
+
+def test_what_cannot_be_dealt_is_refused_before_processes_start(zoo: Zoo) -> None:
+    with pytest.raises(ValueError, match="a key/value head for each rank: expected at least 2 of them"):
+        HPUDuoModel.from_pretrained(
+            zoo.load("llama_mqa")[1], tensor_parallel_size=2, retrieval_parallel="context"
+        )
+    with pytest.raises(ValueError, match="graphs other than 'compile' on a CPU"):
+        HPUDuoModel.from_pretrained(
+            zoo.load("llama")[1],
+            tensor_parallel_size=2,
+            retrieval_parallel="context",
+            graphs="compile",
+            device="cpu",
+        )
+    with pytest.raises(ValueError, match="heads, context, auto, got 'tokens'"):
+        ParallelConfig(retrieval_parallel="tokens")
+    with pytest.raises(ValueError, match="retrieval_parallel_context=5 needs retrieval_parallel='auto'"):
+        ParallelConfig(retrieval_parallel="context", retrieval_parallel_context=5)

@@ -1,0 +1,105 @@
+"""Serving by several ranks: patterns, chunks, preemption, prefixes, sampling, captured steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpu_duo.device import run_processes
+from hpu_duo.heads import HeadPattern
+from hpu_duo.sampling import SamplingParams
+from tests.modeling.families import BASE, Zoo, make_config, prompts_of, save_random
+from tests.ranks.work import Case, serve, serve_here
+
+GREEDY = SamplingParams(max_tokens=14, temperature=0)
+LENGTHS = (3, 40, 9, 25, 61, 17)
+NUM_LAYERS = 4
+
+
+def pattern(seed: int, counts: tuple[int, ...] = (2, 4, 0, 2)) -> HeadPattern:
+    """A pattern of four heads a layer, so many of which retrieve."""
+    scores = np.random.default_rng(seed).random((NUM_LAYERS, 4)).astype(np.float32)
+    nothing = HeadPattern(scores, sink=2, recent=6, retrieval=np.zeros(scores.shape, np.bool_))
+    return HeadPattern(scores, sink=2, recent=6, retrieval=nothing.promote(counts).mask)
+
+
+@pytest.fixture(scope="module")
+def cases(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    llama, mha = zoo.load("llama")[1], zoo.load("llama_mha")[1]
+    odd = tmp_path_factory.mktemp("odd")
+    save_random(make_config("LlamaConfig", **{**BASE, "vocab_size": 97}), odd)
+    prompts = prompts_of(LENGTHS, seed=3)
+    twice = [*prompts, *prompts]
+    drawn = [
+        SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, seed=1),
+        SamplingParams(max_tokens=12, temperature=1.3, top_k=7, seed=2),
+        SamplingParams(max_tokens=12, temperature=0, logprobs=3),
+        SamplingParams(max_tokens=12, temperature=0.7, min_p=0.05, repetition_penalty=1.2, seed=3),
+        SamplingParams(max_tokens=12, temperature=1.0, n=2, seed=4),
+        SamplingParams(max_tokens=12, temperature=0, logit_bias={5: 4.0}),
+    ]
+    duo = {"pattern": pattern(1)}
+    common = {"prompts": prompts, "params": [GREEDY] * len(prompts)}
+    return {
+        "pattern": Case(mha, **common, heads=duo),
+        "promoted": Case(mha, **common, heads={"pattern": pattern(2, (1, 3, 0, 2))}),
+        "preempted": Case(
+            mha, **common, heads=duo, cache={"num_blocks": 10}, scheduler={"max_model_len": 76}
+        ),
+        "prefixes": Case(
+            mha,
+            twice,
+            [GREEDY] * len(twice),
+            heads=duo,
+            cache={"enable_prefix_caching": True, "num_prefix_snapshots": 16},
+            scheduler={"max_num_seqs": 2},
+        ),
+        "sampled": Case(llama, prompts, drawn),
+        "vocabulary of 97": Case(odd, prompts, drawn),
+        "two rows of chunks": Case(
+            mha, **common, heads=duo, scheduler={"max_num_batched_tokens": 16, "max_chunk_rows": 2}
+        ),
+        "replayed": Case(mha, **common, heads=duo, graph={"backend": "replay"}),
+    }
+
+
+def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
+    answers = run_processes(serve, (cases,), [{}] * 2, 600)[0]
+    # Ranks have equally many retrieval heads, so that some are promoted.
+    alike = {**cases, "promoted": replace(cases["promoted"], heads={"pattern": pattern(2, (2, 4, 0, 2))})}
+    ones = {name: serve_here(case) for name, case in alike.items()}
+    assert [name for name in cases if answers[name].tokens != ones[name].tokens] == []
+    seen = {name: answer.seen for name, answer in answers.items()}
+    assert all(each["broadcasts"] == each["steps"] for each in seen.values())
+    assert seen["promoted"]["retrieval"] == 4  # on each rank
+    assert seen["preempted"]["preemptions"] > 0
+    assert seen["prefixes"]["cached"] > 0
+    assert seen["pattern"]["kv_bytes"] * 2 == ones["pattern"].seen["kv_bytes"]
+    # What ranks sum: the residual stream behind the embeddings, and twice a layer; nothing else.
+    hidden_bytes = 4 * BASE["hidden_size"]
+    for name in ("pattern", "sampled"):
+        num_sums = 2 * NUM_LAYERS + 1
+        assert seen[name]["sums"] == num_sums * seen[name]["steps"]
+        assert seen[name]["summed_bytes"] == num_sums * hidden_bytes * seen[name]["query_tokens"]
+
+
+@pytest.mark.slow
+def test_simulated_hpus_capture_everything_ahead(zoo: Zoo) -> None:
+    mha = zoo.load("llama_mha")[1]
+    prompts = prompts_of((3, 20, 9), seed=4)
+    case = Case(
+        mha,
+        prompts,
+        [GREEDY] * 3,
+        heads={"pattern": pattern(1)},
+        cache={"num_blocks": 24},
+        scheduler={"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48},
+        model={"device": "hpu-sim"},
+        warms_up=True,
+    )
+    answer = run_processes(serve, ({"sim": case},), [{}] * 2, 600)[0]["sim"]
+    assert answer.tokens == serve_here(Case(mha, prompts, [GREEDY] * 3, heads=case.heads)).tokens
+    assert (answer.seen["misses"], answer.seen["late"]) == (0, 0)
+    assert answer.seen["captures"] > 0

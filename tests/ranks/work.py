@@ -1,0 +1,192 @@
+"""Work of the processes of tests: several models, one after the other, in the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpu_duo.config import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    HeadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from hpu_duo.device import Member
+from hpu_duo.device.ranks import Membership, RankError
+from hpu_duo.engine.engine import Engine
+from hpu_duo.engine.message import StepMessage
+from hpu_duo.engine.orders import Execute, Stop, follow
+from hpu_duo.sampling import SamplingParams
+from hpu_duo.startup.assembly import assemble, engine_around
+from hpu_duo.startup.place import Place
+from hpu_duo.startup.ranks import joined_member
+from hpu_duo.startup.sharding import build_share
+from tests.modeling.families import BLOCK
+
+NUM_NEW = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is served.
+
+    Attributes:
+        path: of the checkpoint.
+        prompts, params: requests, submitted together.
+        heads, cache, scheduler, graph, model, parallel: settings besides the usual ones.
+        warms_up: whether all buckets are captured first.
+    """
+
+    path: Path
+    prompts: Sequence[Sequence[int]]
+    params: Sequence[SamplingParams]
+    heads: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    graph: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)
+    warms_up: bool = False
+
+    def config(self, size: int) -> EngineConfig:
+        """Settings of an engine of so many ranks."""
+        return EngineConfig(
+            model=ModelConfig(path=self.path, **{"device": "cpu", "dtype": "float32", **self.model}),
+            heads=HeadConfig(**self.heads),
+            cache=CacheConfig(**{"block_size": BLOCK, "num_blocks": 64, **self.cache}),
+            scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 32, **self.scheduler}),
+            graph=GraphConfig(**self.graph),
+            parallel=ParallelConfig(tensor_parallel_size=size, timeout_s=120.0, **self.parallel),
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens of an engine of several ranks.
+
+    Attributes:
+        tokens: of each request.
+        error: in place of them.
+        seen: further facts.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    error: str = ""
+    seen: dict[str, Any] = field(default_factory=dict)
+
+
+class Sums(TorchDispatchMode):
+    """Counts sums over ranks and other exchanges, those of uncaptured steps.
+
+    Attributes:
+        count, num_bytes: of sums.
+        gathered, scattered: bytes that this rank gave to gathers, and to exchanges all to all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.num_bytes = self.gathered = self.scattered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_reduce.default:
+            self.count += 1
+            self.num_bytes += args[0].nbytes
+        elif func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.gathered += args[0].nbytes
+        elif func is torch.ops._c10d_functional.all_to_all_single.default:
+            self.scattered += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+class Told:
+    """Followers that are members of the same test."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._link, self.num_told = membership.link, 0
+        self.messages: list[StepMessage] = []
+
+    def tell(self, order: Any) -> None:
+        """Send it."""
+        self.num_told += 1
+        if isinstance(order, Execute):
+            self.messages.append(order.message)
+        self._link.send(order)
+
+    def failed(self, error: BaseException) -> RankError:
+        """End the test."""
+        raise error
+
+
+def serve_here(case: Case) -> Answer:
+    """Return the answer of one process."""
+    return _answer(assemble(case.config(1), frozenset()), case)
+
+
+def serve(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
+    """Serve all cases by all ranks; returns what rank 0 got."""
+    torch.set_num_threads(1)
+    kind = next(iter(cases.values())).model.get("device", "cpu")
+    config = next(iter(cases.values())).config(member.size)
+    place = Place.of(config, member.rank)
+    with joined_member(member, place.runtime.collectives(), place.device, 120.0) as membership:
+        assert all(case.model.get("device", "cpu") == kind for case in cases.values())
+        return {name: _serve(case, member, membership) for name, case in cases.items()}
+
+
+def _serve(case: Case, member: Member, membership: Membership) -> Answer:
+    config = case.config(member.size)
+    place = Place.of(config, member.rank)
+    followers = Told(membership) if member.rank == 0 else None
+    error, side = "", None
+    try:
+        side = build_share(config, place, membership, followers)
+    except ValueError as refusal:
+        error = str(refusal)
+    if side is None:
+        return Answer(error=error)
+    if member.rank:
+        follow(membership.link, side.runner)
+        return Answer()
+    answer = _answer(engine_around(side, config, frozenset()), case)
+    membership.link.send(Stop())
+    return answer
+
+
+def _answer(engine: Engine, case: Case) -> Answer:
+    if case.warms_up:
+        runner = engine.runner
+        for bucket in runner.graphs.table:
+            runner.warmup.capture(bucket)
+        runner.warmup.finish(runner.graphs.table)
+    with Sums() as sums:
+        samples = engine.generate(case.prompts, list(case.params))
+    stats = engine.stats()
+    seen: dict[str, Any] = {
+        "preemptions": stats.num_preemptions,
+        "kv_bytes": engine.runner.store.num_bytes,
+        "retrieval": engine.stats().resolved.num_retrieval_heads,
+        "captures": engine.runner.graphs.counters.captures,
+        "misses": stats.num_graph_misses,
+        "late": stats.num_late_captures,
+        "broadcasts": getattr(engine.runner.executor.followers, "num_told", 0),
+        "steps": stats.num_steps,
+        "query_tokens": stats.num_query_tokens,
+        "sums": sums.count,
+        "summed_bytes": sums.num_bytes,
+        "gathered_bytes": sums.gathered,
+        "scattered_bytes": sums.scattered,
+        "buckets": [
+            (each.bucket, each.sampling is not None)
+            for each in getattr(engine.runner.executor.followers, "messages", ())
+        ],
+        "cached": stats.prefixes.num_hit_tokens if stats.prefixes else 0,
+    }
+    return Answer([list(sample.token_ids) for each in samples for sample in each], seen=seen)
