@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpu_duo.load.outcome import Outcome
-from hpu_duo.load.summary import Distribution, Summary
+from hpu_duo.load.summary import Summary
 
 FORMAT = "hpu-duo bench serve 1"
 
@@ -38,17 +38,8 @@ def result_fields(
         "counted_by_events": summary.num_counted_by_events,
     }
     for name, distribution in (*summary.metrics.items(), ("send_lag", summary.lag)):
-        fields |= _distribution_fields(name, distribution)
+        fields |= distribution.fields(name)
     return fields if details is None else {**fields, **_detail_fields(details)}
-
-
-def _distribution_fields(name: str, distribution: Distribution) -> dict[str, float]:
-    return {
-        f"mean_{name}_ms": distribution.mean,
-        f"median_{name}_ms": distribution.median,
-        f"std_{name}_ms": distribution.std,
-        **{f"p{at:g}_{name}_ms": value for at, value in distribution.percentiles},
-    }
 
 
 def _detail_fields(outcomes: Sequence[Outcome]) -> dict[str, Any]:

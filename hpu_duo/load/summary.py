@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpu_duo.distribution import Distribution
 from hpu_duo.load.outcome import Outcome
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -57,30 +58,6 @@ class Goals:
             (self.e2el_ms, outcome.latency_s),
         )
         return all(limit is None or value * 1000 <= limit for limit, value in pairs)
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """Values in milliseconds; all 0 where there are none.
-
-    Attributes:
-        percentiles: pairs of percentile and value, interpolated linearly.
-        num: number of values.
-    """
-
-    mean: float
-    median: float
-    std: float
-    percentiles: tuple[tuple[float, float], ...]
-    num: int
-
-    @classmethod
-    def of(cls, values_s: Sequence[float], percentiles: Sequence[float]) -> Distribution:
-        """The distribution of values in seconds."""
-        values = np.asarray(values_s if len(values_s) else [0.0]) * 1000
-        found = np.percentile(values, percentiles) if len(percentiles) else []
-        pairs = tuple((float(at), float(value)) for at, value in zip(percentiles, found))
-        return cls(float(values.mean()), float(np.median(values)), float(values.std()), pairs, len(values_s))
 
 
 @dataclass(frozen=True)

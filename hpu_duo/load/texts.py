@@ -36,7 +36,11 @@ class Texts:
 
     def count(self, text: str) -> int:
         """Count the tokens of a text, without special tokens of a beginning."""
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return len(self.encode(text))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special tokens of a beginning."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def of(self, ids: list[int]) -> str:
         """Return a text of as many tokens as there are ids, as nearly as these ids allow.

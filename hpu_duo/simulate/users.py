@@ -15,6 +15,7 @@ from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.simulate.engine import SimulatedEngine
 from hpu_duo.simulate.simulation import Simulation
 
 _LOADS = (0.05, 0.2, 0.5, 1.0, 2.0)
@@ -40,6 +41,7 @@ def prior(limits: StepLimits, seed: int = 0, table: BucketTable | None = None) -
       to ``max_model_len``.
     - Outputs are log-normal, of median 256 tokens or a sixteenth of ``max_model_len``, and sigma 0.8.
     - 3 % of the prompts are answered two to eight times, from one cached prompt.
+    - Prompts have nothing in common, so nothing is taken up from a prefix cache.
     - Prompts and outputs that exceed ``max_model_len`` or the blocks are cut.
 
     Args:
@@ -63,7 +65,7 @@ def _served(limits: StepLimits, seed: int, table: BucketTable | None) -> dict[Ba
     for number, load in enumerate(_LOADS):
         rng = random.Random(seed * len(_LOADS) + number)
         users = Users(limits, rng, max(1, round(load * limits.max_num_seqs)))
-        simulation = Simulation(Scheduler(limits, trimming), users, _one_unit)
+        simulation = Simulation(SimulatedEngine(Scheduler(limits, trimming), _one_unit), users)
         found.update(step.shape for step in simulation.steps(until=_STEPS_PER_LOAD))
     return {shape: float(count) for shape, count in found.items()}
 
@@ -122,7 +124,7 @@ class Users:
         params = SamplingParams(max_tokens=min(max(1, round(output)), most - num_prompt), ignore_eos=True)
         name = f"r{self._num_sent}"
         self._num_sent += 1
-        first = Request(name, np.zeros(num_prompt, np.int32), params, self._limits)
+        first = Request(name, np.full(num_prompt, self._num_sent, np.int32), params, self._limits)
         others = (
             first.sibling(f"{name}.{i}", sample_index=i, sampling_seed=i) for i in range(1, num_samples)
         )

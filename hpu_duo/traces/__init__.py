@@ -5,20 +5,30 @@ The package knows no engine, model or network; load generator and simulations ta
 
 from hpu_duo.traces.arrival import Arrival, at_times, in_order, no_longer_than, scaled
 from hpu_duo.traces.file import TraceFile, TraceFormat, read_trace
+from hpu_duo.traces.lengths import Lengths
 from hpu_duo.traces.prompts import PromptIds
 from hpu_duo.traces.rate import Rate
 from hpu_duo.traces.readers.mooncake import write_mooncake
+from hpu_duo.traces.session import Session, Turn, count_requests
 from hpu_duo.traces.synthetic import RandomLengths
+from hpu_duo.traces.workloads import WORKLOADS, Workload, make_workload
 
 __all__ = [
+    "WORKLOADS",
     "Arrival",
+    "Lengths",
     "PromptIds",
     "RandomLengths",
     "Rate",
+    "Session",
     "TraceFile",
     "TraceFormat",
+    "Turn",
+    "Workload",
     "at_times",
+    "count_requests",
     "in_order",
+    "make_workload",
     "no_longer_than",
     "read_trace",
     "scaled",

@@ -19,6 +19,7 @@ class Arrival:
             the prompt, whose rest is then not shared.
         block_size: tokens of a named block; the last one may be cut by the end of the prompt.
         session: the conversation it belongs to, if the trace tells.
+        user: who sent it, if the trace tells.
         text: the prompt itself, if the trace has it.
 
     Raises:
@@ -31,6 +32,7 @@ class Arrival:
     block_ids: tuple[int, ...] = ()
     block_size: int = 512
     session: str | None = None
+    user: str | None = None
     text: str | None = None
 
     def __post_init__(self) -> None:

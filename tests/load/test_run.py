@@ -79,6 +79,7 @@ def test_no_more_requests_are_under_way_than_asked_for(serve: Serve) -> None:
     assert all(outcome.is_whole for outcome in run.outcomes)
 
 
+@pytest.mark.slow
 def test_warm_ups_do_not_count(serve: Serve) -> None:
     server = serve(one_token)
     ended: list[Outcome] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.simulate import SimulatedStep, Simulation, Trace
+from hpu_duo.simulate import SimulatedEngine, SimulatedStep, Simulation, Trace
 from tests.engine.tiny import PATTERN, Tiny, make_tiny
 
 Drawn = list[tuple[float, int, int, int]]
@@ -69,7 +70,9 @@ def simulated(
     trims: bool = False,
 ) -> list[SimulatedStep]:
     trimming = ChunkTrimming(table, limits.block_size).num_postponed if table is not None and trims else None
-    return list(Simulation(Scheduler(limits, trimming), Trace(coming), duration_of, table).steps())
+    return list(
+        Simulation(SimulatedEngine(Scheduler(limits, trimming), duration_of, table), Trace(coming)).steps()
+    )
 
 
 class Shapes(list[BatchShape]):
@@ -99,17 +102,25 @@ def served(engine: Engine, asked: Drawn, is_forced: bool) -> list[BatchShape]:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
-    """Few blocks, so that requests are preempted; prompts that end at borders; forced tokens by four."""
+    """Few blocks, so that requests are preempted; prompts that end at borders; forced tokens by four.
+
+    Only forced tokens are known to a simulation, and what a cache keeps depends on tokens.
+    """
     tiny: Tiny = make_tiny(tmp_path_factory.mktemp("tiny"))
-    exact = tiny.load(pattern=PATTERN, num_blocks=16, max_num_seqs=3, max_chunk_rows=2)
-    trimmed = tiny.load(
-        pattern=PATTERN, num_blocks=32, graphs=CompileBackend(compiler="eager"), trim_chunks=True
-    )
-    verified = tiny.load(pattern=PATTERN, num_blocks=24, decode_len=4)
-    return {"exact": exact.engine, "trimmed": trimmed.engine, "verified": verified.engine}
+    cold = partial(tiny.load, pattern=PATTERN, enable_prefix_caching=False)
+    exact = cold(num_blocks=16, max_num_seqs=3, max_chunk_rows=2)
+    trimmed = cold(num_blocks=32, graphs=CompileBackend(compiler="eager"), trim_chunks=True)
+    verified = cold(num_blocks=24, decode_len=4)
+    cached = tiny.load(pattern=PATTERN, num_blocks=24, num_prefix_snapshots=3)
+    return {
+        "exact": exact.engine,
+        "trimmed": trimmed.engine,
+        "verified": verified.engine,
+        "cached": cached.engine,
+    }
 
 
-@pytest.mark.parametrize("name", ["exact", "trimmed", "verified"])
+@pytest.mark.parametrize("name", ["exact", "trimmed", "verified", "cached"])
 @given(asked=drawn(48))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_simulation_runs_the_steps_that_the_engine_runs(
@@ -117,7 +128,9 @@ def test_a_simulation_runs_the_steps_that_the_engine_runs(
 ) -> None:
     engine = engines[name]
     limits, table = engine.scheduler.limits, engine.runner.graphs.table
-    is_forced = name == "verified"
+    is_forced = name in ("verified", "cached")
+    if (prefixes := engine.scheduler.leases.prefixes) is not None:
+        prefixes.clear()
     coming = trace(asked, limits, is_forced)
     steps = simulated(limits, coming, table=table if len(table) else None, trims=name == "trimmed")
     assert [step.shape for step in steps] == served(engine, asked, is_forced)
@@ -145,7 +158,7 @@ def test_every_request_gets_its_tokens_once_and_no_step_exceeds_the_limits(
 ) -> None:
     coming = trace(asked, limits, is_forced)
     scheduler = Scheduler(limits)
-    simulation = Simulation(scheduler, Trace(coming), lambda bucket: pace * bucket.query_len)
+    simulation = Simulation(SimulatedEngine(scheduler, lambda bucket: pace * bucket.query_len), Trace(coming))
     arrived = {request.request_id: time for time, request in coming}
     tokens, ended, busy_until = Counter[str](), Counter[str](), 0.0
     for step in simulation.steps():
@@ -175,7 +188,7 @@ def test_every_request_gets_its_tokens_once_and_no_step_exceeds_the_limits(
 
 def test_the_clock_jumps_to_the_next_arrival_and_steps_begin_before_the_end() -> None:
     coming = trace([(0.0, 3, 2, 1), (100.0, 3, 2, 1)], LIMITS)
-    simulation = Simulation(Scheduler(LIMITS), Trace(coming), one_unit)
+    simulation = Simulation(SimulatedEngine(Scheduler(LIMITS), one_unit), Trace(coming))
     assert [step.start for step in simulation.steps(until=100)] == [0.0, 1.0]
     assert [step.start for step in simulation.steps(until=101)] == [100.0]
     assert [step.start for step in simulation.steps()] == [101.0]

@@ -2,7 +2,7 @@
 
 One JSON object per line: ``timestamp`` (milliseconds), ``input_length``, ``output_length``, and ``hash_ids``,
 one for every 512 tokens of the prompt. Equal leading ids are equal prefixes. ``session_id``, which other
-tools add, is read too.
+tools add, is read too, and so is ``user``, the OpenAI API's name for who sends a request.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ def read_mooncake(path: Path) -> Iterator[Arrival | None]:
             yield None
             continue
         size = row.count("block_size") if "block_size" in row.fields else BLOCK_SIZE
-        session = row.fields.get("session_id")
-        yield Arrival(
-            time, prompt, output, _ids(row), size, session=None if session is None else str(session)
-        )
+        session, user = (_name(row.fields.get(field)) for field in ("session_id", "user"))
+        yield Arrival(time, prompt, output, _ids(row), size, session=session, user=user)
 
 
 def write_mooncake(path: Path, arrivals: Iterable[Arrival]) -> None:
@@ -58,7 +56,13 @@ def write_mooncake(path: Path, arrivals: Iterable[Arrival]) -> None:
                 fields["block_size"] = each.block_size
             if each.session is not None:
                 fields["session_id"] = each.session
+            if each.user is not None:
+                fields["user"] = each.user
             file.write(json.dumps(fields) + "\n")
+
+
+def _name(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _ids(row: Row) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""``hpu-duo simulate``."""

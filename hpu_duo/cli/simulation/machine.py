@@ -1,0 +1,178 @@
+"""Options of the server that is simulated: hardware or measured times, and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpu_duo.cli.arguments.model_names import model_option
+from hpu_duo.cli.arguments.options import LIMITS, EnablePrefixCaching, NumPrefixSnapshots
+from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions
+from hpu_duo.limit_config import CARD_LIMITS, CacheConfig, SchedulerConfig
+
+if TYPE_CHECKING:
+    from graphs import StepLimits
+    from hpu_duo.simulate.server import SimulatedServer
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """Options of what takes the time of steps: a model on Gaudi, or an engine that was measured."""
+
+    model: Annotated[
+        Path | None,
+        model_option(
+            "Directory with config.json, or the file.", needs_weights=False, show_default="see --step-times"
+        ),
+    ] = None
+    hardware: Annotated[str, typer.Option(help="gaudi2 or gaudi3.", rich_help_panel=HARDWARE)] = "gaudi3"
+    step_times: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Times of steps that hpu-duo bench steps measured, instead of a model on Gaudi.",
+            show_default="the cost model of Gaudi",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ServedLimits:
+    """Limits of steps that replace those of the hardware or of the engine that was measured."""
+
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and output together.",
+            show_default="what the model serves, or the measured engine",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests that run at the same time.",
+            show_default=f"{CARD_LIMITS.max_num_seqs}, or those of the measured engine",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of one step; longer prompts are cut into chunks.",
+            show_default=f"{CARD_LIMITS.max_num_batched_tokens}, or those of the measured engine",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    max_chunk_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompts that may continue in the same step.",
+            show_default=f"{SchedulerConfig.max_chunk_rows}, or those of the measured engine",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of one KV block.",
+            show_default=f"{CacheConfig.block_size}; that of a measured engine is fixed",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="KV blocks to hold.",
+            show_default="what fits on --hardware, or the measured engine's",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    enable_prefix_caching: EnablePrefixCaching = CacheConfig.enable_prefix_caching
+    num_prefix_snapshots: NumPrefixSnapshots = None
+    buckets: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the shapes to capture, as hpu-duo plan writes it.",
+            show_default="made from the limits; a measured engine's own",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    trim_chunks: Annotated[
+        bool,
+        typer.Option(
+            "--trim-chunks",
+            help="End a prompt at the border of a bucket, and go on in the next step, where that pads less.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = False
+
+    def on(self, machine: MachineOptions, served: HardwareOptions) -> SimulatedServer:
+        """Return the server.
+
+        Raises:
+            ValueError: the options do not fit together, or a file cannot be read.
+        """
+        if (machine.model is None) == (machine.step_times is None):
+            raise ValueError("expected --model or --step-times, one of them")
+        if self.num_prefix_snapshots is not None and not self.enable_prefix_caching:
+            raise ValueError("expected --num-prefix-snapshots with --enable-prefix-caching")
+        from graphs.bucket_file import read_table
+
+        server = self._measured(machine.step_times) if machine.step_times else self._priced(machine, served)
+        if self.buckets is not None:
+            server = server.with_table(read_table(self.buckets, server.cost))
+        if self.trim_chunks and server.table is None:
+            raise ValueError("expected --trim-chunks with a table of buckets: the measured engine had none")
+        return replace(server, trims_chunks=self.trim_chunks)
+
+    def _measured(self, path: Path) -> SimulatedServer:
+        from hpu_duo.simulate.server import SimulatedServer
+        from hpu_duo.simulate.step_times import StepTimes
+
+        server = SimulatedServer.measured(StepTimes.read(path))
+        if self.block_size not in (None, server.limits.block_size):
+            raise ValueError(
+                f"expected --block-size {server.limits.block_size}, that of the engine that was measured, "
+                f"got {self.block_size}"
+            )
+        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_chunk_rows", "num_blocks")
+        server = server.with_limits(self._replaced(server.limits, *names))
+        if not self.enable_prefix_caching:
+            return server.without_prefixes()
+        return server.caching_prefixes(self.num_prefix_snapshots)
+
+    def _priced(self, machine: MachineOptions, served: HardwareOptions) -> SimulatedServer:
+        from hpu_duo.cost.read_model import read_model
+        from hpu_duo.simulate.server import SimulatedServer
+
+        assert machine.model is not None, "checked before"
+        size = read_model(machine.model)
+        served = replace(
+            served,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_prefix_snapshots=self.num_prefix_snapshots,
+        )
+        serving = served.on(
+            machine.hardware,
+            CARD_LIMITS.max_num_seqs if self.max_num_seqs is None else self.max_num_seqs,
+            CARD_LIMITS.max_num_batched_tokens
+            if self.max_num_batched_tokens is None
+            else self.max_num_batched_tokens,
+            CacheConfig.block_size if self.block_size is None else self.block_size,
+        )
+        deployment = served.deployment(size, serving, self.max_model_len or size.max_positions)
+        # The other limits are among what decides how much fits.
+        server = SimulatedServer.on(deployment)
+        return server.with_limits(self._replaced(server.limits, "max_chunk_rows", "num_blocks"))
+
+    def _replaced(self, limits: StepLimits, *names: str) -> StepLimits:
+        """The limits with those of the names that were given."""
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if "num_blocks" in given and not limits.uses_blocks:
+            raise ValueError("expected no --num-blocks: no head of this model keeps blocks")
+        return replace(limits, **given)

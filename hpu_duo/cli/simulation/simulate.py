@@ -1,0 +1,172 @@
+"""``hpu-duo simulate``: the scheduler on a virtual clock, policies side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hpu_duo.cli.arguments.option_groups import Only, grouped
+from hpu_duo.cli.arguments.options import Json, Seed
+from hpu_duo.cli.planning.hardware import HardwareOptions
+from hpu_duo.cli.simulation.machine import MachineOptions, ServedLimits
+from hpu_duo.cli.simulation.replicas import ReplicaOptions
+from hpu_duo.cli.simulation.requests import Asked, RequestOptions
+from hpu_duo.cli.terminal.drawing import check_drawing
+from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.limit_config import SchedulerConfig
+from hpu_duo.writable import check_file
+
+if TYPE_CHECKING:
+    from hpu_duo.simulate.report import RunReport
+    from hpu_duo.simulate.run_log import RunLog
+    from hpu_duo.simulate.server import SimulatedServer
+
+FORMAT = "hpu-duo simulate 1"
+
+# Contexts to compare are another command's.
+_PRICED = Only(
+    *("devices", "dtype", "sparsity", "kv_cache_dtype", "pattern", "max_layer_kinds", "sink", "recent"),
+    *("attention", "device_memory_utilization", "graph_memory"),
+)
+
+
+@grouped
+def simulate(
+    *,
+    machine: MachineOptions,
+    served: Annotated[HardwareOptions, _PRICED],
+    limits: ServedLimits,
+    asked: RequestOptions,
+    replicated: ReplicaOptions,
+    scheduling_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,...]",
+            help="Policies to run side by side; docs/scheduling.md has them.",
+            show_default=SchedulerConfig.scheduling_policy,
+        ),
+    ] = None,
+    until: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="Begin no step later.", show_default="until all requests have ended"
+        ),
+    ] = None,
+    percentiles: Annotated[
+        list[float] | None, typer.Option(help="Percentiles of every metric.", show_default="50 99")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the result as JSON.", show_default="not written"),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also draw it, as SVG or PNG by the name; needs matplotlib.",
+            show_default="no picture",
+        ),
+    ] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Serve requests with the real scheduler on a virtual clock, under one policy or several.
+
+    Nothing is computed: steps take the time that the cost model of Gaudi predicts, or that hpu-duo bench
+    steps measured. Scheduler, prefix cache and buckets are the engine's own.
+    """
+    policies = scheduling_policy or [SchedulerConfig.scheduling_policy]
+    with user_errors():
+        chosen = tuple(percentiles or (50.0, 99.0))
+        _check(policies, chosen, until)
+        fleets = replicated.fleets
+        if out is not None:
+            check_file("--out", out)
+        if plot is not None:
+            from hpu_duo.cli.simulation.plot import SUFFIXES
+
+            check_drawing(plot, "--plot", SUFFIXES)
+        server = limits.on(machine, served)
+        requests = asked.sessions(server.max_request_len, seed)
+    runs: list[tuple[RunReport, RunLog]] = []
+    with user_errors(()):
+        from hpu_duo.simulate.report import RunReport
+
+        for fleet, policy in product(fleets, policies):
+            settings: dict[str, Any] = {
+                "seed": seed,
+                "length_error": asked.length_error,
+                "until_s": float("inf") if until is None else until,
+            }
+            if fleet is None:
+                log, figures = server.run(policy, requests.sessions, **settings), None
+            else:
+                log, figures = fleet.run(server, policy, requests.sessions, **settings)
+            runs.append((RunReport.of(policy, log, chosen, figures), log))
+    fields = _fields(server, requests, [report for report, _ in runs], seed, asked.length_error)
+    if out is not None:
+        out.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        from hpu_duo.cli.simulation.plot import draw
+
+        with user_errors():
+            draw(runs, _title(requests), plot)
+    if as_json:
+        typer.echo(json.dumps(fields, indent=2))
+    else:
+        _show(requests, [report for report, _ in runs])
+
+
+def _check(policies: list[str], percentiles: tuple[float, ...], until: float | None) -> None:
+    from hpu_duo.scheduling import make_policy
+
+    for policy in policies:
+        make_policy(policy)
+    if len(set(policies)) < len(policies):
+        raise ValueError(f"expected different policies, got {' '.join(policies)}")
+    if any(not 0 <= one <= 100 for one in percentiles):
+        raise ValueError(f"expected --percentiles from 0 to 100, got {list(percentiles)}")
+    if until is not None and not until > 0:
+        raise ValueError(f"expected --until above 0, got {until}")
+
+
+def _fields(
+    server: SimulatedServer, asked: Asked, reports: list[RunReport], seed: int, length_error: float
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        **asked.settings,
+        "seed": seed,
+        "length_error": length_error,
+        "left_out": asked.num_left_out,
+        "step_times": server.source,
+        "limits": asdict(server.limits),
+        "num_buckets": 0 if server.table is None else len(server.table),
+        "runs": [report.as_json() for report in reports],
+    }
+
+
+def _title(asked: Asked) -> str:
+    return ", ".join(f"{name} {value}" for name, value in asked.settings.items() if value is not None)
+
+
+def _show(asked: Asked, reports: list[RunReport]) -> None:
+    from hpu_duo.cli.simulation.views import run_table
+
+    console = Console()
+    console.print(run_table(reports))
+    notes = Console(stderr=True)
+    if asked.num_left_out:
+        notes.print(f"note: {asked.num_left_out:,} requests were left out: the server cannot hold them")
+    for report in reports:
+        if report.num_completed < report.num_requests:
+            missing = report.num_requests - report.num_completed
+            notes.print(
+                f"note: {report.title}: {missing:,} requests did not end; times are of those that did"
+            )
