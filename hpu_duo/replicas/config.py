@@ -1,0 +1,32 @@
+"""Settings of a front process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpu_duo.routing import make_router
+from hpu_duo.server.config import ServerConfig
+
+
+@dataclass(frozen=True)
+class FrontConfig:
+    """Behaviour of a front process and its replicas.
+
+    Attributes:
+        server: of every replica; keys, limits of bodies, origins and the time to drain hold for the front as
+            well.
+        num_replicas: servers to run.
+        router: name of the router, with options; see ``hpu_duo.routing.make_router``.
+
+    Raises:
+        ValueError: no replica, or no such router.
+    """
+
+    server: ServerConfig
+    num_replicas: int
+    router: str = "e2"
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ValueError(f"expected 1 replica or more, got {self.num_replicas}")
+        make_router(self.router)

@@ -1,0 +1,118 @@
+"""Metrics of the replicas, each with its name as a label, and of the router before them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from hpu_duo.replicas.replica import ReplicaState
+
+if TYPE_CHECKING:
+    from hpu_duo.replicas.front import Front
+
+_LABEL, _FRONT = "replica", "front"
+_TIMEOUT_S = 2.0
+
+
+async def exposition(front: Front) -> bytes:
+    """The metrics of all, in Prometheus' text format; a replica that does not answer in time is left out."""
+    ready = [name for name, each in front.replicas.items() if each.state is ReplicaState.READY]
+    answers = await asyncio.gather(
+        *(front.upstream.text(f"{front.url(name)}/metrics", _TIMEOUT_S) for name in ready)
+    )
+    texts = {name: found[1].decode() for name, found in zip(ready, answers) if found and found[0] == 200}
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Everything(front, texts))
+    return generate_latest(registry)
+
+
+def labelled(texts: Mapping[str, str]) -> dict[str, Metric]:
+    """The metrics of replicas by name, whose samples say whose they are.
+
+    Args:
+        texts: what each replica exposes.
+    """
+    found: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            known = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            known.samples += [
+                each._replace(labels={**each.labels, _LABEL: replica}) for each in family.samples
+            ]
+    return found
+
+
+class _Everything(Collector):
+    def __init__(self, front: Front, texts: Mapping[str, str]) -> None:
+        self._front, self._texts = front, texts
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as Prometheus' client has it."""
+        found = labelled(self._texts)
+        requests = found.setdefault(
+            "http_requests", Metric("http_requests", "Responses by method, path and status.", "counter")
+        )
+        for (method, path, status), num in sorted(self._front.counts.responses.items()):
+            labels = {"method": method, "handler": path, "status": status, _LABEL: _FRONT}
+            requests.add_sample("http_requests_total", labels, num)
+        yield from found.values()
+        yield from self._own()
+
+    def _own(self) -> Iterator[Metric]:
+        front, now = self._front, self._front.now()
+        counts, known, sent_to = front.counts, front.replicas, front.router.replicas
+        yield _gauge("replica_up", "1 while a replica is sent calls.", ((n, n in sent_to) for n in known))
+        yield _counter(
+            "replica_restarts",
+            "Times that a replica was started again.",
+            ((name, each.num_restarts) for name, each in known.items()),
+        )
+        yield _gauge(
+            "router_open_requests",
+            "Calls that a replica was sent and has not answered.",
+            ((name, front.router.num_open(name)) for name in sent_to),
+        )
+        yield _gauge(
+            "router_load",
+            "Load of a replica in the router's own measure.",
+            ((name, front.router.load(name, now)) for name in sent_to),
+        )
+        yield _counter("router_requests", "Calls sent to a replica.", counts.requests.items())
+        yield _counter(
+            "router_prompt_tokens", "Prompt tokens sent, as far as known.", counts.prompt_tokens.items()
+        )
+        yield _counter(
+            "router_expected_hit_tokens",
+            "Prompt tokens that the router expected to be cached.",
+            counts.expected_tokens.items(),
+        )
+        yield _counter(
+            "router_hit_tokens",
+            "Prompt tokens that were cached, of answers that tell.",
+            counts.cached_tokens.items(),
+        )
+        for name, text, value in (
+            ("router_retries", "Calls that were sent to another replica.", counts.num_retries),
+            ("router_broken_answers", "Answers whose replica was lost.", counts.num_broken),
+        ):
+            yield CounterMetricFamily(f"hpuduo:{name}", text, value=value)
+
+
+def _gauge(name: str, text: str, values: Iterable[tuple[str, float]]) -> Metric:
+    family = GaugeMetricFamily(f"hpuduo:{name}", text, labels=[_LABEL])
+    for replica, value in values:
+        family.add_metric([replica], float(value))
+    return family
+
+
+def _counter(name: str, text: str, values: Iterable[tuple[str, float]]) -> Metric:
+    family = CounterMetricFamily(f"hpuduo:{name}", text, labels=[_LABEL])
+    for replica, value in values:
+        family.add_metric([replica], float(value))
+    return family

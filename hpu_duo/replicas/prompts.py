@@ -1,0 +1,60 @@
+"""Prompts of calls, as routers compare them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from hpu_duo.routing import RoutedRequest
+
+
+@dataclass(frozen=True)
+class RoutedCall:
+    """A call, as far as the front process reads it.
+
+    Attributes:
+        request: for the router.
+        is_streamed: whether the answer is asked for as events.
+    """
+
+    request: RoutedRequest
+    is_streamed: bool
+
+
+def read_call(call_id: str, body: bytes) -> RoutedCall:
+    """Read what routing goes by: the prompt's characters, or its token ids where it has them.
+
+    Messages are compared as the text of their JSON, so conversations that begin alike are alike. Of several
+    prompts the first one counts. A body that is no JSON object has no prompt; the replica says what is wrong.
+    """
+    try:
+        fields = from_json(body)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        return RoutedCall(RoutedRequest.of_text(call_id, ""), False)
+    user, salt = fields.get("user"), fields.get("cache_salt")
+    user = user if isinstance(user, str) else None
+    namespace = salt if isinstance(salt, str) else None
+    is_streamed = fields.get("stream") is True
+    prompt: Any = fields.get("messages", fields.get("prompt"))
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str) and "messages" not in fields:
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(_is_token(each) for each in prompt):
+        request = RoutedRequest.of_tokens(call_id, prompt, user, namespace)
+    else:
+        text = prompt if isinstance(prompt, str) else _text_of(fields, prompt)
+        request = RoutedRequest.of_text(call_id, text, user, namespace)
+    return RoutedCall(request, is_streamed)
+
+
+def _text_of(fields: dict[str, Any], prompt: Any) -> str:
+    """Messages as text; tools come before them, as templates have it."""
+    tools = fields.get("tools")
+    return "".join(to_json(each).decode() for each in (tools, prompt) if each)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31

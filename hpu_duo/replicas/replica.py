@@ -1,0 +1,159 @@
+"""The life of a replica: started, watched, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from enum import Enum
+
+from hpu_duo.replicas.process import ReplicaCommand, ReplicaProcess
+from hpu_duo.replicas.upstream import Upstream
+
+_log = logging.getLogger(__name__)
+
+_READY_LOOK_S, _HEALTH_LOOK_S, _HEALTH_S = 0.1, 1.0, 5.0
+_MOST_SILENT = 3
+"""Health checks in a row that may stay without an answer."""
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
+"""Before a restart: doubled each time, up to the second, and as at first when it had been ready."""
+USER_ERROR = 2
+"""Exit code of a command that was wrong; starting it again would not help."""
+
+
+class ReplicaState(Enum):
+    """State of a replica; ``ready`` alone is sent calls."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DOWN = "down"
+
+
+class Replica:
+    """One replica.
+
+    Args:
+        name: of the replica.
+        command: starts it.
+        upstream: for health checks.
+        on_ready, on_lost: called when it may be sent calls, and when it may not any more.
+
+    Attributes:
+        state: see ``ReplicaState``.
+        num_restarts: times that it was started again.
+        was_ready: whether it has ever been ready.
+        exit_code: of its last process that ended; None before.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: ReplicaCommand,
+        upstream: Upstream,
+        on_ready: Callable[[Replica], None],
+        on_lost: Callable[[Replica], None],
+    ) -> None:
+        self.name, self._command, self._upstream = name, command, upstream
+        self._on_ready, self._on_lost = on_ready, on_lost
+        self.state = ReplicaState.DOWN
+        self.num_restarts = 0
+        self.was_ready = False
+        self.exit_code: int | None = None
+        self._process: ReplicaProcess | None = None
+        self._is_stopping = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether its command was wrong, so that starting it again would not help."""
+        return self.exit_code == USER_ERROR and not self.was_ready
+
+    @property
+    def url(self) -> str:
+        """Address of the process that runs."""
+        assert self._process is not None, "it was started"
+        return self._process.url
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process that runs; None without one."""
+        return None if self._process is None or not self._process.is_alive else self._process.pid
+
+    def start(self) -> None:
+        """Start it, and again whenever it ends, until it is stopped."""
+        self._task = asyncio.create_task(self._live())
+
+    async def stop(self, grace_s: float) -> None:
+        """Let it end, and kill it if it has not after a time."""
+        self._is_stopping = True
+        if self._task is None:
+            return
+        if self._process is not None:
+            self._process.terminate()
+        done, _ = await asyncio.wait({self._task}, timeout=grace_s)
+        if not done:
+            if self._process is not None:
+                self._process.kill()
+            done, _ = await asyncio.wait({self._task}, timeout=_HEALTH_S)
+        if not done:
+            self._task.cancel()
+
+    async def _live(self) -> None:
+        delay_s = _FIRST_DELAY_S
+        while not self._is_stopping:
+            was_ready = False
+            try:
+                was_ready = await self._run()
+            except OSError as error:
+                _log.error("replica %s cannot be started: %s", self.name, error)
+            if self._is_stopping or self.is_refused:
+                return
+            if was_ready:
+                delay_s = _FIRST_DELAY_S
+            _log.warning("replica %s has ended (%s); again in %.1f s", self.name, self.exit_code, delay_s)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+            self.num_restarts += 1
+
+    async def _run(self) -> bool:
+        """Run one process to its end; returns whether it was ready before."""
+        self.state = ReplicaState.STARTING
+        try:
+            process = self._process = await ReplicaProcess.start(self._command)
+            if self._is_stopping:
+                process.terminate()
+            watching = asyncio.create_task(self._watch(process))
+            try:
+                self.exit_code = await process.ended()
+            finally:
+                process.kill()  # where this task was cancelled
+                watching.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watching
+        finally:
+            was_ready = self.state is ReplicaState.READY
+            self.state = ReplicaState.DOWN
+            if was_ready:
+                self._on_lost(self)
+        return was_ready
+
+    async def _watch(self, process: ReplicaProcess) -> None:
+        """Wait until it is ready, and kill it when it says that it cannot serve, or says nothing."""
+        while not await self._says_yes(process, "/ready"):
+            await asyncio.sleep(_READY_LOOK_S)
+        self.state, self.was_ready = ReplicaState.READY, True
+        self._on_ready(self)
+        num_silent = 0
+        while num_silent < _MOST_SILENT:
+            await asyncio.sleep(_HEALTH_LOOK_S)
+            is_well = await self._says_yes(process, "/health")
+            num_silent = 0 if is_well else num_silent + 1
+            if self._is_stopping:
+                return  # it ends its calls, and is given time for that
+        _log.error("replica %s does not answer; it is ended", self.name)
+        process.kill()
+
+    async def _says_yes(self, process: ReplicaProcess, path: str) -> bool:
+        found = await self._upstream.text(process.url + path, _HEALTH_S)
+        return found is not None and found[0] == 200

@@ -1,0 +1,49 @@
+"""The replica with the longest prefix, while queues are about even."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from hpu_duo.routing.prefix_router import PrefixRouter, longest
+from hpu_duo.routing.request import RoutedRequest
+
+
+class CacheAware(PrefixRouter):
+    """Sends a request to where most of it is cached, unless that is too little or queues are too uneven.
+
+    Args:
+        threshold: share of a prompt that has to be cached; below it, the request goes where least is cached.
+        uneven_by, uneven_times: queues are uneven when the longest has more than ``uneven_by`` requests more
+            than the shortest, and more than ``uneven_times`` as many; then the shortest queue is taken.
+        capacity: units (tokens, or characters) that a replica is taken to cache.
+
+    Source: the policy ``cache_aware`` of the routers of SGLang and vLLM, with their defaults.
+    """
+
+    def __init__(
+        self,
+        threshold: float = 0.3,
+        uneven_by: float = 64.0,
+        uneven_times: float = 1.5,
+        capacity: float = inf,
+    ) -> None:
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"expected a threshold from 0 to 1, got {threshold}")
+        if not (uneven_by >= 0 and uneven_times >= 1):
+            raise ValueError(
+                "expected uneven_by of 0 or more and uneven_times of 1 or more, got "
+                f"{uneven_by} and {uneven_times}"
+            )
+        super().__init__(capacity)
+        self._threshold, self._uneven_by, self._uneven_times = threshold, uneven_by, uneven_times
+
+    def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
+        queues = [self.num_open(each) for each in offered]
+        least, most = min(queues), max(queues)
+        if most - least > self._uneven_by and most > self._uneven_times * least:
+            return self._shortest_queue(offered)
+        num, holders = longest(self.prefixes.held(request), offered)
+        if holders and num > self._threshold * len(request.units):
+            return self._shortest_queue(holders)
+        return min(offered, key=lambda each: (self.prefixes.size(each), self.num_open(each)))

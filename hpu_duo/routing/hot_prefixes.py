@@ -1,0 +1,41 @@
+"""Prefixes whose requests wait longer and longer."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import fmean
+from weakref import WeakKeyDictionary
+
+from hpu_duo.routing.radix_tree import RadixNode
+
+
+class HotPrefixes:
+    """Times to the first token of the requests of each prefix, by which one is told that wants more replicas.
+
+    Args:
+        window_s: seconds for which times are remembered.
+        growth: a prefix is hot when the mean of the later half is so many times that of the earlier half.
+        num_least: times that it takes to tell.
+    """
+
+    def __init__(self, window_s: float, growth: float, num_least: int = 16) -> None:
+        self._window_s, self._growth, self._num_least = window_s, growth, num_least
+        self._times: WeakKeyDictionary[RadixNode, deque[tuple[float, float]]] = WeakKeyDictionary()
+
+    def add(self, node: RadixNode, now: float, ttft: float) -> None:
+        """Note the time to the first token of a request."""
+        times = self._times.setdefault(node, deque())
+        times.append((now, ttft))
+        while times[0][0] <= now - self._window_s:
+            times.popleft()
+
+    def take(self, node: RadixNode, now: float) -> bool:
+        """Return whether a prefix is hot; if it is, it has to become so anew to be hot again."""
+        times = [ttft for at, ttft in self._times.get(node, ()) if at > now - self._window_s]
+        if len(times) < self._num_least:
+            return False
+        half = len(times) // 2
+        is_hot = fmean(times[half:]) >= self._growth * fmean(times[:half]) > 0
+        if is_hot:
+            del self._times[node]
+        return is_hot

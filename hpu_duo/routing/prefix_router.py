@@ -1,0 +1,58 @@
+"""Routers that send requests to where their prefixes are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+
+from hpu_duo.routing.prefix_map import PrefixMap
+from hpu_duo.routing.request import Dispatch, RoutedRequest
+from hpu_duo.routing.router import Router
+
+
+class PrefixRouter(Router):
+    """A router with a map of who holds which prefix.
+
+    An answer that tells how much of its prompt was cached corrects the map: a replica that had less than half
+    of what was expected has evicted the rest, and with it all that begins with more of it and was not sent
+    again since. A little less says nothing, because replicas cache whole blocks.
+
+    Args:
+        capacity: units (tokens, or characters) that a replica is taken to cache.
+        hits_s: seconds for which uses of prefixes are counted.
+    """
+
+    def __init__(self, capacity: float = inf, hits_s: float = 0.0) -> None:
+        super().__init__()
+        self.prefixes = PrefixMap(capacity, hits_s)
+
+    def num_expected(self, request: RoutedRequest, replica: str) -> int:
+        """Return the leading units of a prompt that a replica is expected to have cached."""
+        return self.prefixes.held(request).get(replica, 0)
+
+    def evicted(self, replica: str, request: RoutedRequest, num_kept: int) -> None:
+        """Take note that a replica has no more than the first ``num_kept`` units of a prompt cached."""
+        self.prefixes.keep_only(replica, request, num_kept)
+
+    def _leaves(self, replica: str) -> None:
+        self.prefixes.forget(replica)
+
+    def _begins(self, sent: Dispatch) -> None:
+        self.prefixes.add(sent.replica, sent.request, sent.at)
+
+    def _ends(self, sent: Dispatch, now: float, num_outputs: int, num_cached_tokens: float | None) -> None:
+        if num_cached_tokens is None:
+            return
+        num_cached = round(num_cached_tokens / sent.request.tokens_per_unit)
+        if num_cached < sent.num_expected / 2:
+            self.prefixes.keep_only(sent.replica, sent.request, num_cached, before=sent.at)
+
+    def _shortest_queue(self, offered: Sequence[str]) -> str:
+        """The replica with the fewest open requests, then tokens; the first one to join of equal ones."""
+        return min(offered, key=lambda each: (self.num_open(each), self.num_open_tokens(each)))
+
+
+def longest(held: Mapping[str, int], offered: Sequence[str]) -> tuple[int, list[str]]:
+    """Return the most units that any of the replicas holds of a prompt, and which of them hold so many."""
+    most = max(held.get(each, 0) for each in offered)
+    return most, [each for each in offered if most and held.get(each, 0) == most]

@@ -1,0 +1,179 @@
+"""The protocol of all routers, and what they count alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+
+from hpu_duo.routing.request import Dispatch, RoutedRequest
+
+
+class NoReplicaError(RuntimeError):
+    """No replica can be sent a request."""
+
+
+class Router(ABC):
+    """Chooses a replica for each request, and is told what becomes of it.
+
+    A caller asks ``choose``, sends the request, and says so by ``dispatched``; then ``first_token``, and in
+    the end ``finished`` or ``failed``. ``route`` does the first two in one. Times are seconds on any clock
+    that never goes back. A replica that is lost takes its requests, its load and what was known of its cache
+    with it; what is told of these requests later is passed over.
+
+    What a router believes of caches may be wrong in either direction: a replica computes what it does not
+    have. So wrong beliefs cost time, never an answer.
+
+    ``_pick`` is the only method that a policy has to have; those behind it tell it what happens.
+    """
+
+    name: str = "of its own"
+
+    def __init__(self) -> None:
+        self._open: dict[str, Dispatch] = {}
+        self._at: dict[str, dict[str, Dispatch]] = {}
+
+    @property
+    def replicas(self) -> Collection[str]:
+        """Replicas that may be chosen, in the order in which they joined."""
+        return self._at.keys()
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests that were sent and have not ended."""
+        return len(self._open)
+
+    def num_open(self, replica: str) -> int:
+        """Return the requests that are open at a replica."""
+        return len(self._at[replica])
+
+    def num_open_tokens(self, replica: str) -> float:
+        """Return the prompt tokens of the requests that are open at a replica."""
+        return sum(each.request.num_tokens for each in self._at[replica].values())
+
+    def load(self, replica: str, now: float) -> float:
+        """Return how busy a replica is, in a measure of the policy's own; 0 is idle."""
+        return float(self.num_open(replica))
+
+    def num_expected(self, request: RoutedRequest, replica: str) -> int:
+        """Return the leading units of a prompt that a replica is expected to have cached."""
+        return 0
+
+    def join(self, replica: str, now: float = 0.0) -> None:
+        """Take a replica in, with nothing cached.
+
+        Raises:
+            ValueError: it is there.
+        """
+        if replica in self._at:
+            raise ValueError(f"expected a replica that is not there yet, got {replica!r}")
+        self._joins(replica, now)
+        self._at[replica] = {}
+
+    def leave(self, replica: str, now: float = 0.0) -> list[Dispatch]:
+        """Forget a replica that is lost or told to end; returns the requests that were open there.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        if replica not in self._at:
+            raise ValueError(f"expected one of {', '.join(self._at) or 'no'} replicas, got {replica!r}")
+        lost = list(self._at[replica].values())
+        for each in lost:
+            self.failed(each.request.request_id, now)
+        del self._at[replica]
+        self._leaves(replica)
+        return lost
+
+    def choose(self, request: RoutedRequest, now: float, without: Collection[str] = ()) -> str:
+        """Choose a replica.
+
+        Args:
+            without: replicas not to choose, such as those that were tried in vain.
+
+        Raises:
+            NoReplicaError: there is no other one.
+        """
+        offered = [replica for replica in self._at if replica not in without]
+        if not offered:
+            raise NoReplicaError(f"expected a replica, got none of {len(self._at)} that may be chosen")
+        return self._pick(request, offered, now)
+
+    def dispatched(self, request: RoutedRequest, replica: str, now: float) -> Dispatch:
+        """Take note that a request was sent to a replica, whoever chose it.
+
+        Raises:
+            ValueError: the request is open, or the replica is not there.
+        """
+        if request.request_id in self._open:
+            raise ValueError(
+                f"request {request.request_id!r} is open, at {self._open[request.request_id].replica}"
+            )
+        if replica not in self._at:
+            raise ValueError(f"expected one of {', '.join(self._at) or 'no'} replicas, got {replica!r}")
+        sent = Dispatch(request, replica, now, self.num_expected(request, replica))
+        self._open[request.request_id] = self._at[replica][request.request_id] = sent
+        self._begins(sent)
+        return sent
+
+    def route(self, request: RoutedRequest, now: float) -> Dispatch:
+        """Choose a replica, and take the request for sent."""
+        return self.dispatched(request, self.choose(request, now), now)
+
+    def first_token(self, request_id: str, now: float) -> None:
+        """Take note that the first token of a request has come."""
+        sent = self._open.get(request_id)
+        if sent is not None and not sent.has_token:
+            sent.has_token = True
+            self._answers(sent, now)
+
+    def finished(
+        self, request_id: str, now: float, num_outputs: int, num_cached_tokens: float | None = None
+    ) -> None:
+        """Take note that a request has ended with an answer.
+
+        Args:
+            num_outputs: tokens of the answer.
+            num_cached_tokens: tokens of its prompt that the replica had cached; None where it does not tell.
+        """
+        sent = self._close(request_id)
+        if sent is not None:
+            self._ends(sent, now, num_outputs, num_cached_tokens)
+
+    def failed(self, request_id: str, now: float) -> None:
+        """Take note that a request has ended without an answer, or that nobody waits for it."""
+        sent = self._close(request_id)
+        if sent is not None:
+            self._fails(sent, now)
+
+    def evicted(self, replica: str, request: RoutedRequest, num_kept: int) -> None:  # noqa: B027
+        """Take note that a replica has no more than the first ``num_kept`` units of a prompt cached."""
+
+    def _close(self, request_id: str) -> Dispatch | None:
+        sent = self._open.pop(request_id, None)
+        if sent is not None:
+            del self._at[sent.replica][request_id]
+        return sent
+
+    # The policy's own
+
+    @abstractmethod
+    def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
+        """Choose one of the replicas that are offered, of which there is at least one."""
+
+    def _joins(self, replica: str, now: float) -> None:  # noqa: B027
+        """Take a replica in."""
+
+    def _leaves(self, replica: str) -> None:  # noqa: B027
+        """Forget a replica; its requests have failed before."""
+
+    def _begins(self, sent: Dispatch) -> None:  # noqa: B027
+        """Take note of a request that was sent."""
+
+    def _answers(self, sent: Dispatch, now: float) -> None:  # noqa: B027
+        """Take note of the first token."""
+
+    def _ends(self, sent: Dispatch, now: float, num_outputs: int, num_cached_tokens: float | None) -> None:  # noqa: B027
+        """Take note of an answer."""
+
+    def _fails(self, sent: Dispatch, now: float) -> None:  # noqa: B027
+        """Take note of a request without an answer."""
