@@ -14,14 +14,17 @@ from hpu_duo.cli.evaluation.eval import eval_app
 from hpu_duo.cli.heads.identify import identify
 from hpu_duo.cli.heads.pattern import app as pattern_app
 from hpu_duo.cli.inspection.audit import audit
+from hpu_duo.cli.inspection.bench_steps import bench_steps
 from hpu_duo.cli.inspection.doctor import doctor
 from hpu_duo.cli.inspection.replay import replay
 from hpu_duo.cli.inspection.selftest import selftest
 from hpu_duo.cli.planning.capacity import capacity
 from hpu_duo.cli.planning.plan import plan
 from hpu_duo.cli.planning.warmup import warmup
+from hpu_duo.cli.scheduling.train_ranker import train_ranker
 from hpu_duo.cli.serving.bench import bench_app
 from hpu_duo.cli.serving.serve import serve
+from hpu_duo.cli.simulation.simulate import simulate
 from hpu_duo.cli.terminal.streams import delivered
 from hpu_duo.cli.text.generate import generate
 from hpu_duo.cli.text.passkey import passkey
@@ -47,12 +50,15 @@ app.command()(doctor)
 app.command()(selftest)
 app.command(cls=ManyValues)(capacity)
 app.command(cls=ManyValues)(plan)
+app.command(cls=ManyValues)(simulate)
 app.command()(warmup)
 app.command()(replay)
+app.command()(train_ranker)
 app.command()(identify)
 app.add_typer(pattern_app, name="pattern")
 app.command()(audit)
 app.add_typer(eval_app, name="eval")
+bench_app.command(name="steps")(bench_steps)
 app.add_typer(bench_app, name="bench")
 refuse_empty_paths(app)
 

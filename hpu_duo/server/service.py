@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hpu_duo.server.config import ServerConfig
-from hpu_duo.server.planning import ChatPlanner, CompletionPlanner, Plan, SamplingDefaults, Served
+from hpu_duo.server.planning import ChatPlanner, CompletionPlanner, Plan, SamplingDefaults, Scoring, Served
 from hpu_duo.server.prompts import PromptEncoder, TokenTexts
-from hpu_duo.server.responding import PlannedResponse, as_api_error
-from hpu_duo.server.running import AsyncEngine
+from hpu_duo.server.responding import CallerGoneError, PlannedResponse, as_api_error, while_there
+from hpu_duo.server.running import AsyncEngine, OutputStream
 from hpu_duo.server.running.admission import Admission, NotServingError, Stage
 from hpu_duo.server.running.timing import Timing
 from hpu_duo.server.telemetry.metrics import ServerMetrics
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _DRAIN_LOOK_S = 0.05
+_GONE = 499
+"""The status that nginx has for calls whose callers went away; only logs and metrics see it."""
 
 Sink = Callable[[CallRecord], None]
 """Told of each call when it is over."""
@@ -51,6 +53,7 @@ class Service:
         admission: who is let in.
         warm_up_progress: graphs captured so far and in all; None without a warm-up.
         memory: sizes of what is cached.
+        is_left_behind: whether it has stopped, and the engine's thread has not.
     """
 
     def __init__(self, model: HPUDuoModel, config: ServerConfig, sinks: tuple[Sink, ...] = ()) -> None:
@@ -72,6 +75,7 @@ class Service:
             config.metrics_namespace,
         )
         self._sinks: tuple[Sink, ...] = (self.metrics.ended, *sinks)
+        self.is_left_behind = False
 
     # Its life
 
@@ -89,6 +93,7 @@ class Service:
         self.admission.stage = Stage.DRAINING
         self._warming.cancel()
         if not await self.engine.stop():
+            self.is_left_behind = True
             _log.warning("the engine's thread is in a step that does not end; it is left behind")
         if self.served.encoder is not None:
             self.served.encoder.close()
@@ -101,12 +106,16 @@ class Service:
         """
         self.admission.stage = Stage.DRAINING
         deadline = time.monotonic() + self.config.drain_seconds
-        while self.engine.num_open and self.engine.is_alive and time.monotonic() < deadline:
+        while self._is_busy and self.engine.is_alive and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_LOOK_S)
-        is_empty = not self.engine.num_open
+        is_empty = not self._is_busy
         if not is_empty:
             self.engine.fail_all(NotServingError(Stage.DRAINING))
         return is_empty
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self.engine.num_open or self.admission.num_held)
 
     @property
     def stage(self) -> Stage:
@@ -117,6 +126,8 @@ class Service:
         try:
             if is_wanted:
                 await self.engine.ask(self._capture)
+        except _Draining:
+            return
         except Exception as error:
             _log.critical("the warm-up has failed", exc_info=error)
             self.admission.stage = Stage.FAILED
@@ -129,6 +140,8 @@ class Service:
 
         def progress(done: int, total: int, _: object) -> None:
             self.warm_up_progress = (done, total)
+            if self.admission.stage is Stage.DRAINING:
+                raise _Draining
 
         self._model.warmup(progress)
 
@@ -150,29 +163,65 @@ class Service:
         """
         record = CallRecord(request.url.path, Timing(self.metrics), dict(request.headers))
         try:
-            self.admission.admit(self.engine.num_open, 1)
-            if not self.engine.is_alive:
-                raise NotServingError(Stage.FAILED)
-            plan = record.plan = await planned()
-            self.admission.admit(self.engine.num_open, plan.num_samples)
-            stream = self.engine.open(plan.submissions, record.timing) if plan.num_samples else None
+            plan, stream = await while_there(request.receive, self._opened(record, planned))
+        except CallerGoneError:
+            record.is_cut = True
+            self._over(record)
+            return Response(status_code=_GONE)
         except Exception as error:
             record.error = as_api_error(error)
             self._over(record)
             raise record.error from error
         return PlannedResponse(plan, stream, record, self._over, self.config.quiet_s)
 
+    async def _opened(
+        self, record: CallRecord, planned: Callable[[], Awaitable[Plan]]
+    ) -> tuple[Plan, OutputStream | None]:
+        """Plan a call and submit it; the stream of its outputs is None when nothing is generated."""
+        self._admit(1)
+        if not self.engine.is_alive:
+            raise NotServingError(Stage.FAILED)
+        with self.admission.held(1):
+            plan = record.plan = await planned()
+            submissions = await self.engine.scored(plan.submissions)
+        if plan.scoring is None:
+            self._admit(plan.num_samples)
+        else:
+            await self._score(plan.scoring, plan.num_samples)
+        record.is_opened = True
+        return plan, self.engine.open(submissions, record.timing) if plan.num_samples else None
+
+    async def _score(self, scoring: Scoring, num_samples: int) -> None:
+        """Score prompts, and keep places for the samples that follow."""
+        submissions = scoring.submissions
+        self._admit(max(len(submissions), num_samples))
+        with self.admission.held(num_samples):
+            stream = self.engine.open(submissions)
+            try:
+                await scoring.read(stream)
+            finally:
+                stream.close()
+                self.admission.ended(len(submissions))
+
+    def _admit(self, num_samples: int) -> None:
+        self.admission.admit(self.engine.num_open, num_samples)
+
     def _over(self, record: CallRecord) -> None:
         record.end()
-        if record.plan is not None:
+        if record.plan is not None and record.is_opened:
             self.admission.ended(record.plan.num_samples)
         for sink in self._sinks:
             sink(record)
 
 
+class _Draining(Exception):
+    """Ends a warm-up between two graphs."""
+
+
 def _served(model: HPUDuoModel, engine: AsyncEngine, config: ServerConfig) -> Served:
     tokenizer = model.tokenizer
-    encoder = None if tokenizer is None else PromptEncoder(tokenizer, config.chat_template)
+    max_model_len = model.engine.limits.max_model_len
+    encoder = None if tokenizer is None else PromptEncoder(tokenizer, max_model_len, config.chat_template)
     path = model.engine_config.model.path
     return Served(
         names=config.model_names,
@@ -180,7 +229,7 @@ def _served(model: HPUDuoModel, engine: AsyncEngine, config: ServerConfig) -> Se
         encoder=encoder,
         texts=None if encoder is None else TokenTexts(encoder.tokenizer),
         defaults=SamplingDefaults.read(path) if config.uses_generation_config else SamplingDefaults(),
-        max_model_len=model.engine.limits.max_model_len,
+        max_model_len=max_model_len,
         max_choices=config.max_choices,
         tool_parser=resolve_parser(
             config.tool_call_parser, None if encoder is None else encoder.template.source

@@ -31,6 +31,7 @@ def server() -> Iterator[StubServer]:
     server.close()
 
 
+@pytest.mark.slow
 def test_a_run_is_reported_and_written(hpu_duo: Run, server: StubServer, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     result = hpu_duo(
@@ -59,6 +60,7 @@ def test_a_run_is_reported_and_written(hpu_duo: Run, server: StubServer, tmp_pat
     assert all(10 <= len(body["prompt"]) <= 30 and 2 <= body["max_tokens"] <= 6 for body in measured)
 
 
+@pytest.mark.slow
 def test_the_result_is_json_that_every_parser_reads(hpu_duo: Run, server: StubServer) -> None:
     result = hpu_duo(
         *("bench", "serve", "--base-url", server.address, "--num-prompts", 3, "--json"),
@@ -137,6 +139,7 @@ def test_random_texts_have_as_many_tokens_as_asked_for(
         assert len(ids) == 33
 
 
+@pytest.mark.slow
 def test_failures_are_counted_by_kind_and_quoted(hpu_duo: Run) -> None:
     full = Answer([b'{"error": {"message": "the queue is full"}}'], 429, "application/json")
     server = StubServer(lambda body: full if len(server.bodies) > 3 else answer(body))

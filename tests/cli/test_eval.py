@@ -37,6 +37,7 @@ def test_passkey_accuracy_stands_beside_bytes_kept(hpu_duo: Run) -> None:
     assert f"{report['kv_ratio']:.1%}" in shown
 
 
+@pytest.mark.slow
 def test_a_failure_of_full_attention_itself_is_told(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
     """A random model finds nothing; the built-in one only without its retrieval heads."""
     texts = ("--model", model_dir, "--words", "builtin", *SMALL, "--json")
@@ -199,6 +200,7 @@ def test_a_missing_matplotlib_is_told_before_anything_is_measured(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_curve_has_a_picture_and_a_table(hpu_duo: Run, tmp_path: Path) -> None:
     out = tmp_path / "curve"
     done = hpu_duo(
@@ -329,6 +331,7 @@ def test_the_harness_is_run_with_the_name_known(hpu_duo: Run) -> None:
     assert "--model" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_task_that_the_harness_does_not_know_is_told_in_a_sentence(hpu_duo: Run) -> None:
     pytest.importorskip("lm_eval")
     done = hpu_duo("eval", "lm-eval", "run", "--model", "hpu-duo", "--tasks", "no_such_task")

@@ -27,6 +27,7 @@ def config_dir(model_dir: Path, tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_config_alone_gives_a_table_that_holds_everything(hpu_duo: Run, config_dir: Path) -> None:
     out, gaudi_out = config_dir / "table.txt", config_dir / "gaudi.txt"
     result = hpu_duo(
@@ -83,6 +84,7 @@ def test_a_recording_makes_a_table_that_serves_the_same_prompts(
     assert trimmed.stdout == free.stdout
 
 
+@pytest.mark.slow
 def test_assumed_traffic_is_measured_on_users_that_no_table_was_chosen_for(
     hpu_duo: Run, config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_assumed_traffic_is_measured_on_users_that_no_table_was_chosen_for(
     assert not measured_on & chosen_on
 
 
+@pytest.mark.slow
 def test_a_table_for_rows_that_decode_several_tokens_serves_them(
     hpu_duo: Run, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -202,6 +205,7 @@ HARDWARE = (
 )
 
 
+@pytest.mark.slow
 def test_hardware_gives_the_blocks_and_a_picture_of_what_fits(
     hpu_duo: Run, config_dir: Path, tmp_path: Path
 ) -> None:
@@ -219,6 +223,7 @@ def test_hardware_gives_the_blocks_and_a_picture_of_what_fits(
     assert "this project has not measured any Gaudi" in words
 
 
+@pytest.mark.slow
 def test_budgets_of_time_and_memory_bound_the_table(hpu_duo: Run, config_dir: Path) -> None:
     def planned(*arguments: object) -> dict[str, object]:
         result = hpu_duo(

@@ -55,13 +55,23 @@ NEEDED = {
     ("replay",): ("{tmp}/steps",),
     ("selftest",): ("--output", "{tmp}/report"),
     ("serve",): (),
+    ("simulate",): ("--num-requests", "2"),
+    ("bench", "steps"): ("--out", "{tmp}/steps.json"),
+    ("train-ranker",): ("{tmp}/trace.csv", "--output", "{tmp}/ranker"),
 }
 """Further arguments of each command that takes a model."""
 
 NAMES_NO_CHECKPOINT = [("bench", "serve")]
 """There ``--model`` is what a server calls its model."""
 
-READ_NO_TOKENIZER = [("capacity",), ("plan",), ("audit",), ("pattern", "show")]
+READ_NO_TOKENIZER = [
+    ("capacity",),
+    ("plan",),
+    ("audit",),
+    ("pattern", "show"),
+    ("simulate",),
+    ("train-ranker",),
+]
 
 
 @pytest.fixture
@@ -108,6 +118,9 @@ def commands_with_a_model() -> Iterator[tuple[str, ...]]:
 def arguments(command: tuple[str, ...], model: Path, tmp_path: Path, pattern: Path) -> list[str]:
     question = {"input": "q", "context": "c", "answers": ["a"], "dataset": "qasper", "length": 1}
     (tmp_path / "questions.jsonl").write_text(json.dumps(question), encoding="utf-8")
+    lines = ["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"]
+    lines += [f"{second},ChatGPT,{20 + second},{5 + second},{25 + second},API log" for second in range(40)]
+    (tmp_path / "trace.csv").write_text("\n".join(lines), encoding="utf-8")
     if command == ("replay",):
         recorded = HPUDuoModel.from_pretrained(MODEL_DIR, max_model_len=64, record_steps=tmp_path / "steps")
         recorded.generate([[1, 5]], max_new_tokens=2)
@@ -146,6 +159,7 @@ def test_no_command_runs_or_offers_to_run_a_tokenizers_own_code(
     assert "[y/N]" not in result.output
 
 
+@pytest.mark.slow
 def test_a_shell_that_says_yes_to_everything_runs_no_code(own_model: Path, marker: Path) -> None:
     script = f"yes | {sys.executable} -m hpu_duo.cli generate --model {own_model} --prompt Hi"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=dict(os.environ))

@@ -24,6 +24,7 @@ MESSAGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_it_serves_the_built_in_model_until_a_signal_comes(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "hpu_duo.cli", "serve", "--port", "0", "--max-num-seqs", "2"]

@@ -31,6 +31,7 @@ def run(
     )
 
 
+@pytest.mark.slow
 def test_answers_are_marked_in_words_where_there_is_no_tick() -> None:
     done = run(*SHORT, PYTHONIOENCODING="latin-1")
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
@@ -38,6 +39,7 @@ def test_answers_are_marked_in_words_where_there_is_no_tick() -> None:
     assert b"yes " in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["doctor"], ["pattern", "show", "hpu_duo/builtin/pattern"]])
 def test_tables_fit_any_encoding(command: list[str]) -> None:
     done = run(*command, PYTHONIOENCODING="latin-1")
@@ -45,6 +47,7 @@ def test_tables_fit_any_encoding(command: list[str]) -> None:
     assert b"\\u" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_chinese_prompt_is_utf_8_whatever_the_locale_says(hpu_duo: Callable[..., Result]) -> None:
     text = "\u4e2d\u6587"
     command = ["generate", "--max-new-tokens", "2", "--prompt", text, "--prompt", "b", "--stop", text]
@@ -65,6 +68,7 @@ def test_bytes_that_are_no_text_are_refused(variables: dict[str, str], option: s
     assert done.stderr.decode() == f"hpu-duo: error: expected UTF-8 text in {name}, got byte 0xff\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -83,6 +87,7 @@ def test_a_reader_that_has_had_enough_is_no_error(command: list[str]) -> None:
     assert "rror" not in told
 
 
+@pytest.mark.slow
 @full_device
 @pytest.mark.parametrize(
     "command",
@@ -100,6 +105,7 @@ def test_a_full_device_is_told_in_a_sentence(command: list[str]) -> None:
     assert done.stderr.decode() == told
 
 
+@pytest.mark.slow
 @full_device
 def test_notes_that_cannot_be_written_stop_no_work() -> None:
     with FULL.open("wb") as full:
@@ -110,6 +116,7 @@ def test_notes_that_cannot_be_written_stop_no_work() -> None:
     assert b'"num_right": 2' in done.stdout
 
 
+@pytest.mark.slow
 def test_closed_streams_are_no_error() -> None:
     command = [*COMMAND, "pattern", "show", "hpu_duo/builtin/pattern"]
     done = subprocess.run(["bash", "-c", f"{' '.join(command)} >&- 2>&-"], check=False)

@@ -86,6 +86,7 @@ def test_phases_that_begin_with_dashes_are_no_options(
     assert [graph["shape"] for graph in graphs] == ["c-u/q64/s0/u64/l4", "--u/q4/s0/u64/l4"]
 
 
+@pytest.mark.slow
 def test_a_table_is_planned_within_the_budget(warmup: Run) -> None:
     result = warmup("--graphs-budget", 6, "--max-graphs", 1, "--dry-run", "--json")
     assert result.exit_code == 0, result.stderr
@@ -161,6 +162,7 @@ def test_bad_input_is_refused_with_a_sentence(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_the_module_is_the_same_command(model_dir: Path, table: Path) -> None:
     arguments = ["warmup", "--model", model_dir, *LIMITS, "--buckets", table, "--dry-run", "--json"]
     words = [sys.executable, "-m", "graphs.warmup", *map(str, arguments[1:])]

@@ -241,12 +241,32 @@ def test_the_queue_has_an_end_and_one_large_call_is_taken_when_it_is_empty() -> 
     admission.admit(3, 1)
     with pytest.raises(QueueFullError, match="at most 4") as refused:
         admission.admit(3, 2)
-    assert refused.value.retry_after_s >= 1
-    for _ in range(100):
+    assert refused.value.retry_after_s == 1  # nothing is known
+
+
+def test_a_full_queue_says_when_to_come_again_by_how_fast_the_last_samples_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("hpu_duo.server.running.admission.time.monotonic", lambda: now)
+    admission = Admission(4)
+    admission.stage = Stage.READY
+
+    def wait(num_samples: int) -> int:
+        with pytest.raises(QueueFullError) as refused:
+            admission.admit(4, num_samples)
+        return refused.value.retry_after_s
+
+    for _ in range(4):  # one in ten seconds
         admission.ended(1)
-    with pytest.raises(QueueFullError) as refused:
-        admission.admit(4, 1)
-    assert refused.value.retry_after_s == 1
+        now += 10
+    assert [wait(1), wait(2), wait(5), wait(7)] == [10, 20, 50, 60]
+    now += 8
+    assert wait(1) == 12
+    for _ in range(64):  # two in a second; those before are forgotten
+        admission.ended(1)
+        now += 0.5
+    assert [wait(1), wait(3), wait(40)] == [1, 2, 20]
 
 
 def test_outputs_of_samples_end_their_request_with_the_last_of_them() -> None:

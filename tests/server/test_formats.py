@@ -13,6 +13,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import GenerationConfig
 
+from hpu_duo.sampling.field_error import FieldError
+from hpu_duo.sampling.guidance import GrammarState
 from tests.engine.tiny import make_tiny
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live
@@ -163,6 +165,30 @@ def test_what_is_no_format_is_refused_by_its_field(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param)
     assert message in error["message"]
+
+
+def test_more_choices_than_the_library_follows_are_refused_by_their_field(http: httpx.Client) -> None:
+    choices = [f"a{number}" for number in range(1025)]
+    asked = {"prompt": "hi", "max_tokens": 9}
+    refused = http.post("/v1/completions", json={**asked, "guided_choice": choices})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "guided_choice"), error
+    assert "at most 1024 choices, got 1025" in error["message"]
+    served = http.post("/v1/completions", json={**asked, "guided_choice": choices[:-1]})
+    assert served.json()["choices"][0]["text"] in choices
+
+
+def test_a_format_that_fails_later_is_the_callers_error(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(state: GrammarState, token: int) -> None:
+        raise FieldError("structured_outputs.regex", "too large to go on with")
+
+    monkeypatch.setattr(GrammarState, "accept", fail)
+    response = http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3, "guided_regex": "[ab]{9}"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "structured_outputs.regex"), error
+    assert error["message"] == "structured_outputs.regex: too large to go on with"
 
 
 def test_a_chosen_function_is_called_once(server: Live) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hpu_duo.server.running.admission import Admission
 from hpu_duo.server.telemetry.record import CallRecord
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live, wait_until
@@ -88,6 +90,28 @@ def test_calls_are_counted(tiny: TinyChat) -> None:
     steps = sum(value for name, value in found.items() if name.startswith("hpuduo:steps_total"))
     assert steps > 0
     assert found["hpuduo:query_tokens_total"] >= found["hpuduo:padded_tokens_total"]
+
+
+def test_a_call_that_finds_no_room_is_no_call_that_ended(
+    tiny: TinyChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(Admission, "ended", lambda _, num_samples: ended.append(num_samples))
+    with live(tiny.load(max_num_seqs=2), max_queue=1) as server, ThreadPoolExecutor(1) as pool:
+        slowed(server, 0.02, monkeypatch)
+        client = server.client()
+        running = pool.submit(client.completions.create, **ASKED)
+        wait_until(lambda: server.service.engine.num_open == 2)
+        with pytest.raises(openai.RateLimitError):  # there is room for one, and it wants two
+            client.completions.create(**ASKED)
+        running.result()
+        wait_until(lambda: ended)
+        found = samples(server)
+    assert ended == [2]
+    assert found["hpuduo:request_success_total,finished_reason=error"] == 0
+    assert found["hpuduo:request_success_total,finished_reason=length"] == 2
+    assert found["hpuduo:e2e_request_latency_seconds_count"] == 1
+    assert found["http_requests_total,handler=/v1/completions,method=POST,status=429"] == 1
 
 
 def test_buckets_of_histograms_are_cumulative(tiny: TinyChat) -> None:

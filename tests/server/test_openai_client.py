@@ -61,7 +61,9 @@ def test_streams_join_to_whole_answers_of_each_prompt_and_sample(server: Live) -
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
         if not part.choices:
-            assert part.usage == whole.usage
+            # The second call takes its prompts from the cache.
+            assert part.usage.total_tokens == whole.usage.total_tokens
+            assert part.usage.completion_tokens == whole.usage.completion_tokens
     assert texts == [choice.text for choice in whole.choices]
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert len(set(texts)) > 3

@@ -22,9 +22,9 @@ from hpu_duo.server.tools import (
 Calls = list[tuple[str, str]]
 
 
-def parsed(parser: str, pieces: Sequence[str]) -> tuple[str, Calls]:
+def parsed(parser: str, pieces: Sequence[str], functions: set[str] | None = None) -> tuple[str, Calls]:
     """Content, and calls as names and arguments; arguments never come before the call has begun."""
-    made = make_parser(parser)
+    made = make_parser(parser, functions)
     found = [one for piece in pieces for one in made.push(piece)] + made.finish()
     content, calls = "", list[tuple[str, str]]()
     for piece in found:
@@ -92,6 +92,22 @@ def test_a_text_is_taken_apart_however_it_is_cut(parser: str, text: str, content
     for width in (1, 2, 3, 5, 11, len(text)):
         pieces = [text[start : start + width] for start in range(0, len(text), width)]
         assert parsed(parser, pieces) == (content, calls), width
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        (LLAMA, '{"name": "Alice", "age": 3}', []),
+        (LLAMA, '{"age": 3, "name": "Alice", "parameters": {}}', []),
+        (HERMES, '<tool_call>{"name": "Alice"}</tool_call>', []),
+        (HERMES, '<tool_call>{"arguments": {"x": 1}, "name": "Alice"}</tool_call>', []),
+        (HERMES, '<tool_call>{"name": "f"}</tool_call>', [("f", "{}")]),
+        (LLAMA, '{"parameters": {"x": 1}, "name": "f"}', [("f", '{"x": 1}')]),
+    ],
+)
+def test_only_functions_that_there_are_can_be_called(parser: str, text: str, calls: Calls) -> None:
+    for pieces in ([text], list(text)):
+        assert parsed(parser, pieces, {"f", "g"}) == ("" if calls else text, calls)
 
 
 VALUES = st.recursive(

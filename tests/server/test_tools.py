@@ -25,7 +25,7 @@ WEATHER = {
 ASKED: dict[str, Any] = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "hi"}],
-    "tools": [WEATHER],
+    "tools": [WEATHER, *({"type": "function", "function": {"name": name}} for name in "fg")],
     "stop": ["~"],
 }
 ONE = 'Hm.<tool_call>{"name":"f","arguments":{"x":"y"}}~'
@@ -61,7 +61,7 @@ def test_the_template_sees_the_tools(server: Live) -> None:
     without = client.chat.completions.create(**ASKED, tool_choice="none", max_tokens=1).usage
     assert with_tools is not None
     assert without is not None
-    assert with_tools.prompt_tokens - without.prompt_tokens == len("[<tool_call>1]")
+    assert with_tools.prompt_tokens - without.prompt_tokens == len("[<tool_call>3]")
 
 
 def test_a_call_is_a_call_and_what_stands_before_it_is_content(server: Live, writes: Any) -> None:

@@ -43,6 +43,20 @@ DeviceMemoryUtilization = Annotated[
         rich_help_panel=LIMITS,
     ),
 ]
+EnablePrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        help="Keep the KV blocks of ended requests for later ones that begin alike.", rich_help_panel=LIMITS
+    ),
+]
+NumPrefixSnapshots = Annotated[
+    int | None,
+    typer.Option(
+        help="States of streaming heads to keep with them.",
+        show_default="as many as requests run, in an eighth of the memory",
+        rich_help_panel=LIMITS,
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Fixes everything that is drawn at random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text and tables.")]
 
@@ -172,6 +186,23 @@ class EngineOptions(SizeOptions):
             rich_help_panel=ENGINE,
         ),
     ] = SchedulerConfig.decode_len
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,...]",
+            help="Who runs first where not everybody can run; see docs/scheduling.md.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = SchedulerConfig.scheduling_policy
+    ranker: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="What hpu-duo train-ranker wrote, for --scheduling-policy ltr.",
+            show_default="none",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
     num_blocks: Annotated[
         int | None,
         typer.Option(
@@ -189,19 +220,29 @@ class EngineOptions(SizeOptions):
         ),
     ] = None
     device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
-    enable_prefix_caching: Annotated[
-        bool,
+    enable_prefix_caching: EnablePrefixCaching = CacheConfig.enable_prefix_caching
+    num_prefix_snapshots: NumPrefixSnapshots = None
+    tensor_parallel_size: Annotated[
+        int,
         typer.Option(
-            help="Keep the KV blocks of ended requests for later ones that begin alike.",
-            rich_help_panel=LIMITS,
+            help="Devices that share the model, each driven by a process of its own.",
+            rich_help_panel=ENGINE,
         ),
-    ] = CacheConfig.enable_prefix_caching
-    num_prefix_snapshots: Annotated[
+    ] = 1
+    retrieval_parallel: Annotated[
+        str,
+        typer.Option(
+            help="What devices share of retrieval heads: heads, or the tokens of each of them (context).",
+            metavar="heads|context|auto",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "heads"
+    retrieval_parallel_context: Annotated[
         int | None,
         typer.Option(
-            help="States of streaming heads to keep with them.",
-            show_default="as many as requests run",
-            rich_help_panel=LIMITS,
+            help="Tokens of a request for which auto predicts the faster of both.",
+            show_default="the longest request",
+            rich_help_panel=ENGINE,
         ),
     ] = None
     buckets: Buckets = None

@@ -81,10 +81,18 @@ class TextOptions:
         )
 
 
+_Cached = Annotated[
+    bool,
+    typer.Option(help="Let texts take up what texts before them have computed.", rich_help_panel=opt.ENGINE),
+]
+"""Off in evaluations: what one text is given does not depend on those before it."""
+
+
 @dataclass(frozen=True)
 class EvaluationEngine(opt.EngineOptions):
-    """Engine of evaluations: a few requests at a time, because prompts are long."""
+    """Engine of evaluations: a few requests at a time, because prompts are long, each computed anew."""
 
+    enable_prefix_caching: _Cached = False
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Requests that run at the same time.", rich_help_panel=opt.ENGINE)
     ] = MAX_NUM_SEQS
@@ -107,11 +115,12 @@ class ScoringEngine(EvaluationEngine):
 class OneScoringEngine(opt.EngineOptions):
     """Engine that scores one text."""
 
+    enable_prefix_caching: _Cached = False
     decode_len: _Scored = _SCORED_LEN
 
 
 _STEP = ("device", "dtype", "graphs", "attention", "softmax")
-_SIZES = ("max_num_batched_tokens", "block_size", "device_memory_utilization")
+_SIZES = ("max_num_batched_tokens", "block_size", "device_memory_utilization", "enable_prefix_caching")
 Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
 Scoring = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_SIZES, "decode_len")]
 OneRequestEngine = Annotated[OneScoringEngine, Only(*_STEP, *_SIZES, "decode_len")]

@@ -15,9 +15,11 @@ from hpu_duo.cli.arguments.options import (
     Buckets,
     DeviceMemoryUtilization,
     Dtype,
+    EnablePrefixCaching,
     HeadOptions,
     Json,
     LimitOptions,
+    NumPrefixSnapshots,
 )
 from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.cli.terminal.sizes import parse_bytes
@@ -57,6 +59,8 @@ def audit(
         ),
     ] = None,
     device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization,
+    enable_prefix_caching: EnablePrefixCaching = CacheConfig.enable_prefix_caching,
+    num_prefix_snapshots: NumPrefixSnapshots = None,
     buckets: Buckets = None,
     bucket: Annotated[
         list[str] | None,
@@ -95,6 +99,8 @@ def audit(
                     block_size=limits.block_size,
                     num_blocks=num_blocks,
                     kv_cache_bytes=cache_bytes,
+                    enable_prefix_caching=enable_prefix_caching,
+                    num_prefix_snapshots=num_prefix_snapshots,
                     device_memory_utilization=device_memory_utilization,
                 ),
                 scheduler=SchedulerConfig(

@@ -11,7 +11,13 @@ import typer
 from hpu_duo.budget import GRAPH_MEMORY_SHARE
 from hpu_duo.cli.arguments.capacity_choices import report_fields
 from hpu_duo.cli.arguments.model_names import model_option
-from hpu_duo.cli.arguments.options import LIMITS, DeviceMemoryUtilization, Json
+from hpu_duo.cli.arguments.options import (
+    LIMITS,
+    DeviceMemoryUtilization,
+    EnablePrefixCaching,
+    Json,
+    NumPrefixSnapshots,
+)
 from hpu_duo.cli.planning.hardware import RECENT, SINK, HardwareOptions
 from hpu_duo.cli.terminal.drawing import check_drawing
 from hpu_duo.cli.terminal.errors import user_errors
@@ -93,6 +99,8 @@ def capacity(
         float,
         typer.Option(help="Share of what weights leave of that for graphs.", rich_help_panel=LIMITS),
     ] = GRAPH_MEMORY_SHARE,
+    enable_prefix_caching: EnablePrefixCaching = CacheConfig.enable_prefix_caching,
+    num_prefix_snapshots: NumPrefixSnapshots = None,
     attention: Annotated[
         str, typer.Option(help="Attention kernels: hpu for Gaudi's fused operators, or reference.")
     ] = "hpu",
@@ -120,6 +128,8 @@ def capacity(
             recent=recent,
             device_memory_utilization=device_memory_utilization,
             graph_memory=graph_memory,
+            enable_prefix_caching=enable_prefix_caching,
+            num_prefix_snapshots=num_prefix_snapshots,
             attention=attention,
         )
         serving = asked.on(hardware, max_num_seqs, max_num_batched_tokens, block_size)

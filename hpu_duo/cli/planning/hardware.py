@@ -11,8 +11,8 @@ import typer
 
 from hpu_duo.budget import GRAPH_MEMORY_SHARE
 from hpu_duo.cli.arguments.capacity_choices import DEFAULT_KV_FORMATS, DEFAULT_SPARSITIES, default_contexts
-from hpu_duo.cli.arguments.options import DeviceMemoryUtilization
-from hpu_duo.limit_config import HPU_LAYER_KINDS, CacheConfig
+from hpu_duo.cli.arguments.options import DeviceMemoryUtilization, EnablePrefixCaching, NumPrefixSnapshots
+from hpu_duo.limit_config import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from graphs import BatchShape
@@ -103,8 +103,17 @@ class HardwareOptions:
         float,
         typer.Option(help="Share of what weights leave of that for graphs.", rich_help_panel=HARDWARE),
     ] = GRAPH_MEMORY_SHARE
+    enable_prefix_caching: EnablePrefixCaching = CacheConfig.enable_prefix_caching
+    num_prefix_snapshots: NumPrefixSnapshots = None
 
-    def on(self, hardware: str, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> Serving:
+    def on(
+        self,
+        hardware: str,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        block_size: int,
+        decode_len: int = SchedulerConfig.decode_len,
+    ) -> Serving:
         """Return the serving on some hardware, with the limits of a scheduler.
 
         Raises:
@@ -125,11 +134,14 @@ class HardwareOptions:
             max_num_batched_tokens=max_num_batched_tokens,
             device_memory_utilization=self.device_memory_utilization,
             graph_memory=self.graph_memory,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_prefix_snapshots=self.num_prefix_snapshots,
             sink=own[0] if self.sink is None else self.sink,
             recent=own[1] if self.recent is None else self.recent,
             pattern=pattern,
             max_layer_kinds=self.max_layer_kinds,
             attention=self.attention,
+            decode_len=decode_len,
         )
 
     def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:

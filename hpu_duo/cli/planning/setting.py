@@ -77,7 +77,9 @@ class Setting:
             ValueError: the model cannot be read or does not fit, or a limit is out of range.
         """
         size = read_model(model)
-        serving = served.on(hardware, asked.max_num_seqs, asked.max_num_batched_tokens, asked.block_size)
+        serving = served.on(
+            *(hardware, asked.max_num_seqs, asked.max_num_batched_tokens, asked.block_size, asked.decode_len)
+        )
         found = served.compare(size, serving, num_graphs)
         deployment = served.deployment(size, serving, asked.max_model_len or size.max_positions)
         limits = replace(limits_on_hardware(deployment, asked.max_chunk_rows), decode_len=asked.decode_len)
@@ -97,12 +99,12 @@ class Setting:
         """The same with the warm-up of a table for the choice that was planned for."""
         if self.deployment is None or not len(chosen):
             return self
-        operators, num_kinds = self.deployment.engine_work.traced_launches, self.deployment.num_layer_kinds
+        compiled, num_kinds = self.deployment.engine_work.compiled, self.deployment.num_layer_kinds
         if isinstance(chosen, Grid):
-            fewest, most = operators(SMALLEST_DECODE), operators(self.limits.largest)
+            fewest, most = compiled(SMALLEST_DECODE), compiled(self.limits.largest)
             warm_up = replace(WarmUp.within(len(chosen), num_kinds, fewest, most), is_bound=False)
         else:
-            warm_up = WarmUp.of(map(operators, chosen), num_kinds)
+            warm_up = WarmUp.of(map(compiled, chosen), num_kinds)
         return replace(self, found=(replace(self.found[0], warm_up=warm_up), *self.found[1:]))
 
 

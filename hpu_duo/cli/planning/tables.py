@@ -102,11 +102,16 @@ def _warm_up_cells(warm_up: WarmUp) -> tuple[str, ...]:
     return (
         _graphs(warm_up),
         str(warm_up.num_layer_kinds),
-        f"{warm_up.num_recipes:,}",
+        _recipes(warm_up),
         f"{fewest:,} to {most:,}",
         f"{_minutes(warm_up.trace_s[0])} to {_minutes(warm_up.trace_s[1])}",
         f"{_minutes(warm_up.low_s)} to {_minutes(warm_up.high_s)}",
     )
+
+
+def _recipes(warm_up: WarmUp) -> str:
+    fewest, most = warm_up.recipes
+    return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
 
 
 def _graphs(warm_up: WarmUp) -> str:

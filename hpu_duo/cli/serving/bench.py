@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 NOTHING_COMPLETED = 1
 
-bench_app = typer.Typer(help="Measure servers.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure servers, and steps of an engine.", no_args_is_help=True)
 
 
 @bench_app.callback()
 def _root() -> None:
-    """Measure servers."""
+    """Measure servers, and steps of an engine."""
 
 
 @bench_app.command(cls=ManyValues)

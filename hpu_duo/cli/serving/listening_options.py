@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +25,19 @@ class ListeningOptions:
     port: Annotated[int, typer.Option(help="Port; 0 takes one that is free.", rich_help_panel=_LISTENING)] = (
         8000
     )
+    fd: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Listen on this bound socket, which whoever starts the server hands over, instead of "
+            "--port.",
+            show_default="none",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
+    ends_with_stdin: Annotated[
+        bool, typer.Option("--ends-with-stdin", help="Stop when standard input ends.", hidden=True)
+    ] = False
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -88,6 +102,16 @@ class ListeningOptions:
         bool,
         typer.Option("--page/--no-page", help="Answer / with a page to chat on.", rich_help_panel=_LISTENING),
     ] = True
+
+    def bound(self) -> socket.socket:
+        """The socket to listen on.
+
+        Raises:
+            ValueError: it cannot be had.
+        """
+        from hpu_duo.server.http.listening import bind, bound_socket
+
+        return bind(self.host, self.port) if self.fd is None else bound_socket(self.fd)
 
     @property
     def keys(self) -> tuple[str, ...]:

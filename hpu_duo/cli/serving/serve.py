@@ -12,14 +12,16 @@ from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_cold
 from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.serving.call_options import CallOptions, ServingEngineOptions
+from hpu_duo.cli.serving.ends import end_with_stdin, exit_as
 from hpu_duo.cli.serving.listening_options import ListeningOptions
 from hpu_duo.cli.serving.profile_options import ProfileOptions
+from hpu_duo.cli.serving.replica_options import ServedReplicas
+from hpu_duo.cli.serving.serve_replicas import serve_replicas
 from hpu_duo.cli.serving.telling_options import TellingOptions
-from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
+from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.limit_config import SchedulerConfig
 
 _NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
-_FAILED = 1
 
 
 @grouped
@@ -27,6 +29,7 @@ def serve(
     *,
     model: opt.Model = None,
     listening: ListeningOptions,
+    replicated: ServedReplicas,
     calls: CallOptions,
     telling: TellingOptions,
     profiling: ProfileOptions,
@@ -55,17 +58,22 @@ def serve(
         config = calls.config(model, listening, telling)
         tls = listening.tls
         profiling.check()
-        from hpu_duo.server.http.listening import bind
-
+        replicated.check()
+        # A port that is taken is told before weights are read.
+        bound = listening.bound()
+        if replicated.replicas is not None:
+            front = replicated.front(config, engine.device, engine.tensor_parallel_size or 1)
+    if replicated.replicas is not None:
+        serve_replicas(front, bound, tls, listening.host)
+        return
+    with user_errors():
         log, tracing = telling.request_log(), telling.tracing()
         told = [one for one in (log, tracing) if one is not None]
-        # A port that is taken is told before weights are read.
-        bound = bind(listening.host, listening.port)
         loaded = load_cold(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
         profiler = profiling.profiler(loaded.engine.runner.runtime.name)
         loaded.engine.profiler = profiler
         from hpu_duo.server.http.app import create_app
-        from hpu_duo.server.http.listening import is_interrupt, listen
+        from hpu_duo.server.http.listening import listen
         from hpu_duo.server.service import Service
 
         service = Service(loaded, config, tuple(one.add for one in told))
@@ -82,6 +90,8 @@ def serve(
         names = ", ".join(config.model_names)
         typer.echo(f"hpu-duo: serving {names} at {place}{', warming up' if captures else ''}", err=True)
 
+    if listening.ends_with_stdin:
+        end_with_stdin()
     ending = listen(app, service, bound, tls, tell)
     for one in told:
         one.close()
@@ -90,10 +100,4 @@ def serve(
             f"hpu-duo: no profile was written: {profiler.remaining} more steps would have been needed",
             err=True,
         )
-    if ending.signal_number is None:
-        typer.echo("hpu-duo: the engine has failed; see above", err=True)
-        raise typer.Exit(_FAILED)
-    if is_interrupt(ending):
-        raise typer.Exit(INTERRUPTED)
-    if not ending.is_drained:
-        typer.echo("hpu-duo: stopped before every call had ended", err=True)
+    exit_as(ending, "the engine has failed; see above", is_left_behind=service.is_left_behind)

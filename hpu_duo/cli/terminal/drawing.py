@@ -14,9 +14,14 @@ def check_matplotlib(what: str) -> None:
         raise ValueError(f"{what} needs matplotlib, which is not installed: pip install 'hpu-duo[plot]'")
 
 
-def check_drawing(png: Path) -> None:
-    """Raise ValueError unless a picture can be made and written there."""
-    check_matplotlib("--png")
-    if png.suffix.lower() != ".png":
-        raise ValueError(f"expected a file name that ends in .png, got {str(png)!r}")
-    check_file("--png", png)
+def check_drawing(file: Path, option: str = "--png", suffixes: tuple[str, ...] = (".png",)) -> None:
+    """Raise ValueError unless a picture can be made and written there.
+
+    Args:
+        option: that names the file.
+        suffixes: of formats that can be asked for.
+    """
+    check_matplotlib(option)
+    if file.suffix.lower() not in suffixes:
+        raise ValueError(f"expected a file name that ends in {' or '.join(suffixes)}, got {str(file)!r}")
+    check_file(option, file)

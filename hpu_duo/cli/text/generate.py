@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from hpu_duo.cli.arguments.loading import load_model
 from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.arguments.prompts import decoded, encode, read_prompts, tokenizer_of
 from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
+from hpu_duo.cli.text.contexts import check_context_options, open_context
 from hpu_duo.cli.text.report import run_fields, run_table
 from hpu_duo.cli.text.serving import Run, RunReport
 from hpu_duo.cli.text.views import LiveView
@@ -37,6 +39,18 @@ def generate(
         typer.Option(metavar="PATH", help="File with a prompt, - for standard input; repeat for several."),
     ] = None,
     model: opt.Model = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Document that all prompts go on behind, read once: a text, - for standard input, or a file "
+            "of --save-context.",
+        ),
+    ] = None,
+    save_context: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Write what was read of the document, to be loaded next time."),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap prompts in the model's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each prompt.")] = 128,
     as_json: opt.Json = False,
@@ -79,7 +93,8 @@ def generate(
     with user_errors():
         if max_new_tokens < 1:
             raise ValueError(f"expected --max-new-tokens of 1 or more, got {max_new_tokens}")
-        prompts = read_prompts(prompt or [], file or [])
+        check_context_options(context, save_context, file or [])
+        prompts = read_prompts(prompt or [], file or []) if prompt or file or save_context is None else []
         sampling = {
             "temperature": temperature,
             **_drawn(temperature, top_k=top_k, top_p=top_p, min_p=min_p),
@@ -88,11 +103,16 @@ def generate(
             "ignore_eos": ignore_eos,
             "max_tokens": max_new_tokens,
         }
-        params = _params(sampling)
-        loaded = load_model(model, heads, engine, len(prompts), seed)
-        tokenizer = tokenizer_of(loaded)
-        ids = [encode(tokenizer, text, chat) for text in prompts]
-        run = Run(loaded.engine, ids, [params] * len(ids))
+        loaded = load_model(model, heads, engine, max(1, len(prompts)), seed)
+        tokenizer, opened = tokenizer_of(loaded), None
+        if context is None:
+            ids = [encode(tokenizer, text, chat) for text in prompts]
+        else:
+            opened = open_context(loaded, context, save_context, is_chat=chat)
+            sampling["cache_salt"] = opened.context.cache_salt
+            ids = [opened.prompt(text) for text in prompts]
+        hold = None if opened is None else opened.context.hold()
+        run = Run(loaded.engine, ids, [_params(sampling)] * len(ids), hold)
     console = Console(stderr=True)
     is_streamed = len(prompts) == 1 and not as_json
     from graphs import GraphMissError, RecompileError
@@ -100,12 +120,16 @@ def generate(
     with user_errors((RecompileError, GraphMissError)):
         report = run.finish(LiveView(console, sys.stdout if is_streamed else None))
     if as_json:
-        typer.echo(json.dumps(_fields(ids, report), indent=2))
+        fields = _fields(ids, report)
+        typer.echo(json.dumps(fields if opened is None else fields | {"context": opened.fields()}, indent=2))
     else:
         if not is_streamed:
             _print_labelled(prompts, report.completions)
         console.print()
-        console.print(run_table(report))
+        table = run_table(report)
+        if opened is not None:
+            table.add_row("context", opened.describe())
+        console.print(table)
     if report.is_interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -145,6 +169,7 @@ def _fields(ids: Sequence[Sequence[int]], report: RunReport) -> dict[str, Any]:
             "token_ids": completion.token_ids,
             "finish_reason": None if completion.finish_reason is None else str(completion.finish_reason),
             "stop_reason": completion.stop_reason,
+            "num_cached_tokens": completion.num_cached_tokens,
         }
         for prompt, completion in zip(ids, report.completions)
     ]

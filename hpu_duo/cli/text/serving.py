@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hpu_duo.engine.engine import Engine
     from hpu_duo.engine.outputs import Completion, RequestOutput
     from hpu_duo.engine.stats import EngineStats
+    from hpu_duo.kv.holds import PrefixHold
     from hpu_duo.sampling import SamplingParams
 
 
@@ -67,13 +68,20 @@ class RunReport:
 class Run:
     """Prompts that an engine has accepted, all or none of them.
 
+    Args:
+        context: what all of them begin with, kept by the engine.
+
     Raises:
         ValueError: the engine refuses a prompt, which the message calls by its place, counted from 1, or its
             parameters.
     """
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        context: PrefixHold | None = None,
     ) -> None:
         from hpu_duo.engine.outputs import Completion
 
@@ -82,7 +90,8 @@ class Run:
         self._index: dict[str, int] = {}
         try:
             for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                self._index[engine.add_request(prompt, one, name=f"prompt {index + 1}")] = index
+                name = engine.add_request(prompt, one, name=f"prompt {index + 1}", context=context)
+                self._index[name] = index
         except ValueError:
             self._abort()
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpu_duo.engine.outputs import TokenLogprob
@@ -60,6 +60,18 @@ class CompletionAnswer(Answer):
         if not generates:
             for choice in self.choices:
                 choice.finish_reason = FinishReason.LENGTH
+
+    def score(self, entries: Sequence[Sequence[TokenLogprob | int]]) -> None:
+        """Give the echoed prompts their log-probabilities.
+
+        Args:
+            entries: for each prompt one per token: its first token alone, which nothing precedes, then
+                log-probabilities.
+        """
+        num_each = len(self._echoes) // len(entries)
+        self._echoes = [
+            replace(echo, entries=entries[index // num_each]) for index, echo in enumerate(self._echoes)
+        ]
 
     def beginning(self) -> bytes:
         """The echoed prompts, and the ends of choices that nothing is generated for."""

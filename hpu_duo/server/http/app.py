@@ -6,18 +6,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 from hpu_duo import __version__
-from hpu_duo.server.http.auth import ApiKeys, KeyMiddleware
-from hpu_duo.server.http.body_limit import BodyLimitMiddleware
 from hpu_duo.server.http.errors import install_error_handlers
 from hpu_duo.server.http.generation_routes import generation_routes
-from hpu_duo.server.http.page_routes import PAGE_PREFIX, page_routes
+from hpu_duo.server.http.guards import add_guards
+from hpu_duo.server.http.page_routes import page_routes
 from hpu_duo.server.http.state_routes import state_routes
 from hpu_duo.server.http.token_routes import token_routes
 from hpu_duo.server.service import Service
-from hpu_duo.server.telemetry.counting import CountingMiddleware
 
 
 def create_app(service: Service, *, warm_up: bool = False) -> FastAPI:
@@ -48,16 +45,5 @@ def create_app(service: Service, *, warm_up: bool = False) -> FastAPI:
     config = service.config
     if config.has_page:
         app.include_router(page_routes())
-    # The last one added is the first to see a call.
-    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)
-    if config.api_keys:
-        app.add_middleware(KeyMiddleware, keys=ApiKeys(config.api_keys), open_prefixes=(PAGE_PREFIX,))
-    if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.allowed_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
-    app.add_middleware(CountingMiddleware, count=service.metrics.responded)
+    add_guards(app, config, service.metrics.responded)
     return app

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from hpu_duo.server.http.direct_writes import DirectWrites
 from hpu_duo.server.running.admission import Stage
-from hpu_duo.server.service import Service
 
 _BACKLOG = 4096
 _UNREAD_S = 300
@@ -27,6 +26,19 @@ _KEEP_ALIVE_S = 75
 15 s, vLLM's load generator 60 s), so that no call is sent on one that is being closed."""
 _LAST_WRITES_S = 5
 """Behind the last token, so long for slow readers to take what is in flight."""
+
+
+class Draining(Protocol):
+    """A service that a server lets end, such as ``Service``."""
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of its life."""
+        ...
+
+    async def drain(self) -> bool:
+        """Take nothing new, and let what is under way end; returns whether all of it has."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,9 +92,23 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def bound_socket(number: int) -> socket.socket:
+    """The socket that a process was handed over, bound, under a number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        bound = socket.socket(fileno=number)
+        bound.getsockname()
+    except OSError as error:
+        raise ValueError(f"expected a socket as --fd {number}: {error.strerror}") from error
+    return bound
+
+
 def listen(
     app: ASGIApp,
-    service: Service,
+    service: Draining,
     bound: socket.socket,
     tls: Tls | None = None,
     on_listening: Callable[[], None] = lambda: None,
@@ -111,7 +137,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        service: Service,
+        service: Draining,
         tls: Tls | None = None,
         on_listening: Callable[[], None] = lambda: None,
     ) -> None:

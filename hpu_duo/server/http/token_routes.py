@@ -8,6 +8,7 @@ from fastapi import APIRouter
 
 from hpu_duo.server.http.json_route import JsonRoute
 from hpu_duo.server.http.schemas import REFUSALS
+from hpu_duo.server.planning.sampling import checked_text
 from hpu_duo.server.protocol import DetokenizeRequest, TokenizeRequest
 from hpu_duo.server.protocol.errors import bad_value
 from hpu_duo.server.service import Service
@@ -28,9 +29,10 @@ def token_routes(service: Service) -> APIRouter:
         if body.prompt is None:
             tokens = await service.chats.encode(body, has_tools=True)
         else:
-            tokens = await encoder.encode(
-                body.prompt, add_special_tokens=body.add_special_tokens is not False
-            )
+            with checked_text("prompt", served):
+                tokens = await encoder.encode(
+                    body.prompt, add_special_tokens=body.add_special_tokens is not False
+                )
         found = {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             found["token_strs"] = encoder.tokenizer.convert_ids_to_tokens(tokens)

@@ -4,6 +4,7 @@ from hpu_duo.server.planning.chat import ChatPlanner
 from hpu_duo.server.planning.completions import CompletionPlanner
 from hpu_duo.server.planning.defaults import SamplingDefaults
 from hpu_duo.server.planning.plan import Plan
+from hpu_duo.server.planning.scoring import Scoring
 from hpu_duo.server.planning.served import Served
 
-__all__ = ["ChatPlanner", "CompletionPlanner", "Plan", "SamplingDefaults", "Served"]
+__all__ = ["ChatPlanner", "CompletionPlanner", "Plan", "SamplingDefaults", "Scoring", "Served"]

@@ -14,6 +14,7 @@ from hpu_duo.server.planning.plan import Plan, new_answer_id
 from hpu_duo.server.planning.sampling import (
     check_length,
     check_options,
+    checked_text,
     params_of,
     refusal,
     stream_flags,
@@ -79,7 +80,7 @@ class ChatPlanner:
                 Usage(len(prompt)),
                 request.num_samples,
                 names=self._names(request),
-                make_parser=None if parser is None else partial(make_parser, parser),
+                make_parser=None if parser is None else partial(make_parser, parser, _functions(request)),
                 only_first_call=request.parallel_tool_calls is False,
                 **stream_flags(request),
             ),
@@ -93,7 +94,7 @@ class ChatPlanner:
         """Token ids of the conversation, by the chat template.
 
         Raises:
-            ApiError: the template does not take it.
+            ApiError: the template does not take it, or it cannot fit.
         """
         variables = dict(request.chat_template_kwargs or {})
         if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
@@ -107,8 +108,12 @@ class ChatPlanner:
             variables=variables,
         )
         encoder = self._served.needs_encoder("messages")
+        keeps_end = isinstance(request, ChatRequest) and request.truncate_prompt_tokens is not None
         try:
-            return await encoder.encode_chat(chat, add_special_tokens=bool(request.add_special_tokens))
+            with checked_text("messages", self._served):
+                return await encoder.encode_chat(
+                    chat, add_special_tokens=bool(request.add_special_tokens), keeps_end=keeps_end
+                )
         except ChatTemplateError as error:
             raise bad_value(error.field, f"{error.field}: {error}") from error
 
@@ -149,6 +154,10 @@ class ChatPlanner:
             return None
         assert self._served.texts is not None, "what can be encoded has texts"
         return TokenNames(self._served.texts, by_id=bool(request.return_tokens_as_token_ids))
+
+
+def _functions(request: ChatRequest) -> frozenset[str]:
+    return frozenset(tool.function.name for tool in request.tools or ())
 
 
 def _to_call(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]] | None:

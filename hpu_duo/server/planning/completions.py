@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpu_duo.engine.outputs import TokenLogprob
 from hpu_duo.sampling import FieldError, SamplingParams
 from hpu_duo.server.answers import AnswerHead, CompletionAnswer, EchoedPrompt, Usage
 from hpu_duo.server.answers.logprobs import TokenNames
@@ -13,12 +12,13 @@ from hpu_duo.server.planning.plan import Plan, new_answer_id
 from hpu_duo.server.planning.sampling import (
     check_length,
     check_options,
+    checked_text,
     params_of,
     refusal,
     stream_flags,
     truncated,
 )
-from hpu_duo.server.planning.scoring import score_prompts
+from hpu_duo.server.planning.scoring import Scoring
 from hpu_duo.server.planning.served import Served
 from hpu_duo.server.protocol import CompletionRequest
 from hpu_duo.server.protocol.errors import bad_value
@@ -39,7 +39,7 @@ class CompletionPlanner:
         self._served = served
 
     async def plan(self, request: CompletionRequest) -> Plan:
-        """A plan for a request; prompts whose log-probabilities it wants are scored on the way.
+        """A plan for a request.
 
         Raises:
             ApiError: it cannot be served.
@@ -66,21 +66,24 @@ class CompletionPlanner:
         for prompt in prompts:
             self._check(prompt, params)
         answer_id = new_answer_id("cmpl", request.request_id)
+        answer = CompletionAnswer(
+            AnswerHead(answer_id, model),
+            Usage(sum(map(len, prompts))),
+            len(prompts) * request.num_samples,
+            names=self._names(request),
+            echoes=await self._echoes(request, given, prompts),
+            has_special=request.skip_special_tokens is False,
+            generates=max_tokens > 0,
+            **stream_flags(request),
+        )
+        is_scored = request.echo and request.logprobs is not None
         return Plan(
             answer_id=answer_id,
             model=model,
             prompts=prompts,
             params=params if max_tokens else None,
-            answer=CompletionAnswer(
-                AnswerHead(answer_id, model),
-                Usage(sum(map(len, prompts))),
-                len(prompts) * request.num_samples,
-                names=self._names(request),
-                echoes=await self._echoes(request, given, prompts),
-                has_special=request.skip_special_tokens is False,
-                generates=max_tokens > 0,
-                **stream_flags(request),
-            ),
+            answer=answer,
+            scoring=Scoring(prompts, request.logprobs or 0, answer) if is_scored else None,
             is_streamed=bool(request.stream),
             user=request.user,
             cache_salt=request.cache_salt,
@@ -91,7 +94,12 @@ class CompletionPlanner:
         if not isinstance(prompt, str):
             return prompt
         encoder = self._served.needs_encoder("prompt")
-        return await encoder.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
+        with checked_text("prompt", self._served):
+            return await encoder.encode(
+                prompt,
+                add_special_tokens=request.add_special_tokens is not False,
+                keeps_end=request.truncate_prompt_tokens is not None,
+            )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         try:
@@ -115,12 +123,9 @@ class CompletionPlanner:
         if not request.echo:
             return []
         encoder = self._served.needs_encoder("echo")
-        entries: list[Sequence[TokenLogprob | int]] = [() for _ in prompts]
-        if request.logprobs is not None:
-            entries = await score_prompts(self._served.engine, prompts, request.logprobs)
         echoes = []
-        for one, prompt, scored in zip(given, prompts, entries):
+        for one, prompt in zip(given, prompts):
             is_whole = isinstance(one, str) and request.truncate_prompt_tokens is None
             text = one if is_whole and isinstance(one, str) else await encoder.decode(prompt)
-            echoes += [EchoedPrompt(text, scored, has_special=not is_whole)] * request.num_samples
+            echoes += [EchoedPrompt(text, has_special=not is_whole)] * request.num_samples
         return echoes

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.answers import Answer
+from hpu_duo.server.planning.scoring import Scoring
 from hpu_duo.server.running import Submission
 
 
@@ -25,6 +26,7 @@ class Plan:
         user: who asks.
         cache_salt: see ``SamplingParams``.
         texts: the prompts as text, for logs that are to have them.
+        scoring: of the prompts, before anything is generated; None where nobody asked for it.
     """
 
     answer_id: str
@@ -36,6 +38,7 @@ class Plan:
     user: str | None = None
     cache_salt: str | None = None
     texts: Sequence[str] = ()
+    scoring: Scoring | None = None
 
     @property
     def num_samples(self) -> int:
@@ -50,7 +53,7 @@ class Plan:
             return []
         params, name = replace(params, cache_salt=self.cache_salt), uuid.uuid4().hex
         return [
-            Submission(f"{name}-{index}", prompt, params, index * params.n, self.user)
+            Submission(f"{name}-{index}", prompt, params, index * params.n)
             for index, prompt in enumerate(self.prompts)
         ]
 

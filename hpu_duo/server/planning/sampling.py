@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs
 from hpu_duo.server.planning.served import Served
+from hpu_duo.server.prompts import TextTooLongError
 from hpu_duo.server.protocol.errors import bad_value, too_long
 from hpu_duo.server.protocol.generation import GenerationRequest
 
 _SAME = (
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "min_tokens", "ignore_eos"),
-    *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "priority", "user"),
 )
 """Fields that are called the same here and there, and whose defaults are those of ``SamplingParams``."""
 
@@ -92,6 +94,24 @@ def check_length(param: str, num_tokens: int, max_param: str, max_tokens: int | 
             f"{culprit}: this model's maximum context length is {most} tokens of prompt and output together, "
             f"got {num_tokens} in the prompt and {asked} to generate (context_length_exceeded)",
         )
+
+
+@contextmanager
+def checked_text(param: str, served: Served) -> Iterator[None]:
+    """Encode texts in this context: one that cannot fit, however it is encoded, becomes a refusal.
+
+    Raises:
+        ApiError: naming the field.
+    """
+    try:
+        yield
+    except TextTooLongError as error:
+        raise too_long(
+            param,
+            f"{param}: this model's maximum context length is {served.max_model_len} tokens of prompt and "
+            f"output together, at most {error.most} characters, got {error.num_characters} characters in the "
+            "prompt (context_length_exceeded)",
+        ) from error
 
 
 def check_options(request: GenerationRequest, num_choices: int, served: Served) -> None:

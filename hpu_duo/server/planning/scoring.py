@@ -4,46 +4,52 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from hpu_duo.engine.outputs import TokenLogprob
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.server.answers import Choice
-from hpu_duo.server.running import AsyncEngine, Submission
+from hpu_duo.server.answers import Choice, CompletionAnswer
+from hpu_duo.server.running import OutputStream, Submission
 
 
-async def score_prompts(
-    engine: AsyncEngine, prompts: Sequence[Sequence[int]], num_top: int
-) -> list[Sequence[TokenLogprob | int]]:
-    """Score each token of each prompt, given those before it.
+@dataclass(frozen=True)
+class Scoring:
+    """Each token of each prompt is scored, given those before it.
 
     They are decoded, several in a step if the engine has ``decode_len``, so every probability is one that
     generation would have, from the same cache; see ``Engine.score``.
 
-    Args:
+    Attributes:
+        prompts: token ids of each.
         num_top: so many of the likeliest tokens are named beside each.
-
-    Returns:
-        For each prompt one entry per token: its first token alone, which nothing precedes, then
-        log-probabilities.
-
-    Raises:
-        RequestFailedError: the engine failed.
+        answer: echoes the prompts.
     """
-    name = uuid.uuid4().hex
-    submissions = [
-        Submission(f"{name}-{index}", prompt[:1], _forcing(prompt[1:], num_top), index)
-        for index, prompt in enumerate(prompts)
-        if len(prompt) > 1
-    ]
-    scored = [Choice() for _ in prompts]
-    stream = engine.open(submissions)
-    try:
+
+    prompts: Sequence[Sequence[int]]
+    num_top: int
+    answer: CompletionAnswer
+
+    @property
+    def submissions(self) -> list[Submission]:
+        """Requests to submit, one for each prompt of more than a token; their samples are the prompts."""
+        name = uuid.uuid4().hex
+        return [
+            Submission(f"{name}-{index}", prompt[:1], _forcing(prompt[1:], self.num_top), index)
+            for index, prompt in enumerate(self.prompts)
+            if len(prompt) > 1
+        ]
+
+    async def read(self, stream: OutputStream) -> None:
+        """Read the outputs of the submissions to their end, and tell the answer.
+
+        Raises:
+            RequestFailedError: the engine failed.
+        """
+        scored = [Choice() for _ in self.prompts]
         while (batch := await stream.read()) is not None:
             for choice, output in batch:
                 scored[choice].add(output)
-    finally:
-        stream.close()
-    return [[int(prompt[0]), *choice.logprobs] for prompt, choice in zip(prompts, scored)]
+        # Nothing comes before the first token of a prompt, so that it stands alone.
+        self.answer.score([[int(one[0]), *choice.logprobs] for one, choice in zip(self.prompts, scored)])
 
 
 def _forcing(tokens: Sequence[int], num_top: int) -> SamplingParams:

@@ -62,7 +62,9 @@ class GenerationRequest(Fields):
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None
+    priority: int | None = Field(
+        None, description="Lower values are served earlier; needs --scheduling-policy priority."
+    )
     request_id: Annotated[str, Field(max_length=256)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
 

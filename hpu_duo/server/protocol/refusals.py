@@ -37,5 +37,3 @@ def refuse_unserved(request: GenerationRequest) -> None:
         value = getattr(request, field)
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
             raise unsupported(field, f"{field}: {reason}")
-    if request.priority:
-        raise unsupported("priority", "priority: expected 0: requests are served first come, first served")

@@ -6,8 +6,9 @@ import logging
 
 from starlette.responses import JSONResponse, Response
 
+from hpu_duo.sampling import FieldError
 from hpu_duo.server.protocol import ApiError
-from hpu_duo.server.protocol.errors import failed, too_busy, unavailable
+from hpu_duo.server.protocol.errors import bad_value, failed, too_busy, unavailable
 from hpu_duo.server.running import EngineDiedError, RequestFailedError, SlowReaderError
 from hpu_duo.server.running.admission import NotServingError, QueueFullError, Stage
 
@@ -33,6 +34,8 @@ def as_api_error(error: Exception) -> ApiError:
             return unavailable(str(error), wait)
         case EngineDiedError():
             return unavailable(str(error))
+        case RequestFailedError(__cause__=FieldError() as cause):
+            return bad_value(cause.field, str(cause))
         case RequestFailedError() | SlowReaderError():
             return failed(str(error))
         case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import nullcontext
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,6 +14,7 @@ from hpu_duo.server.answers.events import as_json
 from hpu_duo.server.planning import Plan
 from hpu_duo.server.responding.errors import as_api_error
 from hpu_duo.server.responding.event_sender import EventSender
+from hpu_duo.server.responding.presence import watched
 from hpu_duo.server.running import ChoiceOutput, OutputStream, SlowReaderError
 from hpu_duo.server.telemetry.record import CallRecord
 
@@ -50,7 +51,7 @@ class PlannedResponse(Response):
         """Send it."""
         record = self._record
         try:
-            async with _watched(receive, self._stream):
+            async with nullcontext() if self._stream is None else watched(receive, self._stream.close):
                 if self._plan.is_streamed:
                     await self._send_events(scope, send)
                 else:
@@ -106,22 +107,3 @@ class PlannedResponse(Response):
             return
         while (batch := await self._stream.read()) is not None:
             yield batch
-
-
-@asynccontextmanager
-async def _watched(receive: Receive, stream: OutputStream | None) -> AsyncIterator[None]:
-    """Close a stream when the caller goes away."""
-    if stream is None:
-        yield
-        return
-
-    async def wait() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        stream.close()
-
-    watcher = asyncio.create_task(wait())
-    try:
-        yield
-    finally:
-        watcher.cancel()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 _NUM_ENDS = 64
@@ -52,11 +54,13 @@ class Admission:
 
     Attributes:
         stage: set by the owner.
+        num_held: samples that calls under way have a place for, and have not opened yet.
     """
 
     def __init__(self, max_open: int) -> None:
         self.max_open = max_open
         self.stage = Stage.WARMING_UP
+        self.num_held = 0
         self._ends: deque[float] = deque(maxlen=_NUM_ENDS)
 
     def admit(self, num_open: int, num_samples: int) -> None:
@@ -72,13 +76,23 @@ class Admission:
         """
         if self.stage is not Stage.READY:
             raise NotServingError(self.stage)
-        if num_open and num_open + num_samples > self.max_open:
-            excess = num_open + num_samples - self.max_open
+        num_taken = num_open + self.num_held
+        if num_taken and num_taken + num_samples > self.max_open:
+            excess = num_taken + num_samples - self.max_open
             raise QueueFullError(
                 f"expected at most {self.max_open} requests at the same time, got {num_samples} more than "
-                f"the {num_open} that run and wait",
+                f"the {num_taken} that run, wait or are prepared",
                 self._wait_for(excess),
             )
+
+    @contextmanager
+    def held(self, num_samples: int) -> Iterator[None]:
+        """Keep places for samples of a call that was admitted, until it opens them behind the context."""
+        self.num_held += num_samples
+        try:
+            yield
+        finally:
+            self.num_held -= num_samples
 
     def ended(self, num_samples: int) -> None:
         """Note that samples have ended, to tell how long others have to wait."""

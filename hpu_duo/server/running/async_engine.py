@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -89,6 +90,14 @@ class AsyncEngine:
         """Compile what parameters ask for, from any thread; see ``Engine.prepare``."""
         self._engine.prepare(params)
 
+    async def scored(self, submissions: Sequence[Submission]) -> Sequence[Submission]:
+        """Let the engine's ranker score prompts that were checked, in another thread than the engine's."""
+        if not self._engine.has_ranker:
+            return submissions
+        prompts = [one.prompt_token_ids for one in submissions]
+        scores = await asyncio.to_thread(self._engine.rank, prompts)
+        return [replace(one, score=score) for one, score in zip(submissions, scores)]
+
     def open(self, submissions: Sequence[Submission], timing: Timing | None = None) -> OutputStream:
         """Submit requests whose outputs one reader gets.
 
@@ -154,7 +163,9 @@ class AsyncEngine:
 
     def _add(self, one: Submission, engine: Engine) -> None:
         try:
-            engine.add_request(one.prompt_token_ids, one.params, one.request_id, name="the prompt")
+            engine.add_request(
+                one.prompt_token_ids, one.params, one.request_id, name="the prompt", score=one.score
+            )
         except Exception as error:
             failed = RequestOutput(one.request_id, 0, (), finish_reason=FinishReason.ERROR, error=error)
             self._call_soon(self._refused, failed)

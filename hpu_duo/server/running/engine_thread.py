@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
+from hpu_duo.device.ranks import RankError
 from hpu_duo.engine.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class EngineThread:
         self.step_began = time.perf_counter()
         try:
             outputs = self._engine.step()
+        except RankError:
+            raise  # no later step can be computed either
         except Exception as error:
             self._failed(error)
             return

@@ -10,17 +10,17 @@ from hpu_duo.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Submission:
-    """A prompt, how to continue it, and who asks.
+    """A prompt, and how to continue it.
 
     Attributes:
         request_id: its name in the engine, unique among those under way.
         prompt_token_ids, params: as for ``Engine.add_request``.
+        score: of the prompt, by ``Engine.rank``; None where it was not asked.
         first_choice: place of its first sample among the choices of the answer; the others follow.
-        user: who asks, as far as the caller says so; for policies that share a server among users.
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     first_choice: int = 0
-    user: str | None = None
+    score: float | None = None

@@ -182,9 +182,9 @@ class ServerMetrics(Collector):
         self._lost_lines += 1
 
     def ended(self, record: CallRecord) -> None:
-        """Account for a call."""
+        """Account for a call that was taken."""
         plan = record.plan
-        if plan is None or plan.params is None:
+        if not record.is_opened or plan is None or plan.params is None:
             return
         self._ended.update(record.reasons)
         usage, timing, add = plan.answer.usage, record.timing, self._add

@@ -21,7 +21,8 @@ class CallRecord:
         path: of the endpoint.
         timing: of its tokens.
         headers: of the request that traces go by.
-        plan: what it came to; None if it was refused.
+        plan: what it came to; None if it was refused before that was known.
+        is_opened: whether it was taken; what is refused, such as for a full queue, has not run.
         error: what it was answered with in place of an answer, or in the middle of one.
         is_cut: the caller went away.
         ended: when it was over, by ``time.perf_counter``.
@@ -32,6 +33,7 @@ class CallRecord:
     timing: Timing
     headers: dict[str, str] = field(default_factory=dict)
     plan: Plan | None = None
+    is_opened: bool = False
     error: ApiError | None = None
     is_cut: bool = False
     ended: float = 0.0
@@ -49,7 +51,7 @@ class CallRecord:
     @property
     def reasons(self) -> list[str]:
         """Why its choices ended; those that did not end by themselves were aborted or failed."""
-        if self.plan is None:
+        if self.plan is None or not self.is_opened:
             return []
         reasons = [reason.value for reason in self.plan.answer.finish_reasons]
         unended = "error" if self.error is not None else "abort"

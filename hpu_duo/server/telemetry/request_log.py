@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from queue import Full, Queue
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MOST_WAITING = 10_000
+_PATIENCE_S = 5.0
 """Lines that may wait for a slow disk; more are lost, and counted."""
 
 
@@ -30,13 +32,16 @@ class RequestLog:
     Args:
         file: appended to; None is standard output.
         has_prompts: write the prompts as well.
+        patience_s: seconds that ``close`` waits for a file that takes nothing.
 
     Attributes:
         on_lost: called for each line that could not be written, as on a full disk.
     """
 
-    def __init__(self, file: Path | None, *, has_prompts: bool = False) -> None:
-        self._file, self._has_prompts = file, has_prompts
+    def __init__(
+        self, file: Path | None, *, has_prompts: bool = False, patience_s: float = _PATIENCE_S
+    ) -> None:
+        self._file, self._has_prompts, self._patience_s = file, has_prompts, patience_s
         self.on_lost: Callable[[], None] = lambda: None
         self._lines: Queue[str | None] = Queue(_MOST_WAITING)
         self._has_warned = False
@@ -51,9 +56,10 @@ class RequestLog:
             self.on_lost()
 
     def close(self) -> None:
-        """Write what waits, and end."""
-        self._lines.put(None)
-        self._thread.join()
+        """Write what waits, and end; a file that takes nothing is given up after some seconds."""
+        with suppress(Full):
+            self._lines.put(None, timeout=self._patience_s)
+        self._thread.join(self._patience_s)
 
     def _fields(self, record: CallRecord) -> dict[str, Any]:
         plan, timing = record.plan, record.timing

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from hpu_duo.server.tools.hermes import OPEN, HermesParser
 from hpu_duo.server.tools.llama import TAG, LlamaParser
 from hpu_duo.server.tools.pieces import ToolParser
 
-PARSERS: Mapping[str, Callable[[], ToolParser]] = {"hermes": HermesParser, "llama3_json": LlamaParser}
+PARSERS: Mapping[str, Callable[[Collection[str] | None], ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": LlamaParser,
+}
 """By the names that vLLM's ``--tool-call-parser`` has for these formats."""
 
 
@@ -42,6 +45,10 @@ def resolve_parser(name: str, chat_template: str | None = None) -> str | None:
     return name
 
 
-def make_parser(name: str) -> ToolParser:
-    """A parser for one answer, by its name in ``PARSERS``."""
-    return PARSERS[name]()
+def make_parser(name: str, functions: Collection[str] | None = None) -> ToolParser:
+    """A parser for one answer, by its name in ``PARSERS``.
+
+    Args:
+        functions: names that may be called; None for any.
+    """
+    return PARSERS[name](functions)

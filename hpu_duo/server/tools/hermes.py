@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hpu_duo.server.tools.json_call import JsonCall
 from hpu_duo.server.tools.pieces import Content, Piece
 
@@ -14,9 +16,13 @@ class HermesParser:
     White space before a call is no content. A closing tag may be missing.
 
     Source: the Hermes function calling format (NousResearch, 2024).
+
+    Args:
+        functions: names that may be called; None for any. What calls another one is content.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Collection[str] | None = None) -> None:
+        self._functions = functions
         self._held = ""
         # What is content after all if the call under way turns out to be none.
         self._before = ""
@@ -58,7 +64,7 @@ class HermesParser:
             self._held = self._held[len(shown) :]
             return False
         self._before, self._held = before[len(shown) :] + tag, behind
-        self._call = JsonCall(self._num_calls)
+        self._call = JsonCall(self._num_calls, self._functions)
         return True
 
     def _advance_call(self, call: JsonCall, pieces: list[Piece]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from enum import Enum, auto
 
 from hpu_duo.server.tools.pieces import CallArguments, CallBegun, Piece
@@ -30,14 +31,15 @@ class JsonCall:
 
     Args:
         number: of the call within the answer.
+        functions: names that may be called; None for any.
 
     Attributes:
         text: all of it that has been read.
         has_begun: whether a piece of it has been returned.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, functions: Collection[str] | None = None) -> None:
+        self.number, self._functions = number, functions
         self.text = ""
         self.has_begun = False
         self._place = _Place.START
@@ -147,8 +149,11 @@ class JsonCall:
                 self._arguments = self._read(start, end)
             elif self._arguments == "null":
                 self._arguments = None
-        if self._key == "name" and not self._name:
+        if self._key == "name" and not self._is_function():
             self._place = _Place.BROKEN
+
+    def _is_function(self) -> bool:
+        return bool(self._name) and (self._functions is None or self._name in self._functions)
 
     def _end(self) -> None:
         self._place = _Place.DONE if self._name else _Place.BROKEN

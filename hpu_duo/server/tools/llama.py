@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hpu_duo.server.tools.json_call import JsonCall
 from hpu_duo.server.tools.pieces import Content, Piece
 
@@ -16,9 +18,13 @@ class LlamaParser:
     begins otherwise is content, and so is one whose object is no call.
 
     Source: the prompt format of Llama 3.1 and 3.2 (Meta, 2024).
+
+    Args:
+        functions: names that may be called; None for any. JSON with another name is content.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Collection[str] | None = None) -> None:
+        self._functions = functions
         self._held = ""
         self._call: JsonCall | None = None
         self._num_calls = 0
@@ -80,5 +86,5 @@ class LlamaParser:
             self._is_content = True
             return False
         self._held = text
-        self._call = JsonCall(self._num_calls)
+        self._call = JsonCall(self._num_calls, self._functions)
         return True
