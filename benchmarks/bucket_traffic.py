@@ -13,7 +13,7 @@ from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.simulate import Simulation
+from hpu_duo.simulate import SimulatedEngine, Simulation
 
 # Share of the requests, median and spread (sigma of the logarithm) of prompt tokens, the same of outputs.
 KINDS = (
@@ -93,7 +93,8 @@ def record(
     trimming = None if table is None else ChunkTrimming(table, limits.block_size).num_postponed
     users = Workload(limits, random.Random(seed))
     num_tokens = 0
-    for step in Simulation(Scheduler(limits, trimming), users, lambda bucket: 1.0).steps(until=num_steps):
+    engine = SimulatedEngine(Scheduler(limits, trimming), lambda bucket: 1.0)
+    for step in Simulation(engine, users).steps(until=num_steps):
         recorder.add(step.shape)
         num_tokens += step.plan.num_tokens
     return num_tokens

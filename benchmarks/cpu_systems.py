@@ -27,12 +27,12 @@ LAYERS = 12
 HEADS = 12
 
 
-def make_checkpoint(directory: Path, num_kv_heads: int) -> Path:
-    """A random Llama of the 110M class in bfloat16."""
+def make_checkpoint(directory: Path, num_kv_heads: int, num_layers: int = LAYERS) -> Path:
+    """A random Llama of the 110M class in bfloat16, or of fewer layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=768,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=HEADS,
         num_key_value_heads=num_kv_heads,
         intermediate_size=2048,
@@ -126,6 +126,7 @@ class Ours:
     ) -> None:
         self.model = HPUDuoModel.from_pretrained(
             path,
+            enable_prefix_caching=False,
             device="cpu",
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

@@ -119,7 +119,7 @@ def measure(
             model=ModelConfig(
                 path="random weights", device=setup.device, dtype=setup.dtype, attention=setup.attention
             ),
-            cache=CacheConfig(block_size=setup.block_size),
+            cache=CacheConfig(block_size=setup.block_size, enable_prefix_caching=False),
             scheduler=SchedulerConfig(
                 max_num_seqs=work.num_decodes,
                 max_num_batched_tokens=max(2048, work.num_decodes),

@@ -248,7 +248,7 @@ def main() -> None:
             path = MODEL_DIR if name == "built-in" else make_checkpoint(Path(folder), 4)
             if name != "built-in":
                 save_words(path)
-            served = Served(HPUDuoModel.from_pretrained(path, **options))
+            served = Served(HPUDuoModel.from_pretrained(path, enable_prefix_caching=False, **options))
             prompts = [[token % 1000 + 3 for token in prompt(PROMPT_LEN, n)] for n in range(NUM_STREAMS)]
             with served.running():
                 lines += table(name, measure(served, prompts, args.new, args.rounds), args.new)

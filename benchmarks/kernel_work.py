@@ -84,7 +84,7 @@ def structure_of(
     config = EngineConfig(
         model=ModelConfig(path=path, attention=attention),
         heads=HeadConfig(pattern=None if num_retrieval == num_kv else pattern),
-        cache=CacheConfig(block_size=128, num_blocks=4096),
+        cache=CacheConfig(block_size=128, num_blocks=4096, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192),
     )
     return build_structure(config, GAUDI3)

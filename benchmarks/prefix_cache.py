@@ -14,6 +14,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -26,9 +27,11 @@ import transformers
 
 from benchmarks.cpu_systems import LAYERS, make_checkpoint, prompt, seconds
 from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.modeling.loading import read_config
 from hpu_duo.sampling import SamplingParams
 
 NUM_KV_HEADS = 4
+DOCUMENT = 3968
 Work = Callable[[HPUDuoModel, int], None]
 
 
@@ -82,18 +85,58 @@ def unrelated(model: HPUDuoModel, seed: int) -> None:
     run(model, [prompt(512, seed + 500 + number) for number in range(16)], 64)
 
 
+def document(model: HPUDuoModel, seed: int) -> None:
+    """Eight questions of 32 tokens to a document, one after the other; read once where there is a cache."""
+    text, questions = prompt(DOCUMENT, seed), [prompt(32, seed + 1 + number) for number in range(8)]
+    if model.stats().prefixes is None:
+        for question in questions:
+            run(model, [text + question], 16)
+        return
+    with model.prefill(text) as context:
+        for question in questions:
+            params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+            model.engine.generate([context.prompt(question)], params, context=context.hold())
+
+
+def files(model: HPUDuoModel, directory: Path, rounds: int) -> str:
+    """Compare reading a document with saving and loading it."""
+    ratios, size = [], 0
+    for number in range(rounds):
+        began = time.perf_counter()
+        with model.prefill(prompt(DOCUMENT, 77_000 + number)) as context:
+            read = time.perf_counter() - began
+            began = time.perf_counter()
+            context.save(directory / "document")
+            saved = time.perf_counter() - began
+        assert model.engine.scheduler.leases.prefixes is not None
+        model.engine.scheduler.leases.prefixes.clear()
+        began = time.perf_counter()
+        model.load_context(directory / "document").close()
+        ratios.append(read / (saved + time.perf_counter() - began))
+        size = (directory / "document").stat().st_size
+    return (
+        f"A document of {DOCUMENT:,} tokens, {size / 2**20:.0f} MiB in its file: reading it takes "
+        f"{statistics.median(ratios):.1f} times as long ({min(ratios):.1f}-{max(ratios):.1f}) as saving and "
+        "loading it together, by the clock."
+    )
+
+
 WORKS: dict[str, Work] = {
     "16 at once, 1,024 tokens shared, 64 of their own": together,
     "8 one after the other, 1,500 of 2,200 tokens shared": one_by_one(1500, 700),
     "8 one after the other, 1,600 of 2,200 tokens shared": one_by_one(1600, 600),
     "chat of 20 turns": chat,
     "16 at once, nothing shared": unrelated,
+    "8 questions to a document of 3,968 tokens, in a context": document,
 }
 
 
-def measure(path: Path, names: Sequence[str], rounds: int, sparsity: float, **options: Any) -> list[Row]:
-    """Serve each workload by both engines in turn."""
-    pattern = HeadPattern.random(LAYERS, NUM_KV_HEADS, 0, sink=64, recent=256) if sparsity else None
+def measure(
+    path: Path, names: Sequence[str], rounds: int, sparsity: float, **options: Any
+) -> tuple[list[Row], str]:
+    """Serve each workload by both engines in turn; returns also what was found of files, if asked for."""
+    num_layers = read_config(path).num_hidden_layers
+    pattern = HeadPattern.random(num_layers, NUM_KV_HEADS, 0, sink=64, recent=256) if sparsity else None
     common = {
         "max_num_seqs": 16,
         "max_model_len": 4096,
@@ -102,10 +145,11 @@ def measure(path: Path, names: Sequence[str], rounds: int, sparsity: float, **op
         **({"pattern": pattern, "sparsity": sparsity} if sparsity else {}),
         **options,
     }
-    cold = HPUDuoModel.from_pretrained(path, **common)
-    warm = HPUDuoModel.from_pretrained(path, enable_prefix_caching=True, **common)
+    cold = HPUDuoModel.from_pretrained(path, enable_prefix_caching=False, **common)
+    warm = HPUDuoModel.from_pretrained(path, **common)
     for model in (cold, warm):
-        model.warmup()
+        if common["graphs"] != "eager":
+            model.warmup()
     rows = []
     for name in names:
         row, work = Row(name), WORKS[name]
@@ -119,7 +163,7 @@ def measure(path: Path, names: Sequence[str], rounds: int, sparsity: float, **op
                 row.hits.append(_hits(warm) - before)
         rows.append(row)
         print(row.markdown(), file=sys.stderr)
-    return rows
+    return rows, files(warm, path, rounds) if document in map(WORKS.__getitem__, names) else ""
 
 
 def _hits(model: HPUDuoModel) -> int:
@@ -127,7 +171,7 @@ def _hits(model: HPUDuoModel) -> int:
     return 0 if stats is None else stats.num_hit_tokens
 
 
-def report(rows: Sequence[Row], sparsity: float, rounds: int) -> str:
+def report(rows: Sequence[Row], of_files: str, sparsity: float, rounds: int) -> str:
     """The rows as a Markdown page."""
     lines = [
         f"# The prefix cache on a CPU, {sparsity:.0%} of the heads streaming",
@@ -141,6 +185,7 @@ def report(rows: Sequence[Row], sparsity: float, rounds: int) -> str:
         "| --- | --- | --- | --- |",
         *(row.markdown() for row in rows),
         "",
+        *([of_files, ""] if of_files else []),
     ]
     return "\n".join(lines)
 
@@ -152,12 +197,21 @@ def main() -> None:
     parser.add_argument("--sparsity", type=float, default=0.0)
     parser.add_argument("--only", nargs="*", default=list(WORKS), choices=list(WORKS))
     parser.add_argument("--max-chunk-rows", type=int, default=1)
+    parser.add_argument("--num-layers", type=int, default=LAYERS)
+    parser.add_argument("--graphs", default="replay")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        path = make_checkpoint(Path(directory), NUM_KV_HEADS)
-        rows = measure(path, asked.only, asked.rounds, asked.sparsity, max_chunk_rows=asked.max_chunk_rows)
-    page = report(rows, asked.sparsity, asked.rounds)
+        path = make_checkpoint(Path(directory), NUM_KV_HEADS, asked.num_layers)
+        rows, of_files = measure(
+            path,
+            asked.only,
+            asked.rounds,
+            asked.sparsity,
+            max_chunk_rows=asked.max_chunk_rows,
+            graphs=asked.graphs,
+        )
+    page = report(rows, of_files, asked.sparsity, asked.rounds)
     if asked.out is None:
         print(page)
     else:

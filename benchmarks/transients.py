@@ -94,7 +94,7 @@ def small_executor(path: Path, attention: str, pattern: HeadPattern | None, max_
     config = EngineConfig(
         model=ModelConfig(path=path, device="cpu", dtype="bfloat16", attention=attention, pack_weights=False),
         heads=HeadConfig(pattern=pattern),
-        cache=CacheConfig(block_size=BLOCK, num_blocks=2 * -(-max_len // BLOCK)),
+        cache=CacheConfig(block_size=BLOCK, num_blocks=2 * -(-max_len // BLOCK), enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=CHUNK + 1, max_model_len=max_len),
     )
     return assemble(config, frozenset()).runner.executor
@@ -198,7 +198,9 @@ def _computed() -> Iterator[str]:
             config = EngineConfig(
                 model=ModelConfig(path=folder),
                 heads=HeadConfig(pattern=pattern),
-                cache=CacheConfig(block_size=BLOCK, num_blocks=CONTEXTS[-1] // BLOCK),
+                cache=CacheConfig(
+                    block_size=BLOCK, num_blocks=CONTEXTS[-1] // BLOCK, enable_prefix_caching=False
+                ),
                 scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048),
             )
             structure = build_structure(config, GAUDI3)

@@ -13,7 +13,7 @@ from graphs import BatchShape, StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.simulate import Simulation
+from hpu_duo.simulate import SimulatedEngine, Simulation
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Traffic:
     def steps(self, limits: StepLimits, num_steps: int, seed: int) -> dict[BatchShape, int]:
         """Serve such users by the engine's scheduler; returns the steps of each exact shape."""
         users = _Users(self, limits, random.Random(f"{self.name} {seed}"))
-        simulation = Simulation(Scheduler(limits), users, lambda bucket: 1.0)
+        simulation = Simulation(SimulatedEngine(Scheduler(limits), lambda bucket: 1.0), users)
         return dict(Counter(step.shape for step in simulation.steps(until=num_steps)))
 
 

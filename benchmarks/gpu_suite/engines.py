@@ -83,7 +83,11 @@ def engine_of(
                     attention=setup.attention,
                 ),
                 heads=HeadConfig(pattern=make_pattern(shape)) if system == DUO else HeadConfig(),
-                cache=CacheConfig(block_size=setup.block_size, num_blocks=-(-num_tokens // setup.block_size)),
+                cache=CacheConfig(
+                    block_size=setup.block_size,
+                    num_blocks=-(-num_tokens // setup.block_size),
+                    enable_prefix_caching=False,
+                ),
                 scheduler=SchedulerConfig(
                     max_num_seqs=1, max_num_batched_tokens=chunk, max_model_len=num_tokens + 1
                 ),

@@ -95,7 +95,8 @@ async def attack(serving: Serving, seconds: float) -> str:
         [memory, *_] = await asyncio.gather(watch(serving.process.pid, until), *callers)
         await until_nothing_is_held(http)
         await check_serves(http)
-        num_tokens = (await stats(http))["num_output_tokens"]
+        told_at_end = await stats(http)
+        num_tokens, stores = told_at_end["num_output_tokens"], told_at_end["kv_bytes"] / _MIB
     fifths = [memory[min(len(memory) - 1, round(part * len(memory) / 5))] for part in range(5)] + [memory[-1]]
     told = ", ".join(f"{one:,.0f}" for one in fifths)
     answers = ", ".join(f"{number:,} {kind}" for kind, number in sorted(seen.items()))
@@ -103,6 +104,8 @@ async def attack(serving: Serving, seconds: float) -> str:
         f"{_CALLERS} callers for {seconds:,.0f} s: {seen.total():,} calls ({answers}), {num_tokens:,}",
         "tokens; nothing held afterwards.",
         f"Resident memory after ten seconds, after each fifth and at the end: {told} MiB.",
+        f"{stores:,.0f} MiB of it are the stores of keys and values, which become resident while the prefix",
+        "cache uses one block after another for the first time.",
     )
 
 

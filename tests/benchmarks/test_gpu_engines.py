@@ -53,6 +53,7 @@ def _lease(engine: Engine) -> tuple[object, ...]:
     return request.row, blocks, request.num_computed_tokens, request.num_tokens, engine.scheduler.num_running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("length", [1, 33, 48])
 def test_a_placed_context_holds_what_a_prefill_would_hold(

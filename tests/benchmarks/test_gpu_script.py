@@ -41,6 +41,7 @@ def stored(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "gpu-toy-2001-02-03.json").read_text())["points"]
 
 
+@pytest.mark.slow
 def test_a_toy_run_has_points_in_every_section_and_reports_them(folder: Path) -> None:
     points = stored(folder)
     assert {point["key"][0] for point in points} == set(gpu.SECTIONS)
@@ -53,6 +54,7 @@ def test_a_toy_run_has_points_in_every_section_and_reports_them(folder: Path) ->
         assert f"### {model.name}, {model.retrieval_share:.0%} retrieval heads" in text
 
 
+@pytest.mark.slow
 def test_every_implementation_that_can_run_here_gives_the_reference_s_result(folder: Path) -> None:
     for point in stored(folder):
         assert "wrong result" not in point["note"], point
@@ -65,12 +67,14 @@ def test_every_implementation_that_can_run_here_gives_the_reference_s_result(fol
             assert point["values"], point
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_of_both_curves(folder: Path) -> None:
     for section in ("decode", "prefill"):
         path = folder / f"gpu-toy-2001-02-03-{section}.png"
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_second_run_keeps_what_has_been_measured(folder: Path) -> None:
     before = stored(folder)
     gpu.main([*TOY_RUN, "--out", str(folder), "--no-figures"])
@@ -86,6 +90,7 @@ def test_a_spent_budget_begins_no_point_and_says_how_to_go_on(
     assert "the same command goes on" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_caches_that_do_not_fit_are_noted_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +125,7 @@ def test_results_of_other_hardware_are_not_mixed_in(tmp_path: Path) -> None:
     assert Results(path, {"device": "A", "torch": "1"}).is_measured(Key("machine", "copy", "torch"))
 
 
+@pytest.mark.slow
 def test_eager_and_captured_steps_are_not_mixed_in_one_file(folder: Path) -> None:
     with pytest.raises(SystemExit, match="measured with graphs='eager', and this is 'compile'"):
         gpu.main([*TOY_RUN, "--out", str(folder), "--graphs", "compile", "--no-figures"])
@@ -204,6 +210,7 @@ def test_a_rival_that_cannot_be_imported_or_raises_is_noted(
     assert results.of("kernels")[1].note == "head_dim 48 is not supported"
 
 
+@pytest.mark.slow
 def test_a_figure_that_fails_does_not_cost_the_report(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
