@@ -25,6 +25,14 @@ def test_generate_prints_a_full_answer_for_each_of_its_four_prompts() -> None:
     assert 50 <= int(share[1]) <= 60
 
 
+def test_a_document_is_read_once_and_its_questions_are_answered() -> None:
+    read, *answers, loaded = run("document_questions.py").splitlines()
+    assert re.fullmatch(r"read 1\d{3} tokens in [\d.]+ s", read)
+    assert len(answers) == 4
+    assert all(re.fullmatch(r"[A-Z]\w+:( \w+){3}\.", line) for line in answers), answers
+    assert re.fullmatch(r"loaded it in [\d.]+ s", loaded)
+
+
 def test_streaming_heads_halve_the_memory_before_they_cost_an_answer() -> None:
     lines = run("streaming_heads.py", "--num-tokens", "800", "--num-passkeys", "2").splitlines()[1:]
     table = {}

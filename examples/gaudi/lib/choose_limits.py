@@ -48,6 +48,7 @@ def choose(asked: argparse.Namespace) -> list[str]:
         max_num_batched_tokens=asked.max_num_batched_tokens,
         device_memory_utilization=asked.device_memory_utilization,
         pattern=pattern,
+        enable_prefix_caching=asked.keeps_prefixes,
         **own,
     )
 

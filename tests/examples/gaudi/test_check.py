@@ -12,6 +12,7 @@ GAUDI2 = "HL-225 0000:19:00.0 1.24.1-ca59b5a 672 98304"
 BUSY = "HL-325L 0000:cc:00.0 1.24.1-ca59b5a 90000 131072"
 
 
+@pytest.mark.slow
 def test_a_card_is_told_with_its_driver_node_and_cores(server: Server) -> None:
     server.has_cards(GAUDI3)
     done = server.launch(*ENV, "check", **SMALL)
@@ -54,6 +55,7 @@ def test_a_card_of_another_generation_is_refused(server: Server) -> None:
     assert "HARDWARE=gaudi3, but card 0 is of Gaudi 2 (HL-225)" in said
 
 
+@pytest.mark.slow
 def test_the_card_with_the_most_free_memory_is_taken_of_several(server: Server) -> None:
     server.has_cards(BUSY, GAUDI3)
     done = server.launch(*ENV, "check", **SMALL)
@@ -66,6 +68,7 @@ def test_cards_that_are_all_in_use_are_refused(server: Server) -> None:
     assert "more than a quarter of its memory in use" in refusal(server.launch(*ENV, "check", **SMALL))
 
 
+@pytest.mark.slow
 def test_software_of_another_release_than_the_driver_is_told(server: Server) -> None:
     server.has_cards(GAUDI3.replace("1.24.1-ca59b5a", "1.22.0-fe67a1"))
     done = server.launch(*ENV, "check", **SMALL)
@@ -86,6 +89,7 @@ def test_an_environment_without_the_vendors_torch_is_refused(server: Server) -> 
     assert "habana-torch-plugin is missing" in refusal(server.launch(*ENV, "check", **SMALL))
 
 
+@pytest.mark.slow
 def test_a_device_that_the_package_cannot_use_is_refused_with_its_reason(server: Server) -> None:
     server.has_cards(GAUDI3)
     packages = server.environment["PYTHONPATH"].split(":")

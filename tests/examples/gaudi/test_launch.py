@@ -27,8 +27,9 @@ QUESTION = {
 }
 
 
+@pytest.mark.slow
 def test_limits_are_chosen_with_reasons_and_kept(server: Server) -> None:
-    variables = {"MAX_MODEL_LEN": "", "MAX_NUM_SEQS": ""}
+    variables = {"MAX_MODEL_LEN": "", "MAX_NUM_SEQS": "", "NUM_BLOCKS": ""}
     done = server.launch(*ENV, "limits", **variables)
     assert done.returncode == 0, done.stderr
     assert "MAX_MODEL_LEN=8192: all that the model serves" in done.stderr
@@ -46,6 +47,7 @@ def test_limits_are_chosen_with_reasons_and_kept(server: Server) -> None:
     assert int(blocks[1]) > 128 * 8192 // 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["limits.env", "limits.env.inputs"])
 def test_a_volume_that_fills_up_on_the_way_ends_with_one_sentence(server: Server, name: str) -> None:
     server.state.mkdir()
@@ -60,11 +62,13 @@ def test_steps_ask_for_those_before_them(server: Server) -> None:
         assert "run 'launch.sh limits' first" in refusal(server.launch(*ENV, step))
 
 
+@pytest.mark.slow
 def test_a_length_that_does_not_fit_is_refused_with_what_helps(server: Server) -> None:
     said = refusal(server.launch(*ENV, "limits", MAX_MODEL_LEN="9000"))
     assert "no limits were chosen, for the reason above" in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_every_command_and_writes_nothing(server: Server) -> None:
     done = server.launch(*ENV, "--dry-run")
     assert done.returncode == 0, done.stderr
@@ -73,6 +77,7 @@ def test_a_dry_run_shows_every_command_and_writes_nothing(server: Server) -> Non
     assert not server.state.exists()
 
 
+@pytest.mark.slow
 def test_a_server_with_a_card_is_bound_to_the_cores_beside_it(server: Server) -> None:
     """The commands of a dry run, with the files of earlier steps made by hand."""
     server.has_cards(GAUDI3)
@@ -153,6 +158,7 @@ def test_a_bare_machine_serves_its_first_token_and_stops_at_sigterm(server: Serv
     assert f"--from-shapes {server.state / 'shapes.jsonl'}" in replanned.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_step_and_what_it_runs(
     server: Server, tmp_path: Path, sent: signal.Signals, code: int
@@ -183,6 +189,7 @@ def test_a_signal_ends_a_step_and_what_it_runs(
     assert not (server.state / "table.txt.inputs").exists()
 
 
+@pytest.mark.slow
 def test_a_recording_of_other_limits_is_put_aside(server: Server) -> None:
     """Steps as long as 512 tokens cannot occur within 256, which hpu-duo plan refuses."""
     assert server.launch(*ENV, "limits").returncode == 0
@@ -211,6 +218,7 @@ def test_a_recording_of_other_limits_is_put_aside(server: Server) -> None:
     assert not (server.state / "shapes.jsonl.inputs").exists()
 
 
+@pytest.mark.slow
 def test_a_recording_that_cannot_be_planned_for_is_named(server: Server) -> None:
     assert server.launch(*ENV, "limits").returncode == 0
     (server.state / "shapes.jsonl").write_text("no steps\n")

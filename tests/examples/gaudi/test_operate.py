@@ -98,6 +98,7 @@ def answers(words: int) -> Answer:
     return Answer([*(token("word") for _ in range(words - 1)), last, usage(4, words), DONE])
 
 
+@pytest.mark.slow
 def test_two_servers_are_two_rows_of_one_table(server: Server, tmp_path: Path) -> None:
     out = tmp_path / "bench"
     options = ("--num-prompts", "3", "--request-rate", "inf", "--input-len", "4", "--output-len", "5")
