@@ -5,7 +5,6 @@ PYTHON ?= python3
 VENV ?= .venv
 # torch is installed first and pinned for everything after it, so that no other package pulls a second build in.
 TORCH ?= $(shell grep '^torch' constraints.txt)
-PYTEST_ARGS ?= -n auto
 
 BIN := $(VENV)/bin
 PINNED := $(VENV)/constraints.txt
@@ -20,6 +19,10 @@ help: ## Show the targets
 
 run: $(VENV)/installed ## Install, then find passkeys in a long document with half of the heads streaming
 	$(BIN)/hpu-duo passkey
+
+# A file's tests share what they load, so one worker runs all of a file. Slow ones share less, and differ more.
+test: PYTEST_ARGS ?= -n auto --dist loadfile
+slow: PYTEST_ARGS ?= -n auto --dist worksteal
 
 test: lint ## Install with the development tools, check everything, run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -21,6 +21,7 @@ LEAVES = (
     *("hpu_duo.load.client", "hpu_duo.load.measure", "hpu_duo.sampling.guidance"),
     *("hpu_duo.server.http", "hpu_duo.server.service", "hpu_duo.server.responding"),
     *("hpu_duo.server.telemetry", "hpu_duo.server.planning", "hpu_duo.server.protocol"),
+    "hpu_duo.replicas",
 )
 """The only modules that may need an optional package to be imported at all."""
 
@@ -34,6 +35,7 @@ TORCH_INTERNALS = (
     "graphs.backends.dispatch",
     "graphs.backends.inductor",
     "hpu_duo.audit.fake_tensors",
+    "hpu_duo.device.exchange",
     "hpu_duo.modeling.packed_linear",
     "hpu_duo.rules.operators",
     "hpu_duo.sim.tensor",

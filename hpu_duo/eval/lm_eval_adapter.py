@@ -88,6 +88,7 @@ class HPUDuoLM(TemplateLM):
         is_cut = sparsity is not None or threshold is not None
         if pretrained is None and pattern is None and is_cut:
             pattern = PATTERN_DIR
+        options.setdefault("enable_prefix_caching", False)  # scores do not depend on what was asked before
         self.subject = Subject(
             HPUDuoModel.from_pretrained(
                 MODEL_DIR if pretrained is None else pretrained,

@@ -24,7 +24,13 @@ def builtin() -> Callable[[float | None], Subject]:
     def load(sparsity: float | None) -> Subject:
         pattern = None if sparsity is None else PATTERN_DIR
         return Subject(
-            HPUDuoModel.from_pretrained(MODEL_DIR, pattern=pattern, sparsity=sparsity, max_num_seqs=8)
+            HPUDuoModel.from_pretrained(
+                MODEL_DIR,
+                pattern=pattern,
+                sparsity=sparsity,
+                max_num_seqs=8,
+                enable_prefix_caching=False,
+            )
         )
 
     return load

@@ -75,7 +75,12 @@ def test_bytes_of_an_answer_are_those_of_its_prompt_and_all_its_tokens() -> None
     def load() -> Subject:
         return Subject(
             HPUDuoModel.from_pretrained(
-                MODEL_DIR, pattern=PATTERN_DIR, sparsity=0.5, max_num_seqs=2, block_size=16
+                MODEL_DIR,
+                pattern=PATTERN_DIR,
+                sparsity=0.5,
+                max_num_seqs=2,
+                block_size=16,
+                enable_prefix_caching=False,
             )
         )
 

@@ -136,6 +136,7 @@ def test_the_harness_finds_the_name_and_the_model_answers_by_choice(tasks: TaskM
     assert found["acc"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_other_models_of_the_harness_are_found_beside_this_one() -> None:
     """In a process of its own: what one import fills stays filled."""
     script = (
@@ -147,6 +148,7 @@ def test_the_other_models_of_the_harness_are_found_beside_this_one() -> None:
     assert done.stdout == "True DummyLM HPUDuoLM\n", done.stderr
 
 
+@pytest.mark.slow
 def test_bytes_of_each_task_are_in_the_report_of_the_harness(
     tasks: TaskManager, questions: list[dict[str, Any]]
 ) -> None:
@@ -186,6 +188,7 @@ def test_the_command_line_of_the_harness_gives_back_the_bytes(folder: Path) -> N
     assert adapter().kv.rows() == []
 
 
+@pytest.mark.slow
 def test_generated_answers_are_exact_with_the_pattern_and_lost_without_retrieval(
     tasks: TaskManager, duo: HPUDuoLM, dropping: HPUDuoLM
 ) -> None:

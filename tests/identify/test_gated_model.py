@@ -115,6 +115,7 @@ def test_layers_run_as_before_once_the_gates_are_gone(zoo: Zoo) -> None:
     assert not any("forward" in vars(layer.module) for layer in gated.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "full_from", "changes"),
     [

@@ -156,6 +156,7 @@ def test_a_model_whose_layers_all_have_short_windows_is_refused(
         GateTraining(gated, dataset, BAND, SHORT, {}, tmp_path, Workers())
 
 
+@pytest.mark.slow
 def test_two_processes_find_the_gates_of_one(induction_dir: Path, tmp_path: Path) -> None:
     """Started by us or by torchrun, with the same global batch: bit by bit, as texts are summed in order."""
     arguments = (
@@ -178,6 +179,7 @@ def test_two_processes_find_the_gates_of_one(induction_dir: Path, tmp_path: Path
         assert bits[0] == bits[1] == bits[2], name
 
 
+@pytest.mark.slow
 def test_the_builtin_models_retrieval_heads_are_found(encoder: Encoder, tmp_path: Path) -> None:
     settings = DatasetSettings(
         min_length=256, max_length=320, num_passkeys=4, passkey_words=5, form=Form.NAMES, seed=3
