@@ -52,6 +52,8 @@ class Load:
     Attributes:
         max_tokens: query tokens of a step, for engines that ask.
         late: a prompt that comes when the others have 16 tokens each; its length, 0 for none.
+        shared: tokens that all prompts begin with. Engines then keep their prefix caches, and every round
+            has tokens that none of them has seen.
     """
 
     kv_heads: int
@@ -59,11 +61,15 @@ class Load:
     new: tuple[int, ...]
     max_tokens: int = 2048
     late: int = 0
+    shared: int = 0
 
-    @property
-    def request(self) -> dict[str, Any]:
+    def request(self, round_number: int) -> dict[str, Any]:
         """The message to a worker."""
-        prompts = [prompt(length, 10 + index) for index, length in enumerate(self.lengths)]
+        seed = 1000 * (round_number + 2) if self.shared else 10
+        begin = prompt(self.shared, seed - 1) if self.shared else []
+        prompts = [
+            begin + prompt(length - self.shared, seed + index) for index, length in enumerate(self.lengths)
+        ]
         late = {"prompt": prompt(self.late, 9), "new": 8, "after": 16} if self.late else None
         return {"prompts": prompts, "new": self.new, "late": late}
 
@@ -75,6 +81,7 @@ class Load:
             "--max-num-seqs": len(self.lengths) + bool(self.late),
             "--max-model-len": max(longest, self.late) + 8,
             "--max-tokens": self.max_tokens,
+            "--prefix-caching": int(self.shared > 0),
         }
 
 
@@ -112,7 +119,15 @@ def decode_ms(load: Load, reply: dict[str, Any]) -> float:
 
 DECODE = Quantity("decode at {0}, ms a token", decode_ms)
 PREFILL = Quantity("prompt of {0}, s", lambda load, reply: reply["first"][CPU])
-RATE = Quantity("32 mixed requests, tokens/s", lambda load, r: sum(load.new) / r["whole"][CPU], is_rate=True)
+
+
+def rate(load: Load, reply: dict[str, Any]) -> float:
+    """New tokens of all requests for each second of CPU."""
+    return sum(load.new) / reply["whole"][CPU]
+
+
+RATE = Quantity("32 mixed requests, tokens/s", rate, is_rate=True)
+SHARED = Quantity("16 requests that share 1,024 of {0} tokens, tokens/s", rate, is_rate=True)
 PEAK = Quantity("32 mixed requests, peak resident MB", lambda load, reply: reply["peak_bytes"] / 1e6)
 STALL = Quantity("a prompt of 4,096 among 8 decodes, worst stall ms", lambda load, r: 1e3 * r["stall"][CPU])
 TTFT = Quantity("its time to first token, s", lambda load, reply: reply["late_first"][CPU])
@@ -133,6 +148,9 @@ SCENARIOS = {
     "mixed": (Scenario(mixed_load(), (RATE, PEAK), EVERYBODY, from_cold=True),),
     "long": tuple(
         Scenario(Load(kv, (8192,), (17,), 8192), (PREFILL, DECODE), (*EVERYBODY, STREAMING)) for kv in (4, 12)
+    ),
+    "shared": (
+        Scenario(Load(4, (1088,) * 16, (32,) * 16, shared=1024), (SHARED,), (OURS, "vllm", STREAMING)),
     ),
     "late": (Scenario(Load(4, (128,) * 8, (96,) * 8, 512, late=4096), (STALL, TTFT), EVERYBODY[1:]),),
 }
@@ -167,10 +185,10 @@ class Worker:
         self.engine = str(self._read()["engine"])
         self.start_s = time.perf_counter() - began
 
-    def serve(self, load: Load) -> dict[str, Any]:
+    def serve(self, load: Load, round_number: int) -> dict[str, Any]:
         """One run; see ``engine_workers/protocol.py``."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(load.request) + "\n")
+        self._process.stdin.write(json.dumps(load.request(round_number)) + "\n")
         return self._read()
 
     def close(self) -> None:
@@ -258,7 +276,7 @@ def measure(
             versions[name] = worker.engine
         for round_number in range(-1, rounds):
             for name, worker in workers.items():
-                reply = worker.serve(load)
+                reply = worker.serve(load, round_number)
                 if round_number < 0:
                     continue
                 for row, quantity in zip(rows, scenario.quantities):

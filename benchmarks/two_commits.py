@@ -1,10 +1,12 @@
 """Side by side on a CPU: this engine at two commits, on the random 110M model of ``benchmarks.cpu``.
 
     git worktree add ../before COMMIT
-    python -m benchmarks.two_commits ../before --rounds 12
+    python -m benchmarks.two_commits ../before --starts 6 --rounds 4
 
 Each commit serves in a process of its own, one at a time. Rounds alternate which of them goes first, since
-the second finds other caches. Compared is CPU time of one thread, which other users of the machine disturb
+the second finds other caches; and both are started several times, in turns, since where a process finds its
+memory makes some percent. The line of medians by start tells how much: compare it with that of one commit
+against itself. Compared is CPU time of one thread, which other users of the machine disturb
 least; a ratio above 1 says that the present commit takes longer.
 """
 
@@ -34,7 +36,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("before", type=Path, help="checkout of the commit to compare with")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--starts", type=int, default=6, help="pairs of processes")
+    parser.add_argument("--rounds", type=int, default=4, help="of each pair")
     parser.add_argument("--graphs", default="compile", help="of both engines")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -45,25 +48,38 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = make_checkpoint(Path(folder), 12)
-        print("\n".join(compare(options.before, model, options.graphs, options.rounds)))
+        print("\n".join(compare(options.before, model, options.graphs, options.starts, options.rounds)))
 
 
-def compare(before: Path, model: Path, graphs: str, rounds: int) -> list[str]:
+def compare(before: Path, model: Path, graphs: str, starts: int, rounds: int) -> list[str]:
     """Lines of the table."""
     now = Path(__file__).parents[1]
-    processes = [_start(root, model, graphs) for root in (before, now)]
-    lines = ["| work | median ratio | range |", "| --- | ---: | ---: |"]
-    for name in _LINES:
-        ratios = []
-        for number in range(rounds + 1):
-            order = processes if number % 2 else processes[::-1]
-            took = {process.pid: _ask(process, name) for process in order}
-            ratios.append(took[processes[1].pid] / took[processes[0].pid])
-        kept = ratios[1:]  # The first round warms up.
-        lines.append(f"| {name} | {statistics.median(kept):.3f} | {min(kept):.2f}-{max(kept):.2f} |")
-    for process in processes:
-        process.communicate(timeout=60)
+    ratios: dict[str, list[list[float]]] = {name: [] for name in _LINES}
+    for number in range(starts):
+        roots = (before, now) if number % 2 else (now, before)
+        processes = {root: _start(root, model, graphs) for root in roots}
+        for name in _LINES:
+            ratios[name].append(_rounds(processes[before], processes[now], name, rounds))
+        for process in processes.values():
+            process.communicate(timeout=60)
+    lines = ["| work | median ratio | range | medians by start |", "| --- | ---: | ---: | --- |"]
+    for name, by_start in ratios.items():
+        every = [ratio for each in by_start for ratio in each]
+        medians = ", ".join(f"{statistics.median(each):.3f}" for each in by_start)
+        lines.append(
+            f"| {name} | {statistics.median(every):.3f} | {min(every):.2f}-{max(every):.2f} | {medians} |"
+        )
     return lines
+
+
+def _rounds(before: subprocess.Popen[str], now: subprocess.Popen[str], name: str, rounds: int) -> list[float]:
+    """Ratios of one pair of processes; a further round warms them up."""
+    ratios = []
+    for number in range(rounds + 1):
+        order = (before, now) if number % 2 else (now, before)
+        took = {process.pid: _ask(process, name) for process in order}
+        ratios.append(took[now.pid] / took[before.pid])
+    return ratios[1:]
 
 
 def _start(root: Path, model: Path, graphs: str) -> subprocess.Popen[str]:

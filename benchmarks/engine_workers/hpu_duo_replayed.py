@@ -26,7 +26,7 @@ class Replayed(protocol.SteppedEngine):
             pattern = HeadPattern.random(layers, heads, 0, sink=64, recent=256)
         self._model = HPUDuoModel.from_pretrained(
             limits.model,
-            enable_prefix_caching=False,
+            enable_prefix_caching=limits.prefix_caching,
             device="cpu",
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,

@@ -30,6 +30,7 @@ class Limits:
         max_tokens: query tokens of a step, for engines that ask.
         cache: folder for what an engine converts or compiles.
         streaming: share of the KV heads that stream, for this engine alone.
+        prefix_caching: whether later prompts take up what earlier ones have computed.
     """
 
     model: Path
@@ -38,6 +39,7 @@ class Limits:
     max_tokens: int
     cache: Path
     streaming: float
+    prefix_caching: bool
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def main(start: Callable[[Limits], Engine]) -> None:
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--streaming", type=float, default=0.0)
+    parser.add_argument("--prefix-caching", type=lambda text: bool(int(text)), default=False)
     limits = Limits(**vars(parser.parse_args()))
     replies = private_output()
     engine = start(limits)

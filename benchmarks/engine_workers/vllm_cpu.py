@@ -19,7 +19,7 @@ import vllm
 
 
 class VLLM(protocol.SteppedEngine):
-    """vLLM's own defaults, prefix cache off because every system computes every prompt."""
+    """vLLM's own defaults, with the prefix cache where the load asks for it."""
 
     name = f"vLLM {vllm.__version__} (CPU)"
 
@@ -28,7 +28,7 @@ class VLLM(protocol.SteppedEngine):
             str(limits.model),
             dtype="bfloat16",
             skip_tokenizer_init=True,
-            enable_prefix_caching=False,
+            enable_prefix_caching=limits.prefix_caching,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_tokens,

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from hpu_duo.simulate.report import RunReport
     from hpu_duo.simulate.run_log import RunLog
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
 COLOURS = ("#4d4d4d", "#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#c58b00")
 LINES = ("-", "--", ":")
 SUFFIXES = (".svg", ".png")
+_MOST_POINTS = 240
+"""Of a line; a picture then has a size that does not depend on the number of requests."""
 
 Run = tuple["RunReport", "RunLog"]
 
@@ -54,17 +59,19 @@ def _style(place: int) -> dict[str, Any]:
     }
 
 
+def _spread(num_points: int) -> npt.NDArray[np.int64]:
+    """Indices of the points to draw, first and last among them; more would be narrower than a line."""
+    return np.unique(np.linspace(0, num_points - 1, min(num_points, _MOST_POINTS)).astype(np.int64))
+
+
 def _latencies(axes: Any, runs: Sequence[Run], name: str, label: str) -> None:
     """Shares of requests that took at most so long."""
-    import numpy as np
-
     for place, (report, log) in enumerate(runs):
         found = [getattr(each, name) for each in log.records.values() if each.ended is not None]
         values = np.sort([each for each in found if each is not None])
         if len(values):
-            axes.step(
-                values, np.arange(1, len(values) + 1) / len(values), label=report.title, **_style(place)
-            )
+            ranks = _spread(len(values))
+            axes.step(values[ranks], (ranks + 1) / len(values), label=report.title, **_style(place))
     axes.set_xscale("log")
     axes.set_xlabel(label)
     axes.set_ylabel("share of requests")
@@ -73,10 +80,8 @@ def _latencies(axes: Any, runs: Sequence[Run], name: str, label: str) -> None:
 
 def _waiting(axes: Any, runs: Sequence[Run]) -> None:
     """Requests that have come and not started, over time."""
-    import numpy as np
-
     for place, (_, log) in enumerate(runs):
-        times = np.linspace(0, log.end, 400)
+        times = np.linspace(0, log.end, _MOST_POINTS)
         records = log.records.values()
         came = np.sort([each.arrived for each in records])
         started = np.sort([each.started for each in records if each.started is not None])
@@ -90,7 +95,8 @@ def _waiting(axes: Any, runs: Sequence[Run]) -> None:
 def _differences(axes: Any, runs: Sequence[Run]) -> None:
     """Largest difference of service so far."""
     for place, (report, _) in enumerate(runs):
-        axes.plot(*zip(*report.fairness.growth), **_style(place))
+        growth = report.fairness.growth
+        axes.plot(*zip(*(growth[number] for number in _spread(len(growth)))), **_style(place))
     axes.set_xlabel("time, s")
     axes.set_ylabel("largest difference of service so far")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
