@@ -10,8 +10,9 @@ from hypothesis import settings
 
 HAS_GPU = torch.cuda.is_available()
 
-# The time that an example takes says more of the load of a machine than of the code. The suite tries the same examples
-# in every run, so that a change is judged by what it changed; `--hypothesis-profile search` looks for new ones.
+# The time that an example takes says more of the load of a machine than of the code. The suite tries the same
+# examples in every run, so that a change is judged by what it changed; `--hypothesis-profile search` looks
+# for new ones.
 settings.register_profile("hpu-duo", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, print_blob=True)
 settings.load_profile("hpu-duo")

@@ -132,7 +132,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.opening[parent.request_id] = becomes
 
     def _is_taken(self, request: Request) -> bool:
-        """Whether the scheduler takes a request, which it must if that fits beside the contexts that are held."""
+        """Whether the scheduler takes a request; it must if that fits beside the contexts that are held."""
         leases = self.scheduler.leases
         needed = leases.num_blocks_for(request.max_cached_tokens) + leases.num_held_blocks
         if not self.limits.uses_blocks or needed <= self.limits.num_blocks:
