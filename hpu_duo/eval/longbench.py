@@ -1,7 +1,8 @@
 """LongBench files: questions over long contexts, with the metric of each data set.
 
 Source: Bai et al. 2024, arXiv:2308.14508; data sets, answer lengths and metrics are LongBench's, prompts are
-ours unless its ``dataset2prompt.json`` is given.
+ours unless its ``dataset2prompt.json`` is given. Each metric is there twice: as textbooks define it, and as
+LongBench's own scripts compute it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,37 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hpu_duo.eval import metrics
+from hpu_duo.eval import metrics, official_metrics
 from hpu_duo.eval.metrics import Metric
+
+
+class MetricSource(str, Enum):
+    """Choice of whose numbers a metric gives."""
+
+    OURS = "ours"
+    """Those of the textbooks, without packages and dictionaries."""
+    OFFICIAL = "official"
+    """Those of LongBench's scripts, to compare with published scores."""
+
+
+@dataclass(frozen=True)
+class MetricPair:
+    """One metric from both sources."""
+
+    ours: Metric
+    official: Metric
+
+    def of(self, source: MetricSource) -> Metric:
+        """The metric from this source."""
+        match source:
+            case MetricSource.OURS:
+                return self.ours
+            case MetricSource.OFFICIAL:
+                return self.official
 
 
 @dataclass(frozen=True)
@@ -25,36 +52,49 @@ class DatasetKind:
         max_new_tokens: of an answer.
         form: name of the prompt, one of ours.
         is_first_line: only the first line of the answer counts.
+        is_chat: models that chat are asked in their chat template; without it where the prompt ends with the
+            beginning of one more example, or of a line of code.
+        ends_at_newline: generation ends at a line's end, but not before its first token.
     """
 
-    metric: Metric
+    metric: MetricPair
     max_new_tokens: int
     form: str
     is_first_line: bool = False
+    is_chat: bool = True
+    ends_at_newline: bool = False
 
 
+_F1 = MetricPair(metrics.qa_f1, metrics.qa_f1)
+_F1_ZH = MetricPair(metrics.qa_f1_zh, official_metrics.qa_f1_zh)
+_ROUGE = MetricPair(metrics.rouge_l, official_metrics.rouge_l)
+_ROUGE_ZH = MetricPair(metrics.rouge_l_zh, official_metrics.rouge_l_zh)
+_CLASS = MetricPair(metrics.classification, official_metrics.classification)
+_COUNT = MetricPair(metrics.count, official_metrics.count)
+_RETRIEVAL = MetricPair(metrics.retrieval, metrics.retrieval)
+_CODE = MetricPair(metrics.code_similarity, official_metrics.code_similarity)
 DATASETS: dict[str, DatasetKind] = {
-    "narrativeqa": DatasetKind(metrics.qa_f1, 128, "question"),
-    "qasper": DatasetKind(metrics.qa_f1, 128, "question"),
-    "multifieldqa_en": DatasetKind(metrics.qa_f1, 64, "question"),
-    "multifieldqa_zh": DatasetKind(metrics.qa_f1_zh, 64, "question"),
-    "hotpotqa": DatasetKind(metrics.qa_f1, 32, "question"),
-    "2wikimqa": DatasetKind(metrics.qa_f1, 32, "question"),
-    "musique": DatasetKind(metrics.qa_f1, 32, "question"),
-    "dureader": DatasetKind(metrics.rouge_l_zh, 128, "question"),
-    "gov_report": DatasetKind(metrics.rouge_l, 512, "summary"),
-    "qmsum": DatasetKind(metrics.rouge_l, 512, "question"),
-    "multi_news": DatasetKind(metrics.rouge_l, 512, "summary"),
-    "vcsum": DatasetKind(metrics.rouge_l_zh, 512, "summary"),
-    "trec": DatasetKind(metrics.classification, 64, "examples", is_first_line=True),
-    "triviaqa": DatasetKind(metrics.qa_f1, 32, "examples", is_first_line=True),
-    "samsum": DatasetKind(metrics.rouge_l, 128, "examples", is_first_line=True),
-    "lsht": DatasetKind(metrics.classification, 64, "examples", is_first_line=True),
-    "passage_count": DatasetKind(metrics.count, 32, "count"),
-    "passage_retrieval_en": DatasetKind(metrics.retrieval, 32, "paragraph"),
-    "passage_retrieval_zh": DatasetKind(metrics.retrieval, 32, "paragraph"),
-    "lcc": DatasetKind(metrics.code_similarity, 64, "code"),
-    "repobench-p": DatasetKind(metrics.code_similarity, 64, "code"),
+    "narrativeqa": DatasetKind(_F1, 128, "question"),
+    "qasper": DatasetKind(_F1, 128, "question"),
+    "multifieldqa_en": DatasetKind(_F1, 64, "question"),
+    "multifieldqa_zh": DatasetKind(_F1_ZH, 64, "question"),
+    "hotpotqa": DatasetKind(_F1, 32, "question"),
+    "2wikimqa": DatasetKind(_F1, 32, "question"),
+    "musique": DatasetKind(_F1, 32, "question"),
+    "dureader": DatasetKind(_ROUGE_ZH, 128, "question"),
+    "gov_report": DatasetKind(_ROUGE, 512, "summary"),
+    "qmsum": DatasetKind(_ROUGE, 512, "question"),
+    "multi_news": DatasetKind(_ROUGE, 512, "summary"),
+    "vcsum": DatasetKind(_ROUGE_ZH, 512, "summary"),
+    "trec": DatasetKind(_CLASS, 64, "examples", is_first_line=True, is_chat=False),
+    "triviaqa": DatasetKind(_F1, 32, "examples", is_first_line=True, is_chat=False),
+    "samsum": DatasetKind(_ROUGE, 128, "examples", is_first_line=True, is_chat=False, ends_at_newline=True),
+    "lsht": DatasetKind(_CLASS, 64, "examples", is_first_line=True, is_chat=False),
+    "passage_count": DatasetKind(_COUNT, 32, "count"),
+    "passage_retrieval_en": DatasetKind(_RETRIEVAL, 32, "paragraph"),
+    "passage_retrieval_zh": DatasetKind(_RETRIEVAL, 32, "paragraph"),
+    "lcc": DatasetKind(_CODE, 64, "code", is_chat=False),
+    "repobench-p": DatasetKind(_CODE, 64, "code", is_chat=False),
 }
 PROMPTS: dict[str, str] = {
     "question": "{context}\n\nQuestion: {input}\nAnswer in a few words:",
@@ -64,6 +104,8 @@ PROMPTS: dict[str, str] = {
     "paragraph": "{context}\n\nWhich paragraph is this about? {input}\nNumber of the paragraph:",
     "code": "{context}{input}",
 }
+LENGTH_BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": float("inf")}
+"""Ranges of lengths of LongBench-E and where they end, in words or characters as files count them."""
 _FIELDS = {"input": str, "context": str, "answers": list}
 
 
@@ -91,17 +133,30 @@ class LongBenchItem:
         """Metric and limits of the data set."""
         return DATASETS[self.dataset]
 
-    def score(self, prediction: str) -> float:
-        """The best match with any reference, in [0, 1]."""
+    @property
+    def length_bucket(self) -> str:
+        """Range of lengths in which LongBench-E reports the item."""
+        return next(name for name, end in LENGTH_BUCKETS.items() if self.length < end)
+
+    def score(self, prediction: str, source: MetricSource = MetricSource.OURS) -> float:
+        """The best match with any reference, in [0, 1].
+
+        Raises:
+            ValueError: the metric needs a package that is not there.
+        """
         text = prediction.lstrip("\n").split("\n")[0] if self.kind.is_first_line else prediction
-        return max(self.kind.metric(text, answer, self.classes) for answer in self.answers)
+        metric = self.kind.metric.of(source)
+        return max(metric(text, answer, self.classes) for answer in self.answers)
 
 
-def read_longbench(path: Path, dataset: str | None = None) -> list[LongBenchItem]:
+def read_longbench(
+    path: Path, dataset: str | None = None, source: MetricSource = MetricSource.OURS
+) -> list[LongBenchItem]:
     """Read a JSON-lines file in LongBench's format.
 
     Args:
         dataset: for lines that do not name theirs.
+        source: of the metrics that the answers must be fit for.
 
     Raises:
         ValueError: the file cannot be read, a line lacks a field, or a data set is unknown.
@@ -111,7 +166,7 @@ def read_longbench(path: Path, dataset: str | None = None) -> list[LongBenchItem
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the data set {path}: {error}") from error
-    items = [_item(path, at, line, dataset) for at, line in enumerate(lines, start=1) if line.strip()]
+    items = [_item(path, at, line, dataset, source) for at, line in enumerate(lines, start=1) if line.strip()]
     if not items:
         raise ValueError(f"expected questions in {path}, got an empty file")
     return items
@@ -161,7 +216,7 @@ def cut_middle(token_ids: Sequence[int], most: int) -> list[int]:
     return [*token_ids[:first], *token_ids[len(token_ids) - (most - first) :]]
 
 
-def _item(path: Path, at: int, line: str, dataset: str | None) -> LongBenchItem:
+def _item(path: Path, at: int, line: str, dataset: str | None, source: MetricSource) -> LongBenchItem:
     where = f"line {at} of {path}"
     try:
         found: Any = json.loads(line)
@@ -194,7 +249,7 @@ def _item(path: Path, at: int, line: str, dataset: str | None) -> LongBenchItem:
     )
     try:
         # What no answer could be compared with is found now, and not when there is one.
-        item.score("")
+        item.score("", source)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return item

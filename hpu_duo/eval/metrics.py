@@ -92,11 +92,16 @@ def code_similarity(prediction: str, reference: str, classes: Sequence[str] = ()
 
     Lines with a back quote, or that hold a comment mark, are passed over.
     """
-    lines = prediction.lstrip("\n").split("\n")
-    code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    code = first_code_line(prediction)
     total = len(code) + len(reference)
     # Half a percent rounds up, whatever the number before it.
     return int(100 * 2 * _lcs(code, reference) / total + 0.5) / 100 if total else 1.0
+
+
+def first_code_line(text: str) -> str:
+    """First line without a back quote or a mark of a comment; empty if there is none."""
+    lines = text.lstrip("\n").split("\n")
+    return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
 
 
 def found_share(prediction: str, references: Sequence[str]) -> float:
@@ -104,6 +109,11 @@ def found_share(prediction: str, references: Sequence[str]) -> float:
     if not references:
         raise ValueError("expected at least one reference, got none")
     return sum(reference.lower() in prediction.lower() for reference in references) / len(references)
+
+
+def found_any(prediction: str, references: Sequence[str]) -> float:
+    """1 if any of the references occurs in the answer, else 0; upper and lower case are alike (RULER)."""
+    return float(found_share(prediction, references) > 0)
 
 
 def _share_equal(prediction: str, wanted: str) -> float:

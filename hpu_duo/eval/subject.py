@@ -102,6 +102,15 @@ class Subject:
         """
         return encode_known(self.tokenizer, text, is_start=is_start)
 
+    def encode_chat(self, message: str, beginning: str = "") -> list[int]:
+        """Token ids of a user's message in the model's chat template, and of the beginning of the answer.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        said = chat_text(self.tokenizer, message)
+        return list(self.tokenizer(said + beginning, add_special_tokens=False)["input_ids"])
+
     def behind(self, text: str, added: str) -> tuple[int, list[int]]:
         """Encode a text together with an addition to it, and compare with the tokens of the text alone.
 
@@ -149,17 +158,32 @@ class Subject:
         return self.model.score(prompts, continuations), kv
 
     def answer(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], stop: Sequence[str] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        ends: Sequence[Sequence[int]] | None = None,
+        num_decoded: int = 1,
     ) -> tuple[list[str], list[KVBytes]]:
         """Greedy answers, every token decoded, and the bytes kept for each prompt with its answer.
 
         Args:
             max_new_tokens: limit for each prompt.
             stop: texts that end an answer; they are left out of it.
+            ends: for each prompt, token ids that end its answer, but not before its first token.
+            num_decoded: last tokens of each prompt that are decoded, too.
         """
         params = [
-            SamplingParams(temperature=0.0, max_tokens=most, stop=tuple(stop), decoded_prompt_tokens=1)
-            for most in max_new_tokens
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=most,
+                min_tokens=1 if last else 0,
+                stop=tuple(stop),
+                stop_token_ids=tuple(last),
+                decoded_prompt_tokens=min(num_decoded, len(prompt)),
+            )
+            for prompt, most, last in zip(prompts, max_new_tokens, ends or [()] * len(prompts), strict=True)
         ]
         return self.completed(prompts, self.model.engine.generate(prompts, params))
 
@@ -180,6 +204,22 @@ class Subject:
         """
         plan = self.model.engine.runner.store.plan.without_slack
         return KVBytes(num_tokens, plan.bytes_per_request(num_tokens), plan.full_attention_bytes(num_tokens))
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
+    """A user's message in the chat template, up to where the answer begins.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("expected a tokenizer with a chat template for chats, got one without")
+    # As text: what apply_chat_template returns for ids differs between transformers 4 and 5.
+    return str(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
+        )
+    )
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -13,8 +13,9 @@ from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.evaluation import options as eopt
 from hpu_duo.cli.evaluation.control import ask_full_attention
 from hpu_duo.cli.evaluation.curve import curve
-from hpu_duo.cli.evaluation.files import longbench, ruler
+from hpu_duo.cli.evaluation.longbench import longbench, longbench_v2
 from hpu_duo.cli.evaluation.report import KV_COLUMNS, RESULTS, check_outputs, finish, show
+from hpu_duo.cli.evaluation.ruler import ruler
 from hpu_duo.cli.terminal.drawing import check_matplotlib
 from hpu_duo.cli.terminal.errors import user_errors
 
@@ -23,6 +24,7 @@ eval_app = typer.Typer(
 )
 eval_app.command(cls=ManyValues)(ruler)
 eval_app.command(cls=ManyValues)(longbench)
+eval_app.command(name="longbench-v2")(longbench_v2)
 eval_app.command(cls=ManyValues)(curve)
 
 _PASSKEY_COLUMNS = ("num_answers", "num_exact", "accuracy", "token_accuracy", "logprob", *KV_COLUMNS)

@@ -1,0 +1,87 @@
+"""``hpu-duo eval``: benchmarks in the form in which they were published."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+Run = Callable[..., Result]
+CHOICES = {f"choice_{letter}": f"the {letter}" for letter in "ABCD"}
+V2 = {"_id": "1", "question": "Who?", "context": "a b c", "answer": "A", "difficulty": "easy", **CHOICES}
+
+
+def longbench_file(path: Path, dataset: str, lengths: tuple[int, ...]) -> Path:
+    item = {"input": "What?", "context": "a b c", "answers": ["x"], "all_classes": None, "dataset": dataset}
+    path.write_text("".join(json.dumps({**item, "length": length}) + "\n" for length in lengths))
+    return path
+
+
+def test_longbench_e_has_a_line_for_each_range_of_lengths(
+    hpu_duo: Run, chat_model_dir: Path, tmp_path: Path
+) -> None:
+    path = longbench_file(tmp_path / "x.jsonl", "hotpotqa_e", (10, 5000, 20, 9000))
+    common = ("eval", "longbench", "--file", path, "--model", chat_model_dir, "--metrics", "official")
+    done = hpu_duo(*common, "--by-length", "--chat-template", "--simulated-decodes", "5", "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["tasks"]
+    assert [(row["dataset"], row["length_bucket"], row["num_samples"]) for row in rows] == [
+        ("hotpotqa", "0-4k", 2),
+        ("hotpotqa", "4-8k", 1),
+        ("hotpotqa", "8k+", 1),
+    ]
+    shown = hpu_duo(*common, "--by-length").stdout
+    assert "length bucket" in shown
+    limited = hpu_duo(*common, "--limit", "3", "--json")
+    assert json.loads(limited.stdout)["tasks"][0]["num_samples"] == 3
+
+
+def test_results_of_other_metrics_are_not_mixed(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
+    path = longbench_file(tmp_path / "x.jsonl", "hotpotqa", (10,))
+    common = ("eval", "longbench", "--file", path, "--model", model_dir, "--out", tmp_path / "run")
+    assert hpu_duo(*common).exit_code == 0
+    refused = hpu_duo(*common, "--metrics", "official")
+    assert (refused.exit_code, "metrics='ours' (asked: 'official')" in refused.stderr) == (2, True)
+
+
+def test_longbench_v2_is_answered_in_groups(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{**V2, "length": "short"}, {**V2, "_id": "2", "length": "long"}]))
+    common = ("eval", "longbench-v2", "--file", path, "--model", model_dir, "--out", tmp_path / "run")
+    done = hpu_duo(*common, "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["tasks"]
+    assert [(row["group"], row["num_samples"]) for row in rows] == [
+        ("overall", 2),
+        ("easy", 2),
+        ("short", 1),
+        ("long", 1),
+    ]
+    records = (tmp_path / "run" / "results.jsonl").read_text().splitlines()[1:]
+    assert [json.loads(line)["_id"] for line in records] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("longbench", "--file", "FILE", "--metrics", "mine"), "--metrics ours or official, got 'mine'"),
+        (("longbench", "--file", "FILE", "--limit", "0"), "--limit of at least 1, got 0"),
+        (("longbench", "--file", "FILE", "--simulated-decodes", "0"), "--simulated-decodes of at least 1"),
+        (("longbench", "--file", "FILE", "--max-length", "1"), "max_length of at least 2"),
+        (
+            ("longbench", "--file", "FILE", "--chat-template", "--model", "MODEL"),
+            "a tokenizer with a chat template",
+        ),
+        (("longbench-v2", "--file", "FILE"), "'_id' to be a text in question 1"),
+        (("ruler", "--simulated-decodes", "0"), "--simulated-decodes of at least 1"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    hpu_duo: Run, model_dir: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    path = longbench_file(tmp_path / "x.jsonl", "hotpotqa", (10,))
+    words = [word.replace("FILE", str(path)).replace("MODEL", str(model_dir)) for word in arguments]
+    refused = hpu_duo("eval", *words, "--out", tmp_path / "out")
+    assert (refused.exit_code, message in refused.stderr) == (2, True), refused.output
+    assert not (tmp_path / "out").exists()
