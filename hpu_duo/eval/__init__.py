@@ -12,7 +12,7 @@ from hpu_duo.eval.passkey import PasskeyQuestions, PasskeyResult, PasskeyTask, p
 from hpu_duo.eval.passkey_text import PasskeyText, WordSource
 from hpu_duo.eval.perplexity import PerplexityResult, check_stream, stream_perplexity
 from hpu_duo.eval.result_file import ResultFile, ResultsNotWrittenError
-from hpu_duo.eval.ruler import RULER_TASKS, RulerSample, ruler_sample
+from hpu_duo.eval.ruler import RULER_TASKS, RulerSample, RulerTask, ruler_sample
 from hpu_duo.eval.subject import KVBytes, Subject
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "ResultFile",
     "ResultsNotWrittenError",
     "RulerSample",
+    "RulerTask",
     "Subject",
     "WordSource",
     "binarised",

@@ -167,7 +167,7 @@ def test_a_bug_in_a_step_keeps_its_traceback(
         "passkey": ("--num-tokens", "200", "--num-passkeys", "1", *SMALL),
         "perplexity": ("--num-tokens", "40"),
         "niah": ("--out", tmp_path, "--lengths", "150", "--depths", "1", *SMALL),
-        "ruler": ("--tasks", "vt", "--num-tokens", "900", "--num-samples", "1"),
+        "ruler": ("--tasks", "vt", "--num-tokens", "2000", "--limit", "1"),
     }[command]
 
     def fail(*_: object) -> None:
@@ -227,20 +227,21 @@ def test_a_curve_has_a_picture_and_a_table(hpu_duo: Run, tmp_path: Path) -> None
 
 
 def test_ruler_samples_are_written_and_answered(hpu_duo: Run, model_dir: Path, tmp_path: Path) -> None:
-    common = ("eval", "ruler", "--model", model_dir, "--tasks", "niah_single_1", "vt", "--num-samples", "2")
-    written = hpu_duo(*common, "--num-tokens", "900", "--write", tmp_path / "samples.jsonl")
+    common = ("eval", "ruler", "--model", model_dir, "--tasks", "niah_single_1", "vt", "--limit", "2")
+    written = hpu_duo(*common, "--num-tokens", "2500", "--write", tmp_path / "samples.jsonl")
     assert written.exit_code == 0, written.output
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [sample["task"] for sample in samples] == ["niah_single_1"] * 2 + ["vt"] * 2
-    assert all(sample["length"] <= 900 for sample in samples)
-    again = hpu_duo(*common, "--num-tokens", "900", "--write", tmp_path / "samples.jsonl")
+    assert all(sample["length"] <= 2500 for sample in samples)
+    again = hpu_duo(*common, "--num-tokens", "2500", "--write", tmp_path / "samples.jsonl")
     assert again.exit_code == 2
-    nowhere = hpu_duo(*common, "--num-tokens", "900", "--write", tmp_path / "samples.jsonl" / "more.jsonl")
+    nowhere = hpu_duo(*common, "--num-tokens", "2500", "--write", tmp_path / "samples.jsonl" / "more.jsonl")
     assert (nowhere.exit_code, "expected --write to be a file" in nowhere.stderr) == (2, True)
-    answered = hpu_duo(*common, "--num-tokens", "900", "--out", tmp_path / "run", "--json")
+    answered = hpu_duo(*common, "--num-tokens", "2500", "--out", tmp_path / "run", "--json")
     assert answered.exit_code == 0, answered.output
-    assert [row["task"] for row in json.loads(answered.stdout)["tasks"]] == ["niah_single_1", "vt"]
-    assert all(row["num_samples"] == 2 for row in json.loads(answered.stdout)["tasks"])
+    rows = json.loads(answered.stdout)["tasks"]
+    assert [row["task"] for row in rows] == ["niah_single_1", "vt", "average of 2"]
+    assert [row["num_samples"] for row in rows] == [2, 2, 4]
     records = (tmp_path / "run" / "results.jsonl").read_text().splitlines()[1:]
     assert all({"input", "outputs", "pred", "score"} <= set(json.loads(line)) for line in records)
 
@@ -253,7 +254,7 @@ def test_bytes_of_a_length_are_the_same_alone_and_beside_longer_ones(hpu_duo: Ru
         "0.75",
         "--tasks",
         "niah_single_1",
-        "--num-samples",
+        "--limit",
         "1",
         "--json",
     )
@@ -298,7 +299,7 @@ def test_perplexity_is_reported_by_position(hpu_duo: Run, tmp_path: Path) -> Non
     ("arguments", "message"),
     [
         (("ruler", "--tasks", "niah_quadruple"), "expected --tasks among"),
-        (("ruler", "--num-samples", "0"), "--num-samples of at least 1, got 0"),
+        (("ruler", "--limit", "0"), "--limit of at least 1, got 0"),
         (("passkey", "--num-tokens", "9000"), "at most 8192 tokens"),
         (("passkey", "--pattern", "WRONG", "--sparsity", "0.5"), "4 layers x 4 KV heads"),
         (("curve", "--out", "OUT", "--patterns", "gates"), "LABEL=DIR"),

@@ -62,6 +62,34 @@ def test_longbench_v2_is_answered_in_groups(hpu_duo: Run, model_dir: Path, tmp_p
     assert [json.loads(line)["_id"] for line in records] == ["1", "2"]
 
 
+def test_ruler_asks_questions_of_files_and_knows_them_again(
+    hpu_duo: Run, chat_model_dir: Path, tmp_path: Path
+) -> None:
+    documents = [["Title", ["The baker sold a boat."]], ["Other", ["It rained."]]]
+    path = tmp_path / "hotpot.json"
+    path.write_text(json.dumps([{"question": "Who?", "answer": "baker", "context": documents}] * 3))
+    common = ("eval", "ruler", "--model", chat_model_dir, "--hotpotqa", path, "--num-tokens", "700")
+    command = (*common, "--tasks", "qa_2", "--limit", "2", "--chat-template", "--out", tmp_path / "run")
+    done = hpu_duo(*command, "--json")
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)["tasks"]
+    assert (row["task"], row["num_samples"]) == ("qa_2", 2)
+    records = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
+    assert all(record["length_w_model_temp"] <= 700 for record in records[1:])
+    assert all(record["length_w_model_temp"] > record["length"] for record in records[1:])
+    path.write_text(json.dumps([{"question": "Who?", "answer": "potter", "context": documents}] * 3))
+    refused = hpu_duo(*command)
+    assert (refused.exit_code, "questions=" in refused.stderr) == (2, True)
+    too_many = hpu_duo(*common, "--tasks", "qa_2", "--limit", "4", "--write", tmp_path / "samples.jsonl")
+    assert (too_many.exit_code, "at least 4 questions in the file, got 3" in too_many.stderr) == (2, True)
+
+
+def test_published_sizes_are_the_default(hpu_duo: Run) -> None:
+    shown = hpu_duo("eval", "ruler", "--help").stdout
+    assert "500" in shown
+    assert "all 13, or 11" in " ".join(shown.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,6 +102,8 @@ def test_longbench_v2_is_answered_in_groups(hpu_duo: Run, model_dir: Path, tmp_p
             "a tokenizer with a chat template",
         ),
         (("longbench-v2", "--file", "FILE"), "'_id' to be a text in question 1"),
+        (("ruler", "--ruler", "FILE"), "of RULER's repository"),
+        (("ruler", "--tasks", "qa_1"), "file of questions for qa_1"),
         (("ruler", "--simulated-decodes", "0"), "--simulated-decodes of at least 1"),
     ],
 )

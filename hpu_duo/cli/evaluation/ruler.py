@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,7 @@ from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.evaluation import options as eopt
 from hpu_duo.cli.evaluation.answers import (
+    ChatTemplate,
     SimulatedDecodes,
     ask,
     check_simulated_decodes,
@@ -22,19 +24,82 @@ from hpu_duo.cli.evaluation.report import write_text
 from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.writable import check_file
 
+if TYPE_CHECKING:
+    from hpu_duo.eval import RulerTask, Subject
+    from hpu_duo.eval.ruler_questions import DocumentQuestions
+    from hpu_duo.eval.ruler_texts import RulerTexts
+
+
+@dataclass(frozen=True)
+class RulerFiles:
+    """Files of the user that RULER's tasks are written with."""
+
+    ruler: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="A copy of NVIDIA/RULER, whose sentences, words and essays are taken.",
+            show_default="texts of our own, whose scores compare with no others",
+        ),
+    ] = None
+    haystack: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text around needles.",
+            show_default="RULER's essays, or sentences of the built-in language",
+        ),
+    ] = None
+    squad: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="SQuAD 2.0's dev-v2.0.json, for qa_1.",
+            show_default="json/squad.json in --ruler",
+        ),
+    ] = None
+    hotpotqa: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="HotpotQA's hotpot_dev_distractor_v1.json, for qa_2.",
+            show_default="json/hotpotqa.json in --ruler",
+        ),
+    ] = None
+
+    def read(self) -> tuple[RulerTexts, dict[str, DocumentQuestions]]:
+        """Texts, and questions by the task that asks them.
+
+        Raises:
+            ValueError: a file cannot be read, or holds something else.
+        """
+        from hpu_duo.builtin.haystack import TextHaystack
+        from hpu_duo.eval.ruler_checkout import find_questions, read_checkout
+        from hpu_duo.eval.ruler_texts import OWN_TEXTS
+
+        texts = OWN_TEXTS if self.ruler is None else read_checkout(self.ruler)
+        if self.haystack is not None:
+            texts = texts.with_haystack(TextHaystack.read(self.haystack))
+        return texts, find_questions(self.ruler, self.squad, self.hotpotqa)
+
 
 @grouped
 def ruler(
     *,
     tasks: Annotated[
-        list[str] | None, typer.Option(help="Tasks by RULER's names.", show_default="all of them")
+        list[str] | None,
+        typer.Option(
+            help="Tasks by RULER's names.", show_default="all 13, or 11 without files for qa_1 and qa_2"
+        ),
     ] = None,
     num_tokens: Annotated[list[int], typer.Option(help="Lengths, answers included.")] = [2000],  # noqa: B006
-    num_samples: Annotated[int, typer.Option(help="Samples of each task and length.")] = 10,
+    limit: Annotated[int, typer.Option(help="Samples of each task and length.")] = 500,
+    files: RulerFiles,
     write: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the samples in RULER's format and run nothing."),
     ] = None,
+    chat_template: ChatTemplate = False,
     simulated_decodes: SimulatedDecodes = 1,
     out: eopt.Out = None,
     model: opt.Model = None,
@@ -43,22 +108,32 @@ def ruler(
     heads: opt.HeadOptions,
     engine: eopt.Engine,
 ) -> None:
-    """Synthetic tasks in the manner of RULER, written for the model's tokenizer."""
+    """RULER's synthetic tasks, written for the model's tokenizer, with their average."""
     with user_errors():
-        from hpu_duo.eval import RULER_TASKS, ResultsNotWrittenError, ruler_sample
-        from hpu_duo.eval.answering import Question, means
+        from hpu_duo.eval import RULER_TASKS, ResultsNotWrittenError
         from hpu_duo.eval.result_file import refuse_existing
+        from hpu_duo.eval.ruler import QUESTION_TASKS
+        from hpu_duo.eval.ruler_report import ruler_rows
 
-        if num_samples < 1:
-            raise ValueError(f"expected --num-samples of at least 1, got {num_samples}")
+        if limit < 1:
+            raise ValueError(f"expected --limit of at least 1, got {limit}")
         check_simulated_decodes(simulated_decodes)
-        chosen = list(tasks or RULER_TASKS)
+        texts, questions = files.read()
+        chosen = list(tasks or (one for one in RULER_TASKS if one not in QUESTION_TASKS or one in questions))
         for task in chosen:
             if task not in RULER_TASKS:
                 raise ValueError(f"expected --tasks among {', '.join(RULER_TASKS)}, got {task!r}")
         choice = eopt.Choice(model, heads, engine)
-        settings = {"num_tokens": num_tokens, "num_samples": num_samples, "seed": seed, "tasks": chosen}
-        settings |= {"simulated_decodes": simulated_decodes}
+        settings = {
+            "num_tokens": num_tokens,
+            "limit": limit,
+            "seed": seed,
+            "tasks": chosen,
+            "texts": texts.fingerprint,
+            "questions": {task: found.fingerprint for task, found in questions.items() if task in chosen},
+            "chat_template": chat_template,
+            "simulated_decodes": simulated_decodes,
+        }
         if write is not None:
             refuse_existing([write])
             check_file("--write", write, makes_parents=True)
@@ -66,28 +141,61 @@ def ruler(
         subject = choice.load()
         if write is None:
             subject.check_lengths(num_tokens, "samples")
-        samples = [
-            (length, ruler_sample(task, subject.count, length, index, seed))
+        around = num_around(subject, chat_template)
+        written = [
+            _task(name, subject, length, texts, questions, seed, around)
             for length in num_tokens
-            for task in chosen
-            for index in range(num_samples)
+            for name in chosen
         ]
+        # What cannot be written is refused before anything runs.
+        for one in written:
+            one.sample(0)
+            one.sample(limit - 1)
     if write is not None:
         with user_errors(ResultsNotWrittenError):
-            write_text(write, "".join(json.dumps(sample.as_record()) + "\n" for _, sample in samples))
-        typer.echo(f"{len(samples)} samples in {write}", err=True)
+            lines = (json.dumps(one.sample(index).as_record()) for one in written for index in range(limit))
+            write_text(write, "".join(line + "\n" for line in lines))
+        typer.echo(f"{len(written) * limit} samples in {write}", err=True)
         return
-    with user_errors():
-        questions = [
-            Question(
-                tuple(subject.encode(sample.prompt, is_start=True)),
-                sample.max_new_tokens,
-                {**sample.as_record(), "num_tokens": length},
-                sample.score,
-            )
-            for length, sample in samples
-        ]
-        subject.check_lengths([len(one.prompt) + one.max_new_tokens for one in questions], "prompts")
     with user_errors(ResultsNotWrittenError):
-        records = ask(subject, len(questions), questions.__getitem__, results, simulated_decodes)
-        report(means(records, ("task", "num_tokens")), out, as_json)
+        records = ask(
+            subject,
+            len(written) * limit,
+            lambda at: _question(subject, written[at // limit], at % limit, chat_template),
+            results,
+            simulated_decodes,
+        )
+        report(ruler_rows(records), out, as_json)
+
+
+def num_around(subject: Subject, is_chat: bool) -> int:
+    """Tokens that a chat template, or the tokenizer itself, puts around a prompt."""
+    ids = subject.encode_chat("x") if is_chat else subject.encode("x", is_start=True)
+    return len(ids) - subject.count("x")
+
+
+def _task(
+    name: str,
+    subject: Subject,
+    num_tokens: int,
+    texts: RulerTexts,
+    questions: dict[str, DocumentQuestions],
+    seed: int,
+    around: int,
+) -> RulerTask:
+    from hpu_duo.eval import RulerTask
+
+    return RulerTask(name, subject.count, num_tokens, texts, questions, seed, around)
+
+
+def _question(subject: Subject, task: RulerTask, index: int, is_chat: bool) -> Any:
+    from hpu_duo.eval.answering import Question
+
+    sample = task.sample(index)
+    ids = (
+        subject.encode_chat(sample.input, sample.answer_prefix)
+        if is_chat
+        else subject.encode(sample.prompt, is_start=True)
+    )
+    record = {**sample.as_record(), "num_tokens": task.num_tokens}
+    return Question(tuple(ids), sample.max_new_tokens, record, sample.score)
