@@ -295,13 +295,11 @@ class PrefixMachine(RuleBasedStateMachine):
         assert cache.holds.num_nodes == len(held)
         for hold in holds:
             if hold.node is not None:
-                texts = [each.key for each in hold.node.path]
-                assert b"".join(reversed(texts)) == hold.tokens.tobytes()
+                assert b"".join(each.key for each in reversed(list(hold.node.path))) == hold.tokens.tobytes()
                 assert hold.node.snapshot is not None or not self.limits.uses_rows
         snapshots = [node.snapshot for node in nodes if node.snapshot is not None]
         assert len(set(snapshots)) == len(snapshots) == cache.num_snapshots <= self.limits.num_snapshots
-        rows = range(self.limits.max_num_seqs, self.limits.num_ring_rows)
-        assert all(snapshot in rows for snapshot in snapshots)
+        assert all(self.limits.max_num_seqs <= each < self.limits.num_ring_rows for each in snapshots)
         if not self.limits.uses_blocks:
             running = sum(r.num_blocks == 0 for r in self.unfinished.values())
             assert all(node.children or node.snapshot is not None for node in nodes) or running
@@ -315,8 +313,7 @@ class PrefixMachine(RuleBasedStateMachine):
         texts = {b"".join(each.key for each in reversed(list(node.path))): node for node in cache.tree}
         for request in list(self.unfinished.values())[:3]:
             hit = cache.find(request)
-            tokens = request.tokens[: request.num_reusable_tokens]
-            depth = 0
+            tokens, depth = request.tokens[: request.num_reusable_tokens], 0
             if request.namespace is None:  # two namespaces may hold the same text
                 while (depth + 1) * size <= len(tokens) and tokens[: (depth + 1) * size].tobytes() in texts:
                     depth += 1
@@ -337,8 +334,7 @@ class PrefixMachine(RuleBasedStateMachine):
         while self.open:
             self.close(0, False)
         assert not list(self.scheduler.leases.prefixes.holds)
-        assert self.scheduler.leases.blocks.num_used == 0
-        assert self.scheduler.leases.rows.num_used == 0
+        assert self.scheduler.leases.blocks.num_used == self.scheduler.leases.rows.num_used == 0
         self.forget()
         assert self.scheduler.leases.blocks.num_free == self.limits.num_blocks
 
