@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -34,6 +34,16 @@ class FrontCounts:
     def responded(self, method: str, path: str, status: int) -> None:
         """Count a response."""
         self.responses[method, path, str(status)] += 1
+
+    def joined(self, routed: FrontCounts) -> FrontCounts:
+        """Return these numbers with those of replicas from elsewhere."""
+        return replace(
+            self,
+            requests=routed.requests,
+            prompt_tokens=routed.prompt_tokens,
+            expected_tokens=routed.expected_tokens,
+            cached_tokens=routed.cached_tokens,
+        )
 
 
 def add(totals: dict[str, float], name: str, value: float) -> None:

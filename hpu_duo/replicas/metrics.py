@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from hpu_duo.replicas.counts import FrontCounts
 from hpu_duo.replicas.replica import ReplicaState
 
 if TYPE_CHECKING:
@@ -20,15 +22,51 @@ _LABEL, _FRONT = "replica", "front"
 _TIMEOUT_S = 2.0
 
 
+@dataclass(frozen=True)
+class RoutedReplica:
+    """A replica that calls are sent to.
+
+    Attributes:
+        name: of the replica.
+        num_open: calls that it was sent and has not answered.
+        load: in the router's own measure.
+    """
+
+    name: str
+    num_open: int
+    load: float
+
+
 async def exposition(front: Front) -> bytes:
     """The metrics of all, in Prometheus' text format; a replica that does not answer in time is left out."""
-    ready = [name for name, each in front.replicas.items() if each.state is ReplicaState.READY]
+    known, router = front.replicas, front.router
+    ready = [name for name, each in known.items() if each.state is ReplicaState.READY]
     answers = await asyncio.gather(
         *(front.upstream.text(f"{front.url(name)}/metrics", _TIMEOUT_S) for name in ready)
     )
     texts = {name: found[1].decode() for name, found in zip(ready, answers) if found and found[0] == 200}
+    now = front.now()
+    routed = [RoutedReplica(n, router.num_open(n), router.load(n, now)) for n in router.replicas]
+    restarts = {name: each.num_restarts for name, each in known.items()}
+    return text_of(texts, front.counts, routed, restarts)
+
+
+def text_of(
+    texts: Mapping[str, str],
+    counts: FrontCounts,
+    routed: Sequence[RoutedReplica],
+    restarts: Mapping[str, int] | None = None,
+) -> bytes:
+    """Metrics of replicas and of the router before them, in Prometheus' text format.
+
+    Args:
+        texts: what each replica exposes.
+        counts: of calls.
+        routed: replicas that are up.
+        restarts: of every replica that is known; None where somebody else starts them.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Everything(front, texts))
+    registry.register(_Everything(texts, counts, routed, restarts))
     return generate_latest(registry)
 
 
@@ -49,8 +87,14 @@ def labelled(texts: Mapping[str, str]) -> dict[str, Metric]:
 
 
 class _Everything(Collector):
-    def __init__(self, front: Front, texts: Mapping[str, str]) -> None:
-        self._front, self._texts = front, texts
+    def __init__(
+        self,
+        texts: Mapping[str, str],
+        counts: FrontCounts,
+        routed: Sequence[RoutedReplica],
+        restarts: Mapping[str, int] | None,
+    ) -> None:
+        self._texts, self._counts, self._routed, self._restarts = texts, counts, routed, restarts
 
     def collect(self) -> Iterator[Metric]:
         """Everything, as Prometheus' client has it."""
@@ -58,30 +102,28 @@ class _Everything(Collector):
         requests = found.setdefault(
             "http_requests", Metric("http_requests", "Responses by method, path and status.", "counter")
         )
-        for (method, path, status), num in sorted(self._front.counts.responses.items()):
+        for (method, path, status), num in sorted(self._counts.responses.items()):
             labels = {"method": method, "handler": path, "status": status, _LABEL: _FRONT}
             requests.add_sample("http_requests_total", labels, num)
         yield from found.values()
         yield from self._own()
 
     def _own(self) -> Iterator[Metric]:
-        front, now = self._front, self._front.now()
-        counts, known, sent_to = front.counts, front.replicas, front.router.replicas
-        yield _gauge("replica_up", "1 while a replica is sent calls.", ((n, n in sent_to) for n in known))
-        yield _counter(
-            "replica_restarts",
-            "Times that a replica was started again.",
-            ((name, each.num_restarts) for name, each in known.items()),
-        )
+        counts, routed, restarts = self._counts, self._routed, self._restarts
+        names = [each.name for each in routed]
+        known = names if restarts is None else restarts
+        yield _gauge("replica_up", "1 while a replica is sent calls.", ((n, n in names) for n in known))
+        if restarts is not None:
+            yield _counter("replica_restarts", "Times that a replica was started again.", restarts.items())
         yield _gauge(
             "router_open_requests",
             "Calls that a replica was sent and has not answered.",
-            ((name, front.router.num_open(name)) for name in sent_to),
+            ((each.name, each.num_open) for each in routed),
         )
         yield _gauge(
             "router_load",
             "Load of a replica in the router's own measure.",
-            ((name, front.router.load(name, now)) for name in sent_to),
+            ((each.name, each.load) for each in routed),
         )
         yield _counter("router_requests", "Calls sent to a replica.", counts.requests.items())
         yield _counter(

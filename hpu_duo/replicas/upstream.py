@@ -8,20 +8,14 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from hpu_duo.replicas.answer import BrokenError, UnreachableError
+
 _CONNECT_S = 5.0
 
 
-class UnreachableError(Exception):
-    """A replica was not there: it has not seen the call."""
-
-
-class BrokenError(Exception):
-    """A connection ended before the answer did."""
-
-
 @dataclass(frozen=True)
-class Answer:
-    """The beginning of an answer, and what is still to come.
+class HttpAnswer:
+    """The beginning of an answer, and what is still to come; see ``Answer``.
 
     Attributes:
         status, headers: of the response; names in lower case.
@@ -72,7 +66,7 @@ class Upstream:
     @asynccontextmanager
     async def call(
         self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[HttpAnswer]:
         """Call a replica; leaving the context before the answer has ended tells it that nobody waits.
 
         Raises:
@@ -87,7 +81,7 @@ class Upstream:
             raise BrokenError(str(error)) from error
         try:
             names = {name.lower(): value for name, value in response.headers.items()}
-            yield Answer(response.status, names, response)
+            yield HttpAnswer(response.status, names, response)
         finally:
             # Back to the pool if all of it was read, else closed.
             response.release() if response.content.at_eof() else response.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 _METRIC_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -61,3 +62,19 @@ class ServerConfig:
             )
         if not all(self.api_keys):
             raise ValueError("expected API keys of one or more characters, got an empty one")
+
+
+def read_api_keys(file: Path) -> tuple[str, ...]:
+    """Read keys from a file, one in each line; lines that begin with # are left out.
+
+    Raises:
+        ValueError: it cannot be read, or has none.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the file of API keys {file}: {error}") from error
+    found = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not found:
+        raise ValueError(f"expected a key in the file of API keys {file}, found none")
+    return found

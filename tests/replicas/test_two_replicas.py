@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,25 +12,10 @@ import time
 import httpx
 import pytest
 
+from tests.replicas.streams import texts_and_ends
+
 PROMPT = "The passkey for Joel is loom actor camel."
 PATIENCE_S = 120
-
-
-def texts_and_ends(lines: list[str]) -> tuple[str, list[str]]:
-    """Text of a stream, and what it says of its end."""
-    text, ends = "", []
-    for line in lines:
-        if not line.startswith("data: "):
-            continue
-        data = line.removeprefix("data: ")
-        if data == "[DONE]":
-            ends.append(data)
-        elif "error" in (event := json.loads(data)):
-            ends.append(event["error"]["code"])
-        else:
-            text += event["choices"][0]["text"]
-            ends += [event["choices"][0]["finish_reason"]] if event["choices"][0]["finish_reason"] else []
-    return text, ends
 
 
 @pytest.mark.slow

@@ -120,17 +120,10 @@ class ListeningOptions:
         Raises:
             ValueError: the file cannot be read, or has none.
         """
+        from hpu_duo.server.config import read_api_keys
+
         given = tuple(self.api_key or ())
-        if self.api_key_file is None:
-            return given
-        try:
-            lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read --api-key-file {self.api_key_file}: {error}") from error
-        found = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-        if not found:
-            raise ValueError(f"expected a key in --api-key-file {self.api_key_file}, found none")
-        return given + found
+        return given if self.api_key_file is None else given + read_api_keys(self.api_key_file)
 
     @property
     def tls(self) -> Tls | None:

@@ -1,0 +1,179 @@
+"""Answers of replicas on their way to the caller, whoever brings them here."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hpu_duo.replicas.answer import Answer, BrokenError
+from hpu_duo.replicas.counts import FrontCounts
+from hpu_duo.replicas.events import AnswerCounts, WholeEvents, counts_of
+from hpu_duo.server.answers import event
+from hpu_duo.server.protocol import ApiError
+
+_OF_ONE_HOP = ("connection", "content-length", "transfer-encoding", "keep-alive", "date", "server")
+TURNED_AWAY = (429, 503)
+"""Statuses with which a replica takes no call: another one may."""
+MOST_BREAKS = 2
+"""Replicas that one call may be lost with: it may be why they ended."""
+
+
+class Told(Protocol):
+    """Whoever keeps account of an answer."""
+
+    def answered(self) -> None:
+        """Take note that an answer has begun."""
+        ...
+
+    def finished(self, counts: AnswerCounts) -> None:
+        """Take note of an answer that is complete."""
+        ...
+
+
+class Caller:
+    """The caller's side of a call.
+
+    Args:
+        scope, receive, send: of the connection.
+
+    Attributes:
+        has_begun: whether any part of an answer was sent.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self.has_begun = False
+
+    async def pass_on(self, answer: Answer, told: Told) -> bool:
+        """Send an answer, events as they come; returns whether it ends with an error of the replica's own.
+
+        Raises:
+            BrokenError: the replica was lost before the answer had ended.
+        """
+        if answer.headers.get("content-type", "").startswith("text/event-stream"):
+            return await self._pass_events(answer, told)
+        await self._pass_body(answer, told)
+        return False
+
+    async def refuse(self, refusal: Response) -> None:
+        """Send a response, where nothing was sent before."""
+        await refusal(self._scope, self._receive, self._send)
+
+    async def end_with(self, error: ApiError) -> None:
+        """Tell of an error behind the beginning of a stream."""
+        await self._send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _pass_body(self, answer: Answer, told: Told) -> None:
+        """Send a whole body, once all of it is there."""
+        body = await answer.body()
+        if answer.status == 200:
+            told.answered()
+            told.finished(counts_of(body))
+        self.has_begun = True
+        whole = Response(body, answer.status, passed_back(answer))
+        await self._send(
+            {"type": "http.response.start", "status": answer.status, "headers": whole.raw_headers}
+        )
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _pass_events(self, answer: Answer, told: Told) -> bool:
+        """Send events as they come; reading waits for a caller who is slow."""
+        events = WholeEvents()
+        headers = [(name.encode(), value.encode()) for name, value in passed_back(answer).items()]
+        try:
+            async for piece in _until_done(answer, events):
+                if not (whole := events.feed(piece)):
+                    continue
+                if not self.has_begun:
+                    self.has_begun = True
+                    start = {"type": "http.response.start", "status": answer.status, "headers": headers}
+                    await self._send(start)
+                if events.has_data:
+                    told.answered()
+                if events.is_done:
+                    # Before the caller sees the end, so that its next call finds the load without this one.
+                    told.finished(events.counts)
+                await self._send({"type": "http.response.body", "body": whole, "more_body": True})
+        except asyncio.CancelledError:
+            # The caller has left: what was answered by then was work, and is charged for.
+            if events.has_data:
+                told.finished(events.counts)
+            raise
+        if not events.is_error and not events.is_done:
+            raise BrokenError("the stream ended without its last event")
+        await self._send({"type": "http.response.body", "body": b""})
+        return events.is_error
+
+
+class RelayedResponse(Response):
+    """The answer of a replica to a call.
+
+    A call that no replica has seen, or that one has turned away, goes to another one. One whose replica dies
+    before anything was answered is sent once more. Behind the beginning of an answer, an error is told
+    instead of the rest, and never the mark of an end. When the caller goes away, the replica is told.
+
+    Args:
+        counts: of calls.
+    """
+
+    def __init__(self, counts: FrontCounts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        self._counts.num_open += 1
+        answering = asyncio.create_task(self._answer(Caller(scope, receive, send)))
+        leaving = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._counts.num_open -= 1
+            leaving.cancel()
+            if not answering.done():
+                answering.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+        if not answering.cancelled() and (error := answering.exception()) is not None:
+            raise error
+
+    @abstractmethod
+    async def _answer(self, caller: Caller) -> None:
+        """Let a replica answer; is cancelled when the caller goes away."""
+
+
+def lost(replica: str) -> ApiError:
+    """The error of an answer whose replica has ended."""
+    return ApiError(
+        503,
+        f"replica {replica} was lost before its answer had ended: the answer is not complete",
+        kind="server_error",
+        code="replica_lost",
+        headers={"Retry-After": "1"},
+    )
+
+
+def passed_back(answer: Answer) -> dict[str, str]:
+    """Headers of an answer that are the caller's as well."""
+    return {name: value for name, value in answer.headers.items() if name not in _OF_ONE_HOP}
+
+
+async def _until_done(answer: Answer, events: WholeEvents) -> AsyncIterator[bytes]:
+    """Pieces of a stream; what breaks behind its last event breaks nothing."""
+    try:
+        async for piece in answer.pieces():
+            yield piece
+    except BrokenError:
+        if not events.is_done:
+            raise
+
+
+async def _gone(receive: Receive) -> None:
+    """Wait until the caller has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
