@@ -22,7 +22,7 @@ LEAVES = (
     *("hpu_duo.load.client", "hpu_duo.load.measure", "hpu_duo.sampling.guidance"),
     *("hpu_duo.server.http", "hpu_duo.server.service", "hpu_duo.server.responding"),
     *("hpu_duo.server.telemetry", "hpu_duo.server.planning", "hpu_duo.server.protocol"),
-    "hpu_duo.replicas",
+    *("hpu_duo.replicas", "hpu_duo.ray_serve"),
 )
 """The only modules that may need an optional package to be imported at all."""
 
