@@ -27,6 +27,9 @@ class StepLimits:
         num_snapshots: ring rows behind those of requests, for states that prefixes are taken up with.
         max_block_moves: held blocks that are moved before a step, so that what the unique part reads of the
             store has no idle blocks between.
+        chunk_grid: positions between the places at which chunks of a prompt end, because what heads keep
+            depends on them; chunks end nowhere else but at the end of a prompt, and tokens behind a prompt
+            are decoded one by one, again too. 0 = chunks may end anywhere.
 
     Raises:
         ValueError: a limit below 1 (``num_blocks`` may be 0 when ``uses_blocks`` is False), or fewer tokens
@@ -45,6 +48,7 @@ class StepLimits:
     caches_prefixes: bool = False
     num_snapshots: int = 0
     max_block_moves: int = 0
+    chunk_grid: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -66,10 +70,23 @@ class StepLimits:
         for name in ("num_snapshots", "max_block_moves"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+        if self.chunk_grid:
+            self._check_grid()
         lowest = 1 if self.uses_blocks else 0
         if self.num_blocks < lowest:
             raise ValueError(
                 f"expected num_blocks >= {lowest} with uses_blocks={self.uses_blocks}, got {self.num_blocks}"
+            )
+
+    def _check_grid(self) -> None:
+        """Every running request gets its whole chunk or its decode in every step."""
+        chunks = min(self.max_chunk_rows, self.max_num_seqs)
+        needed = chunks * self.chunk_grid + self.max_num_seqs - chunks
+        if self.chunk_grid < 2 or self.decode_len > 1 or self.max_num_batched_tokens < needed:
+            raise ValueError(
+                f"expected chunks of 2 tokens or more, decode_len=1, and max_num_batched_tokens of {chunks} "
+                f"chunks and a token of each other request, {needed}, got chunks of {self.chunk_grid}, "
+                f"decode_len={self.decode_len} and max_num_batched_tokens={self.max_num_batched_tokens}"
             )
 
     @property

@@ -26,6 +26,12 @@ class CacheConfig:
         num_prefix_snapshots: states of rings to keep with them; None = as many as requests run, as long as
             they take at most an eighth of the bytes of all else (``hpu_duo.kv.snapshots``). A model whose
             heads all keep blocks needs none.
+        kv_policy: which tokens heads keep that have a budget: a name of ``hpu_duo.kv_policies.KV_POLICIES``,
+            with options behind it: ``h2o:recent=0.25``. These are the heads that stream under a head pattern,
+            or all heads without one; layers with a sliding window keep it. None = no head has a budget.
+        kv_budget: tokens that each of them keeps of a request, or, up to 1, their share of ``max_model_len``.
+        kv_chunk: positions between the places at which they choose what stays of a prompt; None = 512 or what
+            ``max_num_batched_tokens`` has room for.
         device_memory_utilization: share of the device's memory that weights, graphs and stores may take
             together, vLLM's ``gpu_memory_utilization``; see ``hpu_duo.budget``.
     """
@@ -36,6 +42,9 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     num_prefix_snapshots: int | None = None
     device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
+    kv_policy: str | None = None
+    kv_budget: float | None = None
+    kv_chunk: int | None = None
 
     def __post_init__(self) -> None:
         check_at_least("block_size", self.block_size, 1)
@@ -55,6 +64,26 @@ class CacheConfig:
                     f"num_prefix_snapshots={self.num_prefix_snapshots} needs enable_prefix_caching=True"
                 )
         check_utilization(self.device_memory_utilization)
+        self._check_budget()
+
+    def _check_budget(self) -> None:
+        if (self.kv_policy is None) is not (self.kv_budget is None):
+            raise ValueError(
+                f"expected kv_policy and kv_budget or neither, got kv_policy={self.kv_policy!r} "
+                f"kv_budget={self.kv_budget!r}"
+            )
+        budget = self.kv_budget
+        if budget is not None:
+            is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+            if not is_number or not (0 < budget <= 1 or (budget > 1 and float(budget).is_integer())):
+                raise ValueError(
+                    f"expected kv_budget to be a share above 0 and up to 1, or a whole number of tokens, "
+                    f"got {budget!r}"
+                )
+        if self.kv_chunk is not None:
+            check_at_least("kv_chunk", self.kv_chunk, 2)
+            if self.kv_policy is None:
+                raise ValueError(f"kv_chunk={self.kv_chunk} needs a kv_policy, got none")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,9 @@ class HPUDuoModel(ContextModel, Uncopied):
         enable_prefix_caching: bool = CacheConfig.enable_prefix_caching,
         num_prefix_snapshots: int | None = None,
         device_memory_utilization: float = CacheConfig.device_memory_utilization,
+        kv_policy: str | None = None,
+        kv_budget: float | None = None,
+        kv_chunk: int | None = None,
         graphs: str | CaptureBackend = "default",
         buckets: BucketTable | str | Path | None = None,
         on_miss: str = "error",
@@ -131,7 +134,7 @@ class HPUDuoModel(ContextModel, Uncopied):
             max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len, scheduling_policy,
                 ranker: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, enable_prefix_caching, num_prefix_snapshots,
-                device_memory_utilization: see ``CacheConfig``.
+                device_memory_utilization, kv_policy, kv_budget, kv_chunk: see ``CacheConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
                 backend of your own; "default" is "auto" on HPU and "eager" elsewhere. None of them falls
                 back to another one.
@@ -187,6 +190,9 @@ class HPUDuoModel(ContextModel, Uncopied):
                 enable_prefix_caching=enable_prefix_caching,
                 num_prefix_snapshots=num_prefix_snapshots,
                 device_memory_utilization=device_memory_utilization,
+                kv_policy=kv_policy,
+                kv_budget=kv_budget,
+                kv_chunk=kv_chunk,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,

@@ -242,6 +242,22 @@ class Request:
             return 0
         return max(0, len(self.params.forced_token_ids) - self.num_output_tokens - 1)
 
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Tokens of the prompt that are computed as a prompt; the others are decoded."""
+        return self._num_prefilled
+
+    def num_chunk_tokens(self, grid: int, start: int) -> int:
+        """Return the tokens that a step computes where chunks end on a grid: a chunk or a decode, all of it.
+
+        Args:
+            grid: positions between the ends of chunks.
+            start: tokens that are in the cache.
+        """
+        if start >= self._num_prefilled:
+            return 1
+        return min(start - start % grid + grid, self._num_prefilled) - start
+
     def num_next_tokens(self, decode_len: int = 1, start: int | None = None) -> int:
         """Return the most tokens that the next step may compute: the rest of the prefill, or of a decode.
 

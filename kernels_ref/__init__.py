@@ -1,21 +1,32 @@
 """Attention as partial triples: reference implementations and the composition of one layer."""
 
-from kernels_ref.groups import Blocks, GroupKind, HeadGroup, Owner, Rings
+from kernels_ref.groups import Blocks, Budget, GroupKind, HeadGroup, KVPolicy, Owner, Rings, SlotView
 from kernels_ref.hpu.operators import FusedOperators
 from kernels_ref.impl import Implementation
 from kernels_ref.partial import FLOOR, Partial, empty, merge, normalise
 from kernels_ref.scoring import Scoring, Softmax
 from kernels_ref.step import Step, StepParts, StepTensors, prepare_step
 from kernels_ref.unified import LayerCache, LayerSpec, stores_of, unified_attention
-from kernels_ref.units import KVUnits, NewKV, Scratch, UnitLayout, as_units, copy_to_scratch, of_stores
+from kernels_ref.units import (
+    KVUnits,
+    NewKV,
+    Scratch,
+    SlotState,
+    UnitLayout,
+    as_units,
+    copy_to_scratch,
+    of_stores,
+)
 
 __all__ = [
     "FLOOR",
     "Blocks",
+    "Budget",
     "FusedOperators",
     "GroupKind",
     "HeadGroup",
     "Implementation",
+    "KVPolicy",
     "KVUnits",
     "LayerCache",
     "LayerSpec",
@@ -25,6 +36,8 @@ __all__ = [
     "Rings",
     "Scoring",
     "Scratch",
+    "SlotState",
+    "SlotView",
     "Softmax",
     "Step",
     "StepParts",

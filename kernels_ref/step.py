@@ -36,7 +36,7 @@ class StepTensors(NamedTuple):
         row_query_start: flat index of the row's first new token, any valid index without one, ``[N]``.
         tail_block: unique blocks that not all tokens of the row see whole, else the trash block, ``[N, T]``.
         tail_start: position of their first slots, ``NOWHERE`` where there is none, ``[N, T]``.
-        chunk_row: prompt rows that have context, else ``R``, ``[C]``.
+        chunk_row: prompt rows that have context, then others as far as there is room, else ``R``, ``[C]``.
         shared_block: ``[NS]``; padding is the trash block.
         shared_start: position of their first slots, ``[NS]``.
         shared_reads: 1 where tokens of a row read a shared block, the last row for padding, ``[N + 1, NS]``.

@@ -60,6 +60,7 @@ class KVUnits(NamedTuple):
         layout: where the units lie, in both.
         scratch: units as they were before the step, for prompts to read, ``[C, K, S, D]``; None where a kind
             of heads needs none, or no prompt reads any.
+        state: what is known of each slot, for kinds that choose their slots by it; else None.
     """
 
     k: torch.Tensor
@@ -68,6 +69,21 @@ class KVUnits(NamedTuple):
     v_flat: torch.Tensor
     layout: UnitLayout
     scratch: Scratch | None = None
+    state: SlotState | None = None
+
+
+class SlotState(NamedTuple):
+    """Numbers of each slot of each unit, with the slots of all heads of a unit side by side.
+
+    They are small beside keys and values, and are read and written in one graph.
+
+    Attributes:
+        position: of the token in the slot, int32 ``[X, K * S]``.
+        score: of that token, float32 ``[X, K * S]``.
+    """
+
+    position: torch.Tensor
+    score: torch.Tensor
 
 
 class Scratch(NamedTuple):
@@ -93,10 +109,14 @@ class NewKV(NamedTuple):
 
 
 def as_units(
-    k_flat: torch.Tensor, v_flat: torch.Tensor, layout: UnitLayout, scratch: Scratch | None = None
+    k_flat: torch.Tensor,
+    v_flat: torch.Tensor,
+    layout: UnitLayout,
+    scratch: Scratch | None = None,
+    state: SlotState | None = None,
 ) -> KVUnits:
     """The units of two stores ``[V, D]`` of one layout."""
-    return KVUnits(layout.view(k_flat), layout.view(v_flat), k_flat, v_flat, layout, scratch)
+    return KVUnits(layout.view(k_flat), layout.view(v_flat), k_flat, v_flat, layout, scratch, state)
 
 
 def of_stores(k_XKSD: torch.Tensor, v_XKSD: torch.Tensor) -> KVUnits:

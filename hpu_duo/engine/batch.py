@@ -230,7 +230,9 @@ def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepG
             f"expected at most max_chunk_rows={geometry.max_chunk_rows} prompt rows with context "
             f"in a step, got {len(reads_ring)}"
         )
-    _put(host["chunk_row"], reads_ring, geometry.trash_row)
+    # Rows of prompts without context come behind, as far as there is room: a budget chooses from them too.
+    others = rows.row_id[~rows.is_decode & (rows.start == 0)][: geometry.max_chunk_rows - len(reads_ring)]
+    _put(host["chunk_row"], np.concatenate([reads_ring, others]), geometry.trash_row)
 
 
 def _fill_shared(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepGeometry) -> None:

@@ -133,9 +133,7 @@ class Scheduler:
         """
         if self._plan_in_flight is not None:
             raise ValueError("the previous plan must be committed before the next one is made")
-        step = StepDraft(
-            self.limits.max_num_batched_tokens, self.limits.max_chunk_rows, self.limits.decode_len
-        )
+        step = StepDraft.of(self.limits)
         self.holding.sweep()
         self._waiting.begin_step()
         if alone is not None:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpu_duo.engine.budget_stats import BudgetStats, num_given_up
 from hpu_duo.engine.prefix_stats import PrefixStats
 from hpu_duo.engine.resolved import Resolved
 
@@ -46,6 +47,7 @@ class EngineStats:
         notes: what a user should know of how the model was loaded.
         resolved: what the engine runs with; see there.
         prefixes: of the prefix cache; None without one.
+        budget: of heads with a KV budget; None without any.
         drift: padding far beyond what the bucket table promises, once there was; else None.
     """
 
@@ -78,6 +80,7 @@ class EngineStats:
     notes: tuple[str, ...] = ()
     drift: Drift | None = None
     prefixes: PrefixStats | None = None
+    budget: BudgetStats | None = None
 
     @classmethod
     def of(
@@ -121,6 +124,7 @@ class EngineStats:
             notes=notes,
             drift=telemetry.shapes.drift,
             prefixes=PrefixStats.of(leases, memory),
+            budget=BudgetStats.of(counters.num_given_up, leases, memory),
         )
 
     @property
@@ -145,6 +149,7 @@ class StepCounters:
     num_query_tokens: int = 0
     num_preemptions: int = 0
     num_unrecorded_steps: int = 0
+    num_given_up: int = 0
     peak_cached_tokens: int = 0
     peak_held_bytes: int = 0
     peak_full_attention_bytes: int = 0
@@ -164,6 +169,7 @@ class StepCounters:
         self.num_query_tokens += result.bucket.query_len
         self.num_padded_tokens += result.bucket.query_len - result.shape.query_len
         self.num_preemptions += len(plan.preempted)
+        self.num_given_up += num_given_up(plan, memory)
         if cached >= self.peak_cached_tokens:
             self.peak_cached_tokens = cached
             self.peak_held_bytes = _held_bytes(leases, memory)

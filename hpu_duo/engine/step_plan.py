@@ -8,6 +8,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
+from graphs import StepLimits
 from hpu_duo.kv.copies import Copy
 from hpu_duo.request import FinishReason, Request
 
@@ -118,16 +119,24 @@ class StepDraft:
         max_num_tokens: query tokens of the step.
         max_chunk_rows: prompt rows with older context.
         decode_len: most new tokens of a decode row.
+        chunk_grid: see ``StepLimits``. All prompt rows then count as rows with older context.
     """
 
-    def __init__(self, max_num_tokens: int, max_chunk_rows: int, decode_len: int = 1) -> None:
-        self.num_free_tokens = max_num_tokens
+    def __init__(
+        self, max_num_tokens: int, max_chunk_rows: int, decode_len: int = 1, chunk_grid: int = 0
+    ) -> None:
+        self.num_free_tokens, self._grid = max_num_tokens, chunk_grid
         self._decode_len = decode_len
         self.preempted: list[Request] = []
         self._max_chunk_rows = self._num_free_chunk_rows = max_chunk_rows
         self._shares: dict[Request, int] = {}
         # Running requests that may compute more than they do in this step.
         self._cut: set[Request] = set()
+
+    @classmethod
+    def of(cls, limits: StepLimits) -> StepDraft:
+        """Begin a step within the limits of an engine."""
+        return cls(limits.max_num_batched_tokens, limits.max_chunk_rows, limits.decode_len, limits.chunk_grid)
 
     @property
     def is_empty(self) -> bool:
@@ -152,12 +161,21 @@ class StepDraft:
 
     def _share(self, request: Request, start: int, stops: tuple[int, ...]) -> tuple[int, bool]:
         """Tokens that a request gets, and whether it could compute more of them."""
+        if self._grid:
+            return self._chunk(request, start)
         most = request.num_next_tokens(self._decode_len, start)
         num_new = min(most, self.num_free_tokens)
         num_new = next((stop - start for stop in stops if start < stop < start + num_new), num_new)
         if num_new > self._decode_len and start and not self._num_free_chunk_rows:
             num_new = 0
         return num_new, num_new < most
+
+    def _chunk(self, request: Request, start: int) -> tuple[int, bool]:
+        """The same on a grid of chunks: a whole chunk or nothing."""
+        num_new = request.num_chunk_tokens(self._grid, start)
+        is_cut = start + num_new < request.num_prefilled_tokens
+        is_free = num_new <= self.num_free_tokens and (num_new == 1 or self._num_free_chunk_rows > 0)
+        return (num_new, is_cut) if is_free else (0, True)
 
     def may_cut(self, request: Request) -> bool:
         """Whether a request may be cut beside those that are: in the next step each takes a chunk row."""
@@ -169,13 +187,18 @@ class StepDraft:
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Schedule the next ``num_new_tokens`` tokens of the request, or note that it gets none."""
-        if num_new_tokens < request.num_next_tokens(self._decode_len):
+        if self._is_cut(request, num_new_tokens):
             self._cut.add(request)
         if not num_new_tokens:
             return
         self._shares[request] = num_new_tokens
         self.num_free_tokens -= num_new_tokens
         self._num_free_chunk_rows -= self._is_chunk(request, num_new_tokens)
+
+    def _is_cut(self, request: Request, num_new_tokens: int) -> bool:
+        if self._grid:
+            return request.num_computed_tokens + num_new_tokens < request.num_prefilled_tokens
+        return num_new_tokens < request.num_next_tokens(self._decode_len)
 
     def preempt(self, request: Request) -> None:
         """Note that the request is preempted, and take back the share it may have.
@@ -206,7 +229,8 @@ class StepDraft:
         return StepPlan(rows, moves, tuple(self.preempted), self._decode_len)
 
     def _is_chunk(self, request: Request, num_new_tokens: int) -> bool:
-        return num_new_tokens > self._decode_len and request.num_computed_tokens > 0
+        has_context = request.num_computed_tokens > 0 or self._grid > 0
+        return num_new_tokens > self._decode_len and has_context
 
     def _kind(self, request: Request, num_new_tokens: int) -> int:
         if num_new_tokens <= self._decode_len:

@@ -34,6 +34,7 @@ class KVLeases:
         uses_rows: whether any head keeps a ring, so that prefixes need snapshots.
         num_snapshots: rows for snapshots, behind the others.
         max_block_moves: held blocks that are moved below idle ones before a step, at most.
+        chunk_grid: see ``StepLimits``.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class KVLeases:
         uses_rows: bool = True,
         num_snapshots: int = 0,
         max_block_moves: int = 0,
+        chunk_grid: int = 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be 1 or more, got {block_size}")
@@ -54,7 +56,7 @@ class KVLeases:
         self.uses_blocks = uses_blocks
         self.blocks = BlockPool(num_blocks)
         self.rows: RowPool[Request] = RowPool(num_rows)
-        self._max_block_moves = max_block_moves
+        self._max_block_moves, self._chunk_grid = max_block_moves, chunk_grid
         self._copies: list[Copy] = []
         # Blocks without content: leased since the last copies were handed over.
         self._fresh: set[int] = set()
@@ -81,6 +83,7 @@ class KVLeases:
             uses_rows=limits.uses_rows,
             num_snapshots=limits.num_snapshots,
             max_block_moves=limits.max_block_moves,
+            chunk_grid=limits.chunk_grid,
         )
 
     @property
@@ -189,9 +192,12 @@ class KVLeases:
         beyond ``num_tokens`` and the slack of its ring: that token lies where the child writes next.
 
         Returns:
-            False, and nothing has changed, if there is no free row or no free block.
+            False, and nothing has changed, if there is no free row or no free block, or chunks end on a grid.
         """
         num_private = 1 if self.uses_blocks else 0
+        if self._chunk_grid:
+            # What heads keep behind the whole prompt is not what they kept before its last token.
+            return False
         if self.rows.num_free == 0 or self.num_available < num_private:
             return False
         self.open(child)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from bias_builders import Window
 from hpu_duo.limit_config import SchedulerConfig
-from kernels_ref import Blocks, GroupKind, HeadGroup, Owner, Rings
+from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Owner, Rings
 
 _GIB = 1 << 30
 
@@ -36,6 +36,12 @@ def head_groups(
             raise ValueError(f"expected a window for {num_streaming} streaming heads, got none")
         groups.append(HeadGroup(num_streaming, Rings(window, slack)))
     return tuple(groups)
+
+
+def budget_groups(num_retrieval: int, num_budget: int, budget: Budget) -> tuple[HeadGroup, ...]:
+    """The groups of a layer of heads that keep blocks and of heads with a budget, each if there are any."""
+    counts = ((num_retrieval, Blocks()), (num_budget, budget))
+    return tuple(HeadGroup(count, kind) for count, kind in counts if count)
 
 
 def ring_slack(decode_len: int, block_size: int, *, caches_prefixes: bool) -> int:
@@ -99,7 +105,8 @@ class MemoryPlan:
     Each group of each layer has a store ``[num_units, K, num_slots, D]`` for keys and one for values, with
     ``num_blocks + 1`` units where blocks own them, and ``max_num_seqs + num_snapshots + 1`` where rows do;
     the one extra is the trash that padding points at. Kinds that keep a scratch have one of
-    ``max_chunk_rows`` units besides. All figures are whole bytes, without rounding.
+    ``max_chunk_rows`` units besides, and those with a state its bytes for each slot of a unit. All figures
+    are whole bytes, without rounding.
 
     Attributes:
         layers: one entry per decoder layer.
@@ -206,7 +213,9 @@ class MemoryPlan:
     def _unit_bytes(self, owner: Owner, *, in_scratch: bool = False) -> int:
         return sum(
             group.kind.unit_bytes(
-                group.num_heads, layer.elements_per_head * self.dtype_bytes, self.block_size
+                group.num_heads,
+                layer.elements_per_head * self.dtype_bytes + (0 if in_scratch else group.kind.state_bytes),
+                self.block_size,
             )
             for layer in self.layers
             for group in layer.groups

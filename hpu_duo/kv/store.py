@@ -8,8 +8,8 @@ from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.reserved import reserved_zeros
 from hpu_duo.rules import mark_trash
 from hpu_duo.uncopied import Uncopied
-from kernels_ref import HeadGroup, KVUnits, Owner, Scratch, UnitLayout, as_units
-from kernels_ref.index import gather, unit_places, write
+from kernels_ref import HeadGroup, KVUnits, Owner, Scratch, SlotState, UnitLayout, as_units
+from kernels_ref.index import gather, index_dtype, unit_places, write
 
 
 class KVStore(Uncopied):
@@ -43,11 +43,20 @@ class KVStore(Uncopied):
         trash = self.plan.trash_unit(group.kind)
         for flat in (k, v):
             mark_trash(flat, trash * layout.unit_stride, (trash + 1) * layout.unit_stride)
+        state = self._state(group, layout, device) if group.kind.state_bytes else None
         if not group.kind.keeps_scratch:
-            return as_units(k, v, layout)
+            return as_units(k, v, layout, state=state)
         copies = (self.plan.max_chunk_rows, group.num_heads, layout.num_slots, layer.head_dim)
         scratch = Scratch(*(reserved_zeros(copies, dtype, device) for _ in range(2)))
-        return as_units(k, v, layout, scratch)
+        return as_units(k, v, layout, scratch, state)
+
+    def _state(self, group: HeadGroup, layout: UnitLayout, device: torch.device) -> SlotState:
+        shape = layout.num_units, layout.num_heads * layout.num_slots
+        trash = self.plan.trash_unit(group.kind)
+        state = SlotState(*(reserved_zeros(shape, dtype, device) for dtype in (torch.int32, torch.float32)))
+        for each in state:
+            mark_trash(each, trash, trash + 1, is_state=True)
+        return state
 
     @property
     def device(self) -> torch.device:
@@ -61,7 +70,7 @@ class KVStore(Uncopied):
             flat.nbytes
             for layer in self.layers
             for units in layer
-            for flat in (units.k_flat, units.v_flat, *(units.scratch or ()))
+            for flat in (units.k_flat, units.v_flat, *(units.scratch or ()), *(units.state or ()))
         )
 
     def carry_out(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
@@ -84,3 +93,5 @@ class KVStore(Uncopied):
                 places[layout] = unit_places(target, layout)
             for flat, unit in ((units.k_flat, units.k), (units.v_flat, units.v)):
                 write(flat, places[layout], gather(unit, source))
+            for each in units.state or ():
+                each.index_copy_(0, target.to(index_dtype(target.device)), gather(each, source))

@@ -21,6 +21,7 @@ from kernels_ref import (
     LayerCache,
     LayerSpec,
     Scratch,
+    SlotState,
     Step,
     UnitLayout,
     as_units,
@@ -31,7 +32,7 @@ from kernels_ref import (
 NAME = "hpu_duo"
 cut_at(loops.operator, loops.run_loop)
 LAYER_ATTRIBUTE = "hpu_duo_layer"
-_BUFFERS = ("k", "v", "k_scratch", "v_scratch")
+_BUFFERS = ("k", "v", "k_scratch", "v_scratch", "slot_position", "slot_score")
 
 # What the attention of a decoder may be told besides tensors, and which of it changes the result.
 _HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
@@ -133,11 +134,11 @@ class AttentionLayer(nn.Module):
     def __init__(self, spec: LayerSpec, cache: LayerCache) -> None:
         super().__init__()
         self.spec = spec
-        # Two pairs of buffers for each group of heads, stores and scratch, and where units lie in the former.
+        # Three pairs of buffers for each group of heads: stores, scratch and state. Layouts are of the first.
         self.layouts = tuple(units.layout for units in cache)
         for i, units in enumerate(cache):
-            scratch = units.scratch or (None, None)
-            for name, buffer in zip(_BUFFERS, (units.k_flat, units.v_flat, *scratch)):
+            scratch, state = units.scratch or (None, None), units.state or (None, None)
+            for name, buffer in zip(_BUFFERS, (units.k_flat, units.v_flat, *scratch, *state)):
                 self.register_buffer(f"{name}_{i}", buffer, persistent=False)
 
     def forward(
@@ -148,8 +149,9 @@ class AttentionLayer(nn.Module):
         return unified_attention(q, k, v, cache, step, self.spec, sinks)
 
     def _units(self, group: int, layout: UnitLayout) -> KVUnits:
-        k, v, k_copy, v_copy = (getattr(self, f"{name}_{group}") for name in _BUFFERS)
-        return as_units(k, v, layout, None if k_copy is None else Scratch(k_copy, v_copy))
+        k, v, k_copy, v_copy, position, score = (getattr(self, f"{name}_{group}") for name in _BUFFERS)
+        scratch = None if k_copy is None else Scratch(k_copy, v_copy)
+        return as_units(k, v, layout, scratch, None if position is None else SlotState(position, score))
 
 
 def attention(

@@ -15,12 +15,13 @@ from bias_builders import Window
 from hpu_duo.config import EngineConfig, HeadConfig
 from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
 from hpu_duo.heads.origin import FINGERPRINT_KEY, check_origin
-from hpu_duo.kv.plan import head_groups, ring_slack
+from hpu_duo.kv.plan import budget_groups, head_groups, ring_slack
 from hpu_duo.limit_config import HPU_LAYER_KINDS
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer
-from kernels_ref import HeadGroup
+from hpu_duo.startup.kv_budget import resolve_kv_budget
+from kernels_ref import Budget, HeadGroup
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def choose_heads(
     Raises:
         ValueError: see ``resolve_pattern``.
     """
-    parallel = config.parallel
+    parallel, budget = config.parallel, resolve_kv_budget(config, max_len)
     num_ranks = 1 if parallel.deals_blocks else parallel.tensor_parallel_size
     pattern = resolve_pattern(config.heads, layers, max_len, device, num_ranks)
     slack = ring_slack(
@@ -68,7 +69,7 @@ def choose_heads(
         config.block_size,
         caches_prefixes=config.cache.enable_prefix_caching,
     )
-    return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, slack)))
+    return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, slack, budget)))
 
 
 def resolve_pattern(
@@ -191,7 +192,11 @@ def _read(pattern: HeadPattern | str | Path) -> HeadPattern:
 
 
 def assign_heads(
-    layers: tuple[DecoderLayer, ...], pattern: HeadPattern | None, max_len: int, slack: int
+    layers: tuple[DecoderLayer, ...],
+    pattern: HeadPattern | None,
+    max_len: int,
+    slack: int,
+    budget: Budget | None = None,
 ) -> list[HeadAssignment]:
     """The groups of heads of each layer, and their order.
 
@@ -200,6 +205,7 @@ def assign_heads(
 
     Args:
         slack: slots of a ring beside those of its window.
+        budget: kind of the heads that would stream under the pattern, or of all heads without one.
     """
     assigned: list[HeadAssignment] = []
     for index, layer in enumerate(layers):
@@ -211,8 +217,13 @@ def assign_heads(
         elif pattern is not None:
             streams = ~pattern.mask[index]
             window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
+        elif budget is not None:
+            streams = ~streams
         num_streaming = int(streams.sum())
-        groups = head_groups(call.num_kv_heads - num_streaming, num_streaming, window, slack)
+        if budget is not None and not _has_window(layer, max_len):
+            groups = budget_groups(call.num_kv_heads - num_streaming, num_streaming, budget)
+        else:
+            groups = head_groups(call.num_kv_heads - num_streaming, num_streaming, window, slack)
         layout = HeadLayout.by_group(streams.astype(np.int32), call.num_heads)
         assigned.append(HeadAssignment(layout, groups))
     return assigned

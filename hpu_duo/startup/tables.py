@@ -25,6 +25,7 @@ from hpu_duo.kv.leases import block_moves
 from hpu_duo.kv.plan import MemoryPlan, widest_row
 from hpu_duo.simulate import plan_buckets
 from hpu_duo.startup.graph_memory import KEPT, UNKNOWN, GraphMemory, staged_bytes
+from hpu_duo.startup.kv_budget import chunk_grid
 from hpu_duo.startup.sizes import StepSizes
 from kernels_ref import Implementation, LayerSpec
 
@@ -67,6 +68,7 @@ class StepTables:
             self._max_len,
             caches_prefixes=self.config.cache.enable_prefix_caching,
             reads_slice=self._specs[0].impl is not Implementation.SDPA,
+            chunk_grid=chunk_grid(self._specs),
         )
 
     def table(self, memory: MemoryPlan) -> BucketTable:
@@ -131,6 +133,7 @@ def resolve_limits(
     *,
     caches_prefixes: bool = False,
     reads_slice: bool = True,
+    chunk_grid: int = 0,
 ) -> StepLimits:
     """Resolve the limits of steps, from the user's settings and the sizes of the stores.
 
@@ -139,6 +142,7 @@ def resolve_limits(
         caches_prefixes: whether blocks are kept for later requests.
         reads_slice: whether a step costs what the slice of the store costs up to the last block it reads, so
             that blocks have to lie densely.
+        chunk_grid: see ``StepLimits``.
 
     Raises:
         ValueError: the blocks do not hold the user's ``max_model_len``.
@@ -157,6 +161,7 @@ def resolve_limits(
         max_block_moves=moves if caches_prefixes and reads_slice and memory.uses_blocks else 0,
         max_chunk_rows=scheduler.max_chunk_rows,
         decode_len=scheduler.decode_len,
+        chunk_grid=chunk_grid,
     )
 
 

@@ -1,19 +1,25 @@
 """Kinds of head groups, a file each; see ``GroupKind`` for what one has to say."""
 
 from kernels_ref.groups.blocks import Blocks, BlockStep
+from kernels_ref.groups.budget import Budget, BudgetStep
 from kernels_ref.groups.kind import GroupInputs, GroupKind, HeadGroup, Owner
+from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.groups.rings import Rings, RingStep
 from kernels_ref.groups.transients import HeadSizes, PartSizes
 
 __all__ = [
     "BlockStep",
     "Blocks",
+    "Budget",
+    "BudgetStep",
     "GroupInputs",
     "GroupKind",
     "HeadGroup",
     "HeadSizes",
+    "KVPolicy",
     "Owner",
     "PartSizes",
     "RingStep",
     "Rings",
+    "SlotView",
 ]

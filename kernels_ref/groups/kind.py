@@ -94,6 +94,11 @@ class GroupKind(ABC):
         """
         return False
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of ``KVUnits.state`` for one slot of one head; 0 for kinds without it."""
+        return 0
+
     def seen_slots(self, num_tokens: int, num_slots: int) -> torch.Tensor:
         """Tell which slots of a unit are seen behind ``num_tokens`` tokens of its request: bool ``[S]``.
 

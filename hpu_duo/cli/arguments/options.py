@@ -222,6 +222,32 @@ class EngineOptions(SizeOptions):
     device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
     enable_prefix_caching: EnablePrefixCaching = CacheConfig.enable_prefix_caching
     num_prefix_snapshots: NumPrefixSnapshots = None
+    kv_policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,...]",
+            help="Which tokens heads keep that have a budget: h2o, tova, streaming-llm or local; those that "
+            "stream under --pattern, else all. See docs/kv-budget.md.",
+            show_default="all tokens",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
+    kv_budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens that each of these heads keeps of a request; up to 1, a share of --max-model-len.",
+            show_default="none",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
+    kv_chunk: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a prompt between the places at which they choose.",
+            show_default="512, or what a step holds",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
     tensor_parallel_size: Annotated[
         int,
         typer.Option(

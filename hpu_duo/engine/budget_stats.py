@@ -1,0 +1,106 @@
+"""What heads with a KV budget hold and have given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels_ref import Budget
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.step_plan import StepPlan
+    from hpu_duo.kv.leases import KVLeases
+    from hpu_duo.kv.plan import LayerKV, MemoryPlan
+    from hpu_duo.kv.store import KVStore
+
+
+@dataclass(frozen=True)
+class BudgetStats:
+    """A snapshot of the heads that have a budget.
+
+    Attributes:
+        policy: name of the policy.
+        num_slots: tokens that a head keeps of a request.
+        chunk: positions between the places at which heads choose what stays of a prompt.
+        num_heads: KV heads with the budget, of all layers.
+        num_evictions: tokens that heads have given up so far, one for each head.
+        bytes_per_request: keys, values, positions and scores of a request.
+        held_bytes: of all running requests.
+    """
+
+    policy: str
+    num_slots: int
+    chunk: int
+    num_heads: int
+    num_evictions: int
+    bytes_per_request: int
+    held_bytes: int
+
+    @classmethod
+    def of(cls, num_given_up: int, leases: KVLeases, memory: MemoryPlan) -> BudgetStats | None:
+        """Collect it; None where no head has a budget.
+
+        Args:
+            num_given_up: tokens that one head has given up.
+        """
+        found = list(budgets_of(memory))
+        if not found:
+            return None
+        kind = found[0][2]
+        row_bytes = sum(
+            kind.unit_bytes(
+                heads, layer.elements_per_head * memory.dtype_bytes + kind.state_bytes, memory.block_size
+            )
+            for layer, heads, kind in found
+        )
+        num_heads = sum(heads for _, heads, _ in found)
+        return cls(
+            policy=kind.policy.name,
+            num_slots=kind.budget,
+            chunk=kind.chunk,
+            num_heads=num_heads,
+            num_evictions=num_given_up * num_heads,
+            bytes_per_request=row_bytes,
+            held_bytes=leases.rows.num_used * row_bytes,
+        )
+
+
+def budgets_of(memory: MemoryPlan) -> Iterator[tuple[LayerKV, int, Budget]]:
+    """Yield the groups of heads with a budget: their layer, number of heads and kind."""
+    for layer in memory.layers:
+        for group in layer.groups:
+            if isinstance(group.kind, Budget):
+                yield layer, group.num_heads, group.kind
+
+
+def num_given_up(plan: StepPlan, memory: MemoryPlan) -> int:
+    """Tokens that each head with a budget gives up in a step: those beyond it."""
+    slots = next((kind.budget for _, _, kind in budgets_of(memory)), None)
+    if slots is None:
+        return 0
+    return sum(max(0, row.end - slots) - max(0, row.start - slots) for row in plan.rows)
+
+
+def kept_positions(
+    store: KVStore, row: int, num_tokens: int
+) -> tuple[tuple[npt.NDArray[np.int32], ...], ...]:
+    """Return the positions that each head with a budget holds of a row, ascending, layer by layer.
+
+    Heads are in the order of their group; a layer without a budget has none. Waits for the device.
+
+    Args:
+        num_tokens: tokens of the row that are in the cache.
+    """
+    found = []
+    for layer, cache in zip(store.plan.layers, store.layers):
+        heads: list[npt.NDArray[np.int32]] = []
+        for group, units in zip(layer.groups, cache):
+            if isinstance(group.kind, Budget) and units.state is not None:
+                lines = units.state.position[row].cpu().numpy().reshape(group.num_heads, -1)
+                heads += [np.sort(line[:num_tokens]) for line in lines]
+        found.append(tuple(heads))
+    return tuple(found)

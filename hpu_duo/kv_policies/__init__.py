@@ -1,0 +1,29 @@
+"""Policies that say which tokens a head with a budget keeps."""
+
+from collections.abc import Callable
+
+from hpu_duo.kv_policies.h2o import HeavyHitters
+from hpu_duo.kv_policies.local import Local
+from hpu_duo.kv_policies.streaming_llm import StreamingLLM
+from hpu_duo.kv_policies.tova import TOVA
+from hpu_duo.named import call_with_options
+from kernels_ref import KVPolicy
+
+__all__ = ["KV_POLICIES", "TOVA", "HeavyHitters", "Local", "StreamingLLM", "make_kv_policy"]
+
+KV_POLICIES: dict[str, Callable[..., KVPolicy]] = {
+    "h2o": HeavyHitters,
+    "local": Local,
+    "streaming-llm": StreamingLLM,
+    "tova": TOVA,
+}
+"""Policies by name."""
+
+
+def make_kv_policy(name: str) -> KVPolicy:
+    """Make the policy of a name, with options behind it, such as ``h2o:recent=0.25``.
+
+    Raises:
+        ValueError: there is none of this name, or it has no such option or not with this value.
+    """
+    return call_with_options("kv_policy", name, KV_POLICIES)

@@ -1,0 +1,56 @@
+"""H2O: the tokens that have received most attention, and the newest ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kernels_ref import KVPolicy, SlotView
+
+
+@dataclass(frozen=True)
+class HeavyHitters(KVPolicy):
+    """Keeps heavy hitters, by the attention that they have received since they came, and recent tokens.
+
+    The score of a token is the sum of the weights that later queries, and its own, have put on it, summed
+    over the query heads that share its key. A score goes with its token.
+
+    Source: arXiv:2306.14048, algorithm 1, for one key/value head at a time. There a token goes after an
+    attention, here before the next one, so that no slot is needed for it in between.
+
+    Attributes:
+        recent: share of the slots for the newest tokens, the newest one included; the paper's is 0.5.
+    """
+
+    recent: float = 0.5
+    name: ClassVar[str] = "h2o"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.recent < 1.0:
+            raise ValueError(f"expected recent in [0, 1) for kv_policy {self.name!r}, got {self.recent}")
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Name and share of recent tokens."""
+        return self.name, self.recent
+
+    @property
+    def num_observed(self) -> int | None:
+        """All queries."""
+        return None
+
+    def num_recent(self, num_slots: int) -> int:
+        """Slots for the newest tokens."""
+        return math.floor(self.recent * num_slots)
+
+    def observe(self, slots: SlotView, mass: torch.Tensor) -> torch.Tensor:
+        """Add what each token has received."""
+        return slots.score + mass
+
+    def protects(self, slots: SlotView) -> torch.Tensor:
+        """The newest tokens."""
+        return slots.position >= slots.end - self.num_recent(slots.num_slots)

@@ -1,0 +1,24 @@
+"""The newest tokens and nothing else: the baseline that papers on budgets compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kernels_ref import KVPolicy
+
+
+@dataclass(frozen=True)
+class Local(KVPolicy):
+    """Keeps the newest tokens: all scores stay 0, so the oldest one goes.
+
+    Source: the baseline "Local" of H2O (arXiv:2306.14048).
+    """
+
+    name: ClassVar[str] = "local"
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Name: the policy has no numbers."""
+        return (self.name,)

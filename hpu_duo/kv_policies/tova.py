@@ -1,0 +1,59 @@
+"""TOVA: the tokens that the newest query attends to most."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kernels_ref import KVPolicy, SlotView
+
+
+@dataclass(frozen=True)
+class TOVA(KVPolicy):
+    """Keeps the tokens with the largest weights of the newest query, the same ones in all heads of a layer.
+
+    The score of a token is the newest query's weight on it, averaged over the heads of the layer that have
+    this budget: all of them, or those that stream under a head pattern. Nothing is protected unless asked
+    for: even the newest token may go next.
+
+    Source: arXiv:2401.06104.
+
+    Attributes:
+        protect: newest tokens that stay whatever their weights.
+    """
+
+    protect: int = 0
+    name: ClassVar[str] = "tova"
+
+    def __post_init__(self) -> None:
+        if self.protect < 0:
+            raise ValueError(f"expected protect >= 0 for kv_policy {self.name!r}, got {self.protect}")
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Name and protected tokens."""
+        return self.name, self.protect
+
+    @property
+    def num_observed(self) -> int | None:
+        """The newest query only."""
+        return 1
+
+    def check(self, num_slots: int) -> None:
+        """Refuse a budget that protected tokens fill."""
+        if self.protect > num_slots:
+            raise ValueError(
+                f"kv_policy {self.name!r} with protect={self.protect} needs a budget of at least "
+                f"{self.protect} slots, got {num_slots}"
+            )
+
+    def observe(self, slots: SlotView, mass: torch.Tensor) -> torch.Tensor:
+        """Replace scores by weights, averaged over heads."""
+        return mass.mean(dim=1, keepdim=True).expand_as(mass)
+
+    def protects(self, slots: SlotView) -> torch.Tensor | None:
+        """The newest tokens, if so asked."""
+        return slots.position >= slots.end - self.protect if self.protect else None

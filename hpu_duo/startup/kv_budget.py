@@ -1,0 +1,65 @@
+"""Resolution of a user's KV policy and budget to the kind of head group that keeps it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from hpu_duo.config import EngineConfig
+from hpu_duo.kv_policies import make_kv_policy
+from kernels_ref import Budget, LayerSpec
+
+_CHUNK = 512
+"""Tokens of a chunk unless told: scores of a chunk are computed twice, and decodes wait for it."""
+
+
+def resolve_kv_budget(config: EngineConfig, max_len: int) -> Budget | None:
+    """Return the kind of the heads that have a budget; None where no head has one.
+
+    Args:
+        max_len: most tokens of a request, of which a budget may be a share.
+
+    Raises:
+        ValueError: the policy is unknown, the budget too small for it, chunks do not fit a step, or the
+            engine is asked for something that budgets do not serve.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    if cache.kv_policy is None or cache.kv_budget is None:
+        return None
+    policy = make_kv_policy(cache.kv_policy)
+    _check_supported(config)
+    budget = cache.kv_budget
+    num_slots = math.ceil(budget * max_len) if budget <= 1 else int(budget)
+    chunk_rows = min(scheduler.max_chunk_rows, scheduler.max_num_seqs)
+    most = (scheduler.max_num_batched_tokens - scheduler.max_num_seqs) // chunk_rows + 1
+    chunk = cache.kv_chunk
+    if chunk is None:
+        chunk = min(_CHUNK, most)
+        if chunk > config.block_size:
+            chunk -= chunk % config.block_size
+    if not 2 <= chunk <= most:
+        raise ValueError(
+            f"expected a kv_chunk of 2 to {most} tokens, so that a step of max_num_batched_tokens="
+            f"{scheduler.max_num_batched_tokens} holds max_chunk_rows={chunk_rows} chunks and a token "
+            f"of each other request, got {chunk}"
+        )
+    return Budget(policy, min(num_slots, max_len), chunk, scheduler.max_chunk_rows)
+
+
+def chunk_grid(specs: Iterable[LayerSpec]) -> int:
+    """Return the positions between the ends of chunks that heads with a budget need; 0 without them."""
+    kinds = (group.kind for spec in specs for group in spec.groups)
+    return next((kind.chunk for kind in kinds if isinstance(kind, Budget)), 0)
+
+
+def _check_supported(config: EngineConfig) -> None:
+    """Refuse what heads with a budget do not serve."""
+    refused = {
+        "tensor_parallel_size of 1": config.parallel.tensor_parallel_size > 1,
+        "decode_len=1": config.scheduler.decode_len > 1,
+        "trim_chunks=False": config.scheduler.trim_chunks,
+        "enable_prefix_caching=False": config.cache.enable_prefix_caching,
+    }
+    for expected, is_asked in refused.items():
+        if is_asked:
+            raise ValueError(f"kv_policy={config.cache.kv_policy!r} is served with {expected} only")

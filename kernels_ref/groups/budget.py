@@ -1,0 +1,247 @@
+"""Heads that keep a fixed number of tokens of a request, which a policy chooses.
+
+Shapes: Q query tokens, N decode rows, P prompt rows of up to T new tokens, K key/value heads, C slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from bias_builders import Leading, Window
+from kernels_ref.groups.budget_chunks import Held, Kept, keep_chunk
+from kernels_ref.groups.budget_decodes import DecodeSlots, attend_weighed, take_in
+from kernels_ref.groups.column_sums import SUMMED_QUERIES, ChunkStep
+from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
+from kernels_ref.groups.kv_policy import KVPolicy
+from kernels_ref.groups.rings import RingStep
+from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
+from kernels_ref.index import gather, index_dtype
+from kernels_ref.partial import Partial
+from kernels_ref.slices import QUERY_SLICE
+from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
+from kernels_ref.units import KVUnits, SlotState, UnitLayout
+
+if TYPE_CHECKING:
+    from kernels_ref.impl import Kernels
+
+_ALL = Window(0, 1 << 30)
+"""A chunk sees all that its row has kept."""
+_STATE_BYTES = 8
+_CANDIDATE_COPIES = 16
+"""Ranks, positions and scores of slots, as they are sorted, compared and numbered."""
+
+
+class BudgetStep(NamedTuple):
+    """Tensors that a step derives once for all stores of one budget and one layout.
+
+    Attributes:
+        ring: what kernels of rings read: occupied slots come first, for decode rows and in the scratch.
+        end: position behind the token of a decode row, 0 for other rows, int32 ``[N]``.
+        place: where a table of the P * T entries of prompt rows, of N rows and of the trash has each token,
+            int32 ``[Q]``.
+        state_row: units whose state is written, the trash for others: decode rows, then prompt rows.
+        chunk: the prompt rows.
+    """
+
+    ring: RingStep
+    end: torch.Tensor
+    place: torch.Tensor
+    state_row: torch.Tensor
+    chunk: ChunkStep
+
+
+@dataclass(frozen=True)
+class Budget(GroupKind):
+    """Heads that keep ``budget`` tokens each, in slots that are used again in place.
+
+    A token that is decoded takes the slot that the policy gives up, and then attends to all slots, its own
+    included. A chunk of a prompt attends to all slots and to itself, then the policy keeps ``budget`` of
+    both. So what is kept depends on where chunks end, and on nothing else: the scheduler ends them on a grid
+    of ``chunk`` positions and at the end of the prompt. Occupied slots come first, since none is given up
+    while one is free.
+
+    Attributes:
+        policy: says which tokens stay.
+        budget: slots of a head (C).
+        chunk: most new tokens of a prompt row in a step (T).
+        max_chunk_rows: most prompt rows of a step (P).
+    """
+
+    policy: KVPolicy
+    budget: int
+    chunk: int
+    max_chunk_rows: int = 1
+    name: ClassVar[str] = "budget"
+    owner: ClassVar[Owner] = Owner.ROW
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "chunk", "max_chunk_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        self.policy.check(self.budget)
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Numbers of the kind and of its policy."""
+        return self.name, self.budget, self.chunk, self.policy.key
+
+    @property
+    def reach(self) -> int | None:
+        """The slots: a chunk sees its own tokens besides."""
+        return self.budget
+
+    def describe(self) -> str:
+        """Describe the policy and its slots."""
+        numbers = "".join(f" {number}" for number in self.policy.key[1:])
+        return f"{self.policy.name}{numbers}, {self.budget} slots, chunks of {self.chunk}"
+
+    def num_slots(self, block_size: int) -> int:
+        """Return the budget."""
+        return self.budget
+
+    @property
+    def keeps_scratch(self) -> bool:
+        """Return True: the new tokens of a prompt replace what it still has to read."""
+        return True
+
+    @property
+    def state_bytes(self) -> int:
+        """A position and a score."""
+        return _STATE_BYTES
+
+    def seen_slots(self, num_tokens: int, num_slots: int) -> torch.Tensor:
+        """Occupied slots."""
+        return torch.arange(num_slots) < num_tokens
+
+    def prepare(
+        self, parts: StepParts, tensors: StepTensors, rows: DecodeRows, layouts: Collection[UnitLayout]
+    ) -> dict[UnitLayout, BudgetStep]:
+        """See ``BudgetStep``."""
+        t, no_row = tensors, tensors.row_start.shape[0]
+        end, nothing = rows.end[:, 0], t.row_start[:0]
+        place, state_row = rows.row, nothing
+        chunk_position = t.row_start.new_empty(0, self.budget)
+        chunk = ChunkStep(nothing, nothing, nothing, nothing[None])
+        if parts.unique:
+            number = torch.arange(no_row, dtype=end.dtype, device=end.device)
+            state_row = torch.where(end > 0, number, next(iter(layouts)).num_units - 1)
+        else:
+            # The table has no decode rows: what is left is the trash.
+            place = torch.zeros_like(place)
+        if parts.causal:
+            chunk, place = self._chunk(t, place)
+            slot = torch.arange(self.budget, dtype=place.dtype, device=place.device)
+            chunk_position = torch.where(slot < chunk.start[:, None], slot, -1)
+            state_row = torch.cat([state_row, chunk.row])
+        seen = Leading(torch.clamp(end, max=self.budget)[:, None, None])
+        plan = BudgetStep(RingStep(nothing, seen, chunk_position), end, place, state_row, chunk)
+        return dict.fromkeys(layouts, plan)
+
+    def _chunk(self, t: StepTensors, place: torch.Tensor) -> tuple[ChunkStep, torch.Tensor]:
+        """The prompt rows, and the place of each token in the table of ``BudgetStep``."""
+        no_row, num_queries = t.row_start.shape[0], t.row.shape[0]
+        size = min(self.chunk, num_queries)
+        # One more entry, for rows that are no prompts.
+        rows = (torch.cat([x, x.new_zeros(1)]) for x in (t.row_start, t.row_num_new, t.row_query_start))
+        start, num_new, begin = (gather(x, torch.clamp(t.chunk_row, max=no_row)) for x in rows)
+        number = torch.arange(size, dtype=start.dtype, device=start.device)
+        chunk = ChunkStep(
+            t.chunk_row, start, num_new, torch.clamp(begin[:, None] + number, max=num_queries - 1)
+        )
+        is_own = (t.chunk_row[:, None] == t.causal_row) & (t.causal_row < no_row)
+        first = torch.arange(0, len(start) * size, size, dtype=start.dtype, device=start.device) - start
+        entry = torch.where(is_own, first[:, None] + t.positions, -1).amax(dim=0)
+        return chunk, torch.where(entry >= 0, entry, len(start) * size + place)
+
+    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+        """Find the slots, write, then decode; prompts read the scratch."""
+        parts, layout = step.parts, units.layout
+        plan: BudgetStep = step.plans[self.key, layout]
+        assert units.state is not None, "a budget keeps a state"
+        of_tokens: list[Partial] = []
+        taken, kept, decoded = None, None, None
+        if parts.causal:
+            of_tokens.append(run.causal(inputs.q, inputs.new, step.tensors, None, inputs.scoring))
+            if parts.shared:
+                assert units.scratch is not None, "prompts with context read a scratch"
+                scratch, scoring = units.scratch, inputs.scoring
+                of_tokens.append(run.shared_rings(inputs.q, scratch, step.tensors, plan.ring, _ALL, scoring))
+            kept = self._keep(of_tokens, inputs, units, plan, has_context=parts.shared)
+        if parts.unique:
+            taken = take_in(self.policy, units.state, plan.end, layout.num_heads, self.budget)
+        run.write_kv(units, self._write_index(layout, plan, kept, taken), inputs.new)
+        changed: list[SlotState] = []
+        if taken is not None:
+            decoded, score = self._decode(run, inputs, units, step, taken)
+            changed.append(SlotState(taken.slots.position, score))
+        if kept is not None:
+            changed.append(kept.state)
+        row = plan.state_row.to(index_dtype(plan.end.device))
+        for number, store in enumerate(units.state):
+            store.index_copy_(0, row, torch.cat([state[number].flatten(1) for state in changed]))
+        return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
+
+    def _keep(
+        self,
+        of_tokens: list[Partial],
+        inputs: GroupInputs,
+        units: KVUnits,
+        plan: BudgetStep,
+        *,
+        has_context: bool,
+    ) -> Kept:
+        shape = (len(plan.chunk.row), units.layout.num_heads, self.budget)
+        state = SlotState(*(gather(x, plan.chunk.row).view(shape) for x in units.state or ()))
+        k = units.scratch.k if has_context and units.scratch is not None else None
+        held = Held(state, k, plan.ring.chunk_position >= 0)
+        return keep_chunk(self.policy, self.budget, held, plan.chunk, inputs, of_tokens)
+
+    def _decode(
+        self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step, taken: DecodeSlots
+    ) -> tuple[Partial, torch.Tensor]:
+        """Attention of decode rows, and their new scores."""
+        q_NKGD, slots = of_rows(inputs.q, step), taken.slots
+        if self.policy.num_observed == 0:
+            plan: BudgetStep = step.plans[self.key, units.layout]
+            return run.unique_rings(q_NKGD, units, plan.ring, inputs.scoring), slots.score
+        k, v = units.k[: len(q_NKGD)], units.v[: len(q_NKGD)]
+        partial, mass = attend_weighed(q_NKGD, k, v, slots.valid, inputs.scoring, inputs.sinks)
+        return partial, self.policy.observe(slots, mass)
+
+    def _write_index(
+        self, layout: UnitLayout, plan: BudgetStep, kept: Kept | None, taken: DecodeSlots | None
+    ) -> torch.Tensor:
+        """Places of the new tokens, in the trash for those that are not kept, ``[Q * K]``."""
+        nowhere = torch.full((1, layout.num_heads, 1), self.budget, dtype=torch.int32, device=plan.end.device)
+        tables = [self._places(layout, nowhere, nowhere)]
+        if taken is not None:
+            row = torch.arange(len(plan.end), dtype=torch.int32, device=plan.end.device)
+            tables.insert(0, self._places(layout, row[:, None, None], taken.written))
+        if kept is not None:
+            tables.insert(0, self._places(layout, plan.chunk.row[:, None, None], kept.slot))
+        return gather(torch.cat(tables), plan.place).view(-1)
+
+    def _places(self, layout: UnitLayout, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        """Places in the store of slots ``[X, K, n]``, ``[X * n, K]``; in the trash for slots past the end."""
+        dtype, is_kept = index_dtype(slot.device), slot < self.budget
+        unit = torch.where(is_kept, row, layout.num_units - 1).to(dtype)
+        head = torch.arange(layout.num_heads, dtype=dtype, device=slot.device)[:, None]
+        place = unit * layout.unit_stride + head * layout.head_stride + torch.where(is_kept, slot, 0)
+        return (place + layout.offset).transpose(1, 2).flatten(0, 1)
+
+    def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
+        """Scores of a slice of prompts or of all decode rows, and what candidates for slots are sorted by."""
+        per_slot, chunk = heads.num_query_heads * FLOAT32, min(self.chunk, sizes.query_len)
+        num_rows = sizes.parts.causal * self.max_chunk_rows
+        num_candidates = num_rows * (self.budget + chunk)
+        num_decoding = sizes.parts.unique * sizes.num_rows * self.budget
+        num_queries = sizes.parts.shared * min(QUERY_SLICE, sizes.query_len)
+        num_scores = max(num_queries * num_rows * self.budget, min(SUMMED_QUERIES, chunk) * num_candidates)
+        scores = max(causal_bytes(heads, sizes), SCORE_COPIES * max(num_scores, num_decoding) * per_slot)
+        keys = 4 * heads.unit_bytes(num_candidates + num_decoding)
+        candidates = _CANDIDATE_COPIES * (num_candidates + num_decoding) * heads.num_heads * FLOAT32
+        return scores + keys + candidates

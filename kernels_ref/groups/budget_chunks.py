@@ -1,0 +1,103 @@
+"""Prompt rows of a budget: what stays of the slots and of a chunk of new tokens.
+
+Shapes: Q query tokens, P prompt rows, T new tokens of each, C slots, S = C + T candidates, K key/value heads,
+G query heads of each, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernels_ref.groups.budget_slots import assign_slots, kept_tokens, look_up
+from kernels_ref.groups.column_sums import ChunkStep, column_sums, log_sum_exp
+from kernels_ref.groups.kind import GroupInputs
+from kernels_ref.groups.kv_policy import KVPolicy, SlotView
+from kernels_ref.index import gather
+from kernels_ref.partial import Partial
+from kernels_ref.units import SlotState
+
+
+class Kept(NamedTuple):
+    """Slots and state that a chunk leaves.
+
+    Attributes:
+        slot: of each new token, ``C`` for those that go, int32 ``[P, K, T]``.
+        state: of the rows behind the chunk, ``[P, K, C]`` each.
+    """
+
+    slot: torch.Tensor
+    state: SlotState
+
+
+class Held(NamedTuple):
+    """Slots of prompt rows before the chunk.
+
+    Attributes:
+        state: positions and scores, ``[P, K, C]`` each.
+        k: keys, ``[P, K, C, D]``; None where no row holds any.
+        is_stored: occupied slots, bool ``[P, C]``.
+    """
+
+    state: SlotState
+    k: torch.Tensor | None
+    is_stored: torch.Tensor
+
+
+def keep_chunk(
+    policy: KVPolicy,
+    num_slots: int,
+    held: Held,
+    chunk: ChunkStep,
+    inputs: GroupInputs,
+    partials: list[Partial],
+) -> Kept:
+    """Choose what stays of slots and new tokens, and the slots of the latter.
+
+    Args:
+        inputs: of the step; the new tokens of the rows are among them.
+        partials: attention of all tokens over new and stored keys.
+    """
+    old = held.state
+    num_heads = old.score.shape[1]
+    new_position = (chunk.start[:, None] + chunk.number)[:, None].expand(-1, num_heads, -1)
+    new_score = torch.zeros(new_position.shape, dtype=torch.float32, device=new_position.device)
+    # Rows without context need no candidates among their slots.
+    num_held = 0 if held.k is None else num_slots
+    slots = SlotView(
+        torch.cat([old.score[..., :num_held], new_score], dim=-1),
+        torch.cat([old.position[..., :num_held], new_position], dim=-1),
+        torch.cat([held.is_stored[:, :num_held], chunk.is_new], dim=-1)[:, None],
+        (chunk.start + chunk.num_new)[:, None, None],
+        num_slots,
+    )
+    if policy.num_observed != 0:
+        slots = slots._replace(score=policy.observe(slots, _mass(policy, held, chunk, inputs, partials)))
+    if slots.score.shape[-1] > num_slots:
+        keeps = kept_tokens(policy, slots)
+    else:
+        keeps = slots.valid.expand(slots.score.shape)
+    keeps_old = keeps[..., :num_held] if num_held else torch.zeros_like(old.score, dtype=torch.bool)
+    slot, source = assign_slots(keeps_old, keeps[..., num_held:])
+    is_new = source < new_position.shape[-1]
+    old_score = slots.score[..., :num_held] if num_held else old.score
+    state = SlotState(
+        torch.where(is_new, look_up(new_position, source), old.position),
+        torch.where(is_new, look_up(slots.score[..., num_held:], source), old_score),
+    )
+    return Kept(slot, state)
+
+
+def _mass(
+    policy: KVPolicy, held: Held, chunk: ChunkStep, inputs: GroupInputs, partials: list[Partial]
+) -> torch.Tensor:
+    """Weights of the observed queries on slots and new tokens, ``[P, K, S]``."""
+    k_PKSD = gather(inputs.new.k, chunk.token.view(-1)).unflatten(0, chunk.token.shape).transpose(1, 2)
+    is_stored = held.is_stored[:, :0]
+    if held.k is not None:
+        is_stored = held.is_stored
+        # Free slots may hold anything.
+        k_PKSD = torch.cat([torch.where(is_stored[:, None, :, None], held.k, 0), k_PKSD], dim=2)
+    lse = log_sum_exp(partials, inputs.sinks)
+    return column_sums(inputs.q, lse, k_PKSD, is_stored, chunk, policy.num_observed, inputs.scoring)

@@ -1,0 +1,112 @@
+"""Choice of the slots of a budget: who goes, who stays, and which slot a token gets.
+
+Shapes: N decode rows, P prompt rows, K key/value heads, C slots, T new tokens of a prompt row, S = C + T.
+Values are sorted and never indices, so that nothing wider than int32 arises; no index is negative.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernels_ref.groups.kv_policy import KVPolicy, SlotView
+from kernels_ref.partial import FLOOR
+
+_BEYOND = 1 << 30
+"""Above any position and any number of slots."""
+
+
+def priorities(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
+    """Rank of each token, float32 ``[X, K, S]``: the lowest goes first; ``FLOOR`` where there is no token."""
+    protected = policy.protects(slots)
+    rank = slots.score if protected is None else torch.where(protected, -FLOOR, slots.score)
+    return torch.where(slots.valid, rank, FLOOR)
+
+
+def slot_to_write(policy: KVPolicy, slots: SlotView, num_stored: torch.Tensor) -> torch.Tensor:
+    """Mark the slot of each head that the next token of a row gets, bool ``[N, K, C]``: one in each head.
+
+    The first free one; in a full store that of the token that the policy gives up.
+
+    Args:
+        slots: before the token is there; ``end`` counts it.
+        num_stored: occupied slots, int32 ``[N]``; occupied ones come first.
+    """
+    rank = priorities(policy, slots)
+    is_least = rank == rank.amin(dim=-1, keepdim=True)
+    position = torch.where(is_least & slots.valid, slots.position, _BEYOND)
+    is_oldest = position == position.amin(dim=-1, keepdim=True)
+    num_stored = num_stored[:, None, None]
+    number = torch.arange(slots.num_slots, dtype=num_stored.dtype, device=num_stored.device)
+    return torch.where(num_stored == slots.num_slots, is_oldest, number == num_stored)
+
+
+def kept_tokens(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
+    """Mark the ``num_slots`` tokens that stay, of more: bool ``[P, K, S]``.
+
+    Those of the highest rank; among equals the latest.
+    """
+    rank, most = priorities(policy, slots), slots.num_slots
+    least = torch.topk(rank, most, dim=-1).values.amin(dim=-1, keepdim=True)
+    is_above, is_equal = rank > least, rank == least
+    position = torch.where(is_equal & slots.valid, slots.position, -1)
+    latest = torch.topk(position, most, dim=-1).values
+    # As many of the equals as are needed: down to this position.
+    last = most - is_above.sum(dim=-1, keepdim=True, dtype=torch.int32) - 1
+    number = torch.arange(most, dtype=torch.int32, device=rank.device)
+    first = torch.where(number == last, latest, -1).amax(dim=-1, keepdim=True)
+    return (is_above | (is_equal & (position >= first))) & slots.valid
+
+
+class Moves(NamedTuple):
+    """Places of the tokens that a chunk leaves.
+
+    Attributes:
+        slot: of each new token, ``C`` for those that are not kept, int32 ``[P, K, T]``.
+        source: number of the new token that each slot gets, ``T`` where it keeps what it has, int32
+            ``[P, K, C]``.
+    """
+
+    slot: torch.Tensor
+    source: torch.Tensor
+
+
+def assign_slots(keeps_old: torch.Tensor, keeps_new: torch.Tensor) -> Moves:
+    """Give the new tokens that stay the free slots, in the order of both.
+
+    Args:
+        keeps_old: slots whose tokens stay, bool ``[P, K, C]``.
+        keeps_new: new tokens that stay, bool ``[P, K, T]``; no more than there are free slots.
+    """
+    num_slots, num_new = keeps_old.shape[-1], keeps_new.shape[-1]
+    free, free_rank = _numbered(~keeps_old)
+    taken, new_rank = _numbered(keeps_new)
+    num_taken = keeps_new.sum(dim=-1, keepdim=True, dtype=torch.int32)
+    slot = torch.where(keeps_new, look_up(free, new_rank), num_slots)
+    is_filled = ~keeps_old & (free_rank < num_taken)
+    return Moves(slot, torch.where(is_filled, look_up(taken, free_rank), num_new))
+
+
+def look_up(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Values by number within each row and head.
+
+    Args:
+        values: ``[P, K, n]``.
+        index: int32 ``[P, K, m]``, 0 or more; beyond the end stands for the last one.
+    """
+    size = values.shape[-1]
+    index = torch.clamp(index, max=size - 1)
+    lines = values.shape[0] * values.shape[1]
+    start = torch.arange(0, lines * size, size, dtype=torch.int32, device=values.device)
+    flat = (start[:, None] + index.reshape(lines, -1)).view(-1)
+    return values.reshape(-1).index_select(0, flat).view(index.shape)
+
+
+def _numbered(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the chosen entries, in order and with others behind them, and the rank of each of them."""
+    size = chosen.shape[-1]
+    number = torch.arange(size, dtype=torch.int32, device=chosen.device)
+    in_order = torch.sort(torch.where(chosen, number, size), dim=-1).values
+    rank = torch.cumsum(chosen.to(torch.int32), dim=-1, dtype=torch.int32) - 1
+    return in_order, torch.clamp(rank, min=0)

@@ -1,0 +1,114 @@
+"""Sums of attention weights by key, for a prompt's new tokens, without a matrix of all weights.
+
+The first product of queries and keys has left the log-sum-exp of each query. A second one, some queries at a
+time, adds ``exp(score - lse)`` into the keys: exact, in memory that grows with the keys only.
+
+Shapes: Q query tokens, P prompt rows, T new tokens of a row, C slots, S = C + T keys, K key/value heads, G
+query heads of each, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernels_ref.index import gather
+from kernels_ref.partial import FLOOR, Partial, merge
+from kernels_ref.reference import soften
+from kernels_ref.scoring import Scoring
+
+SUMMED_QUERIES = 128
+"""Queries of a row whose scores exist at a time."""
+
+
+class ChunkStep(NamedTuple):
+    """The prompt rows of a step; tensors of a step without them are empty.
+
+    Attributes:
+        row: unit of each, the trash where there is none, int32 ``[P]``.
+        start, num_new: tokens stored before, and new ones, 0 where there is none, int32 ``[P]``.
+        token: flat index of each new token, any valid one behind them, int32 ``[P, T]``.
+    """
+
+    row: torch.Tensor
+    start: torch.Tensor
+    num_new: torch.Tensor
+    token: torch.Tensor
+
+    @property
+    def is_new(self) -> torch.Tensor:
+        """Entries of ``token`` that are tokens, bool ``[P, T]``."""
+        return self.number < self.num_new[:, None]
+
+    @property
+    def number(self) -> torch.Tensor:
+        """Numbers of the new tokens of a row, int32 ``[1, T]``."""
+        return torch.arange(self.token.shape[1], dtype=self.start.dtype, device=self.start.device)[None]
+
+
+def log_sum_exp(partials: list[Partial], sinks_KG: torch.Tensor | None) -> torch.Tensor:
+    """The log-sum-exp of the scores of each query over all its keys, float32 ``[Q, K, G]``."""
+    total = partials[0]
+    for partial in partials[1:]:
+        total = merge(total, partial)
+    tiny = torch.finfo(torch.float32).tiny
+    lse = total.max + torch.log(torch.clamp(total.sum, min=tiny))
+    return lse if sinks_KG is None else torch.logaddexp(lse, sinks_KG.float())
+
+
+def column_sums(
+    q_QKGD: torch.Tensor,
+    lse_QKG: torch.Tensor,
+    k_PKSD: torch.Tensor,
+    is_stored: torch.Tensor,
+    chunk: ChunkStep,
+    num_observed: int | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Weights that the last queries of each row put on each key, float32 ``[P, K, S]``.
+
+    Summed over these queries and over the query heads of a key/value head; 0 for keys that none of them sees.
+
+    Args:
+        k_PKSD: stored keys, and new ones behind them, finite.
+        is_stored: stored keys that exist, bool ``[P, C]``.
+        num_observed: queries that count, the last ones of each row; None = all.
+    """
+    num_new, device = chunk.token.shape[1], q_QKGD.device
+    num_queries = num_new if num_observed is None else min(num_observed, num_new)
+    total = torch.zeros(k_PKSD.shape[:3], dtype=torch.float32, device=device)
+    for begin in range(0, num_queries, SUMMED_QUERIES):
+        size = min(SUMMED_QUERIES, num_queries - begin)
+        number = torch.arange(begin, begin + size, dtype=torch.int32, device=device)[None]
+        if num_observed is not None:
+            # The last ones of each row; negative where it has fewer.
+            number = number + chunk.num_new[:, None] - num_queries
+        total = total + _of_queries(q_QKGD, lse_QKG, k_PKSD, is_stored, chunk, number, scoring)
+    return total
+
+
+def _of_queries(
+    q_QKGD: torch.Tensor,
+    lse_QKG: torch.Tensor,
+    k_PKSD: torch.Tensor,
+    is_stored: torch.Tensor,
+    chunk: ChunkStep,
+    number: torch.Tensor,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """The share of some queries, by their numbers in the row, int32 ``[P, q]`` or ``[1, q]``."""
+    num_rows, num_queries, group = len(chunk.row), number.shape[1], q_QKGD.shape[2]
+    exists = (number >= 0) & (number < chunk.num_new[:, None])
+    token = chunk.token[:, :1] + torch.where(exists, number, 0)
+    # Rows that do not exist point at any valid token.
+    token = torch.clamp(token, max=q_QKGD.shape[0] - 1).view(-1)
+    q_PqKGD = gather(q_QKGD, token).unflatten(0, (num_rows, num_queries))
+    lse_PqKG = gather(lse_QKG, token).unflatten(0, (num_rows, num_queries))
+    q_PKXD, lse_PKX = q_PqKGD.transpose(1, 2).flatten(2, 3), lse_PqKG.transpose(1, 2).flatten(2, 3)
+    sees_new = (chunk.number[:, None] <= number[..., None]) & exists[..., None]
+    sees = torch.cat([is_stored[:, None] & exists[..., None], sees_new], dim=-1)
+    scores = soften(torch.matmul(q_PKXD, k_PKSD.transpose(2, 3)), scoring).float()
+    sees = sees.repeat_interleave(group, dim=1)[:, None]
+    weights = torch.exp(torch.where(sees, scores - lse_PKX[..., None], FLOOR))
+    return weights.sum(dim=2)

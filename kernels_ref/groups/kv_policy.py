@@ -1,0 +1,77 @@
+"""The joint between a store of a fixed number of slots and the policies that say which tokens stay in it.
+
+Shapes: X rows, K key/value heads of the group, S slots or candidates for them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import ClassVar, NamedTuple
+
+import torch
+
+
+class SlotView(NamedTuple):
+    """Tokens that are, or might be, kept, as far as a policy may know them.
+
+    Attributes:
+        score: what attention has made of it so far, 0 for a new token, float32 ``[X, K, S]``.
+        position: in the text; anything where ``valid`` is not set, int32 ``[X, K, S]``, K may be 1.
+        valid: whether there is a token, bool ``[X, K, S]``, K may be 1.
+        end: position behind the newest token of the row, int32 ``[X, 1, 1]``.
+        num_slots: tokens that a head may keep.
+    """
+
+    score: torch.Tensor
+    position: torch.Tensor
+    valid: torch.Tensor
+    end: torch.Tensor
+    num_slots: int
+
+
+class KVPolicy(ABC):
+    """Says which tokens a head keeps; a frozen dataclass of plain numbers.
+
+    A token begins with score 0. After each attention the policy turns scores and observed weights into new
+    scores. When a slot is needed, the unprotected token with the lowest score goes, of equal ones the one
+    with the lowest position. All methods are tensor code of static shapes, which captured steps contain.
+
+    Attributes:
+        name: by which users choose it.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[Hashable, ...]:
+        """Name and numbers."""
+
+    @property
+    def num_observed(self) -> int | None:
+        """Last queries of a chunk whose weights it is told; None = all of them, 0 = it looks at none."""
+        return 0
+
+    def check(self, num_slots: int) -> None:
+        """Raise ValueError if it cannot work with so many slots: one token at least must be free to go."""
+        if num_slots < 1:
+            raise ValueError(f"kv_policy {self.name!r} needs a budget of 1 slot or more, got {num_slots}")
+
+    def observe(self, slots: SlotView, mass: torch.Tensor) -> torch.Tensor:
+        """Return new scores, float32 ``[X, K, S]``, finite and of magnitudes below 1e30.
+
+        Args:
+            slots: with the new tokens, before this attention.
+            mass: weights of the observed queries on each token, summed over them and over the query heads of
+                each key/value head, float32 ``[X, K, S]``; 0 where ``valid`` is not set. Each row and head
+                sums to the number of observed queries times the query heads of a key/value head.
+        """
+        return slots.score
+
+    def protects(self, slots: SlotView) -> torch.Tensor | None:
+        """Tokens that must not go, bool, broadcast against the scores; None = any may.
+
+        Fewer than ``num_slots``, so that there is always one to go.
+        """
+        return None

@@ -1,0 +1,177 @@
+"""The definition of a KV budget: transformers' model, with sets of positions for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+NAME = "budget_oracle"
+
+
+@dataclass
+class Rule:
+    """A policy, written with dictionaries.
+
+    Attributes:
+        update: new scores of one head from old ones, weights of each query on each position (a list of
+            dictionaries), and those of all heads of the layer.
+        protects: whether a position may not go, by position, end of the text and budget.
+    """
+
+    update: Callable[
+        [dict[int, float], list[dict[int, float]], list[list[dict[int, float]]]], dict[int, float]
+    ]
+    protects: Callable[[int, int, int], bool] = lambda position, end, budget: False
+
+
+def _same(scores: dict[int, float], own: Any, everyone: Any) -> dict[int, float]:
+    return dict.fromkeys(scores, 0.0)
+
+
+def _summed(scores: dict[int, float], own: list[dict[int, float]], everyone: Any) -> dict[int, float]:
+    return {p: score + sum(weights.get(p, 0.0) for weights in own) for p, score in scores.items()}
+
+
+def _of_last(scores: dict[int, float], own: Any, everyone: list[list[dict[int, float]]]) -> dict[int, float]:
+    # The weights of each head end with those of the newest query, one dictionary for each query head.
+    return {p: sum(head[-1].get(p, 0.0) for head in everyone) for p in scores}
+
+
+RULES = {
+    "local": Rule(_same),
+    "streaming-llm": Rule(_same, lambda position, end, budget: position < 4),
+    "streaming-llm:sink=2": Rule(_same, lambda position, end, budget: position < 2),
+    "h2o": Rule(_summed, lambda position, end, budget: end - position <= budget // 2),
+    "h2o:recent=0": Rule(_summed),
+    "tova": Rule(_of_last),
+    "tova:protect=3": Rule(_of_last, lambda position, end, budget: end - position <= 3),
+}
+
+
+@dataclass
+class BudgetOracle:
+    """One text under a policy.
+
+    Attributes:
+        prompt_len: tokens that come in chunks; the others come one by one.
+        heads: KV heads of each layer that have the budget; None = all.
+        kept: positions that each of these heads holds at the end, by layer.
+    """
+
+    policy: str
+    budget: int
+    chunk: int
+    prompt_len: int
+    heads: Sequence[Sequence[int]] | None = None
+    kept: dict[int, list[list[int]]] = field(default_factory=dict)
+
+    def steps(self, length: int) -> list[tuple[int, int]]:
+        """Where chunks begin and end."""
+        ends = sorted({*range(self.chunk, self.prompt_len, self.chunk), self.prompt_len})
+        ends += range(self.prompt_len + 1, length + 1)
+        return list(zip([0, *ends], ends))
+
+    def visible(self, layer: int, scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        """What each query head sees, bool ``[H, L, L]``, from the scores of all pairs."""
+        num_heads, length, _ = scores.shape
+        mask = torch.zeros(scores.shape, dtype=torch.bool)
+        num_kv = self.num_kv
+        group = num_heads // num_kv
+        mine = list(range(num_kv)) if self.heads is None else list(self.heads[layer])
+        for head in range(num_heads):
+            if head // group not in mine:
+                mask[head] = torch.ones(length, length, dtype=torch.bool).tril()
+        held: dict[int, dict[int, float]] = {head: {} for head in mine}
+        for start, end in self.steps(length):
+            weights: dict[int, list[dict[int, float]]] = {head: [] for head in mine}
+            for head in mine:
+                if end - start == 1:
+                    self._make_room(held[head], end, self.budget - 1)
+                for number in range(group):
+                    for query in range(start, end):
+                        sees = [*held[head], *range(start, query + 1)]
+                        own = head * group + number
+                        mask[own, query, sees] = True
+                        line = torch.softmax(
+                            torch.cat(
+                                [
+                                    scores[own, query, sees],
+                                    scores[own, query, :0] if sinks is None else sinks[own, None],
+                                ]
+                            ),
+                            dim=0,
+                        )
+                        weights[head].append(dict(zip(sees, line.tolist())))
+            everyone = [
+                [weights[head][(number + 1) * (end - start) - 1]] for head in mine for number in range(group)
+            ]
+            for head in mine:
+                old = {**held[head], **dict.fromkeys(range(start, end), 0.0)}
+                held[head] = RULES[self.policy].update(old, weights[head], everyone)
+                self._make_room(held[head], end, self.budget)
+        self.kept[layer] = [sorted(held[head]) for head in mine]
+        return mask
+
+    def _make_room(self, scores: dict[int, float], end: int, most: int) -> None:
+        protects = RULES[self.policy].protects
+        while len(scores) > most:
+            free = [(score, p) for p, score in scores.items() if not protects(p, end, self.budget)]
+            del scores[min(free)[1]]
+
+    num_kv: int = 0
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float,
+    oracle: BudgetOracle,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    group, length = query.shape[1] // key.shape[1], query.shape[2]
+    keys, values = (x[0].double().repeat_interleave(group, dim=0) for x in (key, value))
+    scores = query[0].double() @ keys.transpose(1, 2) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    sinks = None if s_aux is None else s_aux.double()
+    oracle.num_kv = key.shape[1]
+    if sliding_window is None:
+        mask = oracle.visible(module.layer_idx, scores, sinks)
+    else:
+        gap = torch.arange(length)[:, None] - torch.arange(length)
+        mask = ((gap >= 0) & (gap < sliding_window)).expand(scores.shape)
+    weights = torch.exp(scores).where(mask, 0)
+    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+    return (weights / total @ values).to(value.dtype).transpose(0, 1)[None], None
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+@torch.inference_mode()
+def budget_logits(model: Any, oracle: BudgetOracle, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits after each token of one text, float ``[len(tokens), V]``; the oracle then knows what is kept."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        output = model(
+            input_ids=torch.tensor([list(tokens)]),
+            attention_mask=torch.zeros(1, 1, 1, 1),
+            use_cache=False,
+            oracle=oracle,
+        )
+    finally:
+        model.set_attn_implementation(before)
+    logits: torch.Tensor = output.logits[0].float()
+    return logits
