@@ -1,4 +1,4 @@
-"""What heads with a KV budget hold and have given up."""
+"""Statistics of heads with a KV budget, and the positions that they hold."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.modeling.driving import step_logits
 
 
 class Seen(NamedTuple):
-    """What came of a prompt: new tokens, the logits behind them, and the positions each head keeps."""
+    """Outcome of a prompt: new tokens, the logits behind them, and the positions each head keeps."""
 
     new: list[int]
     logits: torch.Tensor

@@ -70,13 +70,13 @@ class BudgetOracle:
     kept: dict[int, list[list[int]]] = field(default_factory=dict)
 
     def steps(self, length: int) -> list[tuple[int, int]]:
-        """Where chunks begin and end."""
+        """Begins and ends of chunks."""
         ends = sorted({*range(self.chunk, self.prompt_len, self.chunk), self.prompt_len})
         ends += range(self.prompt_len + 1, length + 1)
         return list(zip([0, *ends], ends))
 
     def visible(self, layer: int, scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """What each query head sees, bool ``[H, L, L]``, from the scores of all pairs."""
+        """Visible keys of each query head, bool ``[H, L, L]``, from the scores of all pairs."""
         num_heads, length, _ = scores.shape
         mask = torch.zeros(scores.shape, dtype=torch.bool)
         num_kv = self.num_kv
