@@ -123,7 +123,7 @@ def document(
         ValueError: if the word lists or the token budget are too small, the depths do not fit, or a piece of
             the text has no tokens.
     """
-    _check(num_passkeys, passkey_words, len(words), depths)
+    check_passkeys(num_passkeys, passkey_words, len(words), depths)
     rng = random.Random(seed)
     drawn_words = sample(rng, words, num_passkeys * passkey_words)
     names = sample(rng, NAMES, num_passkeys)
@@ -140,7 +140,7 @@ def document(
             f"num_tokens={num_tokens} cannot hold {num_passkeys} passkeys of {passkey_words} words: "
             f"{-budget} more tokens are needed"
         )
-    pieces, lengths = _within((filler or sentences)(rng), count_tokens, budget)
+    pieces, lengths = pieces_within((filler or sentences)(rng), count_tokens, budget)
     needles, where = [one.needle for one in passkeys], [one.depth for one in passkeys]
     return PasskeyDocument(" ".join(place(needles, where, pieces, lengths)), tuple(passkeys))
 
@@ -163,7 +163,18 @@ def sentences(rng: random.Random) -> Iterator[str]:
         yield sentence(rng)
 
 
-def _check(num_passkeys: int, passkey_words: int, num_words: int, depths: Sequence[float] | None) -> None:
+def check_passkeys(
+    num_passkeys: int, passkey_words: int, num_words: int, depths: Sequence[float] | None
+) -> None:
+    """Refuse passkeys that the lists of names and words cannot give.
+
+    Args:
+        num_words: length of the list of words.
+        depths: one fraction in [0, 1] per passkey, or None.
+
+    Raises:
+        ValueError: a number or a depth is out of its range.
+    """
     if num_passkeys < 0 or passkey_words < 1:
         raise ValueError(
             f"expected num_passkeys >= 0 and passkey_words >= 1, got {num_passkeys} and {passkey_words}"
@@ -178,8 +189,14 @@ def _check(num_passkeys: int, passkey_words: int, num_words: int, depths: Sequen
         raise ValueError(f"expected {num_passkeys} depths in [0, 1], got {list(depths)}")
 
 
-def _within(pieces: Iterator[str], count_tokens: TokenCounter, budget: int) -> tuple[list[str], list[int]]:
-    """The first pieces that fit, and their lengths."""
+def pieces_within(
+    pieces: Iterator[str], count_tokens: TokenCounter, budget: int
+) -> tuple[list[str], list[int]]:
+    """The first pieces that fit into a budget of tokens, and their lengths.
+
+    Raises:
+        ValueError: a piece has no tokens.
+    """
     chosen: list[str] = []
     lengths: list[int] = []
     for written in pieces:

@@ -23,6 +23,7 @@ class NeedleGrid:
         passkey_words: words of the needle.
         seed: of the documents; those of one length share their filler text across depths.
         text: source of the documents' text and of the needles' words.
+        num_decoded: see ``PasskeyTask``.
     """
 
     lengths: tuple[int, ...]
@@ -31,6 +32,7 @@ class NeedleGrid:
     passkey_words: int = 16
     seed: int = 0
     text: PasskeyText = BUILTIN_TEXT
+    num_decoded: int = 1
 
     def __post_init__(self) -> None:
         if not self.lengths or not self.depths:
@@ -44,7 +46,16 @@ class NeedleGrid:
 
     def cell(self, length: int, depth: float) -> PasskeyTask:
         """The task of one cell."""
-        return PasskeyTask(length, self.num_documents, 1, self.passkey_words, self.seed, (depth,), self.text)
+        return PasskeyTask(
+            length,
+            self.num_documents,
+            1,
+            self.passkey_words,
+            self.seed,
+            (depth,),
+            self.text,
+            num_decoded=self.num_decoded,
+        )
 
     @property
     def tasks(self) -> dict[int, list[PasskeyTask]]:

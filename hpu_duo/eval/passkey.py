@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpu_duo.builtin.passkeys import PasskeyDocument, document, question
+from hpu_duo.builtin.rehearsed import Rehearsals, rehearsed_document
 from hpu_duo.eval.interval import interval_fields
 from hpu_duo.eval.passkey_text import BUILTIN_TEXT, PasskeyText
 from hpu_duo.eval.subject import KVBytes, Subject, num_shared
@@ -30,6 +31,10 @@ class PasskeyTask:
         seed: of the documents.
         depths: where the passkeys of each document lie, fractions in [0, 1]; None draws them.
         text: source of the documents' text and of the passkeys' words.
+        rehearsals: repetitions of the questions within the documents; None for documents without any, whose
+            passkeys lie anywhere.
+        num_decoded: last tokens of a document with its question that are decoded, at least; the question and
+            the token before it always are.
     """
 
     num_tokens: int
@@ -39,11 +44,15 @@ class PasskeyTask:
     seed: int = 0
     depths: tuple[float, ...] | None = None
     text: PasskeyText = BUILTIN_TEXT
+    rehearsals: Rehearsals | None = None
+    num_decoded: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_documents", "num_passkeys", "passkey_words"):
+        for name in ("num_tokens", "num_documents", "num_passkeys", "passkey_words", "num_decoded"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        if self.rehearsals is not None and self.depths is not None:
+            raise ValueError("expected depths or rehearsals, got both")
 
     def documents(self, subject: Subject) -> list[PasskeyDocument]:
         """The documents, the same for equal tasks and equal tokenizers.
@@ -54,18 +63,13 @@ class PasskeyTask:
         words = self.text.words(subject.tokenizer)
         self.text.check(words, self.num_passkeys * self.passkey_words)
         first = _FIRST_SEED + self.seed * 2**20
+        sizes = (subject.count, self.num_tokens, self.num_passkeys, self.passkey_words)
+        filler = self.text.haystack.pieces
+        seeds = range(first, first + self.num_documents)
+        if self.rehearsals is None:
+            return [document(*sizes, seed, self.depths, words=words, filler=filler) for seed in seeds]
         return [
-            document(
-                subject.count,
-                self.num_tokens,
-                self.num_passkeys,
-                self.passkey_words,
-                first + number,
-                self.depths,
-                words=words,
-                filler=self.text.haystack.pieces,
-            )
-            for number in range(self.num_documents)
+            rehearsed_document(*sizes, seed, self.rehearsals, words=words, filler=filler) for seed in seeds
         ]
 
 
@@ -166,7 +170,7 @@ class PasskeyQuestions:
         """
         # First by the length alone: a text that is far too long takes minutes to write.
         subject.check_lengths([task.num_tokens], "passkey documents")
-        asked = [_asked(subject, one) for one in task.documents(subject)]
+        asked = [_asked(subject, one, task.num_decoded) for one in task.documents(subject)]
         subject.check_lengths(
             [len(one.prompt) + max(map(len, one.continuations)) for one in asked], "passkey documents"
         )
@@ -198,16 +202,18 @@ class _AskedDocument:
     answer_lengths: tuple[int, ...]
 
 
-def _asked(subject: Subject, written: PasskeyDocument) -> _AskedDocument:
+def _asked(subject: Subject, written: PasskeyDocument, num_decoded: int) -> _AskedDocument:
     """A document with its questions and answers, each tokenised as one text.
 
     If a question changes the last tokens of the document (a full stop and a new line, say, that become one
-    token), these belong to the question.
+    token), these belong to the question; so do those that are to be decoded.
     """
     ids = subject.encode(written.text, is_start=True)
     told = [subject.behind(written.text, question(one) + one.answer) for one in written.passkeys]
     asked = [subject.behind(written.text, question(one))[1] for one in written.passkeys]
-    num_changed = max(changed for changed, _ in told)
+    # The last token of a prompt is decoded anyway.
+    num_before = num_decoded - 1 - min(map(len, asked))
+    num_changed = min(max(num_before, *(changed for changed, _ in told)), len(ids) - 1)
     return _AskedDocument(
         tuple(ids[: len(ids) - num_changed]),
         tuple((*ids[len(ids) - num_changed : len(ids) - changed], *added) for changed, added in told),

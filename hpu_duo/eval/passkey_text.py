@@ -29,7 +29,9 @@ class WordSource(str, Enum):
     BUILTIN = "builtin"
     """The list that the built-in model was trained on."""
     TOKENIZER = "tokenizer"
-    """Whole words among the tokens of the model, so that any model has seen them often."""
+    """Frequent whole words among the tokens of the model, so that any model has seen them often."""
+    VOCABULARY = "vocabulary"
+    """All whole words among the tokens of the model, each as likely as any other (order zero)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class PasskeyText:
         """The words, no two of them alike and, if they are the tokenizer's, none in the haystack."""
         if self.source is WordSource.BUILTIN:
             return PASSKEY_WORDS
-        return whole_words(tokenizer, self.haystack.words)
+        most = _MOST_WORDS if self.source is WordSource.TOKENIZER else None
+        return whole_words(tokenizer, self.haystack.words, most)
 
     def check(self, words: Sequence[str], num_needed: int) -> None:
         """Refuse words of a tokenizer that are too few for a document.
@@ -56,7 +59,7 @@ class PasskeyText:
         Raises:
             ValueError: there are fewer than needed.
         """
-        if self.source is WordSource.TOKENIZER and len(words) < num_needed:
+        if self.source is not WordSource.BUILTIN and len(words) < num_needed:
             raise ValueError(
                 f"expected at least {num_needed} whole words among the model's tokens, got {len(words)}; "
                 "fewer or shorter passkeys need less, and the built-in words can be asked for"
@@ -68,11 +71,14 @@ BUILTIN_TEXT = PasskeyText()
 
 
 @lru_cache(maxsize=1)  # Looking through a vocabulary takes a while, and each cell of a grid asks for it.
-def whole_words(tokenizer: PreTrainedTokenizerBase, avoided: frozenset[str]) -> tuple[str, ...]:
+def whole_words(
+    tokenizer: PreTrainedTokenizerBase, avoided: frozenset[str], most: int | None = _MOST_WORDS
+) -> tuple[str, ...]:
     """Words of 4 to 12 small letters that are single tokens between a word and a full stop, by token id.
 
     Args:
         avoided: words to leave out, beside those around passkeys.
+        most: number of words after which to stop, None for all.
     """
     around = _words_around()
     before = tokenizer.encode("is", add_special_tokens=False)
@@ -86,7 +92,7 @@ def whole_words(tokenizer: PreTrainedTokenizerBase, avoided: frozenset[str]) -> 
         # One more token at least: the full stop is none of the word's.
         if ids[: len(before) + 1] == [*before, token_id] and len(ids) > len(before) + 1:
             words[word] = None
-            if len(words) == _MOST_WORDS:
+            if len(words) == most:
                 break
     return tuple(words)
 

@@ -85,7 +85,7 @@ def test_texts_and_words_are_chosen_and_results_know_them(
     assert (refused.exit_code, files(tmp_path / "grid")) == (2, before)
     assert "(asked: 'builtin')" in refused.stderr
     for arguments, message in (
-        (("--words", "own"), "expected --words builtin or tokenizer, got 'own'"),
+        (("--words", "own"), "expected --words builtin, tokenizer or vocabulary, got 'own'"),
         (("--haystack", tmp_path / "none.txt"), "cannot read the haystack"),
     ):
         refused = hpu_duo("eval", "passkey", *arguments)

@@ -120,3 +120,28 @@ def test_a_full_stop_that_joins_the_new_line_of_the_question_is_decoded_with_it(
 def test_a_haystack_without_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match=r"can encode 'Rain\.', got no tokens"):
         document(lambda text: 0 if "Rain" in text else 1, 20, 1, 1, 0, filler=lambda _: iter(["Rain."]))
+
+
+def test_words_of_the_vocabulary_are_all_whole_words_and_not_only_the_frequent_ones(tokenizer: Any) -> None:
+    few = whole_words(tokenizer, frozenset(), 20)
+    every = PasskeyText(source=WordSource.VOCABULARY).words(tokenizer)
+    assert len(few) == 20
+    avoided = BuiltinHaystack().words
+    assert [word for word in whole_words(tokenizer, frozenset(), None) if word not in avoided] == list(every)
+    assert {word for word in few if word not in avoided} < set(every)
+    with pytest.raises(ValueError, match="whole words among the model's tokens"):
+        PasskeyText(source=WordSource.VOCABULARY).check(every, len(every) + 1)
+
+
+def test_a_needle_lies_at_its_depth_in_tokens_of_the_whole_document(tokenizer: Any) -> None:
+    """Pieces have other numbers of tokens in each tokenizer; a needle stands between two of them."""
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    longest = 60
+    for depth in (0.0, 0.3, 0.7, 1.0):
+        written = document(count, 1500, 1, 4, seed=5, depths=[depth], filler=TextHaystack(BOOK).pieces)
+        (needle,) = written.passkeys
+        before, _, after = written.text.partition(needle.needle)
+        assert count(before) == pytest.approx(depth * (count(before) + count(after)), abs=longest)

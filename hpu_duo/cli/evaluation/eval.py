@@ -11,6 +11,7 @@ from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.many_values import ManyValues
 from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.evaluation import options as eopt
+from hpu_duo.cli.evaluation.answers import SimulatedDecodes, check_simulated_decodes
 from hpu_duo.cli.evaluation.control import ask_full_attention
 from hpu_duo.cli.evaluation.curve import curve
 from hpu_duo.cli.evaluation.longbench import longbench, longbench_v2
@@ -38,6 +39,8 @@ def passkey(
     num_documents: eopt.NumDocuments = 4,
     num_passkeys: eopt.NumPasskeys = 8,
     passkey_words: eopt.PasskeyWords = 16,
+    rehearsals: eopt.NumRehearsals = None,
+    simulated_decodes: SimulatedDecodes = 1,
     text: eopt.TextOptions,
     model: opt.Model = None,
     seed: opt.Seed = 0,
@@ -49,8 +52,16 @@ def passkey(
     with user_errors():
         from hpu_duo.eval import PasskeyQuestions, PasskeyTask
 
+        check_simulated_decodes(simulated_decodes)
         task = PasskeyTask(
-            num_tokens, num_documents, num_passkeys, passkey_words, seed, text=text.read(model)
+            num_tokens,
+            num_documents,
+            num_passkeys,
+            passkey_words,
+            seed,
+            text=text.read(model),
+            rehearsals=eopt.rehearsed(rehearsals),
+            num_decoded=simulated_decodes,
         )
         choice = eopt.Choice(model, heads, engine)
         subject = choice.load()
@@ -81,6 +92,7 @@ def niah(
     ],
     num_documents: eopt.NumDocuments = 4,
     passkey_words: eopt.PasskeyWords = 16,
+    simulated_decodes: SimulatedDecodes = 1,
     text: eopt.TextOptions,
     model: opt.Model = None,
     seed: opt.Seed = 0,
@@ -94,11 +106,21 @@ def niah(
         from hpu_duo.cli.evaluation.plot import draw_grid
         from hpu_duo.eval import NeedleGrid, PasskeyResult, ResultFile, ResultsNotWrittenError
 
-        grid = NeedleGrid(tuple(lengths), tuple(depths), num_documents, passkey_words, seed, text.read(model))
+        check_simulated_decodes(simulated_decodes)
+        grid = NeedleGrid(
+            tuple(lengths),
+            tuple(depths),
+            num_documents,
+            passkey_words,
+            seed,
+            text.read(model),
+            simulated_decodes,
+        )
         choice = eopt.Choice(model, heads, engine)
         png, report = out / "heatmap.png", out / "report.json"
         check_outputs(out / RESULTS, [png, report])
         settings = {"num_documents": num_documents, "passkey_words": passkey_words, "seed": seed}
+        settings |= {"simulated_decodes": simulated_decodes}
         texts = eopt.text_settings(grid.text)
         results = ResultFile(out / RESULTS, "niah", {**choice.settings(), **settings, **texts})
         subject = choice.load()

@@ -17,6 +17,7 @@ from hpu_duo.cli.arguments.option_groups import Only
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from hpu_duo.builtin.rehearsed import Rehearsals
     from hpu_duo.eval import PasskeyText, Subject
     from hpu_duo.heads import HeadPattern
 
@@ -40,6 +41,14 @@ Directory = Annotated[
 NumDocuments = Annotated[int, typer.Option(help="Documents for each measurement.")]
 NumPasskeys = Annotated[int, typer.Option(help="Passkeys of each document, each asked for once.")]
 PasskeyWords = Annotated[int, typer.Option(help="Words of each passkey.")]
+NumRehearsals = Annotated[
+    int | None,
+    typer.Option(
+        "--rehearsals",
+        help="Times that each passkey is asked and answered in its document, before a tail without any.",
+        show_default="no such documents",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,8 @@ class TextOptions:
     words: Annotated[
         str | None,
         typer.Option(
-            help="Words of passkeys: builtin, or tokenizer for whole words among the model's tokens.",
+            help="Words of passkeys: builtin; tokenizer, frequent whole words among the model's tokens; or "
+            "vocabulary, all of these.",
             show_default="tokenizer, but builtin for the built-in model",
         ),
     ] = None
@@ -73,12 +83,23 @@ class TextOptions:
 
         names = [source.value for source in WordSource]
         if self.words is not None and self.words not in names:
-            raise ValueError(f"expected --words {' or '.join(names)}, got {self.words!r}")
+            raise ValueError(f"expected --words {', '.join(names[:-1])} or {names[-1]}, got {self.words!r}")
         default = WordSource.BUILTIN if model is None else WordSource.TOKENIZER
         return PasskeyText(
             BuiltinHaystack() if self.haystack is None else TextHaystack.read(self.haystack),
             default if self.words is None else WordSource(self.words),
         )
+
+
+def rehearsed(num_rehearsals: int | None) -> Rehearsals | None:
+    """Return the rehearsals of an option.
+
+    Raises:
+        ValueError: the number is negative.
+    """
+    from hpu_duo.builtin.rehearsed import Rehearsals
+
+    return None if num_rehearsals is None else Rehearsals(num_rehearsals)
 
 
 _Cached = Annotated[
