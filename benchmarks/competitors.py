@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,18 +28,7 @@ from typing import Any
 
 import torch
 from cpu import kernels_in_use, make_checkpoint, prompt
-
-WORKERS = Path(__file__).parent / "engine_workers"
-BASELINE, OURS, STREAMING = "transformers", "hpu-duo", "hpu-duo, half of the heads streaming"
-SCRIPTS = {
-    BASELINE: "transformers_generate.py",
-    OURS: "hpu_duo_replayed.py",
-    STREAMING: "hpu_duo_replayed.py",
-    "vllm": "vllm_cpu.py",
-    "openvino": "openvino_genai_paged.py",
-}
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
-"""Variables that name the folders in which engines keep what they compile."""
+from engine_process import BASELINE, OURS, STREAMING, Worker
 
 
 @dataclass(frozen=True)
@@ -156,67 +142,6 @@ SCENARIOS = {
 }
 
 
-class Worker:
-    """An engine in its own process.
-
-    Attributes:
-        engine: its name and version.
-        start_s: seconds of the clock from the start of the process until it can serve.
-
-    Raises:
-        ValueError: the worker ended instead of answering.
-    """
-
-    def __init__(self, name: str, python: Path, model: Path, load: Load, cache: Path) -> None:
-        own = cache / f"compiled-{name.split(',')[0]}"
-        model = exported(python, model, cache) if name == "openvino" else model
-        options = {**load.options, "--cache": cache, "--streaming": 0.5 if name == STREAMING else 0.0}
-        self._log = (cache / f"{name}.log").open("a")
-        began = time.perf_counter()
-        self._process = subprocess.Popen(
-            [python, WORKERS / SCRIPTS[name], model, *(str(x) for pair in options.items() for x in pair)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            bufsize=1,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **{key: str(own / key) for key in CACHES}},
-        )
-        self.engine = str(self._read()["engine"])
-        self.start_s = time.perf_counter() - began
-
-    def serve(self, load: Load, round_number: int) -> dict[str, Any]:
-        """One run; see ``engine_workers/protocol.py``."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(load.request(round_number)) + "\n")
-        return self._read()
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._log.close()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ValueError(f"the worker {self._process.args} ended early; see {self._log.name}")
-        return json.loads(line)
-
-
-def exported(python: Path, model: Path, cache: Path) -> Path:
-    """The checkpoint in OpenVINO's format, written at the first call."""
-    target = cache / f"openvino-{model.name}"
-    if not (target / "openvino_detokenizer.xml").is_file():
-        subprocess.run([python, WORKERS / "openvino_export.py", model, target], check=True)
-    return target
-
-
 @dataclass
 class Row:
     """One line of the table: values by engine, one for each round."""
@@ -266,7 +191,7 @@ def measure(
             if name not in pythons:
                 continue
             for row in starts:
-                worker = Worker(name, pythons[name], model, load, cache)
+                worker = Worker(name, pythons[name], model, load.options, cache)
                 if row is not None:
                     row.values[name] = [worker.start_s]
                 if row is not starts[-1]:
@@ -276,7 +201,7 @@ def measure(
             versions[name] = worker.engine
         for round_number in range(-1, rounds):
             for name, worker in workers.items():
-                reply = worker.serve(load, round_number)
+                reply = worker.serve(load.request(round_number))
                 if round_number < 0:
                     continue
                 for row, quantity in zip(rows, scenario.quantities):

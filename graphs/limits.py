@@ -19,7 +19,8 @@ class StepLimits:
         max_model_len: tokens of one request, prompt and output.
         block_size: tokens of one block.
         num_blocks: blocks that the store holds; no slice of it can be longer.
-        max_chunk_rows: rows with more than ``decode_len`` tokens and older context that a step may contain.
+        max_chunk_rows: rows with more than ``decode_len`` tokens and older context that a step may contain;
+            without ``uses_rows`` those with the same context count once.
         decode_len: most tokens of a row that decodes.
         uses_blocks: False for a model whose heads are all streaming: both block counts are then 0.
         uses_rows: False for a model whose heads all keep blocks.

@@ -94,7 +94,8 @@ class SchedulerConfig:
         max_num_seqs: requests that run at the same time.
         max_num_batched_tokens: query tokens of a step; longer prompts are cut into chunks.
         max_model_len: tokens of prompt and output together; None = what the model and the cache hold.
-        max_chunk_rows: prompts that may continue with several tokens in the same step.
+        max_chunk_rows: prompts that may continue with several tokens in the same step. Those that read the
+            same blocks count once where no head has a ring.
         decode_len: most tokens that a request decodes in a step. It decodes more than 1 if they are known
             beforehand, as those of a score are, and verifies them together. Rings have ``decode_len - 1``
             slots of slack.

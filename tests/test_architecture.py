@@ -40,7 +40,7 @@ TORCH_INTERNALS = (
     "hpu_duo.modeling.packed_linear",
     "hpu_duo.rules.operators",
     "hpu_duo.sim.tensor",
-    "kernels_ref.sdpa.prefill",
+    "kernels_ref.sdpa.flash",
     "kernels_ref.x86.library",
 )
 """One file of each part that cannot do without private names of torch; nobody else uses any."""

@@ -133,7 +133,7 @@ class Scheduler:
         """
         if self._plan_in_flight is not None:
             raise ValueError("the previous plan must be committed before the next one is made")
-        step = StepDraft.of(self.limits)
+        step = StepDraft(self.limits)
         self.holding.sweep()
         self._waiting.begin_step()
         if alone is not None:
@@ -291,7 +291,8 @@ class Scheduler:
             if not self._admission.has_room(request, hit, step):
                 return
             stops = self._prefixes.stops(request, hit, self._waiting.arrivals)
-            if not step.has_room(request, self.leases.num_cached_tokens(hit), stops):
+            start, blocks = self.leases.num_cached_tokens(hit), self.leases.cached_blocks(hit)
+            if not step.has_room(request, start, blocks, stops):
                 return
             request.stops = stops
             self._open(request, hit)

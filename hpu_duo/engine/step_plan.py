@@ -8,6 +8,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
+
 from graphs import StepLimits
 from hpu_duo.kv.copies import Copy
 from hpu_duo.request import FinishReason, Request
@@ -112,31 +114,53 @@ class CommittedToken(NamedTuple):
     sample: int = 0
 
 
-class StepDraft:
-    """A step while it is being planned: the share of each request, and the rest of the budgets.
+class ChunkRows:
+    """Prompt rows with older context in a step: at most ``max_chunk_rows``, for what they add to its shape.
 
-    Args:
-        max_num_tokens: query tokens of the step.
-        max_chunk_rows: prompt rows with older context.
-        decode_len: most new tokens of a decode row.
-        chunk_grid: see ``StepLimits``. All prompt rows then count as rows with older context.
+    Rows that read the same blocks count once, since the shared part has a block once for all. Where heads
+    have rings, each row needs a scratch of its own, and counts; so do all prompt rows on a grid of chunks.
     """
 
-    def __init__(
-        self, max_num_tokens: int, max_chunk_rows: int, decode_len: int = 1, chunk_grid: int = 0
-    ) -> None:
-        self.num_free_tokens, self._grid = max_num_tokens, chunk_grid
-        self._decode_len = decode_len
+    def __init__(self, limits: StepLimits) -> None:
+        self._most = limits.max_chunk_rows
+        self._block_size = limits.block_size
+        self._count_once = limits.uses_blocks and not limits.uses_rows and not limits.chunk_grid
+        self._contexts: dict[Request, bytes] = {}
+
+    def context_of(self, request: Request) -> bytes:
+        """Blocks with the older context of a running request, as a key."""
+        num_blocks = -(-request.num_computed_tokens // self._block_size)
+        return request.block_table[:num_blocks].tobytes()
+
+    def has_room(self, context: bytes) -> bool:
+        """Whether a further row may come, with this context."""
+        contexts = self._contexts.values()
+        if not self._count_once:
+            return len(contexts) < self._most
+        found = {*contexts}
+        return context in found or len(found) < self._most
+
+    def add(self, request: Request) -> None:
+        """Count a request."""
+        self._contexts[request] = self.context_of(request)
+
+    def discard(self, request: Request) -> None:
+        """Count a request no longer, if it was counted."""
+        self._contexts.pop(request, None)
+
+
+class StepDraft:
+    """A step while it is being planned: the share of each request, and the rest of the budgets."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self.num_free_tokens, self._grid = limits.max_num_batched_tokens, limits.chunk_grid
+        self._decode_len = limits.decode_len
         self.preempted: list[Request] = []
-        self._max_chunk_rows = self._num_free_chunk_rows = max_chunk_rows
+        self._max_chunk_rows = limits.max_chunk_rows
+        self._chunks = ChunkRows(limits)
         self._shares: dict[Request, int] = {}
         # Running requests that may compute more than they do in this step.
         self._cut: set[Request] = set()
-
-    @classmethod
-    def of(cls, limits: StepLimits) -> StepDraft:
-        """Begin a step within the limits of an engine."""
-        return cls(limits.max_num_batched_tokens, limits.max_chunk_rows, limits.decode_len, limits.chunk_grid)
 
     @property
     def is_empty(self) -> bool:
@@ -145,36 +169,41 @@ class StepDraft:
 
     def share_of(self, request: Request) -> int:
         """Tokens the request may compute in this step; 0 means that it waits for the next one."""
-        return self._share(request, request.num_computed_tokens, request.stops)[0]
+        start = request.num_computed_tokens
+        return self._share(request, start, request.stops, self._chunks.context_of(request))[0]
 
-    def has_room(self, request: Request, start: int, stops: tuple[int, ...]) -> bool:
+    def has_room(self, request: Request, start: int, blocks: Sequence[int], stops: tuple[int, ...]) -> bool:
         """Whether a request that does not run yet would get a share, and the rest of it in the next step.
 
         Without one it would hold a row for nothing, and a step of fewer tokens than rows has no bucket.
 
         Args:
             start: tokens of it that would be in the cache.
+            blocks: that hold them.
             stops: where its chunks would end.
         """
-        num_new, is_cut = self._share(request, start, stops)
+        context = np.array(blocks, np.int32).tobytes()
+        num_new, is_cut = self._share(request, start, stops, context)
         return num_new > 0 and (not is_cut or self.may_cut(request))
 
-    def _share(self, request: Request, start: int, stops: tuple[int, ...]) -> tuple[int, bool]:
+    def _share(
+        self, request: Request, start: int, stops: tuple[int, ...], context: bytes
+    ) -> tuple[int, bool]:
         """Tokens that a request gets, and whether it could compute more of them."""
         if self._grid:
-            return self._chunk(request, start)
+            return self._chunk(request, start, context)
         most = request.num_next_tokens(self._decode_len, start)
         num_new = min(most, self.num_free_tokens)
         num_new = next((stop - start for stop in stops if start < stop < start + num_new), num_new)
-        if num_new > self._decode_len and start and not self._num_free_chunk_rows:
+        if num_new > self._decode_len and start and not self._chunks.has_room(context):
             num_new = 0
         return num_new, num_new < most
 
-    def _chunk(self, request: Request, start: int) -> tuple[int, bool]:
+    def _chunk(self, request: Request, start: int, context: bytes) -> tuple[int, bool]:
         """The same on a grid of chunks: a whole chunk or nothing."""
         num_new = request.num_chunk_tokens(self._grid, start)
         is_cut = start + num_new < request.num_prefilled_tokens
-        is_free = num_new <= self.num_free_tokens and (num_new == 1 or self._num_free_chunk_rows > 0)
+        is_free = num_new <= self.num_free_tokens and (num_new == 1 or self._chunks.has_room(context))
         return (num_new, is_cut) if is_free else (0, True)
 
     def may_cut(self, request: Request) -> bool:
@@ -193,7 +222,8 @@ class StepDraft:
             return
         self._shares[request] = num_new_tokens
         self.num_free_tokens -= num_new_tokens
-        self._num_free_chunk_rows -= self._is_chunk(request, num_new_tokens)
+        if self._is_chunk(request, num_new_tokens):
+            self._chunks.add(request)
 
     def _is_cut(self, request: Request, num_new_tokens: int) -> bool:
         if self._grid:
@@ -207,7 +237,7 @@ class StepDraft:
         """
         num_new_tokens = self._shares.pop(request, 0)
         self.num_free_tokens += num_new_tokens
-        self._num_free_chunk_rows += self._is_chunk(request, num_new_tokens)
+        self._chunks.discard(request)
         self._cut.discard(request)
         self.preempted.append(request)
 

@@ -132,6 +132,10 @@ class KVLeases:
         """Tokens that a request begins with if it takes up a hit."""
         return 0 if hit is None else hit.num_usable * self.block_size
 
+    def cached_blocks(self, hit: PrefixHit | None) -> list[int]:
+        """Return the blocks that a request begins with if it takes up a hit."""
+        return [] if hit is None or self.prefixes is None else self.prefixes.blocks_of(hit)
+
     def find(self, request: Request) -> PrefixHit | None:
         """Return what the prefix cache has of a request; None without one."""
         return None if self.prefixes is None else self.prefixes.find(request)

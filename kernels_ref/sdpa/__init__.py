@@ -18,7 +18,7 @@ from kernels_ref import reference
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.partial import Partial, finish
 from kernels_ref.scoring import Scoring
-from kernels_ref.sdpa import decode, prefill, short
+from kernels_ref.sdpa import decode, prefill, shared, short
 from kernels_ref.sdpa.operators import register
 from kernels_ref.sdpa.store import write_kv
 from kernels_ref.step import StepTensors
@@ -32,8 +32,9 @@ _QKV = "Tensor q, Tensor k, Tensor v"
 _causal = register("causal", f"{_QKV}, {_ROWS}, int sink, int recent, int band_queries", prefill.causal)
 _shared_blocks = register(
     "shared_blocks",
-    f"{_QKV}, {_ROWS}, Tensor shared_block, Tensor shared_start, Tensor shared_reads, int context_blocks",
-    prefill.shared_blocks,
+    f"{_QKV}, Tensor row_start, Tensor row_num_new, Tensor row_query_start, Tensor shared_block, "
+    "Tensor shared_start, Tensor shared_reads, int context_blocks",
+    shared.shared_blocks,
 )
 _shared_rings = register(
     "shared_rings",
@@ -69,7 +70,8 @@ def causal(
 def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring) -> Partial:
     """Every row against the shared blocks that it sees."""
     _refuse(scoring)
-    plan = (*_row_plan(t), t.shared_block, t.shared_start, t.shared_reads)
+    tokens = t.row_start, t.row_num_new, t.row_query_start
+    plan = (*tokens, t.shared_block, t.shared_start, t.shared_reads)
     return Partial(*_shared_blocks(q_QKGD, units.k, units.v, *plan, scoring.slices.context_blocks))
 
 

@@ -46,11 +46,32 @@ def test_later_arrivals_do_not_take_the_chunk_row_of_an_earlier_one() -> None:
     assert [name for name, *_ in stepped(scheduler)] == ["short", "cold"]
 
 
-def test_several_chunk_rows_take_up_several_hits_at_once() -> None:
-    scheduler = _scheduler(max_chunk_rows=3)
-    for name in "abc":
-        scheduler.add(make_request(name, [*TEXT, 1, 2], max_tokens=1))
-    assert stepped(scheduler) == [("a", 8, 2), ("b", 8, 2), ("c", 8, 2)]
+def _starts_of_the_first_step(texts: dict[str, list[int]], **limits: int) -> list[tuple[str, int, int]]:
+    """Rows of the step after three requests have come whose texts are known up to two tokens."""
+    scheduler = _scheduler(**limits)
+    for name, text in texts.items():
+        scheduler.add(make_request(f"{name} before", [*text, 9], max_tokens=1))
+    while scheduler.has_unfinished:
+        stepped(scheduler)
+    for name, text in texts.items():
+        scheduler.add(make_request(name, [*text, 1, 2], max_tokens=1))
+    return stepped(scheduler)
+
+
+def test_rows_that_read_the_same_blocks_take_one_chunk_row() -> None:
+    assert _starts_of_the_first_step({"a": TEXT, "b": TEXT, "c": TEXT}, max_chunk_rows=1) == [
+        ("a", 8, 2),
+        ("b", 8, 2),
+        ("c", 8, 2),
+    ]
+
+
+def test_rows_that_read_other_blocks_or_have_rings_take_a_chunk_row_each() -> None:
+    others = {"a": TEXT, "b": TEXT[::-1], "c": TEXT[::-1]}
+    assert _starts_of_the_first_step(others, max_chunk_rows=1) == [("a", 8, 2)]
+    assert _starts_of_the_first_step(others, max_chunk_rows=2) == [("a", 8, 2), ("b", 8, 2), ("c", 8, 2)]
+    rings = {"uses_rows": True, "num_snapshots": 8}
+    assert _starts_of_the_first_step(others, max_chunk_rows=2, **rings) == [("a", 8, 2), ("b", 8, 2)]
 
 
 def _longest_slices(fills_cache: bool, max_block_moves: int) -> list[int]:

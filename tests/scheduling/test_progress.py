@@ -11,8 +11,9 @@ from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.request import Request
 from hpu_duo.scheduling import POLICIES, make_policy
+from tests.engine_host.prefix_draws import STEMS, prefix_limits
 from tests.engine_host.simulated_device import VOCAB_SIZE, make_request
-from tests.engine_host.test_prefix_properties import STEMS, PrefixMachine, prefix_limits
+from tests.engine_host.test_prefix_properties import PrefixMachine
 
 HURRIED = {
     "priority": "priority:patience=3",
