@@ -52,6 +52,8 @@ class Contexts:
     ) -> PrefixHold:
         """Compute a text up to its last full block, but for what is cached of it, and hold that.
 
+        Up to its last full chunk, where chunks decide what heads keep.
+
         It is computed like the prompt of any request, in chunks, beside others.
 
         Args:
@@ -103,7 +105,10 @@ class Contexts:
         params = SamplingParams(temperature=0.0, max_tokens=1, cache_salt=salt)
         [request] = self._intake.requests("", 0, token_ids, [params], "the context")
         self._scheduler.holding.check_possible()
-        return params, PrefixHold(request.prompt_token_ids, self.block_size, request.namespace)
+        tokens, grid = request.prompt_token_ids, self._scheduler.limits.chunk_grid
+        if grid:
+            tokens = tokens[: len(tokens) // grid * grid]
+        return params, PrefixHold(tokens, self.block_size, request.namespace)
 
     def close(self, hold: PrefixHold) -> None:
         """Take one holder from a hold; requests that begin with it keep it until they end."""

@@ -96,6 +96,8 @@ class PrefixCopies:
         """Raise ValueError where keys and values cannot be copied to the host and back."""
         if self._runner.executor.followers is not None:
             raise ValueError("contexts are saved and loaded with tensor_parallel_size=1, got several ranks")
+        if self._scheduler.limits.chunk_grid:
+            raise ValueError("contexts are saved and loaded without kv_policy, got heads with a KV budget")
         if self._stepper.telemetry.step_recorder is not None:
             raise ValueError("contexts are saved and loaded without record_steps, which would not hold them")
 

@@ -34,7 +34,9 @@ class PrefixSharing:
 
     def __init__(self, leases: KVLeases, holding: PrefixHolding) -> None:
         self._leases, self._cache, self._holding = leases, leases.prefixes, holding
-        self._block_size = leases.block_size
+        self._block_size, self._grid = leases.block_size, leases.chunk_grid
+        # Requests may part at borders of blocks, or of chunks where these decide what is kept.
+        self._part_size = self._grid or self._block_size
 
     def keep(self, plan: StepPlan) -> None:
         """Keep what a step has computed, once its tokens are committed and before anything is given back."""
@@ -45,11 +47,16 @@ class PrefixSharing:
             if request.status is not RequestStatus.RUNNING:
                 continue
             ends_prompt = row.start < request.num_prompt_tokens <= row.end
-            if ends_prompt or row.end in request.stops:
+            is_known = row.end == self._last_border(request) if self._grid else ends_prompt
+            if is_known or row.end in request.stops:
                 self._cache.take_snapshot(request)
             self._cache.store(request)
             if ends_prompt:
                 self._holding.open(request)
+
+    def _last_border(self, request: Request) -> int:
+        """Tokens up to the last border of chunks in a prompt."""
+        return request.num_prefilled_tokens // self._grid * self._grid
 
     def keep_end(self, request: Request) -> None:
         """Keep a running request that is about to give everything back; no step may be on its way."""
@@ -72,7 +79,7 @@ class PrefixSharing:
         if self._cache is None or hit is None or not self._cache.needs_snapshots:
             return ()
         known = hit.num_usable * self._block_size
-        points = {len(hit.path) * self._block_size}
+        points = {len(hit.path) * self._block_size // self._part_size * self._part_size}
         points |= {
             self.num_shared(request, other)
             for other in islice(waiting, _MOST_COMPARED)
@@ -109,11 +116,16 @@ class PrefixSharing:
         return False
 
     def num_shared(self, request: Request, other: Request) -> int:
-        """Return the tokens of whole blocks that two requests begin with, of which either may be reused."""
+        """Return the tokens of whole blocks that two requests begin with, of which either may be reused.
+
+        Of whole chunks of both prompts, where these decide what heads keep.
+        """
         if request.namespace != other.namespace:
             return 0
-        most = min(request.num_reusable_tokens, other.num_tokens) // self._block_size * self._block_size
-        size = self._block_size
+        size, most = self._part_size, min(request.num_reusable_tokens, other.num_tokens)
+        if self._grid:
+            most = min(most, request.num_prefilled_tokens, other.num_prefilled_tokens)
+        most = most // size * size
         if not most or not np.array_equal(request.tokens[:size], other.tokens[:size]):
             return 0
         differs = request.tokens[:most] != other.tokens[:most]

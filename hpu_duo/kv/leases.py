@@ -56,7 +56,7 @@ class KVLeases:
         self.uses_blocks = uses_blocks
         self.blocks = BlockPool(num_blocks)
         self.rows: RowPool[Request] = RowPool(num_rows)
-        self._max_block_moves, self._chunk_grid = max_block_moves, chunk_grid
+        self._max_block_moves, self.chunk_grid = max_block_moves, chunk_grid
         self._copies: list[Copy] = []
         # Blocks without content: leased since the last copies were handed over.
         self._fresh: set[int] = set()
@@ -69,6 +69,7 @@ class KVLeases:
                 uses_blocks=uses_blocks,
                 uses_rows=uses_rows,
                 add_copy=lambda copy: self._copies.append(copy),
+                chunk_grid=chunk_grid,
             )
 
     @classmethod
@@ -199,7 +200,7 @@ class KVLeases:
             False, and nothing has changed, if there is no free row or no free block, or chunks end on a grid.
         """
         num_private = 1 if self.uses_blocks else 0
-        if self._chunk_grid:
+        if self.chunk_grid:
             # What heads keep behind the whole prompt is not what they kept before its last token.
             return False
         if self.rows.num_free == 0 or self.num_available < num_private:

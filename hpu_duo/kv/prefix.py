@@ -69,6 +69,8 @@ class PrefixCache:
         block_size: tokens of a block.
         snapshot_rows: numbers of the rows for snapshots; empty where no head keeps a ring.
         uses_blocks, uses_rows: whether any head keeps blocks, and a ring.
+        chunk_grid: see ``StepLimits``. What a prompt has computed up to a border of chunks is kept then, and
+            nothing else, since other requests that begin alike would compute it otherwise.
         add_copy: asks for a copy.
     """
 
@@ -81,9 +83,10 @@ class PrefixCache:
         uses_blocks: bool,
         uses_rows: bool,
         add_copy: Callable[[Copy], None],
+        chunk_grid: int = 0,
     ) -> None:
         self._blocks, self._block_size = blocks, block_size
-        self._uses_blocks, self._uses_rows = uses_blocks, uses_rows
+        self._uses_blocks, self._uses_rows, self._grid = uses_blocks, uses_rows, chunk_grid
         self._add_copy = add_copy
         self._snapshot_rows = snapshot_rows
         self.tree = PrefixTree(block_size)
@@ -116,7 +119,10 @@ class PrefixCache:
 
     def find(self, request: Request) -> PrefixHit:
         """Return what the cache has of a request; nothing changes."""
-        path = self.tree.match(request.namespace, request.tokens[: request.num_reusable_tokens])
+        most = request.num_reusable_tokens
+        if self._grid:
+            most = min(most, request.num_prefilled_tokens)
+        path = self.tree.match(request.namespace, request.tokens[:most])
         usable = len(path)
         if self._uses_rows:
             usable = next((node.depth for node in reversed(path) if node.snapshot is not None), 0)
@@ -165,7 +171,7 @@ class PrefixCache:
         node = self._ends.get(request)
         if node is None:
             node = self.tree.root(request.namespace)
-        num_full = request.num_computed_tokens // self._block_size
+        num_full = self._num_entered(request) // self._block_size
         if node.depth >= num_full:
             return node
         for ordinal in range(node.depth, num_full):
@@ -180,6 +186,12 @@ class PrefixCache:
         self.tree.use(node)
         self._ends[request] = node
         return node
+
+    def _num_entered(self, request: Request) -> int:
+        """Leading tokens that other requests with the same beginning compute alike."""
+        if not self._grid:
+            return request.num_computed_tokens
+        return min(request.num_computed_tokens, request.num_prefilled_tokens) // self._grid * self._grid
 
     def _kept(self, request: Request, ordinal: int) -> int:
         if not self._uses_blocks:
@@ -202,6 +214,8 @@ class PrefixCache:
         """
         if not self._snapshots.num_rows or request.num_computed_tokens < self._block_size:
             return
+        if self._grid and self._num_entered(request) < request.num_computed_tokens:
+            return  # what is kept here is kept of no other text
         node = self._store(request)
         if node.snapshot is None:
             lost = self._snapshots.place(node, self.tree, self.holds.ends_at)

@@ -43,6 +43,11 @@ def resolve_kv_budget(config: EngineConfig, max_len: int) -> Budget | None:
             f"{scheduler.max_num_batched_tokens} holds max_chunk_rows={chunk_rows} chunks and a token "
             f"of each other request, got {chunk}"
         )
+    if cache.enable_prefix_caching and chunk % config.block_size:
+        raise ValueError(
+            f"prefixes are taken up where a chunk and a block end: expected kv_chunk to be a multiple of "
+            f"block_size={config.block_size}, or enable_prefix_caching=False, got {chunk}"
+        )
     return Budget(policy, min(num_slots, max_len), chunk, scheduler.max_chunk_rows)
 
 
@@ -58,7 +63,6 @@ def _check_supported(config: EngineConfig) -> None:
         "tensor_parallel_size of 1": config.parallel.tensor_parallel_size > 1,
         "decode_len=1": config.scheduler.decode_len > 1,
         "trim_chunks=False": config.scheduler.trim_chunks,
-        "enable_prefix_caching=False": config.cache.enable_prefix_caching,
     }
     for expected, is_asked in refused.items():
         if is_asked:
