@@ -75,6 +75,17 @@ class Kernels(Protocol):
         """Decode rows against their own ring."""
         ...
 
+    def unique_weighed(
+        self,
+        q_NKGD: torch.Tensor,
+        units: KVUnits,
+        ring: RingStep,
+        scoring: Scoring,
+        sinks_KG: torch.Tensor | None,
+    ) -> tuple[Partial, torch.Tensor]:
+        """Decode rows against their own slots, with what each slot receives; see ``kernels_ref.weighed``."""
+        ...
+
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place; see ``kernels_ref.index.write_kv``."""
         ...

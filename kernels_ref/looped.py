@@ -129,6 +129,17 @@ class LoopedKernels:
         """Decode rows against their own ring."""
         return self.inner.unique_rings(q_NKHD, units, ring, scoring)
 
+    def unique_weighed(
+        self,
+        q_NKGD: torch.Tensor,
+        units: KVUnits,
+        ring: RingStep,
+        scoring: Scoring,
+        sinks_KG: torch.Tensor | None,
+    ) -> tuple[Partial, torch.Tensor]:
+        """Decode rows against their own slots, with what each slot receives."""
+        return self.inner.unique_weighed(q_NKGD, units, ring, scoring, sinks_KG)
+
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place."""
         self.inner.write_kv(units, index, new)

@@ -16,14 +16,24 @@ import torch
 from bias_builders import Window, causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import FLOOR, Partial, attend, empty, finish, merge, widened
-from kernels_ref.scoring import Scoring, Softmax
+from kernels_ref.scoring import Scoring, soften
 from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch, gather_units
+from kernels_ref.weighed import unique_weighed
 
 if TYPE_CHECKING:
     from kernels_ref.groups import BlockStep, RingStep
 
-__all__ = ["causal", "finish", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings", "write_kv"]
+__all__ = [
+    "causal",
+    "finish",
+    "shared_blocks",
+    "shared_rings",
+    "unique_blocks",
+    "unique_rings",
+    "unique_weighed",
+    "write_kv",
+]
 
 Dense: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Scoring], Partial]
 """Queries ``[Q, K, G, D]`` against a list of keys and values ``[T, K, D]`` under a mask ``[Q, T]``."""
@@ -33,18 +43,6 @@ Attend: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", torch.Tensor]
 
 AddBlocks: TypeAlias = Callable[[Partial, torch.Tensor, torch.Tensor, torch.Tensor], Partial]
 """``merge_by_owner``, or another one."""
-
-
-def soften(products: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Scores, squeezed into ``(-softcap, softcap)`` when the model asks for it.
-
-    Returns:
-        float32, or bfloat16 where the products are and ``scoring`` is fast.
-    """
-    stays = scoring.softmax is Softmax.FAST and products.dtype == torch.bfloat16
-    scores = products if stays else products.float()
-    cap = scoring.softcap
-    return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
 def causal(

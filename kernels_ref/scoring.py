@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+import torch
+
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.slices import DEFAULT_SLICES, Slices
 
@@ -30,3 +32,15 @@ class Scoring(NamedTuple):
     softmax: Softmax = Softmax.EXACT
     slices: Slices = DEFAULT_SLICES
     chunks: ChunkBounds = DEFAULT_BOUNDS
+
+
+def soften(products: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Scores, squeezed into ``(-softcap, softcap)`` when the model asks for it.
+
+    Returns:
+        float32, or bfloat16 where the products are and ``scoring`` is fast.
+    """
+    stays = scoring.softmax is Softmax.FAST and products.dtype == torch.bfloat16
+    scores = products if stays else products.float()
+    cap = scoring.softcap
+    return scores if cap is None else cap * torch.tanh(scores / cap)

@@ -13,7 +13,7 @@ import torch
 
 from bias_builders import Leading, Window
 from kernels_ref.groups.budget_chunks import Held, Kept, keep_chunk
-from kernels_ref.groups.budget_decodes import DecodeSlots, attend_weighed, take_in
+from kernels_ref.groups.budget_decodes import DecodeSlots, take_in
 from kernels_ref.groups.column_sums import SUMMED_QUERIES, ChunkStep
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.kv_policy import KVPolicy
@@ -182,6 +182,8 @@ class Budget(GroupKind):
             changed.append(kept.state)
         row = plan.state_row.to(index_dtype(plan.end.device))
         for number, store in enumerate(units.state):
+            if store is units.state.score and self.policy.num_observed == 0:
+                continue  # all are 0 and stay so
             store.index_copy_(0, row, torch.cat([state[number].flatten(1) for state in changed]))
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
@@ -205,11 +207,10 @@ class Budget(GroupKind):
     ) -> tuple[Partial, torch.Tensor]:
         """Attention of decode rows, and their new scores."""
         q_NKGD, slots = of_rows(inputs.q, step), taken.slots
+        plan: BudgetStep = step.plans[self.key, units.layout]
         if self.policy.num_observed == 0:
-            plan: BudgetStep = step.plans[self.key, units.layout]
             return run.unique_rings(q_NKGD, units, plan.ring, inputs.scoring), slots.score
-        k, v = units.k[: len(q_NKGD)], units.v[: len(q_NKGD)]
-        partial, mass = attend_weighed(q_NKGD, k, v, slots.valid, inputs.scoring, inputs.sinks)
+        partial, mass = run.unique_weighed(q_NKGD, units, plan.ring, inputs.scoring, inputs.sinks)
         return partial, self.policy.observe(slots, mass)
 
     def _write_index(

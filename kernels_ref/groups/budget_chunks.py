@@ -71,6 +71,7 @@ def keep_chunk(
         torch.cat([held.is_stored[:, :num_held], chunk.is_new], dim=-1)[:, None],
         (chunk.start + chunk.num_new)[:, None, None],
         num_slots,
+        is_chunk=True,
     )
     if policy.num_observed != 0:
         slots = slots._replace(score=policy.observe(slots, _mass(policy, held, chunk, inputs, partials)))

@@ -1,6 +1,6 @@
-"""Decode rows of a budget: the slot of the new token, and attention that tells the weights.
+"""Decode rows of a budget: the slot of the new token.
 
-Shapes: N rows, K key/value heads, G query heads of each, C slots, D head size.
+Shapes: N rows, K key/value heads, C slots.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ import torch
 from bias_builders import leading_slots
 from kernels_ref.groups.budget_slots import slot_to_write
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
-from kernels_ref.partial import FLOOR, SEEN, Partial
-from kernels_ref.reference import soften
-from kernels_ref.scoring import Scoring
 from kernels_ref.units import SlotState
 
 
@@ -54,27 +51,3 @@ def take_in(
         num_slots,
     )
     return DecodeSlots(slots, written)
-
-
-def attend_weighed(
-    q_NKGD: torch.Tensor,
-    k_NKCD: torch.Tensor,
-    v_NKCD: torch.Tensor,
-    valid_N1C: torch.Tensor,
-    scoring: Scoring,
-    sinks_KG: torch.Tensor | None,
-) -> tuple[Partial, torch.Tensor]:
-    """Rows against their own slots, and the weight of each slot summed over query heads, ``[N, K, C]``."""
-    scores = soften(torch.matmul(q_NKGD, k_NKCD.transpose(2, 3)), scoring).float()
-    scores = torch.where(valid_N1C[:, :, None], scores, FLOOR)
-    largest = scores.amax(dim=-1)
-    weights = torch.exp(scores - largest[..., None])
-    sees_any = largest > SEEN
-    total = torch.where(sees_any, weights.sum(dim=-1), 0.0)
-    # Free slots may hold anything.
-    values = torch.where(valid_N1C[..., None], v_NKCD, 0)
-    attn = torch.matmul(weights.to(values.dtype), values).float()
-    partial = Partial(torch.where(sees_any[..., None], attn, 0.0), largest, total)
-    whole = total if sinks_KG is None else total + torch.exp(sinks_KG.float() - largest)
-    share = torch.where(sees_any, 1.0 / torch.where(sees_any, whole, 1.0), 0.0)
-    return partial, torch.matmul(share[:, :, None], weights)[:, :, 0]

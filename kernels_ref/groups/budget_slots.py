@@ -19,9 +19,12 @@ _BEYOND = 1 << 30
 
 def priorities(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
     """Rank of each token, float32 ``[X, K, S]``: the lowest goes first; ``FLOOR`` where there is no token."""
+    return torch.where(slots.valid, _ranks(policy, slots), FLOOR)
+
+
+def _ranks(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
     protected = policy.protects(slots)
-    rank = slots.score if protected is None else torch.where(protected, -FLOOR, slots.score)
-    return torch.where(slots.valid, rank, FLOOR)
+    return slots.score if protected is None else torch.where(protected, -FLOOR, slots.score)
 
 
 def slot_to_write(policy: KVPolicy, slots: SlotView, num_stored: torch.Tensor) -> torch.Tensor:
@@ -33,10 +36,11 @@ def slot_to_write(policy: KVPolicy, slots: SlotView, num_stored: torch.Tensor) -
         slots: before the token is there; ``end`` counts it.
         num_stored: occupied slots, int32 ``[N]``; occupied ones come first.
     """
-    rank = priorities(policy, slots)
+    # In a full store every slot is valid, and in another one ranks do not matter.
+    rank = _ranks(policy, slots)
     is_least = rank == rank.amin(dim=-1, keepdim=True)
-    position = torch.where(is_least & slots.valid, slots.position, _BEYOND)
-    is_oldest = position == position.amin(dim=-1, keepdim=True)
+    oldest = torch.where(is_least, slots.position, _BEYOND).amin(dim=-1, keepdim=True)
+    is_oldest = slots.position == oldest
     num_stored = num_stored[:, None, None]
     number = torch.arange(slots.num_slots, dtype=num_stored.dtype, device=num_stored.device)
     return torch.where(num_stored == slots.num_slots, is_oldest, number == num_stored)

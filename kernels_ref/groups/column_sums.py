@@ -15,8 +15,7 @@ import torch
 
 from kernels_ref.index import gather
 from kernels_ref.partial import FLOOR, Partial, merge
-from kernels_ref.reference import soften
-from kernels_ref.scoring import Scoring
+from kernels_ref.scoring import Scoring, soften
 
 SUMMED_QUERIES = 128
 """Queries of a row whose scores exist at a time."""

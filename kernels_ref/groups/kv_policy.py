@@ -21,6 +21,7 @@ class SlotView(NamedTuple):
         valid: whether there is a token, bool ``[X, K, S]``, K may be 1.
         end: position behind the newest token of the row, int32 ``[X, 1, 1]``.
         num_slots: tokens that a head may keep.
+        is_chunk: whether a chunk of a prompt has come, and not one token.
     """
 
     score: torch.Tensor
@@ -28,6 +29,7 @@ class SlotView(NamedTuple):
     valid: torch.Tensor
     end: torch.Tensor
     num_slots: int
+    is_chunk: bool = False
 
 
 class KVPolicy(ABC):

@@ -80,6 +80,17 @@ class FusedKernels:
         """Decode rows against their own ring."""
         return reference.unique_rings(q_NKHD, units, ring, scoring, self.attend)
 
+    def unique_weighed(
+        self,
+        q_NKGD: torch.Tensor,
+        units: KVUnits,
+        ring: RingStep,
+        scoring: Scoring,
+        sinks_KG: torch.Tensor | None,
+    ) -> tuple[Partial, torch.Tensor]:
+        """Decode rows against their own slots, with what each slot receives: fused operators hide weights."""
+        return reference.unique_weighed(q_NKGD, units, ring, scoring, sinks_KG)
+
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place."""
         write_kv(units, index, new)

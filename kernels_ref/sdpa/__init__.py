@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from bias_builders import Held, Window, seen_mask
+from bias_builders import Held, Leading, Window, seen_mask
 from kernels_ref import reference
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.partial import Partial, finish
@@ -25,7 +25,16 @@ from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
 from kernels_ref.x86 import rows
 
-__all__ = ["causal", "finish", "shared_blocks", "shared_rings", "unique_blocks", "unique_rings", "write_kv"]
+__all__ = [
+    "causal",
+    "finish",
+    "shared_blocks",
+    "shared_rings",
+    "unique_blocks",
+    "unique_rings",
+    "unique_weighed",
+    "write_kv",
+]
 
 _ROWS = "Tensor row_start, Tensor row_num_new, Tensor row_query_start, Tensor causal_row"
 _QKV = "Tensor q, Tensor k, Tensor v"
@@ -47,6 +56,12 @@ _unique_blocks = register(
     decode.unique_blocks,
 )
 _leading_rings = register("leading_rings", f"{_QKV}, Tensor visible, float softcap", decode.leading_rings)
+_weighed_rings = register(
+    "weighed_rings",
+    f"{_QKV}, Tensor visible, Tensor? sinks, float softcap",
+    decode.weighed_rings,
+    weighs=True,
+)
 _held_rings = register(
     "held_rings",
     f"{_QKV}, Tensor position, Tensor begin, Tensor end, int sink, float softcap",
@@ -121,6 +136,22 @@ def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: 
         visible = seen_mask(seen, units.layout.num_slots)[:, 0, 0]
         return short.attend_units(q_NKHD, units.k[:1], units.v[:1], visible, scoring)
     return Partial(*_leading_rings(q_NKHD, units.k, units.v, seen.visible, scoring.softcap or 0.0))
+
+
+def unique_weighed(
+    q_NKGD: torch.Tensor,
+    units: KVUnits,
+    ring: RingStep,
+    scoring: Scoring,
+    sinks_KG: torch.Tensor | None,
+) -> tuple[Partial, torch.Tensor]:
+    """Decode rows against their own slots, with what each slot receives."""
+    assert isinstance(ring.seen, Leading), "slots of a budget are seen from the first one on"
+    visible = ring.seen.visible
+    if scoring.softcap is None and rows.fits(q_NKGD, units.k):
+        return rows.attend_weighed(q_NKGD, units.k, units.v, visible, sinks_KG)
+    *partial, mass = _weighed_rings(q_NKGD, units.k, units.v, visible, sinks_KG, scoring.softcap or 0.0)
+    return Partial(*partial), mass
 
 
 def _row_plan(t: StepTensors) -> tuple[torch.Tensor, ...]:

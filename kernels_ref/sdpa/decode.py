@@ -12,6 +12,7 @@ from bias_builders import Held, Leading, seen_mask
 from kernels_ref.partial import Partial, attend, empty, merge
 from kernels_ref.reference import merge_by_owner, own_units, side_by_side
 from kernels_ref.scoring import Scoring
+from kernels_ref.weighed import weighed
 
 
 def unique_blocks(
@@ -56,6 +57,26 @@ def leading_rings(
     if bool((visible == used).all()):
         return attend(_scores(q_NKHD, k, softcap), None, v)
     return own_units(q_NKHD, k, v, seen_mask(Leading(visible), used), Scoring(softcap or None))
+
+
+def weighed_rings(
+    q_NKGD: torch.Tensor,
+    k_RKWD: torch.Tensor,
+    v_RKWD: torch.Tensor,
+    visible: torch.Tensor,
+    sinks_KG: torch.Tensor | None,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with what each slot of the rings receives, ``[N, K, W]``."""
+    num_rows, num_slots = len(q_NKGD), k_RKWD.shape[2]
+    used = int(visible.max())
+    mass = torch.zeros(num_rows, k_RKWD.shape[1], num_slots)
+    if used == 0:
+        return *empty(q_NKGD), mass
+    k, v = k_RKWD[:num_rows, :, :used], v_RKWD[:num_rows, :, :used]
+    valid = None if bool((visible == used).all()) else seen_mask(Leading(visible), used)[:, :, 0]
+    partial, mass[..., :used] = weighed(q_NKGD, k, v, valid, Scoring(softcap or None), sinks_KG)
+    return *partial, mass
 
 
 def held_rings(

@@ -11,16 +11,20 @@ _NAMESPACE = "hpu_duo_kernels"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
-def register(name: str, arguments: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def register(
+    name: str, arguments: str, function: Callable[..., Any], *, weighs: bool = False
+) -> Callable[..., Any]:
     """Make a CPU operator that returns a partial shaped like its first argument.
 
     Args:
         arguments: its schema; the first is the queries ``[*, K, G, D]``.
         function: called with CPU tensors; may read them.
+        weighs: it also returns a number for each slot of its second argument, ``[*, K, S]``.
     """
-    _library.define(f"{name}({arguments}) -> (Tensor, Tensor, Tensor)")
+    _library.define(f"{name}({arguments}) -> (Tensor, Tensor, Tensor{', Tensor' if weighs else ''})")
     _library.impl(name, function, "CPU")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", _shapes, lib=_library)
+    shapes = _weighed_shapes if weighs else _shapes
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", shapes, lib=_library)
     operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
     return operator
 
@@ -28,3 +32,7 @@ def register(name: str, arguments: str, function: Callable[..., Any]) -> Callabl
 def _shapes(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     attn = queries.new_empty(queries.shape, dtype=torch.float32)
     return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])
+
+
+def _weighed_shapes(queries: torch.Tensor, keys: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+    return *_shapes(queries), queries.new_empty(*queries.shape[:2], keys.shape[2], dtype=torch.float32)

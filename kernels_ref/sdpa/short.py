@@ -11,8 +11,7 @@ import torch
 from bias_builders import Leading, leading_slots
 from kernels_ref.groups import BlockStep
 from kernels_ref.partial import FLOOR, Partial, merge
-from kernels_ref.reference import soften
-from kernels_ref.scoring import Scoring
+from kernels_ref.scoring import Scoring, soften
 from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, gather_units
 

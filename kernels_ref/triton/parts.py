@@ -25,6 +25,18 @@ from kernels_ref.triton.checks import (
     check_vectors,
 )
 from kernels_ref.units import KVUnits, NewKV, Scratch
+from kernels_ref.weighed import unique_weighed
+
+__all__ = [
+    "causal",
+    "finish",
+    "shared_blocks",
+    "shared_rings",
+    "unique_blocks",
+    "unique_rings",
+    "unique_weighed",
+    "write_kv",
+]
 
 _NO_WINDOW = Window(0, 0)
 

@@ -28,6 +28,8 @@ struct RowPlan {
   const int *position = nullptr;  // [rows, position_heads, slots]: what each slot holds, -1 = nothing
   int position_heads = 1;
   const int *begin = nullptr, *end = nullptr;  // [rows, tokens]
+  const float *sinks = nullptr;  // [heads, query heads of each]: logits that take their share of the mass, or null
+  float *mass = nullptr;       // [rows, heads, slots]: weights of leading slots, summed over query heads, or null
   int sink = 0;                // positions below are seen by every token that comes after them
 };
 

@@ -84,7 +84,12 @@ def _load() -> bool:
     attention = (("attend_blocks", _triple), ("attend_rings", _triple), ("attend_held", _triple))
     for name, shapes in (("linear", _linear), *attention):
         torch.library.register_fake(f"hpu_duo_x86::{name}", shapes)
+    torch.library.register_fake("hpu_duo_x86::attend_weighed", _with_mass)
     return True
+
+
+def _with_mass(q: torch.Tensor, k: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+    return *_triple(q), q.new_empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
 
 
 def _linear(

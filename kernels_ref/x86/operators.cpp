@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <cstdint>
@@ -118,6 +119,22 @@ Triple attend_rings(const Tensor &q, const Tensor &k, const Tensor &v, const Ten
   return attend_units(q, k, v, plan, visible.size(2));
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> attend_weighed(const Tensor &q, const Tensor &k, const Tensor &v,
+                                                          const Tensor &leading, const std::optional<Tensor> &sinks) {
+  const Tensor visible = plan_of("visible", leading, {q.size(0), 1, 1});
+  Tensor mass = at::zeros({q.size(0), q.size(1), k.size(2)}, q.options().dtype(at::kFloat)), logits;
+  hpu_duo::RowPlan plan;
+  plan.num_tails = 1;
+  plan.visible = data<int>(visible);
+  plan.mass = data<float>(mass);
+  if (sinks) {
+    logits = plan_of("sinks", *sinks, {q.size(1), q.size(2)}).to(at::kFloat);
+    plan.sinks = data<float>(logits);
+  }
+  auto [attn, largest, total] = attend_units(q, k, v, plan, 1);
+  return {attn, largest, total, mass};
+}
+
 Triple attend_held(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &position, const Tensor &begin,
                    const Tensor &end, int64_t sink) {
   TORCH_CHECK_VALUE(position.dim() == 3 && (position.size(1) == 1 || position.size(1) == q.size(1)) && end.dim() == 2,
@@ -160,6 +177,8 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
   m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor tail_block, Tensor tail_visible)"
         " -> (Tensor, Tensor, Tensor)");
   m.def("attend_rings(Tensor q, Tensor k, Tensor v, Tensor visible) -> (Tensor, Tensor, Tensor)");
+  m.def("attend_weighed(Tensor q, Tensor k, Tensor v, Tensor visible, Tensor? sinks)"
+        " -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("attend_held(Tensor q, Tensor k, Tensor v, Tensor position, Tensor begin, Tensor end, int sink)"
         " -> (Tensor, Tensor, Tensor)");
   m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
@@ -170,6 +189,7 @@ TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {
   m.impl("linear", linear);
   m.impl("attend_blocks", attend_blocks);
   m.impl("attend_rings", attend_rings);
+  m.impl("attend_weighed", attend_weighed);
   m.impl("attend_held", attend_held);
   m.impl("attend", attend);
 }

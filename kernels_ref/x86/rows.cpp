@@ -64,6 +64,8 @@ struct Heads {
   alignas(64) float scores[kMaxGroup * kKeys];
   alignas(64) float attn[kMaxGroup * kMaxDim];
   float largest[kMaxGroup], total[kMaxGroup];
+  float *raw = nullptr;  // scores of all slots of a unit, those of each head `raw_head` apart, or null
+  int64_t raw_head = 0;
 };
 
 // Four vectors to one whose quarters hold, each, what a quarter adds to the sums of the four.
@@ -187,6 +189,9 @@ void attend_keys(Heads &h, const Sight &sight, int dim, const Stores &stores, co
     case 128: score<G, 4>(h, dim, k, stores.k_slot, v, stores.v_slot, count); break;
     default: score<G, 0>(h, dim, k, stores.k_slot, v, stores.v_slot, count);
   }
+  if (h.raw)
+    for (int g = 0; g < G; ++g)
+      std::copy(h.scores + g * kKeys, h.scores + g * kKeys + count, h.raw + g * h.raw_head + sight.first);
   soften(h, sight, G, dim, count);
   int d = 0;
   for (; d + 2 * kPairs <= dim; d += 2 * kPairs)
@@ -214,6 +219,24 @@ void attend_unit(Heads &h, Sight &sight, int group, int dim, const Stores &store
       case 2: attend_keys<2>(h, sight, dim, stores, keys, values, count, following); break;
       case 3: attend_keys<3>(h, sight, dim, stores, keys, values, count, following); break;
       default: attend_keys<4>(h, sight, dim, stores, keys, values, count, following);
+    }
+  }
+}
+
+// Adds the weights of the heads of a pass, once all their keys are known, to what each slot has received.
+void add_mass(const Heads &h, int group, int visible, const float *sinks, float *mass) {
+  for (int g = 0; g < group; ++g) {
+    if (h.total[g] == 0) continue;
+    const __m512 log2e = _mm512_set1_ps(kLog2e), shift = _mm512_set1_ps(-h.largest[g] * kLog2e);
+    float whole = h.total[g];
+    if (sinks) whole += _mm512_cvtss_f32(exp2_of(_mm512_fmadd_ps(_mm512_set1_ps(sinks[g]), log2e, shift)));
+    const __m512 share = _mm512_set1_ps(1 / whole);
+    const float *scores = h.raw + g * h.raw_head;
+    for (int j = 0; j < visible; j += kLanes) {
+      const __mmask16 there = visible - j >= kLanes ? 0xFFFF : (1 << (visible - j)) - 1;
+      const __m512 w = exp2_of(_mm512_fmadd_ps(_mm512_maskz_loadu_ps(there, scores + j), log2e, shift));
+      const __m512 sum = _mm512_fmadd_ps(w, share, _mm512_maskz_loadu_ps(there, mass + j));
+      _mm512_mask_storeu_ps(mass + j, there, sum);
     }
   }
 }
@@ -292,6 +315,12 @@ void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &pla
           h.total[g] = 0;
         }
         std::fill(h.attn, h.attn + count * dim, 0.0f);
+        static thread_local std::vector<float> raw;
+        if (plan.mass) {
+          raw.resize(kMaxGroup * (size_t)num_slots);
+          h.raw = raw.data();
+          h.raw_head = num_slots;
+        }
         if (plan.position) {
           sight.kind = Sight::kHeld;
           sight.sink = plan.sink;
@@ -315,6 +344,9 @@ void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &pla
                                                      : Keys{};
           attend_unit(h, sight, count, dim, stores, item.unit, head, item.count, next);
         }
+        if (plan.mass && num_items)
+          add_mass(h, count, items[row][0].count, plan.sinks ? plan.sinks + head * group + first : nullptr,
+                   plan.mass + ((int64_t)row * num_heads + head) * num_slots);
         const int64_t place = ((int64_t)row * num_heads + head) * group + first;
         for (int g = 0; g < count; ++g) in_order(attn + (place + g) * dim, h.attn + g * dim, dim);
         std::copy(h.largest, h.largest + count, largest + place);

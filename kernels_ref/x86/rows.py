@@ -64,6 +64,31 @@ def attend_rings(
     return Partial(*torch.ops.hpu_duo_x86.attend_rings.default(q_NKHD, k_XKSD, v_XKSD, visible))
 
 
+def attend_weighed(
+    q_NKHD: torch.Tensor,
+    k_XKSD: torch.Tensor,
+    v_XKSD: torch.Tensor,
+    visible: torch.Tensor,
+    sinks_KH: torch.Tensor | None,
+) -> tuple[Partial, torch.Tensor]:
+    """Scaled queries of one token a row over the leading slots of a unit each, and what each slot receives.
+
+    Args:
+        visible: slots of unit ``n`` that row ``n`` sees, int32 ``[N, 1, 1]``.
+        sinks_KH: logits that take their share of the weights, or None; the partial is without them.
+
+    Returns:
+        The partial, and the weights of each slot summed over query heads, float32 ``[N, K, S]``.
+
+    Raises:
+        ValueError: as for ``attend_blocks``.
+    """
+    require()
+    operator = torch.ops.hpu_duo_x86.attend_weighed.default
+    *partial, mass = operator(q_NKHD, k_XKSD, v_XKSD, visible, sinks_KH)
+    return Partial(*partial), mass
+
+
 def attend_held(
     q_NKHD: torch.Tensor,
     k_XKSD: torch.Tensor,

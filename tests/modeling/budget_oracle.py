@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,27 +19,47 @@ class Rule:
 
     Attributes:
         update: new scores of one head from old ones, weights of each query on each position (a list of
-            dictionaries), and those of all heads of the layer.
+            dictionaries, member after member of its query heads), those of the newest query in each query
+            head of the layer, and the number of queries.
         protects: whether a position may not go, by position, end of the text and budget.
     """
 
-    update: Callable[
-        [dict[int, float], list[dict[int, float]], list[list[dict[int, float]]]], dict[int, float]
-    ]
+    update: Callable[..., dict[int, float]]
     protects: Callable[[int, int, int], bool] = lambda position, end, budget: False
 
 
-def _same(scores: dict[int, float], own: Any, everyone: Any) -> dict[int, float]:
+def _same(scores: dict[int, float], *_: Any) -> dict[int, float]:
     return dict.fromkeys(scores, 0.0)
 
 
-def _summed(scores: dict[int, float], own: list[dict[int, float]], everyone: Any) -> dict[int, float]:
+def _summed(scores: dict[int, float], own: list[dict[int, float]], *_: Any) -> dict[int, float]:
     return {p: score + sum(weights.get(p, 0.0) for weights in own) for p, score in scores.items()}
 
 
-def _of_last(scores: dict[int, float], own: Any, everyone: list[list[dict[int, float]]]) -> dict[int, float]:
+def _of_last(
+    scores: dict[int, float], own: Any, everyone: list[list[dict[int, float]]], *_: Any
+) -> dict[int, float]:
     # The weights of each head end with those of the newest query, one dictionary for each query head.
     return {p: sum(head[-1].get(p, 0.0) for head in everyone) for p in scores}
+
+
+def _snapped(
+    window: int,
+    kernel: int,
+    scores: dict[int, float],
+    own: list[dict[int, float]],
+    everyone: Any,
+    num_queries: int,
+) -> dict[int, float]:
+    last = [each for number, each in enumerate(own) if num_queries - number % num_queries <= window]
+    mean = {p: sum(each.get(p, 0.0) for each in last) / len(last) for p in scores}
+    if num_queries == 1:
+        return {p: score + (mean[p] - score) / window for p, score in scores.items()}
+    order, side = sorted(scores), kernel // 2
+    return {
+        p: sum(mean[q] for q in order[max(0, at - side) : at + side + 1]) / kernel
+        for at, p in enumerate(order)
+    }
 
 
 RULES = {
@@ -47,6 +68,12 @@ RULES = {
     "streaming-llm:sink=2": Rule(_same, lambda position, end, budget: position < 2),
     "h2o": Rule(_summed, lambda position, end, budget: end - position <= budget // 2),
     "h2o:recent=0": Rule(_summed),
+    "snapkv:window=3,kernel=3": Rule(
+        partial(_snapped, 3, 3), lambda position, end, budget: end - position <= 3
+    ),
+    "snapkv:window=8,kernel=1": Rule(
+        partial(_snapped, 8, 1), lambda position, end, budget: end - position <= 8
+    ),
     "tova": Rule(_of_last),
     "tova:protect=3": Rule(_of_last, lambda position, end, budget: end - position <= 3),
 }
@@ -111,7 +138,7 @@ class BudgetOracle:
             ]
             for head in mine:
                 old = {**held[head], **dict.fromkeys(range(start, end), 0.0)}
-                held[head] = RULES[self.policy].update(old, weights[head], everyone)
+                held[head] = RULES[self.policy].update(old, weights[head], everyone, end - start)
                 self._make_room(held[head], end, self.budget)
         self.kept[layer] = [sorted(held[head]) for head in mine]
         return mask

@@ -13,7 +13,7 @@ from kernels_ref import KVUnits, Owner, Partial, Rings, Step, StepParts, StepTen
 from kernels_ref.groups import GroupInputs, GroupKind, HeadSizes, PartSizes, RingStep
 from kernels_ref.impl import Kernels
 from kernels_ref.partial import attend, unfold
-from kernels_ref.reference import soften
+from kernels_ref.scoring import soften
 from kernels_ref.step import DecodeRows, of_rows
 
 

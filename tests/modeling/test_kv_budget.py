@@ -15,7 +15,17 @@ from tests.modeling.budget_driving import assert_follows, run_budget
 from tests.modeling.driving import teacher_forced
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
 
-POLICIES = ["local", "streaming-llm", "streaming-llm:sink=2", "h2o", "h2o:recent=0", "tova", "tova:protect=3"]
+POLICIES = [
+    "local",
+    "streaming-llm",
+    "streaming-llm:sink=2",
+    "h2o",
+    "h2o:recent=0",
+    "tova",
+    "tova:protect=3",
+    "snapkv:window=3,kernel=3",
+    "snapkv:window=8,kernel=1",
+]
 BUDGET, CHUNK, NUM_NEW = 9, 6, 12
 MASK = np.array([[1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0]], np.bool_)
 PATTERN = HeadPattern(MASK.astype(np.float32), 2, 3, retrieval=MASK)
@@ -167,6 +177,8 @@ def test_stores_take_what_the_memory_plan_says_and_no_more_than_the_budget(zoo: 
         ({"kv_policy": "h2o:recent=1.5"}, "recent in"),
         ({"kv_policy": "streaming-llm:sink=9"}, "a budget above 9 slots, got 9"),
         ({"kv_policy": "tova:protect=10"}, "at least 10 slots, got 9"),
+        ({"kv_policy": "snapkv"}, "at least 32 slots, got 9"),
+        ({"kv_policy": "snapkv:kernel=4"}, "an odd kernel"),
     ],
 )
 def test_what_a_budget_does_not_serve_is_refused(zoo: Zoo, options: dict[str, Any], message: str) -> None:

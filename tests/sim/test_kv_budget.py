@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "pattern"), [("h2o", None), ("tova", PATTERN), ("streaming-llm", None)], ids=str
+    ("policy", "pattern"), [("h2o", None), ("tova", PATTERN), ("snapkv:window=4", None)], ids=str
 )
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
     tiny: Tiny, policy: str, pattern: HeadPattern | None
