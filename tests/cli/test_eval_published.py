@@ -90,6 +90,35 @@ def test_published_sizes_are_the_default(hpu_duo: Run) -> None:
     assert "all 13, or 11" in " ".join(shown.replace("│", " ").split())
 
 
+def test_policies_are_measured_at_equal_budgets_and_drawn(hpu_duo: Run, tmp_path: Path) -> None:
+    sizes = ("--num-tokens", "400", "--num-documents", "1", "--num-passkeys", "2", "--passkey-words", "3")
+    common = ("eval", "curve", "--out", tmp_path / "run", "--policies", "full", "duo", "local", *sizes)
+    command = (*common, "--budgets", "0.3", "--policy-tasks", "passkey", "--rehearsals", "1", "--json")
+    done = hpu_duo(*command)
+    assert done.exit_code == 0, done.output
+    points = json.loads(done.stdout)["points"]
+    assert [(one["policy"], one["budget"]) for one in points] == [("full", 1.0), ("duo", 0.3), ("local", 0.3)]
+    assert points[0]["value"] == 1.0
+    assert all(one["kv_ratio"] < 0.5 for one in points[1:])
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        *("results.jsonl", "curve.csv", "curve.png", "report.json")
+    }
+    again = hpu_duo(*command)
+    assert again.stdout == done.stdout
+    other = hpu_duo(*command, "--block-size", "64")
+    assert (other.exit_code, "block_size=128 (asked: 64)" in other.stderr) == (2, True)
+
+
+def test_passkeys_are_asked_under_a_policy(hpu_duo: Run) -> None:
+    sizes = ("--num-tokens", "300", "--num-documents", "1", "--num-passkeys", "1", "--passkey-words", "3")
+    done = hpu_duo("eval", "passkey", *sizes, "--kv-policy", "local", "--kv-budget", "32", "--json")
+    assert done.exit_code == 0, done.output
+    assert "--decode-len is 1" in done.stderr
+    report = json.loads(done.stdout)
+    assert report["kv_ratio"] < 0.25
+    assert [row["num_exact"] for row in report["full_attention"]] == [1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -102,6 +131,11 @@ def test_published_sizes_are_the_default(hpu_duo: Run) -> None:
             "a tokenizer with a chat template",
         ),
         (("longbench-v2", "--file", "FILE"), "'_id' to be a text in question 1"),
+        (("curve", "--policies", "h3o"), "expected kv_policy"),
+        (("curve", "--policies", "full", "full"), "policies, each once"),
+        (("curve", "--policies", "duo", "--budgets", "0.01"), "a budget of at least 4.0%"),
+        (("curve", "--policies", "full", "--policy-tasks", "chess"), "tasks among passkey, rehearsed"),
+        (("curve", "--kv-policy", "h2o", "--kv-budget", "9"), "--policies h2o for curves, got --kv-policy"),
         (("ruler", "--ruler", "FILE"), "of RULER's repository"),
         (("ruler", "--tasks", "qa_1"), "file of questions for qa_1"),
         (("ruler", "--simulated-decodes", "0"), "--simulated-decodes of at least 1"),

@@ -14,6 +14,7 @@ from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.option_groups import Only, grouped
 from hpu_duo.cli.evaluation import options as eopt
 from hpu_duo.cli.evaluation.control import warn_of_failures
+from hpu_duo.cli.evaluation.policies import PolicyOptions
 from hpu_duo.cli.evaluation.report import KV_COLUMNS, REPORT, RESULTS, check_outputs, finish, show, write_text
 from hpu_duo.cli.terminal.drawing import check_matplotlib
 from hpu_duo.cli.terminal.errors import user_errors
@@ -50,10 +51,12 @@ def curve(
         list[int] | None, typer.Option(help="Recent sizes to sweep.", show_default="no sweep")
     ] = None,
     sweep_share: Annotated[float, typer.Option(help="Share of retrieval heads in the sweeps.")] = 0.5,
+    compared: PolicyOptions,
     num_tokens: Annotated[int, typer.Option(help="Length of a document.")] = 2000,
     num_documents: eopt.NumDocuments = 8,
     num_passkeys: eopt.NumPasskeys = 8,
     passkey_words: eopt.PasskeyWords = 16,
+    rehearsals: eopt.NumRehearsals = None,
     text: eopt.TextOptions,
     model: opt.Model = None,
     seed: opt.Seed = 0,
@@ -61,7 +64,7 @@ def curve(
     heads: Annotated[opt.HeadOptions, Only("sink", "recent")],
     engine: eopt.Scoring,
 ) -> None:
-    """Passkey accuracy against KV budget; full attention and all streaming are always measured."""
+    """Accuracy against KV budget, of choices of heads or, with --policies, of what the cache keeps."""
     with user_errors():
         check_matplotlib("the picture of the curve")
         from hpu_duo.cli.evaluation.plot import draw_curve
@@ -80,16 +83,29 @@ def curve(
         if not named and model is not None:
             raise ValueError("expected --patterns LABEL=DIR for a model that has none of its own, got none")
         read = tuple((label, eopt.read_pattern(path, heads)) for label, path in named or [("built-in", None)])
+        if engine.kv_policy is not None:
+            raise ValueError(f"expected --policies {engine.kv_policy} for curves, got --kv-policy")
+        choice = eopt.Choice(model, heads, engine)
+        choice.check_patterns(pattern for _, pattern in read)
+        task = PasskeyTask(
+            num_tokens,
+            num_documents,
+            num_passkeys,
+            passkey_words,
+            seed,
+            text=text.read(model),
+            rehearsals=eopt.rehearsed(rehearsals),
+        )
+    if compared.policies is not None:
+        compared.measure(task, read[0][1], choice, out, as_json)
+        return
+    with user_errors():
         points = CurveTask(
             read, tuple(shares), random_seeds, tuple(sinks or ()), tuple(recents or ()), sweep_share
         ).points()
-        task = PasskeyTask(
-            num_tokens, num_documents, num_passkeys, passkey_words, seed, text=text.read(model)
-        )
-        choice = eopt.Choice(model, heads, engine)
-        choice.check_patterns(pattern for _, pattern in read)
         settings = {name: getattr(task, name) for name in ("num_tokens", "num_documents", "num_passkeys")}
-        settings |= {"passkey_words": passkey_words, "seed": seed, **eopt.text_settings(task.text)}
+        settings |= {"passkey_words": passkey_words, "seed": seed, "rehearsals": rehearsals}
+        settings |= eopt.text_settings(task.text)
         check_outputs(out / RESULTS, [out / "curve.csv", out / "curve.png", out / REPORT])
         results = ResultFile(out / RESULTS, "curve", {**choice.settings(), **settings})
 

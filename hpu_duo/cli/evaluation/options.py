@@ -121,7 +121,10 @@ class EvaluationEngine(opt.EngineOptions):
 
 _SCORED_LEN = 8
 _Scored = Annotated[
-    int, typer.Option(help="Tokens of an answer that are scored together.", rich_help_panel=opt.ENGINE)
+    int,
+    typer.Option(
+        help="Tokens of an answer that are scored together; 1 with --kv-policy.", rich_help_panel=opt.ENGINE
+    ),
 ]
 
 
@@ -141,7 +144,10 @@ class OneScoringEngine(opt.EngineOptions):
 
 
 _STEP = ("device", "dtype", "graphs", "attention", "softmax")
-_SIZES = ("max_num_batched_tokens", "block_size", "device_memory_utilization", "enable_prefix_caching")
+_SIZES = (
+    *("max_num_batched_tokens", "block_size", "device_memory_utilization", "enable_prefix_caching"),
+    *("kv_policy", "kv_budget", "kv_chunk"),
+)
 Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
 Scoring = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_SIZES, "decode_len")]
 OneRequestEngine = Annotated[OneScoringEngine, Only(*_STEP, *_SIZES, "decode_len")]
@@ -179,13 +185,20 @@ class Choice:
             "dtype": self.engine.dtype,
             # Bytes kept are whole blocks.
             "block_size": self.engine.block_size,
+            "kv_policy": self.engine.kv_policy,
+            "kv_budget": self.engine.kv_budget,
+            "kv_chunk": self.engine.kv_chunk,
         }
 
     def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:
         """Load the model; see ``load_model``."""
         from hpu_duo.eval import Subject
 
-        loaded = load_model(self.model, self.heads, self.engine, num_requests)
+        engine = self.engine
+        if engine.kv_policy is not None and engine.decode_len > 1:
+            _tell(["heads with a KV budget decode one token at a time: --decode-len is 1"])
+            engine = replace(engine, decode_len=1)
+        loaded = load_model(self.model, self.heads, engine, num_requests)
         _tell(loaded.engine.notes)
         return Subject(loaded)
 
@@ -204,9 +217,10 @@ class Choice:
     @property
     def load_full(self) -> Callable[[], Subject] | None:
         """Return a loader of the same model with full attention; None if no option lets heads stream."""
-        if self.heads.pattern is None and not self.heads.is_cut:
+        if self.heads.pattern is None and not self.heads.is_cut and self.engine.kv_policy is None:
             return None
-        return replace(self, heads=opt.HeadOptions()).load
+        engine = replace(self.engine, kv_policy=None, kv_budget=None, kv_chunk=None)
+        return replace(self, heads=opt.HeadOptions(), engine=engine).load
 
     def load_with(self, pattern: HeadPattern) -> Subject:
         """Load the same model with a binarised pattern."""

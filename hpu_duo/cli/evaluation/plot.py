@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_COLOURS = ("#1b6ca8", "#2e8b57", "#8e5ea2", "#c58b00", "#00798c", "#7a5195")
+COLOURS = ("#1b6ca8", "#2e8b57", "#8e5ea2", "#c58b00", "#00798c", "#7a5195")
 _FIXED = {"full attention": "#4d4d4d", "all streaming": "#d1495b", "random heads": "#9a9a9a"}
-_MARKERS = "osD^vP"
-_BAR = {"elinewidth": 0.8, "capsize": 2}
+MARKERS = "osD^vP"
+BAR = {"elinewidth": 0.8, "capsize": 2}
 
 Row = Mapping[str, Any]
 
@@ -23,7 +23,7 @@ def draw_grid(cells: Sequence[Row], png: Path) -> None:
     lengths = sorted({cell["num_tokens"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells})
     found = {(cell["depth"], cell["num_tokens"]): cell for cell in cells}
-    figure = _figure((2.2 + 0.8 * len(lengths), 1.8 + 0.5 * len(depths)))
+    figure = new_figure((2.2 + 0.8 * len(lengths), 1.8 + 0.5 * len(depths)))
     axes = figure.subplots()
     values = [[found[depth, length]["accuracy"] for length in lengths] for depth in depths]
     image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -41,7 +41,7 @@ def draw_grid(cells: Sequence[Row], png: Path) -> None:
     axes.set_ylabel("depth of the needle")
     axes.set_title("exact answers, 95 % intervals", fontsize=10)
     figure.colorbar(image, label="share of exact answers")
-    _save(figure, png)
+    save(figure, png)
 
 
 def draw_curve(rows: Sequence[Row], png: Path) -> None:
@@ -54,34 +54,34 @@ def draw_curve(rows: Sequence[Row], png: Path) -> None:
         ResultsNotWrittenError: the file cannot be written.
     """
     sweeps = [name for name in ("sink", "recent") if any(row["sweep"] == name for row in rows)]
-    figure = _figure((7 + 4 * len(sweeps), 4.6))
+    figure = new_figure((7 + 4 * len(sweeps), 4.6))
     panels = figure.subplots(1, 1 + len(sweeps), squeeze=False)[0]
     _budget_panel(panels[0], [row for row in rows if row["sweep"] == "share"])
     for axes, sweep in zip(panels[1:], sweeps):
         found = sorted((row for row in rows if row["sweep"] == sweep), key=lambda row: row[sweep])
         values = [row[sweep] for row in found]
-        axes.errorbar(values, _accuracies(found), _bars(found), fmt="o-", color=_COLOURS[0], **_BAR)
+        axes.errorbar(values, _accuracies(found), _bars(found), fmt="o-", color=COLOURS[0], **BAR)
         axes.set_xlabel(f"{sweep} tokens of streaming heads")
         axes.set_title(f"{found[0]['retrieval_share']:.0%} retrieval heads", fontsize=10)
         _accuracy_axis(axes)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
     )
-    _save(figure, png)
+    save(figure, png)
 
 
 def _budget_panel(axes: Any, rows: Sequence[Row]) -> None:
     labels = list(dict.fromkeys(row["label"] for row in rows))
-    colours = iter(_COLOURS * len(labels))
+    colours = iter(COLOURS * len(labels))
     for number, label in enumerate(labels):
         found = sorted((row for row in rows if row["label"] == label), key=lambda row: row["kv_ratio"])
         kept = [row["kv_ratio"] for row in found]
         colour = _FIXED.get(label) or next(colours)
         seeds = max(row["num_seeds"] for row in found)
         name = f"{label} ({seeds} seeds)" if seeds > 1 else label
-        line = _MARKERS[number % len(_MARKERS)] + "-"
+        line = MARKERS[number % len(MARKERS)] + "-"
         axes.errorbar(
-            kept, _accuracies(found), _bars(found), fmt=line, color=colour, label=name, alpha=0.85, **_BAR
+            kept, _accuracies(found), _bars(found), fmt=line, color=colour, label=name, alpha=0.85, **BAR
         )
         if seeds > 1:
             low, high = ([row[end] for row in found] for end in ("accuracy_min", "accuracy_max"))
@@ -110,7 +110,8 @@ def _accuracy_axis(axes: Any) -> None:
     axes.grid(alpha=0.3)
 
 
-def _figure(size: tuple[float, float]) -> Any:
+def new_figure(size: tuple[float, float]) -> Any:
+    """An empty figure of a size in inches, for files."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -119,7 +120,12 @@ def _figure(size: tuple[float, float]) -> Any:
     return figure
 
 
-def _save(figure: Any, png: Path) -> None:
+def save(figure: Any, png: Path) -> None:
+    """Write a figure.
+
+    Raises:
+        ResultsNotWrittenError: the file cannot be written.
+    """
     from hpu_duo.eval import ResultsNotWrittenError
 
     try:
