@@ -79,7 +79,8 @@ class StepGeometry:
         trash_block, trash_row: block and ring row that padding reads and writes.
         max_chunk_rows: rings gathered for prompt rows with context (C).
         decode_len: most new tokens of a decode row (M).
-        max_block_moves: see ``StepLimits``.
+        max_block_moves, uses_rows: see ``StepLimits``; without rows, prompt rows gather no rings, and there
+            may be more of them than C.
     """
 
     block_size: int
@@ -88,6 +89,7 @@ class StepGeometry:
     max_chunk_rows: int
     decode_len: int = 1
     max_block_moves: int = 0
+    uses_rows: bool = True
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:
@@ -99,6 +101,7 @@ class StepGeometry:
             limits.max_chunk_rows,
             limits.decode_len,
             limits.max_block_moves,
+            limits.uses_rows,
         )
 
     def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
@@ -225,6 +228,8 @@ def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepG
     place = (rows.row_id * geometry.decode_len).repeat(batch.num_samples)
     host["logit_index"][place + number] = first + number
     reads_ring = rows.row_id[~rows.is_decode & (rows.start > 0)]
+    if not geometry.uses_rows:
+        reads_ring = reads_ring[:0]
     if len(reads_ring) > geometry.max_chunk_rows:
         raise ValueError(
             f"expected at most max_chunk_rows={geometry.max_chunk_rows} prompt rows with context "
