@@ -114,9 +114,10 @@ class DeviceSide:
             fused = fuse_modules(model, [layer.attention for layer in layers], device)
             _log.info("by fused operators: %s", ", ".join((*kernels.operators.names, *fused)))
         live = LiveRows()
-        _pack(config, model, layers, place, live)
         if shared is not None:
+            # Before packing: packed linears are no linears, by which the modules to sum over ranks are found.
             connect(model, layers, shared.wide_norms, shared.membership.ranks, shared.membership.group)
+        _pack(config, model, layers, place, live)
         runtime.place(model)
         store, step_model = blueprint.build(model, memory, live)
         executor = _make_executor(config, step_model, store, tables, runtime, shared)
