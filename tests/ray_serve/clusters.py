@@ -17,7 +17,14 @@ from hpu_duo.ray_serve.arguments import RayServeArgs
 
 HOST, PREFIX, APP = "127.0.0.1", "/duo", "duo"
 PATIENCE_S = 120.0
-SMALL = {"max_num_seqs": 2, "max_model_len": 2048, "block_size": 16, "num_blocks": 300, "graphs": "eager"}
+SMALL = {
+    "dtype": "float32",
+    "max_num_seqs": 2,
+    "max_model_len": 2048,
+    "block_size": 16,
+    "num_blocks": 300,
+    "graphs": "eager",
+}
 _STORE_BYTES = 80 * 2**20
 
 

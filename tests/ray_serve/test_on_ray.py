@@ -154,7 +154,8 @@ def test_a_caller_who_leaves_frees_the_engine(cluster: Cluster) -> None:
     cluster.deploy(num_replicas=1, router="round-robin")
     with cluster.http() as http:
         with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # which closes the stream when nobody holds it
+            assert next(lines)
             assert cluster.busy()
         cluster.wait_until(lambda: all(each and not each["num_open"] for each in cluster.replicas().values()))
         cluster.wait_until(lambda: cluster.counted("router_open_requests") == 0)
