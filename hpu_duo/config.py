@@ -182,18 +182,22 @@ class ParallelConfig:
             waits for the rank that has one, at four exchanges a layer instead of two. "auto": as decodes are
             predicted to be faster (``hpu_duo.startup.retrieval_choice``).
         retrieval_parallel_context: tokens of a request that "auto" predicts for; None = ``max_model_len``.
-        timeout_s: most seconds of an exchange inside a step, and of a rank that gives no sign of life, before
-            all ranks end.
+        timeout_s: most seconds of a rank that gives no sign of life before all ranks end, and, with 5 more,
+            of an exchange inside a step.
+        launcher: who starts the ranks. "own": rank 0, all on its machine. "torchrun": torchrun, on one
+            machine or several; this process is then one of them, as torchrun's variables say.
     """
 
     tensor_parallel_size: int = 1
     retrieval_parallel: str = "heads"
     retrieval_parallel_context: int | None = None
     timeout_s: float = 300.0
+    launcher: str = "own"
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         _one_of("retrieval_parallel", self.retrieval_parallel, ("heads", "context", "auto"))
+        _one_of("rank_launcher", self.launcher, ("own", "torchrun"))
         self._check_context()
         _finite("timeout_s", self.timeout_s)
         if self.timeout_s <= 0:

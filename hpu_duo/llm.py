@@ -107,6 +107,7 @@ class HPUDuoModel(ContextModel, Uncopied):
         retrieval_parallel: str = ParallelConfig.retrieval_parallel,
         retrieval_parallel_context: int | None = None,
         rank_timeout_s: float = ParallelConfig.timeout_s,
+        rank_launcher: str = ParallelConfig.launcher,
         record_shapes: str | Path | None = None,
         record_steps: str | Path | None = None,
         seed: int = 0,
@@ -149,7 +150,8 @@ class HPUDuoModel(ContextModel, Uncopied):
                 ``RecompileError``, which names it.
             tensor_parallel_size: ranks that share the model, each a process with a device of its own; a
                 program that asks for more than one has its main part under ``if __name__ == "__main__"``.
-            retrieval_parallel, retrieval_parallel_context, rank_timeout_s: see ``ParallelConfig``.
+            retrieval_parallel, retrieval_parallel_context, rank_timeout_s, rank_launcher: see
+                ``ParallelConfig``.
             record_shapes: file to which the exact shape of every step is appended, to plan from.
             record_steps: file to which every step is written, replacing older recordings: a debugging tool,
                 see ``hpu_duo.steplog``.
@@ -217,6 +219,7 @@ class HPUDuoModel(ContextModel, Uncopied):
                 retrieval_parallel=retrieval_parallel,
                 retrieval_parallel_context=retrieval_parallel_context,
                 timeout_s=rank_timeout_s,
+                launcher=rank_launcher,
             ),
         )
         path = find_checkpoint(path, revision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,11 +58,19 @@ class Followers(Protocol):
         """Take note that an order has failed here, so that nothing more is told; returns what to raise."""
         ...
 
+    def when_lost(self, told: Callable[[RankError], None]) -> None:
+        """Have a function called, in any thread, once they can no longer follow; at once if they cannot now.
+
+        They may be lost between two orders, or while an order waits for one of them and does not end.
+        """
+        ...
+
 
 _FIRST_BYTES = 1 << 16
 _HEADER_BYTES = 8
 _PATIENCE = timedelta(days=3650)
-_MEETING = timedelta(minutes=30)
+MEETING_S = 1800.0
+"""Seconds that ranks wait for each other at their start."""
 
 
 class Link:
@@ -131,24 +139,37 @@ class Membership:
     host_group: Any
 
     def compare(self, what: str, value: Any) -> None:
-        """Check that all ranks have equal values.
+        """Check that all ranks have equal values; see ``compare_all``."""
+        self.compare_all({what: value})
+
+    def compare_all(self, facts: Mapping[str, Any]) -> None:
+        """Check that all ranks have equal values, each under a name.
 
         Raises:
-            RankError: they differ; the message names the ranks, and what they have.
+            RankError: they differ; the message names what differs, the ranks, and what they have.
         """
-        values = self.collect(value)
-        others = [rank for rank, other in enumerate(values) if other != values[0]]
-        if others:
-            raise RankError(
-                f"expected all ranks to have the same {what}, got {values[0]!r} on rank 0 and "
-                f"{values[others[0]]!r} on rank {others[0]}"
-            )
+        told = first_difference(self.collect(dict(facts)))
+        if told is not None:
+            raise RankError(told)
 
     def collect(self, value: Any) -> list[Any]:
         """Return the values of all ranks, on each of them."""
         values: list[Any] = [None] * self.ranks.size
         dist.all_gather_object(values, value, group=self.host_group)
         return values
+
+
+def first_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say what differs first between rank 0 and another rank, of named values of each; None if nothing."""
+    for rank, of_rank in enumerate(facts):
+        for what in (*facts[0], *of_rank):
+            own, other = facts[0].get(what), of_rank.get(what)
+            if own != other:
+                return (
+                    f"expected all ranks to have the same {what}, got {own!r} on rank 0 and {other!r} on "
+                    f"rank {rank}"
+                )
+    return None
 
 
 @contextmanager
@@ -164,7 +185,7 @@ def joined(
     Args:
         backend: of tensors of devices, see ``DeviceRuntime.collectives``.
         store: the one store that all ranks meet at.
-        timeout_s: most seconds of an exchange.
+        timeout_s: most seconds of an exchange, and until all have taken a message.
 
     Raises:
         ValueError: this process is a member already.
@@ -181,13 +202,15 @@ def joined(
         store=store,
         rank=ranks.rank,
         world_size=ranks.size,
-        timeout=_MEETING,
+        timeout=timedelta(seconds=MEETING_S),
         device_id=device if is_cuda else None,
     )
     try:
-        # Whoever waits for a message may wait for a long time.
-        host_group = dist.new_group(range(ranks.size), backend="gloo", timeout=_PATIENCE)
-        group: Any = dist.new_group(range(ranks.size), timeout=timedelta(seconds=timeout_s))
-        yield Membership(ranks, group.group_name, Link(ranks, host_group), host_group)
+        everybody, in_time = range(ranks.size), timedelta(seconds=timeout_s)
+        host_group = dist.new_group(everybody, backend="gloo", timeout=_PATIENCE)
+        # Whoever waits for a message may wait for a long time; whoever sends one may not.
+        orders = dist.new_group(everybody, backend="gloo", timeout=_PATIENCE if ranks.rank else in_time)
+        group: Any = dist.new_group(everybody, timeout=in_time)
+        yield Membership(ranks, group.group_name, Link(ranks, orders), host_group)
     finally:
         dist.destroy_process_group()

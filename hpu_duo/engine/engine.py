@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from graphs.recording import ShapeRecorder
+    from hpu_duo.device.ranks import RankError
     from hpu_duo.engine.telemetry import StepListener, StepSink
     from hpu_duo.heads import HeadPattern
     from hpu_duo.kv.holds import PrefixHold
@@ -215,6 +216,15 @@ class Engine(Uncopied):
             with interrupts_deferred(), self._turns:
                 self._deliveries.put_back(outputs)
             raise
+
+    def when_ranks_are_lost(self, told: Callable[[RankError], None]) -> None:
+        """Have a function called, in any thread, once other ranks of the model can no longer follow.
+
+        They may be lost between steps, or in a step that does not end for that. Nothing can be computed then.
+        """
+        followers = self.runner.executor.followers
+        if followers is not None:
+            followers.when_lost(told)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ is one of these orders, told before rank 0 does the same itself; ``Stop`` ends t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -99,7 +100,12 @@ class Stop:
 Order: TypeAlias = Execute | Touch | Capture | FinishWarmUp | SetTable | Stop
 
 
-def follow(link: Link, runner: Runner) -> None:
-    """Carry out orders until told to stop."""
+def follow(link: Link, runner: Runner, done: Callable[[], None] = lambda: None) -> None:
+    """Carry out orders until told to stop.
+
+    Args:
+        done: called behind each of them.
+    """
     while not isinstance(order := link.receive(), Stop):
         order.carry_out(runner)
+        done()

@@ -26,7 +26,7 @@ from hpu_duo.startup.heads import check_pattern
 from hpu_duo.startup.place import Place
 from hpu_duo.startup.ranker import read_ranker
 from hpu_duo.startup.retrieval_choice import settled
-from hpu_duo.startup.sharding import build_rank_0
+from hpu_duo.startup.sharding import build_led
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +46,7 @@ def assemble(
         ValueError: the checkpoint cannot be read or served, or the configuration does not fit it
             or this machine.
         RankError: one of several ranks could not be started.
+        Followed: this process is not the first of several ranks, and has followed it to the end.
     """
     config = settled(config)
     make_policy(config.scheduler.scheduling_policy)  # refused before weights are read
@@ -54,7 +55,7 @@ def assemble(
     served_len(hf_config.get_text_config(), config.scheduler.max_model_len)  # and so is this
     pattern_notes = check_pattern(config.heads, config.model.path)
     if config.parallel.tensor_parallel_size > 1:
-        side = build_rank_0(config)
+        side = build_led(config)
         device_type = side.runner.device.type
     else:
         place = Place.of(config)

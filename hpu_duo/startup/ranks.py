@@ -1,83 +1,63 @@
-"""Ranks of an engine: the processes that follow rank 0, from their start to their end.
+"""Ranks of an engine as rank 0 leads them, from their start to their end, and as the others follow it.
 
-Rank 0 is the process that the engine was asked for in; it has requests and scheduler. The others are
-processes of their own, each with a device of its own, and do what rank 0 tells them (``engine/orders.py``).
+Rank 0 has requests and scheduler. The others are processes of their own, each with a device of its own, and
+do what rank 0 tells them (``engine/orders.py``).
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hpu_duo.device import Member, process_environments, usable_name
-from hpu_duo.device.cores import bound, cores_by_device
-from hpu_duo.device.member import HOST
-from hpu_duo.device.processes import Family, become, first_failure, new_store
-from hpu_duo.device.ranks import Membership, RankError, Ranks, joined
-from hpu_duo.engine.orders import Stop
+from hpu_duo.device.blame import Report, Signs, blamed
+from hpu_duo.device.lifelines import Lifeline, Lifelines, may_follow
+from hpu_duo.device.ranks import MEETING_S, Membership, RankError, Ranks, joined
+from hpu_duo.engine.orders import Order, Stop
+from hpu_duo.startup.launches import Launch, until
 
-_BEAT_S = 0.5
-_LOOK_S = 0.05
+_SETTLE_S = 0.3
 _NAMING_S = 3.0
-"""Seconds in which a rank whose peers notice its end reports its error."""
+"""Seconds in which ranks whose peers notice the end of another one report their errors."""
+_MARGIN_S = 5.0
+"""Seconds that an exchange waits for longer than a silent rank is waited for, so that silence comes first."""
 
 
-class RankProcesses:
-    """The processes of all ranks but 0, started; see ``Followers``.
+class LedRanks:
+    """The ranks behind rank 0; see ``Followers``.
 
     A rank that ends, or gives no sign of life, ends the others, and every order from then on is refused with
     an error that names it.
 
     Args:
-        device: name of the device, as the user gave it.
+        launch: of their processes.
         size: number of ranks.
-        timeout_s: most seconds of an exchange inside a step, and of a rank without a sign of life.
-        work: what the others run, a function of a module, and ``args`` for it: both can be pickled.
+        timeout_s: most seconds of a rank without a sign of life, and, with some more, of an exchange inside a
+            step.
 
-    Raises:
-        ValueError: there are fewer devices, or one was named for all.
+    Attributes:
+        membership: of rank 0, once it has joined.
+        is_led: whether all ranks are built, and wait for orders.
     """
 
-    def __init__(
-        self, device: str, size: int, timeout_s: float, work: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
-        kind, _, index = usable_name(device).partition(":")
-        if index:
-            raise ValueError(
-                f"ranks take devices in order: expected {kind!r} without a number, got {device!r}"
-            )
-        environments = process_environments(kind, size)
-        cores = cores_by_device(kind, size)
-        self.size, self._timeout_s = size, timeout_s
+    def __init__(self, launch: Launch, size: int, timeout_s: float) -> None:
+        self.size, self._launch, self._timeout_s = size, launch, timeout_s
         self._broken: RankError | None = None
-        self._is_stopped = False
+        self._own: Report | None = None
+        self._told: list[Callable[[RankError], None]] = []
+        self._lock = threading.Lock()
+        self._is_stopped = self._is_over = False
         self._stack = ExitStack()
         self.membership: Membership | None = None
+        self.is_led = False
+        self._stack.callback(launch.close)
         try:
-            self._store = new_store()
-            self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hpu-duo-")))
-            self._family = self._stack.enter_context(Family())
-            members = [
-                Member(rank, size, self._store.port, self._directory, tuple(sorted(own)))
-                for rank, own in enumerate(cores)
-            ]
-            for member in members[1:]:
-                self._family.start(member, work, args, environments[member.rank])
-            # Threads that are started from now on run there too, the engine's among them.
-            self._stack.enter_context(bound(members[0].cores))
-            if environments[0]:
-                become(members[0], environments[0])
+            self._lifelines = Lifelines(launch.host, size, launch.store)
         except BaseException:
             self._stack.close()
             raise
@@ -85,30 +65,30 @@ class RankProcesses:
         self._watcher.start()
 
     @property
-    def processes(self) -> tuple[BaseProcess, ...]:
-        """Those of ranks 1, 2, ..."""
-        return tuple(self._family.processes)
+    def launch(self) -> Launch:
+        """The launch of their processes."""
+        return self._launch
 
     def join(self, backend: str, device: torch.device) -> Membership:
-        """Join the others as rank 0."""
-        self._await_others()
+        """Join the others as rank 0, when all have come.
+
+        Raises:
+            RankError: a rank has failed, or has not come in time.
+        """
+        if not until(lambda: not self._lifelines.missing or self._broken is not None, MEETING_S):
+            names = ", ".join(map(str, self._lifelines.missing))
+            raise self._break(f"expected rank(s) {names} to come within {MEETING_S:.0f} s, and none has")
+        if self._broken is not None:
+            raise self._broken
         try:
             self.membership = self._stack.enter_context(
-                joined(Ranks(0, self.size), backend, self._store, device, self._timeout_s)
+                joined_as(Ranks(0, self.size), backend, self._launch.store, device, self._timeout_s)
             )
         except BaseException as error:
             raise self.failed(error) from error
         return self.membership
 
-    def _await_others(self) -> None:
-        """Wait until all ranks have started, or one has failed."""
-        keys = [_ready(rank) for rank in range(1, self.size)]
-        while not self._store.check(keys):
-            if self._broken is not None:
-                raise self._broken
-            time.sleep(_LOOK_S)
-
-    def tell(self, order: Any) -> None:
+    def tell(self, order: Order) -> None:
         """See ``Followers``."""
         if self._broken is not None:
             raise self._broken
@@ -122,105 +102,98 @@ class RankProcesses:
         """See ``Followers``."""
         if isinstance(error, RankError):
             return error
-        # Who fails first leaves a report, while others see only that its connection is closed.
-        end = time.monotonic() + _NAMING_S
-        while self._broken is None and time.monotonic() < end and self._is_exchange(error):
-            time.sleep(0.02)
-        return self._break(f"rank 0 failed: {type(error).__name__}: {error}")
+        words = f"{type(error).__name__}: {error}"
+        if may_follow(error):
+            # Who fails first tells of it, while others see only that its connection is closed.
+            self._own = Report(0, words, "", may_follow=True)
+            until(lambda: self._broken is not None, 2 * _NAMING_S)
+        return self._break(f"rank 0 failed: {words}")
+
+    def when_lost(self, told: Callable[[RankError], None]) -> None:
+        """See ``Followers``."""
+        with self._lock:
+            if self._broken is None:
+                self._told.append(told)
+                return
+        told(self._broken)
 
     def cause(self, error: BaseException) -> BaseException:
         """Return the error of the rank that failed first, if an error of this one follows from it."""
-        is_exchange = isinstance(error, RuntimeError) and not isinstance(error, RankError)
-        return self._broken if is_exchange and self._broken is not None else error
+        return self.failed(error) if may_follow(error) else error
 
     def stop(self) -> None:
         """End the other ranks, and leave; does nothing the second time."""
         if self._is_stopped:
             return
         self._is_stopped = True
-        if self._broken is None and self.membership is not None:
+        if self._broken is None and self.is_led and self.membership is not None:
             with suppress(Exception):
                 self.membership.link.send(Stop())
-                wait([process.sentinel for process in self._family.processes], timeout=_NAMING_S)
-        for process in self._family.processes:
-            process.kill()
+                until(lambda: self._lifelines.have_ended, _NAMING_S)
+        else:
+            self._launch.kill()
+        self._is_over = True
         self._stack.close()
 
     def _break(self, message: str) -> RankError:
-        if self._broken is None:
+        with self._lock:
+            if self._broken is not None:
+                return self._broken
             self._broken = RankError(f"{message}; all ranks have ended, start the process again")
-            for process in self._family.processes:
-                process.kill()
+            told, self._told = self._told, []
+        self._launch.kill()
+        for each in told:
+            each(self._broken)
         return self._broken
 
     def _watch(self) -> None:
-        """Notice a rank that ends or hangs."""
-        processes = self._family.processes
-        while not self._is_stopped and self._broken is None:
-            ended = wait([process.sentinel for process in processes], timeout=_BEAT_S)
-            if self._is_stopped:
-                return
-            if ended:
-                self._break(self._end_of(next(p for p in processes if p.sentinel in ended)))
-            for rank in range(1, self.size):
-                silence = _silence_s(self._directory, rank)
-                if silence > self._timeout_s:
-                    self._break(f"rank {rank} gave no sign of life for {silence:.0f} s")
+        """Notice a rank that ends, fails or hangs; ranks that are still there end with this loop."""
+        bad_since: float | None = None
+        try:
+            while not self._is_over and self._broken is None:
+                self._lifelines.look()
+                if self._is_stopped:
+                    continue
+                early = self._launch.early_end() if self._lifelines.missing else None
+                if early is not None:
+                    self._break(f"rank {early.rank} {early.told}")
+                    return
+                signs = self._lifelines.signs().with_report(self._own)
+                if not signs.are_bad(self._timeout_s):
+                    continue
+                now = time.monotonic()
+                bad_since = now if bad_since is None else bad_since
+                self._judge(signs, now - bad_since)
+        finally:
+            self._lifelines.close()
 
-    def _end_of(self, process: BaseProcess) -> str:
-        rank = self._family.processes.index(process) + 1
-        time.sleep(0.2)  # until others that failed before it have reported, too
-        process.join(1.0)
-        told = f"rank {rank} ended with exit code {process.exitcode}"
-        error = first_failure(self._directory, rank, told)
-        words = str(error).strip()
-        return words if words.startswith("rank") else f"rank {getattr(error, 'rank', rank)}: {words}"
-
-    @staticmethod
-    def _is_exchange(error: BaseException) -> bool:
-        return isinstance(error, RuntimeError)
+    def _judge(self, signs: Signs, seconds: float) -> None:
+        """Name the rank that has failed first, so many seconds after something went wrong."""
+        if seconds < _SETTLE_S:
+            return
+        found = blamed(signs, self._timeout_s, is_all=seconds > _NAMING_S)
+        if found is not None:
+            told = self._launch.end_of(found.rank) if found.told is None else found.told
+            self._break(f"rank {found.rank} {told}")
 
 
 @contextmanager
-def joined_member(
-    member: Member, backend: str, device: torch.device, timeout_s: float
+def joined_as(
+    ranks: Ranks, backend: str, store: dist.Store, device: torch.device, timeout_s: float
 ) -> Iterator[Membership]:
-    """Join the others as any rank but 0, with signs of life from now on."""
-    store = dist.TCPStore(HOST, member.port, is_master=False)
-    store.set(_ready(member.rank), "")
-    try:
-        with joined(Ranks(member.rank, member.size), backend, store, device, timeout_s) as membership:
-            yield membership
-    except BaseException as error:
-        member.report(error)
-        raise
+    """Join the others; exchanges wait for longer than it takes to notice that a rank is silent."""
+    with joined(ranks, backend, store, device, timeout_s + _MARGIN_S) as membership:
+        yield membership
 
 
-def give_signs_of_life(member: Member) -> None:
-    """Say from time to time, until the process ends, that it runs."""
-    path = _sign(member.directory, member.rank)
-    path.touch()
-
-    def beat() -> None:
-        while True:
-            time.sleep(_BEAT_S)
-            with suppress(OSError):
-                os.utime(path)
-
-    threading.Thread(target=beat, name="hpu-duo-life", daemon=True).start()
-
-
-def _ready(rank: int) -> str:
-    return f"hpu-duo/{rank}/ready"
-
-
-def _sign(directory: Path, rank: int) -> Path:
-    return directory / f"{rank}.alive"
-
-
-def _silence_s(directory: Path, rank: int) -> float:
-    """Seconds since a rank's last sign of life; 0 before its first one."""
-    try:
-        return max(0.0, time.time() - _sign(directory, rank).stat().st_mtime)
-    except OSError:
-        return 0.0
+@contextmanager
+def lifeline_to_rank_0(rank: int, store: dist.Store, timeout_s: float) -> Iterator[Lifeline]:
+    """Give signs of life as any rank but 0; errors that leave the context are told to rank 0."""
+    lifeline = Lifeline(rank, store, timeout_s)
+    # Rank 0 says when to end: whoever stops all processes at once wants calls under way to end first.
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    with lifeline.reporting():
+        yield lifeline
+    lifeline.close()

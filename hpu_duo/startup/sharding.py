@@ -2,53 +2,73 @@
 
 from __future__ import annotations
 
-import platform
+import os
 import weakref
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from hpu_duo.config import EngineConfig
 from hpu_duo.device import Member
-from hpu_duo.device.ranks import Followers, Membership, Ranks
+from hpu_duo.device.launched import TORCHRUN, Launched
+from hpu_duo.device.member import HOST
+from hpu_duo.device.ranks import MEETING_S, Followers, Membership, Ranks
 from hpu_duo.engine.orders import follow
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
-from hpu_duo.modeling.model_files import model_fingerprint
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
 from hpu_duo.modeling.rope import served_len
 from hpu_duo.sharded import RankHeads, load_share, narrowed_config, wide_norms
 from hpu_duo.sharded.config import check_plan
+from hpu_duo.startup.agreement import check_alike, check_same_pattern
 from hpu_duo.startup.blueprint import fix_served_len
 from hpu_duo.startup.device_side import DeviceSide, Shared
 from hpu_duo.startup.head_shares import Shares, check_dealt
 from hpu_duo.startup.heads import ChosenHeads, choose_heads
+from hpu_duo.startup.launches import Launch, OwnLaunch, TorchrunLaunch
 from hpu_duo.startup.place import Place
-from hpu_duo.startup.ranks import RankProcesses, give_signs_of_life, joined_member
+from hpu_duo.startup.ranks import LedRanks, joined_as, lifeline_to_rank_0
 from hpu_duo.startup.retrieval_choice import captures_exchanges
 
 
-def build_rank_0(config: EngineConfig) -> DeviceSide:
-    """Start the other ranks, and build the share of the first one, which leads them.
+class Followed(SystemExit):
+    """The end of a process that has followed rank 0 until it was told to stop: with exit code 0."""
+
+
+def build_led(config: EngineConfig) -> DeviceSide:
+    """Start the other ranks, or meet those that a launcher has started, and build the share of the first one.
 
     Raises:
-        ValueError: the model cannot be shared by so many ranks, or the configuration does not fit it.
+        ValueError: the model cannot be shared by so many ranks, or the configuration does not fit it, or the
+            launcher's variables do not.
         RankError: a rank could not be started.
+        Followed: this process is another rank than the first, and all have come to their end.
     """
     _check_shared(config)
     size, timeout_s = config.parallel.tensor_parallel_size, config.parallel.timeout_s
-    processes = RankProcesses(str(config.model.device), size, timeout_s, follow_rank_0, (config,))
+    device = str(config.model.device)
+    launch: Launch
+    local_rank = 0
+    if config.parallel.launcher == TORCHRUN:
+        launched = Launched.of(os.environ, size)
+        launch, local_rank = TorchrunLaunch(device, launched, MEETING_S), launched.local_rank
+        if launched.rank:
+            _follow(Ranks(launched.rank, size), local_rank, launch.store, config)
+            raise Followed(0)
+    else:
+        launch = OwnLaunch(device, size, follow_rank_0, (config,))
+    ranks = LedRanks(launch, size, timeout_s)
     try:
-        place = Place.of(config)
-        membership = processes.join(place.runtime.collectives(), place.device)
-        side = build_share(config, place, membership, processes)
+        place = Place.of(config, local_rank)
+        membership = ranks.join(place.runtime.collectives(), place.device)
+        side = build_share(config, place, membership, ranks)
     except BaseException as error:
-        processes.stop()
-        raise processes.cause(error) from error
-    weakref.finalize(side.runner.executor, processes.stop)
+        cause = ranks.cause(error)
+        ranks.stop()
+        raise cause from error
+    ranks.is_led = True
+    weakref.finalize(side.runner.executor, ranks.stop)
     return side
 
 
@@ -68,13 +88,22 @@ def _check_shared(config: EngineConfig) -> None:
 
 
 def follow_rank_0(member: Member, config: EngineConfig) -> None:
-    """Build the share of any other rank, and do what rank 0 says; what the rank's process runs."""
-    give_signs_of_life(member)
-    place = Place.of(config, member.rank)
-    backend = place.runtime.collectives()
-    with joined_member(member, backend, place.device, config.parallel.timeout_s) as membership:
-        side = build_share(config, place, membership, None)
-        follow(membership.link, side.runner)
+    """Follow rank 0 in a process that it has started."""
+    store = dist.TCPStore(HOST, member.port, is_master=False)
+    _follow(Ranks(member.rank, member.size), member.rank, store, config)
+
+
+def _follow(ranks: Ranks, local_rank: int, store: dist.Store, config: EngineConfig) -> None:
+    """Build the share of any rank but 0, and do what rank 0 says, to the end."""
+    timeout_s = config.parallel.timeout_s
+    with lifeline_to_rank_0(ranks.rank, store, timeout_s) as lifeline:
+        place = Place.of(config, local_rank)
+        backend = place.runtime.collectives()
+        # Told before the others can notice that this rank has left the group.
+        with joined_as(ranks, backend, store, place.device, timeout_s) as membership, lifeline.reporting():
+            side = build_share(config, place, membership, None)
+            follow(membership.link, side.runner, lifeline.count)
+            lifeline.close()
 
 
 def build_share(
@@ -91,9 +120,10 @@ def build_share(
     """
     path = config.model.path
     hf_config = read_config(path)
-    membership.compare("model and versions", (model_fingerprint(Path(path)), *_versions()))
+    check_alike(config, membership)
     dtype = resolve_dtype(config.model.dtype, hf_config, place.device.type)
     share = load_rank(config, hf_config, dtype, place.device, membership.ranks, membership.group)
+    check_same_pattern(share.chosen.pattern, membership)
     shared = Shared(membership, hf_config.get_text_config().vocab_size, share.wide_norms, followers)
     return DeviceSide.build(share.model, share.layers, config, place, share.chosen, shared)
 
@@ -169,7 +199,3 @@ def _check_same(name: str, number: int, whole: DecoderLayer, share: DecoderLayer
             f"heads, key/value heads, head size, scale, window, soft cap) {expected} in a share, got {got}"
             + (" and attention sinks" if first.has_sinks else "")
         )
-
-
-def _versions() -> tuple[str, ...]:
-    return torch.__version__, transformers.__version__, version("hpu-duo"), platform.python_version()

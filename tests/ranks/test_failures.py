@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from hpu_duo.device.ranks import RankError
 from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.startup.ranks import RankProcesses
+from hpu_duo.startup.launches import OwnLaunch
+from hpu_duo.startup.ranks import LedRanks
 from tests.modeling.families import BLOCK, Zoo, prompts_of
+from tests.ranks.work import Hang
 
 LONG = SamplingParams(max_tokens=150, temperature=0)
 
@@ -26,10 +29,16 @@ def load(zoo: Zoo, **changes: object) -> HPUDuoModel:
     return HPUDuoModel.from_pretrained(zoo.load("llama")[1], tensor_parallel_size=2, **options)  # type: ignore[arg-type]
 
 
-def ranks_of(model: HPUDuoModel) -> RankProcesses:
+def ranks_of(model: HPUDuoModel) -> LedRanks:
     followers = model.engine.runner.executor.followers
-    assert isinstance(followers, RankProcesses)
+    assert isinstance(followers, LedRanks)
     return followers
+
+
+def processes_of(model: HPUDuoModel) -> tuple[BaseProcess, ...]:
+    launch = ranks_of(model).launch
+    assert isinstance(launch, OwnLaunch)
+    return launch.processes
 
 
 def step_on(model: HPUDuoModel, outputs: list[RequestOutput]) -> None:
@@ -44,7 +53,7 @@ def test_a_killed_rank_is_named_and_ends_the_engine(zoo: Zoo) -> None:
     assert all(len(each[0].token_ids) == 4 for each in expected)
     request = model.engine.add_request(prompts_of()[0], LONG)
     outputs = model.engine.step()
-    [process] = ranks_of(model).processes
+    [process] = processes_of(model)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1 ended with exit code -9; all ranks have ended"):
         step_on(model, outputs)
@@ -64,19 +73,28 @@ def test_a_rank_that_hangs_is_named(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
     model = load(zoo, rank_timeout_s=3.0)
     model.engine.add_request(prompts_of()[0], LONG)
     model.engine.step()
-    [process] = ranks_of(model).processes
+    [process] = processes_of(model)
     os.kill(process.pid, signal.SIGSTOP)
-    # Whoever notices first: the watch, or the exchange that waits for it.
-    with pytest.raises(RankError, match=r"rank 1 gave no sign of life for|Timed out"):
+    with pytest.raises(RankError, match=r"rank 1 gave no sign of life for [34] s; all ranks have ended"):
         step_on(model, [])
     ranks_of(model).stop()
     assert not process.is_alive()
 
 
 @pytest.mark.slow
+def test_a_rank_that_lives_and_hangs_is_named(zoo: Zoo) -> None:
+    model = load(zoo, rank_timeout_s=2.0)
+    ranks_of(model).tell(Hang())  # type: ignore[arg-type]
+    model.engine.add_request(prompts_of()[0], LONG)
+    with pytest.raises(RankError, match="rank 1 hangs: rank 0 waited for it in vain"):
+        step_on(model, [])
+    ranks_of(model).stop()
+
+
+@pytest.mark.slow
 def test_ranks_end_with_the_engine(zoo: Zoo) -> None:
     model = load(zoo)
-    [process] = ranks_of(model).processes
+    [process] = processes_of(model)
     del model
     process.join(20)
     assert process.exitcode is not None
@@ -91,7 +109,7 @@ def test_ranks_end_when_rank_0_is_killed(zoo: Zoo, tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         f"    model = HPUDuoModel.from_pretrained({str(zoo.load('llama')[1])!r}, tensor_parallel_size=2,\n"
         f"        block_size={BLOCK}, num_blocks=64)\n"
-        "    print(model.engine.runner.executor.followers.processes[0].pid, flush=True)\n"
+        "    print(model.engine.runner.executor.followers.launch.processes[0].pid, flush=True)\n"
         "    time.sleep(600)\n",
         encoding="utf-8",
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpu_duo.config import (
@@ -20,18 +22,27 @@ from hpu_duo.config import (
     SchedulerConfig,
 )
 from hpu_duo.device import Member
-from hpu_duo.device.ranks import Membership, RankError
+from hpu_duo.device.member import HOST
+from hpu_duo.device.ranks import Membership, RankError, Ranks, joined
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.message import StepMessage
 from hpu_duo.engine.orders import Execute, Stop, follow
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.assembly import assemble, engine_around
 from hpu_duo.startup.place import Place
-from hpu_duo.startup.ranks import joined_member
 from hpu_duo.startup.sharding import build_share
 from tests.modeling.families import BLOCK
 
 NUM_NEW = 10
+
+
+@dataclass(frozen=True)
+class Hang:
+    """An order that no rank but 0 carries out in time."""
+
+    def carry_out(self, runner: object) -> None:
+        """Sleep."""
+        time.sleep(600)
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,9 @@ class Told:
         """End the test."""
         raise error
 
+    def when_lost(self, told: Callable[[RankError], None]) -> None:
+        """Do nothing: the test ends with an error of its own."""
+
 
 def serve_here(case: Case) -> Answer:
     """Return the answer of one process."""
@@ -136,7 +150,9 @@ def serve(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
     kind = next(iter(cases.values())).model.get("device", "cpu")
     config = next(iter(cases.values())).config(member.size)
     place = Place.of(config, member.rank)
-    with joined_member(member, place.runtime.collectives(), place.device, 120.0) as membership:
+    store = dist.TCPStore(HOST, member.port, is_master=False)
+    own = Ranks(member.rank, member.size)
+    with joined(own, place.runtime.collectives(), store, place.device, 120.0) as membership:
         assert all(case.model.get("device", "cpu") == kind for case in cases.values())
         return {name: _serve(case, member, membership) for name, case in cases.items()}
 

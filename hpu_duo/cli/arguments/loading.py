@@ -95,6 +95,8 @@ def load_cold(
         tensor_parallel_size=options.tensor_parallel_size,
         retrieval_parallel=options.retrieval_parallel,
         retrieval_parallel_context=options.retrieval_parallel_context,
+        rank_timeout_s=options.rank_timeout_s,
+        rank_launcher=options.rank_launcher,
         graphs=options.graphs,
         buckets=options.buckets,
         max_captured_tokens=options.max_captured_tokens,

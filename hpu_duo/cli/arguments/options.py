@@ -5,6 +5,7 @@ Names are those of vLLM and of optimum-habana's generation example where one exi
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -271,6 +272,22 @@ class EngineOptions(SizeOptions):
             rich_help_panel=ENGINE,
         ),
     ] = None
+    rank_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--rank-timeout-seconds",
+            help="Seconds without a sign of life of a device's process, before all of them end.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = 300.0
+    rank_launcher: Annotated[
+        str,
+        typer.Option(
+            help="Who starts the processes of the devices: this command, or torchrun, on several machines.",
+            metavar="own|torchrun",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "own"
     buckets: Buckets = None
     max_captured_tokens: Annotated[
         int | None,
@@ -323,3 +340,8 @@ class EngineOptions(SizeOptions):
             rich_help_panel=ENGINE,
         ),
     ] = None
+
+    @property
+    def follows_rank_0(self) -> bool:
+        """Whether torchrun has started this process as another rank than the first."""
+        return self.rank_launcher == "torchrun" and os.environ.get("RANK", "0") != "0"

@@ -98,7 +98,8 @@ class PlannedResponse(Response):
             return
         except Exception as error:
             self._record.error = as_api_error(error)
-            await sender.tell(event(self._record.error.body) + DONE, is_last=True)
+            # Without the event that ends an answer: what is cut short cannot be taken for whole.
+            await sender.tell(event(self._record.error.body), is_last=True)
             return
         await sender.tell(answer.ending() + DONE, is_last=True)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakMethod
 
 from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.request import FinishReason
@@ -22,6 +24,8 @@ from hpu_duo.server.running.timing import Timing
 if TYPE_CHECKING:
     from hpu_duo.engine.engine import Engine
     from hpu_duo.engine.stats import EngineStats
+
+_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -73,6 +77,8 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._no_news = self._loop.call_later(self._no_news_s, self._wake_readers)
         self._thread.start()
+        # Between steps, or in one that never ends, the thread would not notice.
+        self._engine.when_ranks_are_lost(partial(_died, WeakMethod(self.died)))
 
     async def stop(self, timeout_s: float = 10.0) -> bool:
         """Close every stream and end the thread; says whether it has ended in time."""
@@ -216,14 +222,22 @@ class AsyncEngine:
             self._num_open -= stream.forget(request_id)
 
     def _die(self, death: EngineDiedError) -> None:
-        self._death = death
-        self.fail_all(death)
+        if self._death is None:
+            self._death = death
+            self.fail_all(death)
 
     def _wake_readers(self) -> None:
         assert self._loop is not None, "start comes first"
         for stream in set(self._streams.values()):
             stream.wake()
         self._no_news = self._loop.call_later(self._no_news_s, self._wake_readers)
+
+
+def _died(died: WeakMethod[Callable[[BaseException], None]], error: BaseException) -> None:
+    """Tell an engine that is still there."""
+    if (told := died()) is not None:
+        _log.critical("%s", error)
+        told(error)
 
 
 def _abort(request_id: str, engine: Engine) -> None:
