@@ -28,6 +28,7 @@ LEAVES = (
 
 READS_ENVIRONMENT = (
     "hpu_duo.device.habana_environment",
+    "hpu_duo.device.launched",
     "hpu_duo.device.processes",
     "hpu_duo.selftest.machine",
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -71,6 +72,15 @@ class Launched:
             )
         return found
 
+    @classmethod
+    def here(cls, size: int) -> Launched:
+        """Read the variables of this process; see ``of``."""
+        return cls.of(os.environ, size)
+
+    def take_card(self, environments: Sequence[Mapping[str, str]]) -> None:
+        """Give this process its own of the variables of each process here, before it takes a device."""
+        os.environ.update(environments[self.local_rank])
+
     def store(self, timeout_s: float) -> dist.Store:
         """Return the store that all ranks meet at; those of another attempt have another one.
 
@@ -81,3 +91,8 @@ class Launched:
         wait = timedelta(seconds=timeout_s)
         store = dist.TCPStore(self.host, self.port, is_master=is_master, timeout=wait, wait_for_workers=False)
         return dist.PrefixStore(f"hpu-duo/{self.attempt}", store)
+
+
+def follows_another() -> bool:
+    """Whether a launcher has started this process as another rank than the first."""
+    return os.environ.get("RANK", "0") != "0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -153,7 +152,7 @@ class TorchrunLaunch:
         kind = _kind(device)
         environments = process_environments(kind, launched.local_size)
         bind(tuple(sorted(cores_by_device(kind, launched.local_size)[launched.local_rank])))
-        os.environ.update(environments[launched.local_rank])
+        launched.take_card(environments)
         self.host = launched.host
         self.store = launched.store(timeout_s)
 

@@ -133,6 +133,8 @@ class LedRanks:
         else:
             self._launch.kill()
         self._is_over = True
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join(_NAMING_S)
         self._stack.close()
 
     def _break(self, message: str) -> RankError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Any, NamedTuple
 
@@ -51,7 +50,7 @@ def build_led(config: EngineConfig) -> DeviceSide:
     launch: Launch
     local_rank = 0
     if config.parallel.launcher == TORCHRUN:
-        launched = Launched.of(os.environ, size)
+        launched = Launched.here(size)
         launch, local_rank = TorchrunLaunch(device, launched, MEETING_S), launched.local_rank
         if launched.rank:
             _follow(Ranks(launched.rank, size), local_rank, launch.store, config)

@@ -5,7 +5,6 @@ Names are those of vLLM and of optimum-habana's generation example where one exi
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -340,8 +339,3 @@ class EngineOptions(SizeOptions):
             rich_help_panel=ENGINE,
         ),
     ] = None
-
-    @property
-    def follows_rank_0(self) -> bool:
-        """Whether torchrun has started this process as another rank than the first."""
-        return self.rank_launcher == "torchrun" and os.environ.get("RANK", "0") != "0"

@@ -55,11 +55,14 @@ def serve(
                 f"expected the packages of the extra serve: pip install 'hpu-duo[serve]'; missing: "
                 f"{', '.join(missing)}"
             )
-        if engine.rank_launcher != "own" and replicated.replicas is not None:
-            raise ValueError("--replicas start their own processes: expected --rank-launcher own with it")
-        if engine.follows_rank_0:
-            # Ends the process with rank 0, which alone listens.
-            load_cold(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
+        if engine.rank_launcher != "own":
+            from hpu_duo.device.launched import follows_another
+
+            if replicated.replicas is not None:
+                raise ValueError("--replicas start their own processes: expected --rank-launcher own with it")
+            if follows_another():
+                # Ends the process with rank 0, which alone listens.
+                load_cold(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
         config = calls.config(model, listening, telling)
         tls = listening.tls
         profiling.check()
