@@ -6,7 +6,6 @@ Made from public sources only; see docs/cost-model.md. No Gaudi was measured by 
 from hpu_duo.cost.capacity import Capacity, CapacityPoint, capacity, step_cost, step_limits
 from hpu_duo.cost.deployment import Deployment, Serving
 from hpu_duo.cost.engine_work import EngineWork, busiest_rank
-from hpu_duo.cost.exchanges import HeadExchanges, head_exchanges
 from hpu_duo.cost.fit import (
     fit,
     leave_one_model_out,
@@ -47,7 +46,6 @@ __all__ = [
     "Format",
     "Formats",
     "Hardware",
-    "HeadExchanges",
     "KernelWork",
     "ModelSize",
     "Prediction",
@@ -62,7 +60,6 @@ __all__ = [
     "find_hardware",
     "fit",
     "graph_scale",
-    "head_exchanges",
     "kernels_of",
     "leave_one_model_out",
     "median_error",

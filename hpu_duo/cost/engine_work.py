@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from graphs import BatchShape, Phase
 from hpu_duo.cost.attention_counts import AttentionCounts, AttentionRuns, GroupSizes, count_attention
 from hpu_duo.cost.compiled_graphs import num_compiled, traced_runs
-from hpu_duo.cost.exchanges import HeadExchanges, head_exchanges
 from hpu_duo.cost.hardware import Format
 from hpu_duo.cost.kernel_work import KernelWork
 from hpu_duo.cost.kernels import FUSED
@@ -23,6 +22,7 @@ from hpu_duo.cost.work import ACTIVATION_BYTES, ALL_REDUCES_PER_LAYER, OPERATION
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.limit_config import CacheConfig, SchedulerConfig
 from hpu_duo.modeling.experts import GROUP_BYTES, copies_weights, experts_at_a_time
+from hpu_duo.sharded import HeadExchanges, head_exchanges
 from kernels_ref import HeadGroup, Owner
 
 _EXPERT_MATRICES = 3

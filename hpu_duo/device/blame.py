@@ -25,7 +25,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Signs:
-    """What rank 0 knows of all ranks.
+    """The knowledge that rank 0 has of all ranks.
 
     Attributes:
         size: number of ranks.

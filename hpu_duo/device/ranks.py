@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,27 @@ class RankError(RuntimeError):
     """
 
 
+class Sent(NamedTuple):
+    """Counts of the messages of rank 0 to the others.
+
+    Attributes:
+        num_messages: orders.
+        num_broadcasts: as many, and one more for each message that is longer than any before.
+        num_bytes: of all broadcasts, padding included.
+    """
+
+    num_messages: int = 0
+    num_broadcasts: int = 0
+    num_bytes: int = 0
+
+
 class Followers(Protocol):
     """The ranks behind the first one, which do what it does."""
+
+    @property
+    def sent(self) -> Sent:
+        """Counts of what they have been sent."""
+        ...
 
     def tell(self, order: Any) -> None:
         """Have an order carried out by all of them; returns at once.
@@ -82,12 +101,27 @@ class Link:
     Args:
         ranks: this rank among all.
         group: process group of all ranks that exchanges tensors of the host.
+
+    Attributes:
+        sent: what has been sent, or received.
     """
 
     def __init__(self, ranks: Ranks, group: Any) -> None:
         self._ranks, self._group = ranks, group
         self._buffer = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
         self._lock = threading.Lock()
+        self.sent = Sent()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a broadcast now."""
+        return len(self._buffer)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for messages of so many bytes, as all ranks do at the same time, before one is sent."""
+        needed = _HEADER_BYTES + num_bytes
+        if needed > len(self._buffer):
+            self._grow(needed)
 
     def send(self, message: Any) -> None:
         """Send an object from rank 0; it is pickled."""
@@ -98,6 +132,7 @@ class Link:
                 self._write_header(-needed)
                 self._broadcast()
                 self._grow(needed)
+            self.sent = self.sent._replace(num_messages=self.sent.num_messages + 1)
             self._write_header(len(data))
             self._buffer[_HEADER_BYTES:needed] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             self._broadcast()
@@ -119,6 +154,8 @@ class Link:
         self._buffer = torch.zeros(1 << (needed - 1).bit_length(), dtype=torch.uint8)
 
     def _broadcast(self) -> None:
+        num_messages, num_broadcasts, num_bytes = self.sent
+        self.sent = Sent(num_messages, num_broadcasts + 1, num_bytes + len(self._buffer))
         dist.broadcast(self._buffer, 0, group=self._group)
 
 

@@ -24,6 +24,7 @@ from hpu_duo.engine.staged_step import STAGED, staged_step
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
 from hpu_duo.sampling import SampledTokens, SamplingBatch, TokenLogprobs, sample
+from hpu_duo.sharded import Exchanged, StepExchanges
 from hpu_duo.uncopied import Uncopied
 from hpu_duo.watch import CompileWatch
 from kernels_ref import StepParts, StepTensors, prepare_step
@@ -59,10 +60,12 @@ class Executor(Uncopied):
         fail_on_recompile: a step that compiles anything raises; warm-up does not.
         spread: samples where ranks have the logits of some tokens each; None = all are here.
         followers: ranks that do the same, told of it by this one; None = none, or this is one of them.
+        exchanges: of a step with other ranks; None = there are none.
 
     Attributes:
         watch: counts what is compiled.
         bytes_copied: bytes of all messages so far.
+        exchanged: bytes that this rank has given to exchanges of steps so far.
     """
 
     def __init__(
@@ -79,8 +82,10 @@ class Executor(Uncopied):
         fail_on_recompile: bool = False,
         spread: SpreadLogits | None = None,
         followers: Followers | None = None,
+        exchanges: StepExchanges | None = None,
     ) -> None:
         self.spread, self.followers = spread, followers
+        self._exchanges, self.exchanged = exchanges, Exchanged()
         self.model, self.store, self.geometry, self.graphs = model, store, geometry, graphs
         self.device, self.runtime, self.largest = device, runtime, largest
         # No part of an executor refers back to it, so that its memory is free as soon as it is let go.
@@ -191,6 +196,8 @@ class Executor(Uncopied):
     def _forward(self, message: StepMessage) -> torch.Tensor:
         inputs = self.copy_in(message)
         self.copy_units(inputs, message.num_block_copies, message.num_row_copies)
+        if self._exchanges is not None:
+            self.exchanged = self.exchanged.plus(self._exchanges.of(message.bucket))
         self.model.live.set(message.shape, message.bucket, self.geometry.decode_len)
         return self.graphs.run(message.bucket, self.step_of(message.bucket), self.step_inputs(inputs))
 

@@ -23,10 +23,14 @@ class SpreadLogits:
         ranks: this rank among all.
         group: name of the ranks' process group.
         vocab_size: V; columns of the last rank beyond it are padding.
+
+    Attributes:
+        gathered_bytes: what this rank has given so far.
     """
 
     def __init__(self, ranks: Ranks, group: str, vocab_size: int) -> None:
         self._ranks, self._group, self._vocab_size = ranks, group, vocab_size
+        self.gathered_bytes = 0
 
     def sample(self, own: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         """Sample one token per row; see ``hpu_duo.sampling.sample``.
@@ -55,4 +59,5 @@ class SpreadLogits:
         return take_column(token_NT, most_likely(best_NT)).to(torch.int32)
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        self.gathered_bytes += own.nbytes
         return gather_from_ranks(own, self._ranks.size, self._group)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpu_duo.engine.budget_stats import BudgetStats, num_given_up
 from hpu_duo.engine.prefix_stats import PrefixStats
+from hpu_duo.engine.rank_stats import RankStats
 from hpu_duo.engine.resolved import Resolved
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class EngineStats:
         resolved: what the engine runs with; see there.
         prefixes: of the prefix cache; None without one.
         budget: of heads with a KV budget; None without any.
+        ranks: what the ranks of a shared model exchange; None for one rank.
         drift: padding far beyond what the bucket table promises, once there was; else None.
     """
 
@@ -81,6 +83,7 @@ class EngineStats:
     drift: Drift | None = None
     prefixes: PrefixStats | None = None
     budget: BudgetStats | None = None
+    ranks: RankStats | None = None
 
     @classmethod
     def of(
@@ -124,6 +127,7 @@ class EngineStats:
             notes=notes,
             drift=telemetry.shapes.drift,
             prefixes=PrefixStats.of(leases, memory),
+            ranks=RankStats.of(runner.executor),
             budget=BudgetStats.of(counters.num_given_up, leases, memory),
         )
 

@@ -2,6 +2,7 @@
 
 from hpu_duo.sharded.config import narrowed_config
 from hpu_duo.sharded.dealt_blocks import DealtBlocks
+from hpu_duo.sharded.exchanged_bytes import Exchanged, HeadExchanges, StepExchanges, head_exchanges
 from hpu_duo.sharded.head_exchange import HeadExchange
 from hpu_duo.sharded.heads import RankHeads, placed
 from hpu_duo.sharded.loading import load_share
@@ -9,9 +10,13 @@ from hpu_duo.sharded.modules import connect, wide_norms
 
 __all__ = [
     "DealtBlocks",
+    "Exchanged",
     "HeadExchange",
+    "HeadExchanges",
     "RankHeads",
+    "StepExchanges",
     "connect",
+    "head_exchanges",
     "load_share",
     "narrowed_config",
     "placed",

@@ -1,4 +1,4 @@
-"""What all ranks have to have alike before they compute anything: model, versions, settings and plan."""
+"""Facts that all ranks must have alike before they compute anything: model, versions, settings and plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_alike(config: EngineConfig, membership: Membership) -> None:
 
 
 def facts_of(config: EngineConfig) -> dict[str, str]:
-    """Return what ranks compare before they load anything, by name."""
+    """Return the facts that ranks compare before they load anything, by name."""
     return {
         "model (config.json and weights, by model_fingerprint)": model_fingerprint(Path(config.model.path)),
         "version of torch": torch.__version__,

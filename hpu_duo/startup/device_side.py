@@ -24,7 +24,7 @@ from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.step_model import StepModel
-from hpu_duo.sharded import connect
+from hpu_duo.sharded import StepExchanges, connect
 from hpu_duo.startup.blueprint import Blueprint
 from hpu_duo.startup.graph_memory import plan_with_graphs
 from hpu_duo.startup.heads import ChosenHeads
@@ -34,6 +34,11 @@ from hpu_duo.startup.tables import StepTables
 from kernels_ref import Implementation, Owner, Softmax
 
 _log = logging.getLogger(__name__)
+
+_ROW_BYTES = 256
+"""Room in a message for the sampling parameters of a row."""
+_MESSAGE_BYTES = 1 << 13
+"""Room for the rest of a message: shapes, names and sizes, pickled."""
 
 
 @dataclass(frozen=True)
@@ -198,14 +203,17 @@ def _make_executor(
     memory = store.plan
     policy = config.graph.on_miss if tables.uses_table else MissPolicy.EAGER
     graphs = GraphCache(tables.backend, tables.table(memory), policy, config.graph.max_captured_tokens)
-    spread = followers = None
+    geometry = tables.geometry(memory)
+    spread = followers = exchanges = None
     if shared is not None:
         membership, followers = shared.membership, shared.followers
         spread = SpreadLogits(membership.ranks, membership.group, shared.vocab_size)
-    return Executor(
+        sizes = (model.model.config.get_text_config().hidden_size, model.model.dtype.itemsize)
+        exchanges = StepExchanges.of_model(model.model, model.specs, *sizes, geometry.decode_len)
+    executor = Executor(
         model,
         store,
-        tables.geometry(memory),
+        geometry,
         graphs,
         use_table=tables.uses_table,
         largest=tables.largest(memory),
@@ -214,7 +222,13 @@ def _make_executor(
         fail_on_recompile=config.graph.fail_on_recompile,
         spread=spread,
         followers=followers,
+        exchanges=exchanges,
     )
+    if shared is not None:
+        # One broadcast a step, unless masks or histories of penalties make a message longer than that.
+        rows = executor.largest.num_logits * geometry.decode_len
+        shared.membership.link.reserve(executor.inputs.buffer.nbytes + rows * _ROW_BYTES + _MESSAGE_BYTES)
+    return executor
 
 
 def _budget(config: EngineConfig, runtime: DeviceRuntime, num_coming: int) -> DeviceBudget:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hpu_duo.device.blame import Report, Signs, blamed
 from hpu_duo.device.lifelines import Lifeline, Lifelines, may_follow
-from hpu_duo.device.ranks import MEETING_S, Membership, RankError, Ranks, joined
+from hpu_duo.device.ranks import MEETING_S, Membership, RankError, Ranks, Sent, joined
 from hpu_duo.engine.orders import Order, Stop
 from hpu_duo.startup.launches import Launch, until
 
@@ -87,6 +87,11 @@ class LedRanks:
         except BaseException as error:
             raise self.failed(error) from error
         return self.membership
+
+    @property
+    def sent(self) -> Sent:
+        """See ``Followers``."""
+        return Sent() if self.membership is None else self.membership.link.sent
 
     def tell(self, order: Order) -> None:
         """See ``Followers``."""

@@ -1,4 +1,4 @@
-"""Which rank ended all ranks, of what rank 0 knows of each."""
+"""The rank that ended all ranks is named, of what rank 0 knows of each."""
 
 from __future__ import annotations
 

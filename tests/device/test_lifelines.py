@@ -1,4 +1,4 @@
-"""What rank 0 hears of other ranks over their connections."""
+"""Rank 0 hears of other ranks over their connections."""
 
 from __future__ import annotations
 

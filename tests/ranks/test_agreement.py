@@ -1,4 +1,4 @@
-"""What ranks have to have alike is compared before anything is computed, and named where it differs."""
+"""Ranks compare what they have to have alike before they compute anything, and name what differs."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from hpu_duo.cost import head_exchanges
 from hpu_duo.device import run_processes
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.sharded import head_exchanges
 from tests.modeling.families import FAMILIES, VOCAB, Zoo, prompts_of
 from tests.ranks.test_families import REFUSED, cases_of, differing
-from tests.ranks.test_serving import NUM_LAYERS, pattern
+from tests.ranks.test_serving import NUM_LAYERS, counted_alike, pattern
 from tests.ranks.work import Case, serve, serve_here
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
@@ -83,6 +83,7 @@ def exchanged(
     ] * NUM_LAYERS
     assert seen["gathered_bytes"] == sum(each.gathered for each in layers) + rows * logit_bytes
     assert seen["scattered_bytes"] == sum(each.scattered for each in layers) > 0
+    counted_alike(seen, is_counted=True)
 
 
 @pytest.mark.slow

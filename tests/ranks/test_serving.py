@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +84,26 @@ def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
         num_sums = 2 * NUM_LAYERS + 1
         assert seen[name]["sums"] == num_sums * seen[name]["steps"]
         assert seen[name]["summed_bytes"] == num_sums * hidden_bytes * seen[name]["query_tokens"]
+    for name in cases:
+        counted_alike(seen[name], is_counted=name != "replayed")
+
+
+def counted_alike(seen: dict[str, Any], *, is_counted: bool) -> None:
+    """Check that statistics tell, by formula, the bytes that were counted, and one broadcast a step.
+
+    Args:
+        is_counted: whether exchanges were seen at all: those of replayed steps are not.
+    """
+    before, after = seen["ranks"]
+    assert after.num_messages - before.num_messages == seen["steps"]
+    assert after.num_broadcasts - before.num_broadcasts == seen["steps"]
+    broadcast_bytes = after.broadcast_bytes - before.broadcast_bytes
+    assert broadcast_bytes == seen["steps"] * seen["message_bytes"]
+    if is_counted:
+        assert after.reduced_bytes == seen["summed_bytes"] > 0
+        assert after.gathered_bytes == seen["gathered_bytes"] > 0
+        assert after.scattered_bytes == seen["scattered_bytes"]
+    assert before.reduced_bytes == before.gathered_bytes == before.scattered_bytes == 0
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from hpu_duo.config import (
 )
 from hpu_duo.device import Member
 from hpu_duo.device.member import HOST
-from hpu_duo.device.ranks import Membership, RankError, Ranks, joined
+from hpu_duo.device.ranks import Membership, RankError, Ranks, Sent, joined
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.message import StepMessage
 from hpu_duo.engine.orders import Execute, Stop, follow
@@ -131,6 +131,16 @@ class Told:
             self.messages.append(order.message)
         self._link.send(order)
 
+    @property
+    def sent(self) -> Sent:
+        """What has been sent in this test so far."""
+        return self._link.sent
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of a broadcast: of the longest message that a step may need."""
+        return self._link.num_bytes
+
     def failed(self, error: BaseException) -> RankError:
         """End the test."""
         raise error
@@ -182,6 +192,7 @@ def _answer(engine: Engine, case: Case) -> Answer:
         for bucket in runner.graphs.table:
             runner.warmup.capture(bucket)
         runner.warmup.finish(runner.graphs.table)
+    before = engine.stats().ranks
     with Sums() as sums:
         samples = engine.generate(case.prompts, list(case.params))
     stats = engine.stats()
@@ -195,6 +206,8 @@ def _answer(engine: Engine, case: Case) -> Answer:
         "broadcasts": getattr(engine.runner.executor.followers, "num_told", 0),
         "steps": stats.num_steps,
         "query_tokens": stats.num_query_tokens,
+        "ranks": (before, stats.ranks),
+        "message_bytes": getattr(engine.runner.executor.followers, "message_bytes", 0),
         "sums": sums.count,
         "summed_bytes": sums.num_bytes,
         "gathered_bytes": sums.gathered,

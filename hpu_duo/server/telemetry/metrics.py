@@ -111,6 +111,26 @@ _OWN_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     ),
     "step_host_seconds": ("Seconds spent planning and building steps.", lambda s: s.host_s),
     "step_device_seconds": ("Seconds spent running steps.", lambda s: s.device_s),
+    "rank_broadcasts": (
+        "Broadcasts of rank 0 to the others that share the model.",
+        lambda s: s.ranks.num_broadcasts if s.ranks else 0,
+    ),
+    "rank_broadcast_bytes": (
+        "Bytes of these broadcasts.",
+        lambda s: s.ranks.broadcast_bytes if s.ranks else 0,
+    ),
+    "rank_reduced_bytes": (
+        "Bytes that a rank has given to sums over ranks.",
+        lambda s: s.ranks.reduced_bytes if s.ranks else 0,
+    ),
+    "rank_gathered_bytes": (
+        "Bytes that a rank has given to gathers.",
+        lambda s: s.ranks.gathered_bytes if s.ranks else 0,
+    ),
+    "rank_scattered_bytes": (
+        "Bytes that a rank has given to exchanges all to all.",
+        lambda s: s.ranks.scattered_bytes if s.ranks else 0,
+    ),
     "copied_bytes": ("Bytes of step messages, copied to the device.", lambda s: s.bytes_copied),
 }
 
