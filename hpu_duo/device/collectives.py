@@ -19,6 +19,7 @@ from hpu_duo.device import (
     usable_name,
 )
 from hpu_duo.device.cores import cores_by_device
+from hpu_duo.device.exchange import gather_from_ranks, send_to_ranks, sum_over_ranks
 from hpu_duo.device.runtime import DeviceRuntime
 
 _PATTERN = 251
@@ -57,9 +58,9 @@ class Exchange:
 def check_collectives(
     name: str, num_processes: int, num_bytes: int = 1 << 25, deadline_s: float = 300.0
 ) -> Exchange:
-    """Start processes, each with a device of its own, that sum and send tensors by the device's backend.
+    """Start processes, each with a device of its own, that exchange tensors by the device's backend.
 
-    Every process checks every value that it receives.
+    They broadcast, sum, gather and send all to all, and every process checks every value that it receives.
 
     Args:
         name: of the device; "auto" as in ``resolve_device``.
@@ -112,6 +113,7 @@ def _exchange(member: Member, kind: str, num_values: int, timeout_s: float) -> _
         dist.all_reduce(values)
         # 1 + 2 + ... + size times what process 0 contributes
         check_values("all_reduce", values, _values(num_values, member.size * (member.size + 1) // 2 - 1))
+        _check_operators_of_steps(member, device)
         seconds = min(_timed_sum(values, runtime) for _ in range(_NUM_TIMED))
     return _Found(backend, str(device), seconds)
 
@@ -120,6 +122,21 @@ def _check_broadcast(member: Member, device: torch.device, sender: int) -> None:
     values = _values(_PATTERN, member.rank).to(device)
     dist.broadcast(values, sender)
     check_values("broadcast", values, _values(_PATTERN, sender))
+
+
+def _check_operators_of_steps(member: Member, device: torch.device) -> None:
+    """Check the exchanges inside steps, by the operators that steps use."""
+    assert dist.group.WORLD is not None, "the process has joined"
+    rank, size, group = member.rank, member.size, dist.group.WORLD.group_name
+    everybody = torch.cat([_values(_PATTERN, each) for each in range(size)])
+    found = sum_over_ranks(_values(_PATTERN, rank).to(device), group)
+    check_values("the sum of steps", found, _values(_PATTERN, size * (size + 1) // 2 - 1))
+    found = gather_from_ranks(_values(_PATTERN, rank).to(device), size, group)
+    check_values("all_gather", found, everybody)
+    # Process r sends process q the contribution of r + q.
+    sent = torch.stack([_values(_PATTERN, rank + each) for each in range(size)])
+    found = send_to_ranks(sent.to(device), size, group)
+    check_values("all_to_all", found.flatten(), sent.flatten())
 
 
 def _timed_sum(values: torch.Tensor, runtime: DeviceRuntime) -> float:

@@ -32,6 +32,11 @@ class SpreadLogits:
         self._ranks, self._group, self._vocab_size = ranks, group, vocab_size
         self.gathered_bytes = 0
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model."""
+        return self._ranks.size
+
     def sample(self, own: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         """Sample one token per row; see ``hpu_duo.sampling.sample``.
 

@@ -25,7 +25,8 @@ def exchange(subject: Subject, notes: Notes) -> None:
     notes.check(
         f"{result.backend} between {size} processes",
         True,
-        f"all_reduce and broadcast are right; {result.num_bytes >> 20} MiB summed in "
+        "broadcasts, sums, gathers and exchanges all to all are right; "
+        f"{result.num_bytes >> 20} MiB summed in "
         f"{result.seconds * 1e3:.1f} ms, {result.bus_bandwidth / 1e9:.1f} GB/s on the bus",
         seconds=result.seconds,
         bus_bytes_per_s=result.bus_bandwidth,

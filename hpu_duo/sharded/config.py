@@ -12,6 +12,8 @@ _WIDTHS = (
     "shared_intermediate_size",
 )
 """Names of the widths of MLPs and experts."""
+NARROWED = (*_WIDTHS, "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "pad_token_id")
+"""Names of what a share has another value of than the whole model."""
 
 
 def check_plan(config: Any) -> None:

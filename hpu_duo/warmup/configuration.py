@@ -16,6 +16,7 @@ from hpu_duo.config import EngineConfig
 from hpu_duo.device import PLUGGED, DeviceRuntime
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import read_config, resolve_dtype
+from hpu_duo.sharded.config import NARROWED
 from kernels_ref import Blocks, LayerSpec, Softmax
 
 _SHAPE_NO_GRAPH = frozenset(
@@ -27,7 +28,10 @@ _SHAPE_NO_GRAPH = frozenset(
 
 
 def configuration_of(engine: Engine) -> Configuration:
-    """Collect the settings of an engine that shape a graph, as a flat mapping of JSON values."""
+    """Collect the settings of an engine that shape a graph, as a flat mapping of JSON values.
+
+    Where ranks share a model, sizes are those of one share.
+    """
     runner = engine.runner
     model = runner.model.model
     limits = engine.scheduler.limits
@@ -48,6 +52,8 @@ def configuration_of(engine: Engine) -> Configuration:
         "limits.max_captured_tokens": runner.graphs.max_captured_tokens,
         "linear_layers": sorted({type(m).__name__ for m in model.modules() if "Linear" in type(m).__name__}),
     }
+    if runner.executor.spread is not None:
+        found["parallel.tensor_parallel_size"] = runner.executor.spread.num_ranks
     for number, spec in enumerate(runner.model.specs):
         found[f"attention.layer_{number}"] = _attention_text(spec)
     return found
@@ -69,6 +75,10 @@ def known_before_loading(config: EngineConfig) -> Configuration:
         "limits.decode_len": scheduler.decode_len,
         "limits.block_size": config.block_size,
     }
+    num_ranks = config.parallel.tensor_parallel_size
+    if num_ranks > 1:
+        known = {name: value for name, value in known.items() if name.removeprefix("model.") not in NARROWED}
+        known["parallel.tensor_parallel_size"] = num_ranks
     device = str(config.model.device)
     if config.model.dtype != "auto" or device != "auto":
         kind = device.partition(":")[0].partition("-")[0]

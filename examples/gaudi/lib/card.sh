@@ -37,9 +37,12 @@ generation() {
   esac
 }
 
-# Chooses the visible card with the least memory in use and names it for this process and its children.
+# Chooses the visible card with the least memory in use, or as many as share the model, and names them for this
+# process and its children.
 choose_card() {
   local card used total least="" found
+  ((${#CARDS[@]} >= TENSOR_PARALLEL_SIZE)) ||
+    stop "TENSOR_PARALLEL_SIZE=$TENSOR_PARALLEL_SIZE, and ${#CARDS[@]} cards are visible: make more visible, or take the env file of one card"
   for card in "${CARDS[@]}"; do
     found=$(generation "$(card_field "$card" name)")
     [[ -z $found || $found == "$HARDWARE" ]] ||
@@ -52,11 +55,41 @@ choose_card() {
   total=$(card_field "$CARD" memory.total)
   ((least * 4 <= total)) ||
     stop "every visible card has more than a quarter of its memory in use ($least of $total MiB at best): end the process that 'sudo hl-smi' shows, or make another card visible"
+  if ((TENSOR_PARALLEL_SIZE > 1)); then
+    choose_cards
+    return
+  fi
   if ((${#CARDS[@]} > 1)) && [[ -z ${HABANA_VISIBLE_MODULES:-} && -z ${HLS_MODULE_ID:-} ]]; then
     HABANA_VISIBLE_MODULES=$(card_field "$CARD" module_id)
     export HABANA_VISIBLE_MODULES
     say "takes module $HABANA_VISIBLE_MODULES of ${#CARDS[@]} cards, the one with the most free memory"
   fi
+}
+
+# Of several cards, those with the least memory in use, in the order of their modules: a process for each binds
+# itself to cores of its own.
+choose_cards() {
+  local card modules=() used
+  [[ -z ${HABANA_VISIBLE_MODULES:-} ]] || return 0
+  [[ -z ${HLS_MODULE_ID:-} ]] ||
+    stop "HLS_MODULE_ID=$HLS_MODULE_ID names one card for $TENSOR_PARALLEL_SIZE processes: name them in HABANA_VISIBLE_MODULES, or none"
+  while IFS= read -r card; do
+    used=$(card_field "$card" memory.used)
+    ((used * 4 <= $(card_field "$card" memory.total))) ||
+      stop "card $(card_field "$card" index) is one of the $TENSOR_PARALLEL_SIZE with the most free memory, and has more than a quarter in use ($used MiB): end the process that 'sudo hl-smi' shows"
+    modules+=("$(card_field "$card" module_id)")
+  done < <(by_free_memory | head -n "$TENSOR_PARALLEL_SIZE")
+  HABANA_VISIBLE_MODULES=$(printf '%s\n' "${modules[@]}" | sort -n | paste -s -d ,)
+  export HABANA_VISIBLE_MODULES
+  say "takes modules $HABANA_VISIBLE_MODULES of ${#CARDS[@]} cards, those with the most free memory"
+}
+
+# The cards, those with the least memory in use first.
+by_free_memory() {
+  local card
+  for card in "${CARDS[@]}"; do
+    printf '%s\t%s\n' "$(card_field "$card" memory.used)" "$card"
+  done | sort -n -s -k 1,1 | cut -f 2
 }
 
 # NUMA node of a card; nothing where the kernel does not say.

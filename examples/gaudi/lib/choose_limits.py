@@ -43,6 +43,7 @@ def choose(asked: argparse.Namespace) -> list[str]:
     own = {} if pattern is None else {"sink": pattern.sink, "recent": pattern.recent}
     serving = Serving(
         find_hardware(asked.hardware),
+        num_devices=asked.num_devices,
         block_size=asked.block_size,
         max_num_seqs=asked.most_num_seqs,
         max_num_batched_tokens=asked.max_num_batched_tokens,
@@ -55,7 +56,7 @@ def choose(asked: argparse.Namespace) -> list[str]:
     def served(length: int) -> Deployment:
         return Deployment(size, serving, asked.sparsity, Format.parse(asked.kv_cache_dtype), length)
 
-    title = serving.hardware.title
+    title = f"{'one' if asked.num_devices == 1 else asked.num_devices} {serving.hardware.title}"
     length, why = _longest(served, size.max_positions, asked, title)
     deployment = served(length)
     typical = min(asked.typical_len, length)
@@ -69,7 +70,7 @@ def choose(asked: argparse.Namespace) -> list[str]:
     blocks, why_blocks = _blocks(deployment, num_seqs, length, asked)
     speed = deployment.decode_tokens_per_s(min(num_seqs, max(1, fitting)), typical)
     return [
-        f"# {size.name} on one {title}: {deployment.kv_bytes / _GIB:.1f} GiB for keys and values, computed",
+        f"# {size.name} on {title}: {deployment.kv_bytes / _GIB:.1f} GiB for keys and values, computed",
         f"# MAX_MODEL_LEN={length}: {why}",
         f"# MAX_NUM_SEQS={num_seqs}: {why_seqs}",
         f"# NUM_BLOCKS={blocks}: {why_blocks}",
@@ -142,7 +143,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", required=True)
     for name in ("sparsity", "device-memory-utilization"):
         parser.add_argument(f"--{name}", type=float, required=True)
-    for name in ("block-size", "max-num-batched-tokens", "typical-len", "long-num-seqs", "most-num-seqs"):
+    for name in (
+        "num-devices",
+        "block-size",
+        "max-num-batched-tokens",
+        "typical-len",
+        "long-num-seqs",
+        "most-num-seqs",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--keeps-prefixes", action="store_true")
     for name in ("max-model-len", "max-num-seqs", "num-blocks"):

@@ -37,6 +37,8 @@ bind_cores() {
   local cores
   BOUND=()
   [[ $DEVICE == hpu && $BIND_CORES == 1 ]] || return 0
+  # Processes that share a model bind themselves, each to cores of its own.
+  ((TENSOR_PARALLEL_SIZE == 1)) || return 0
   if [[ -z ${CARD:-} ]]; then
     read_cards
     choose_card

@@ -79,7 +79,8 @@ def _collectives(device: str, num_processes: int) -> Fact:
         return Fact("collectives", device, False, reason)
     devices = ", ".join(dict.fromkeys(found.devices))
     detail = (
-        f"{num_processes} processes on {devices}: all_reduce and broadcast are right; "
+        f"{num_processes} processes on {devices}: broadcast, all_reduce, all_gather and all_to_all "
+        f"are right; "
         f"{found.num_bytes >> 20} MiB summed in {found.seconds * 1e3:.1f} ms, "
         f"{found.bus_bandwidth / 1e9:.1f} GB/s on the bus"
     )

@@ -63,6 +63,24 @@ def test_the_card_with_the_most_free_memory_is_taken_of_several(server: Server) 
     assert "takes module 6 of 2 cards" in done.stderr
 
 
+@pytest.mark.slow
+def test_as_many_cards_as_share_the_model_are_taken_those_with_the_most_free_memory(server: Server) -> None:
+    server.has_cards(GAUDI3, BUSY, GAUDI3)
+    done = server.launch(*ENV, "check", TENSOR_PARALLEL_SIZE="2", **SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "takes modules 5,7 of 3 cards" in done.stderr
+
+
+def test_fewer_cards_than_share_the_model_and_cards_in_use_are_refused(server: Server) -> None:
+    server.has_cards(GAUDI3, BUSY)
+    said = refusal(server.launch(*ENV, "check", TENSOR_PARALLEL_SIZE="8", **SMALL))
+    assert "TENSOR_PARALLEL_SIZE=8, and 2 cards are visible" in said
+    said = refusal(server.launch(*ENV, "check", TENSOR_PARALLEL_SIZE="2", **SMALL))
+    assert "card 1 is one of the 2 with the most free memory, and has more than a quarter in use" in said
+    said = refusal(server.launch(*ENV, "check", TENSOR_PARALLEL_SIZE="0", **SMALL))
+    assert "expected TENSOR_PARALLEL_SIZE to be at least 1" in said
+
+
 def test_cards_that_are_all_in_use_are_refused(server: Server) -> None:
     server.has_cards(BUSY)
     assert "more than a quarter of its memory in use" in refusal(server.launch(*ENV, "check", **SMALL))

@@ -20,6 +20,7 @@ from tests.examples.gaudi.tools import run_tool
 
 DOCKERFILE = (GAUDI / "Dockerfile").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load((GAUDI / "compose.yaml").read_text(encoding="utf-8"))
+FOR_CARDS = ("gaudi2.env", "gaudi2-8.env", "gaudi3.env", "gaudi3-8.env")
 SERVICE = COMPOSE["services"]["server"]
 
 
@@ -95,7 +96,7 @@ def test_settings_of_ones_own_are_neither_sent_nor_committed() -> None:
         rules = [line for line in lines if fnmatch(path, line.lstrip("!")) or path.startswith(line[1:] + "/")]
         return rules[-1].startswith("!")
 
-    shipped = ("compose.env", "gaudi2.env", "gaudi3.env", "simulated.env", "variables.yaml")
+    shipped = ("compose.env", "simulated.env", "variables.yaml", *FOR_CARDS)
     assert all(is_sent(f"examples/gaudi/env/{name}") for name in shipped)
     assert not is_sent("examples/gaudi/env/my.env")
     assert not is_sent("examples/gaudi/env/other.env")
@@ -104,7 +105,7 @@ def test_settings_of_ones_own_are_neither_sent_nor_committed() -> None:
 
 def test_nobody_outside_of_the_host_may_call_unless_it_is_asked_for() -> None:
     assert all(port.startswith("127.0.0.1:") for port in SERVICE["ports"])
-    for name in ("gaudi2.env", "gaudi3.env"):
+    for name in FOR_CARDS:
         assert "\nHOST=127.0.0.1\n" in (GAUDI / "env" / name).read_text(encoding="utf-8")
 
 
@@ -116,9 +117,12 @@ def test_the_unit_starts_the_script_and_has_its_directories() -> None:
     assert service["ExecStart"] == "/opt/hpu-duo/gaudi/launch.sh"
     assert service["StateDirectory"] == service["CacheDirectory"] == "hpu-duo"
     assert service["RestartPreventExitStatus"] == "2"
-    text = (GAUDI / "env" / "gaudi3.env").read_text(encoding="utf-8")
-    assert "\nSTATE_DIR=/var/lib/hpu-duo\n" in text
-    assert "\nHF_HOME=/var/cache/hpu-duo/hub\n" in text
+    # Processes that share a model are ended by the first one, to which alone SIGTERM goes.
+    assert service["KillMode"] == "mixed"
+    for name in FOR_CARDS:
+        text = (GAUDI / "env" / name).read_text(encoding="utf-8")
+        assert "\nSTATE_DIR=/var/lib/hpu-duo\n" in text
+        assert "\nHF_HOME=/var/cache/hpu-duo/hub\n" in text
 
 
 class _Health(BaseHTTPRequestHandler):

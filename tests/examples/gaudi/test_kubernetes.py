@@ -35,8 +35,13 @@ def pod(resources: list[Resource]) -> dict[str, Any]:
     return only(resources, "StatefulSet")["spec"]["template"]["spec"]
 
 
-def test_there_is_an_overlay_for_each_generation() -> None:
-    assert [path.name for path in OVERLAYS] == ["gaudi2", "gaudi3"]
+def num_cards(overlay: Path) -> int:
+    """Cards of a pod, by the name of the overlay."""
+    return int(overlay.name.partition("-")[2] or 1)
+
+
+def test_there_is_an_overlay_for_each_generation_and_for_one_card_and_eight() -> None:
+    assert [path.name for path in OVERLAYS] == ["gaudi2", "gaudi2-8", "gaudi3", "gaudi3-8"]
 
 
 def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(overlay: Path) -> None:
@@ -56,11 +61,14 @@ def test_a_manifest_that_is_wrong_is_found_by_the_schemas(overlay: Path) -> None
         kubernetes_validate.validate(wrong, "1.31", strict=True)
 
 
-def test_one_card_and_huge_pages_are_asked_for_by_both_containers(overlay: Path) -> None:
-    spec = pod(build(overlay))
+def test_cards_and_huge_pages_for_each_are_asked_for_by_both_containers(overlay: Path) -> None:
+    resources = build(overlay)
+    spec, cards = pod(resources), num_cards(overlay)
+    assert only(resources, "ConfigMap")["data"].get("TENSOR_PARALLEL_SIZE", "1") == str(cards)
     for container in (*spec["initContainers"], *spec["containers"]):
-        assert container["resources"]["limits"]["habana.ai/gaudi"] == 1
-        assert container["resources"]["limits"]["hugepages-2Mi"] == "4400Mi"
+        assert container["resources"]["limits"]["habana.ai/gaudi"] == cards
+        assert container["resources"]["limits"]["hugepages-2Mi"] == f"{4400 * cards}Mi"
+        assert container["resources"]["requests"]["cpu"] == str(8 * cards)
         assert container["image"] == "registry.example/hpu-duo:gaudi"
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["SYS_NICE"]}
     assert spec["securityContext"]["runAsNonRoot"] is True
@@ -111,7 +119,7 @@ def test_the_settings_reach_the_pod_and_name_its_volumes(overlay: Path) -> None:
         {"secretRef": {"name": "hpu-duo-secrets", "optional": True}},
     ]
     assert settings["metadata"]["name"].startswith("hpu-duo-")
-    assert settings["data"]["HARDWARE"] == overlay.name
+    assert settings["data"]["HARDWARE"] == overlay.name.partition("-")[0]
     assert settings["data"]["HOST"] == "0.0.0.0"
     assert settings["data"]["STATE_DIR"] in mounts
     assert any(settings["data"]["HF_HOME"].startswith(mount) for mount in mounts)

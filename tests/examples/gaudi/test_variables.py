@@ -122,11 +122,18 @@ def test_the_page_is_made_of_the_list() -> None:
     assert (GAUDI / "variables.md").read_text(encoding="utf-8") == module.table(LIST)
 
 
-def test_the_env_files_of_both_generations_differ_in_what_the_cards_differ_in() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("gaudi2.env", "gaudi3.env", {"HARDWARE"}),
+        ("gaudi2-8.env", "gaudi3-8.env", {"HARDWARE"}),
+        ("gaudi3.env", "gaudi3-8.env", {"TENSOR_PARALLEL_SIZE"}),
+    ],
+)
+def test_env_files_differ_in_what_the_cards_differ_in(first: str, second: str, expected: set[str]) -> None:
     settings = [
-        dict(ASSIGNED.findall((GAUDI / "env" / name).read_text(encoding="utf-8")))
-        for name in ("gaudi2.env", "gaudi3.env")
+        dict(ASSIGNED.findall((GAUDI / "env" / name).read_text(encoding="utf-8"))) for name in (first, second)
     ]
-    assert {name for name in settings[0] | settings[1] if settings[0].get(name) != settings[1].get(name)} == {
-        "HARDWARE"
-    }
+    both = settings[0] | settings[1]
+    assert {name for name in both if settings[0].get(name) != settings[1].get(name)} == expected
+    assert settings[1].get("TENSOR_PARALLEL_SIZE", "1") == ("8" if "-8" in second else "1")
