@@ -133,7 +133,7 @@ class Told:
 
     @property
     def sent(self) -> Sent:
-        """What has been sent in this test so far."""
+        """Counts of what has been sent in this test so far."""
         return self._link.sent
 
     @property

@@ -29,6 +29,19 @@ OMITTED = {
     "hpuduo:lost_log_lines": "only servers that log calls lose lines; an alert, not a curve",
     "hpuduo:request_prefill_time_seconds": "time to first token less the queue, which both have panels",
     "hpuduo:request_inference_time_seconds": "end to end less the queue, which both have panels",
+    **dict.fromkeys(
+        [
+            f"hpuduo:rank_{name}"
+            for name in (
+                "broadcasts",
+                "broadcast_bytes",
+                "reduced_bytes",
+                "gathered_bytes",
+                "scattered_bytes",
+            )
+        ],
+        "of servers whose model several ranks share; follows from the steps by formula",
+    ),
     "process_virtual_memory_bytes": "says little beside the resident memory",
     "process_start_time_seconds": "a moment",
     "python_info": "a version",
