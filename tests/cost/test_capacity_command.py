@@ -188,3 +188,20 @@ def test_the_parts_of_the_report_can_be_used_elsewhere(capsys: pytest.CaptureFix
     print_report(tiny(), serving, [capacity(tiny(), serving, 0.5, Format.BF16, (100,))])
     assert "tiny on 1 x Gaudi 2" in capsys.readouterr().out
     assert hardware_table(GAUDI3).row_count == 4
+
+
+def test_devices_may_share_the_tokens_of_retrieval_heads(hpu_duo: Run) -> None:
+    eight = ("--devices", "8", "--sparsity", "0.5", "--context", "131072", "--kv-cache-dtype", "bf16")
+    by_heads, by_context = (
+        json.loads(hpu_duo(*eight, "--retrieval-parallel", choice, "--json").stdout)
+        for choice in ("heads", "context")
+    )
+    assert by_context["serving"]["retrieval_parallel"] == "context"
+    [heads], [context] = by_heads["capacities"], by_context["capacities"]
+    # By heads a card with one key/value head keeps all of it where the layer retrieves at all.
+    assert context["points"][0]["num_requests"] > heads["points"][0]["num_requests"]
+    shown = hpu_duo(*eight, "--retrieval-parallel", "context")
+    assert "8 x Gaudi 3, which share the tokens of retrieval heads" in shown.stdout
+    refused = hpu_duo("--retrieval-parallel", "auto")
+    assert refused.exit_code == 2
+    assert "expected --retrieval-parallel heads or context, got 'auto'" in refused.stderr

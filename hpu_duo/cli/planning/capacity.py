@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,13 @@ def capacity(
     ],
     hardware: Annotated[str, typer.Option(help="gaudi2 or gaudi3.")] = "gaudi3",
     devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    retrieval_parallel: Annotated[
+        str,
+        typer.Option(
+            help="What devices share of retrieval heads: heads, or the tokens of each of them (context).",
+            metavar="heads|context",
+        ),
+    ] = "heads",
     dtype: Annotated[str, typer.Option(help="Format of the weights of layers: bf16 or fp8.")] = "bf16",
     context: Annotated[
         list[int] | None,
@@ -132,7 +140,13 @@ def capacity(
             num_prefix_snapshots=num_prefix_snapshots,
             attention=attention,
         )
-        serving = asked.on(hardware, max_num_seqs, max_num_batched_tokens, block_size)
+        if retrieval_parallel not in ("heads", "context"):
+            # What "auto" takes depends on the length, and every length is shown here.
+            raise ValueError(f"expected --retrieval-parallel heads or context, got {retrieval_parallel!r}")
+        serving = replace(
+            asked.on(hardware, max_num_seqs, max_num_batched_tokens, block_size),
+            retrieval_parallel=retrieval_parallel,
+        )
         # transformers is slow to import: everything that can be refused without it comes first.
         from hpu_duo.cost.read_model import read_model
 

@@ -38,6 +38,8 @@ def print_report(
     console = console or Console()
     _print(console, serving.hardware.title, hardware_table(serving.hardware))
     devices = f"{serving.num_devices} x {serving.hardware.title}"
+    if serving.deals_blocks:
+        devices += ", which share the tokens of retrieval heads"
     _print(console, f"{model.name} on {devices}", _memory_table(model, serving))
     for title, cell in (
         ("Requests that fit at once", _fits),
