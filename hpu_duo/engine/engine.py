@@ -64,7 +64,8 @@ class Engine(Uncopied):
     Attributes:
         contexts: prefixes that are kept until they are let go.
         notes: remarks for the user on how the model was loaded; ``stats`` has them too.
-        pattern: the binarised head pattern; None if all heads retrieve.
+        pattern, own_pattern: the binarised head pattern, and that of this rank's heads; None if all heads
+            retrieve.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Engine(Uncopied):
         self.contexts = Contexts(self._intake, self._entry, self._calls, scheduler, self._turns, copies)
         self.notes: tuple[str, ...] = ()
         self.pattern: HeadPattern | None = None
+        self.own_pattern: HeadPattern | None = None
 
     @property
     def recorder(self) -> ShapeRecorder | None:
@@ -305,8 +307,12 @@ class Engine(Uncopied):
         """Return a snapshot of counts and memory."""
         with interrupts_deferred(), self._turns:
             return EngineStats.of(
-                self._stepper.telemetry, self.scheduler, self.runner, self.pattern, self.notes
+                self._stepper.telemetry, self.scheduler, self.runner, self._patterns, self.notes
             )
+
+    @property
+    def _patterns(self) -> tuple[HeadPattern, HeadPattern] | None:
+        return None if self.pattern is None else (self.pattern, self.own_pattern or self.pattern)
 
     def write_shapes(self, path: str | Path) -> None:
         """Write a sample of the shapes of all steps so far, to plan a bucket table from.

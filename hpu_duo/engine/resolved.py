@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from graphs import StepLimits
-from hpu_duo.kv.plan import MemoryPlan, ring_slack
+from hpu_duo.kv.plan import ring_slack
 from hpu_duo.sharded import DealtBlocks
 from kernels_ref import LayerSpec
 
@@ -34,8 +34,8 @@ class Resolved:
         num_retrieval_heads, num_streaming_heads: KV heads of all layers, by whether they see the whole text.
         retrieval_parallel: what ranks share of retrieval heads: heads, or the context of each.
         num_layer_kinds: of which each is compiled for every bucket.
-        num_promoted_heads: retrieval heads that the head pattern would let stream, were it not for
-            ``max_layer_kinds``.
+        num_promoted_heads: retrieval heads of this rank that the head pattern would let stream, were it not
+            for ``max_layer_kinds`` or for ranks that share them evenly.
         promoted_bytes: what blocks hold of these heads, beyond their rings.
         kv_bytes, graph_bytes: memory of the stores, and memory set aside for graphs.
     """
@@ -61,11 +61,13 @@ class Resolved:
     graph_bytes: int
 
     @classmethod
-    def of(cls, runner: Runner, scheduler: Scheduler, pattern: HeadPattern | None) -> Resolved:
+    def of(
+        cls, runner: Runner, scheduler: Scheduler, patterns: tuple[HeadPattern, HeadPattern] | None
+    ) -> Resolved:
         """The choices of the engine that these make up.
 
         Args:
-            pattern: which heads retrieve; None if all do.
+            patterns: heads that retrieve, of the whole model and of this rank; None if all do.
         """
         graphs, specs = runner.graphs, runner.model.specs
         return cls(
@@ -84,8 +86,8 @@ class Resolved:
             num_streaming_heads=sum(spec.num_kv_heads - spec.num_retrieval for spec in specs),
             retrieval_parallel="context" if any(map(_is_dealt, specs)) else "heads",
             num_layer_kinds=len(runner.model.kinds),
-            num_promoted_heads=0 if pattern is None else pattern.num_promoted,
-            promoted_bytes=_promoted_bytes(runner.store.plan, scheduler.limits, pattern),
+            num_promoted_heads=0 if patterns is None else patterns[1].num_promoted,
+            promoted_bytes=_promoted_bytes(runner, scheduler.limits, patterns),
             kv_bytes=runner.store.num_bytes,
             graph_bytes=runner.store.plan.graph_bytes,
         )
@@ -103,15 +105,24 @@ def _is_dealt(spec: LayerSpec) -> bool:
     return any(group.kind.name == DealtBlocks.name for group in spec.groups)
 
 
-def _promoted_bytes(memory: MemoryPlan, limits: StepLimits, pattern: HeadPattern | None) -> int:
-    if pattern is None or pattern.promoted is None:
+def _promoted_bytes(
+    runner: Runner, limits: StepLimits, patterns: tuple[HeadPattern, HeadPattern] | None
+) -> int:
+    if patterns is None or patterns[1].promoted is None or patterns[0].promoted is None:
         return 0
+    (whole, own), memory, spread = patterns, runner.store.plan, runner.executor.spread
+    is_dealt = spread is not None and any(map(_is_dealt, runner.model.specs))
+    # Where blocks are dealt out, each rank keeps its part of the tokens of all heads that were promoted.
+    num_parts = spread.num_ranks if is_dealt and spread is not None else 1
+    in_blocks = whole.promoted if is_dealt else own.promoted
     slack = ring_slack(limits.decode_len, limits.block_size, caches_prefixes=limits.caches_prefixes)
-    ring_slots = min(pattern.sink + pattern.recent, limits.max_model_len) + slack
+    ring_slots = min(own.sink + own.recent, limits.max_model_len) + slack
     # One row more is the trash, and others are read from the scratch.
     num_rows = limits.num_ring_rows + 1 + memory.max_chunk_rows
-    slots = (memory.num_blocks + 1) * memory.block_size - num_rows * ring_slots
+    block_slots = (memory.num_blocks + 1) * (memory.block_size // num_parts)
+    assert in_blocks is not None and own.promoted is not None, "asked before"  # noqa: PT018
     elements = sum(
-        int(row.sum()) * layer.elements_per_head for row, layer in zip(pattern.promoted, memory.layers)
+        (int(blocks.sum()) * block_slots - int(rings.sum()) * num_rows * ring_slots) * layer.elements_per_head
+        for blocks, rings, layer in zip(in_blocks, own.promoted, memory.layers)
     )
-    return slots * elements * memory.dtype_bytes
+    return elements * memory.dtype_bytes

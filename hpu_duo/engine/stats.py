@@ -91,7 +91,7 @@ class EngineStats:
         telemetry: Telemetry,
         scheduler: Scheduler,
         runner: Runner,
-        pattern: HeadPattern | None,
+        patterns: tuple[HeadPattern, HeadPattern] | None,
         notes: tuple[str, ...] = (),
     ) -> EngineStats:
         """Collect the counters, and what is held now."""
@@ -123,7 +123,7 @@ class EngineStats:
             host_s=counters.host_s,
             device_s=counters.device_s,
             bytes_copied=runner.executor.bytes_copied,
-            resolved=Resolved.of(runner, scheduler, pattern),
+            resolved=Resolved.of(runner, scheduler, patterns),
             notes=notes,
             drift=telemetry.shapes.drift,
             prefixes=PrefixStats.of(leases, memory),

@@ -217,6 +217,16 @@ class HeadPattern:
         promoted = None if self.promoted is None else self.promoted[:, columns]
         return replace(self, scores=self.scores[:, columns], retrieval=mask, promoted=promoted)
 
+    def of_heads(self, heads: Sequence[Sequence[int]]) -> "HeadPattern":
+        """The pattern of some KV heads of each layer, equally many of each, in their order."""
+        columns = np.array([list(each) for each in heads])
+
+        def taken(values: NDArray[Any] | None) -> NDArray[Any] | None:
+            return None if values is None else np.take_along_axis(values, columns, axis=1)
+
+        scores = np.take_along_axis(self.scores, columns, axis=1)
+        return replace(self, scores=scores, retrieval=taken(self.retrieval), promoted=taken(self.promoted))
+
     # --- Patterns from elsewhere ---
 
     @classmethod

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from hpu_duo.config import EngineConfig
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.resolved import Resolved
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
@@ -118,10 +117,8 @@ def engine_around(
     token_limits = TokenLimits(limits.max_model_len, eos_token_ids, side.vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed, ranker)
     engine.notes = frequencies_note(blueprint.text_config, blueprint.max_len)
-    engine.pattern = blueprint.pattern
-    _log.info(
-        "engine of %s: %s", type(runner.model.model).__name__, Resolved.of(runner, scheduler, engine.pattern)
-    )
+    engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
+    _log.info("engine of %s: %s", type(runner.model.model).__name__, engine.stats().resolved)
     return engine
 
 

@@ -38,6 +38,7 @@ class Blueprint:
         dtype: of weights and stores.
         max_len: tokens of a request.
         pattern: the binarised head pattern; None if all heads retrieve.
+        own_pattern: that of this rank's heads, which is the same where no others share them.
         heads: order and groups of the heads of each layer.
         specs: attention of each layer.
     """
@@ -49,6 +50,7 @@ class Blueprint:
     dtype: torch.dtype
     max_len: int
     pattern: HeadPattern | None
+    own_pattern: HeadPattern | None
     heads: tuple[HeadAssignment, ...]
     specs: tuple[LayerSpec, ...]
 
@@ -75,10 +77,14 @@ class Blueprint:
         """
         text_config = model.config.get_text_config()
         max_len = served_len(text_config, config.scheduler.max_model_len)
-        pattern, heads = choose_heads(config, layers, max_len, device) if chosen is None else chosen
+        if chosen is None:
+            chosen = choose_heads(config, layers, max_len, device)
+        pattern, heads, own = chosen
         chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl)
         specs = tuple(_layer_spec(layer, each.groups, kernels, chunks) for layer, each in zip(layers, heads))
-        return cls(config, text_config, layers, device, model.dtype, max_len, pattern, heads, specs)
+        return cls(
+            config, text_config, layers, device, model.dtype, max_len, pattern, own or pattern, heads, specs
+        )
 
     def memory(
         self, budget: DeviceBudget, cache: CacheConfig | None = None, graph_bytes: int = 0

@@ -44,10 +44,12 @@ class ChosenHeads(NamedTuple):
     Attributes:
         pattern: the binarised head pattern; None if all heads retrieve.
         heads: order and groups of the heads of each layer.
+        own: the pattern of the heads of one rank, if several share them.
     """
 
     pattern: HeadPattern | None
     heads: tuple[HeadAssignment, ...]
+    own: HeadPattern | None = None
 
 
 def choose_heads(

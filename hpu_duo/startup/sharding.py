@@ -174,7 +174,8 @@ def load_rank(
     fix_served_len(model, config)
     layers = probe(model)
     assigned = tuple(shares.assignment(each, layer) for each, layer in zip(chosen.heads, layers))
-    return RankShare(model, layers, chosen._replace(heads=assigned), wide_norms(whole_layers[0]))
+    own = None if chosen.pattern is None else chosen.pattern.of_heads([each.kv for each in heads])
+    return RankShare(model, layers, chosen._replace(heads=assigned, own=own), wide_norms(whole_layers[0]))
 
 
 def _check_same(name: str, number: int, whole: DecoderLayer, share: DecoderLayer, heads: RankHeads) -> None:

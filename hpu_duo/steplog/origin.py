@@ -13,7 +13,6 @@ from graphs import BatchShape, BucketTable, StepCost
 from graphs.backends import BACKEND_NAMES
 from hpu_duo.config import EngineConfig
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.resolved import Resolved
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.model_files import model_fingerprint
 from hpu_duo.warmup import configuration_of
@@ -34,7 +33,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
         ``buckets``, the table, None without one; ``heads``, the head pattern, None if all retrieve.
     """
     runner = engine.runner
-    resolved, graphs = Resolved.of(runner, engine.scheduler, engine.pattern), runner.graphs
+    resolved, graphs = engine.stats().resolved, runner.graphs
     limits = resolved.limits
     return {
         "fingerprint": fingerprint_of(engine, config.model.path),

@@ -75,6 +75,11 @@ def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
     seen = {name: answer.seen for name, answer in answers.items()}
     assert all(each["broadcasts"] == each["steps"] for each in seen.values())
     assert seen["promoted"]["retrieval"] == 4  # on each rank
+    promoted = pattern(2, (1, 3, 0, 2)).promote((2, 4, 0, 2))
+    whole = serve_here(replace(cases["promoted"], heads={"pattern": promoted})).seen["promoted"]
+    # The first rank holds one of the two that were promoted.
+    assert whole[0] == 2
+    assert seen["promoted"]["promoted"] == (1, whole[1] // 2)
     assert seen["preempted"]["preemptions"] > 0
     assert seen["prefixes"]["cached"] > 0
     assert seen["pattern"]["kv_bytes"] * 2 == ones["pattern"].seen["kv_bytes"]
