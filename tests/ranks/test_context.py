@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from hpu_duo.device import run_processes
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.sharded import head_exchanges
-from tests.modeling.families import FAMILIES, VOCAB, Zoo, prompts_of
+from tests.modeling.families import FAMILIES, VOCAB, Zoo, prompts_of, save_random
 from tests.ranks.test_families import REFUSED, cases_of, differing
 from tests.ranks.test_serving import NUM_LAYERS, counted_alike, pattern
 from tests.ranks.work import Case, serve, serve_here
@@ -132,3 +133,14 @@ def test_four_ranks_give_the_tokens_of_one(zoo: Zoo) -> None:
 
 def by_context(cases: dict[str, Case]) -> dict[str, Case]:
     return {name: replace(case, parallel=BY_CONTEXT) for name, case in cases.items()}
+
+
+@pytest.mark.slow
+def test_four_ranks_give_the_tokens_of_one_for_families_with_a_head_for_each(tmp_path: Path) -> None:
+    cases, greedy = {}, [SamplingParams(max_tokens=10, temperature=0)] * len(prompts_of())
+    for name in ("phi3", "olmo2", "gemma3", "qwen3_moe", "mistral_sliding", "cohere"):
+        config = FAMILIES[name]()
+        config.num_key_value_heads = 4
+        save_random(config, tmp_path / name)
+        cases[name] = Case(tmp_path / name, prompts_of(), greedy, parallel=BY_CONTEXT)
+    assert differing(cases, run_processes(serve, (cases,), [{}] * 4, 600)[0]) == []
