@@ -11,6 +11,7 @@ import torch
 from graphs import BucketTable
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.sampling import SamplingParams
 from tests.modeling.budget_driving import assert_follows, run_budget
 from tests.modeling.driving import teacher_forced
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
@@ -163,6 +164,23 @@ def test_stores_take_what_the_memory_plan_says_and_no_more_than_the_budget(zoo: 
     assert (stats.policy, stats.num_slots, stats.num_heads) == ("h2o", BUDGET, num_heads)
     assert (stats.bytes_per_request, stats.held_bytes) == (store.plan.row_bytes, 0)
     assert stats.num_evictions == num_heads * (30 + 4 - BUDGET)
+
+
+def test_positions_of_a_running_request_can_be_asked_for(zoo: Zoo) -> None:
+    engine = load(zoo, "llama_mha", "streaming-llm:sink=2", pattern=PATTERN).engine
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine.add_request(prompts_of([20])[0], params, request_id="a")
+    with pytest.raises(ValueError, match="id of a running request"):
+        engine.kept_positions("a")
+    for _ in range(5):
+        engine.step()
+    # 20 tokens of the prompt and one more, of which sinks and the newest ones are kept.
+    found = engine.kept_positions("a")
+    assert [len(layer) for layer in found] == (~MASK).sum(axis=1).tolist()
+    assert all(head.tolist() == [0, 1, *range(14, 21)] for layer in found for head in layer)
+    engine.abort("a")
+    with pytest.raises(ValueError, match="id of a running request"):
+        engine.kept_positions("a")
 
 
 @pytest.mark.parametrize(
