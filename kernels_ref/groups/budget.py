@@ -43,14 +43,14 @@ class BudgetStep(NamedTuple):
         end: position behind the token of a decode row, 0 for other rows, int32 ``[N]``.
         place: where a table of the P * T entries of prompt rows, of N rows and of the trash has each token,
             int32 ``[Q]``.
-        state_row: units whose state is written, the trash for others: decode rows, then prompt rows.
+        decode_row: units of decode rows, the trash for others, int32 ``[N]``.
         chunk: the prompt rows.
     """
 
     ring: RingStep
     end: torch.Tensor
     place: torch.Tensor
-    state_row: torch.Tensor
+    decode_row: torch.Tensor
     chunk: ChunkStep
 
 
@@ -123,12 +123,12 @@ class Budget(GroupKind):
         """See ``BudgetStep``."""
         t, no_row = tensors, tensors.row_start.shape[0]
         end, nothing = rows.end[:, 0], t.row_start[:0]
-        place, state_row = rows.row, nothing
+        place, decode_row = rows.row, nothing
         chunk_position = t.row_start.new_empty(0, self.budget)
         chunk = ChunkStep(nothing, nothing, nothing, nothing[None])
         if parts.unique:
             number = torch.arange(no_row, dtype=end.dtype, device=end.device)
-            state_row = torch.where(end > 0, number, next(iter(layouts)).num_units - 1)
+            decode_row = torch.where(end > 0, number, next(iter(layouts)).num_units - 1)
         else:
             # The table has no decode rows: what is left is the trash.
             place = torch.zeros_like(place)
@@ -136,9 +136,8 @@ class Budget(GroupKind):
             chunk, place = self._chunk(t, place)
             slot = torch.arange(self.budget, dtype=place.dtype, device=place.device)
             chunk_position = torch.where(slot < chunk.start[:, None], slot, -1)
-            state_row = torch.cat([state_row, chunk.row])
         seen = Leading(torch.clamp(end, max=self.budget)[:, None, None])
-        plan = BudgetStep(RingStep(nothing, seen, chunk_position), end, place, state_row, chunk)
+        plan = BudgetStep(RingStep(nothing, seen, chunk_position), end, place, decode_row, chunk)
         return dict.fromkeys(layouts, plan)
 
     def _chunk(self, t: StepTensors, place: torch.Tensor) -> tuple[ChunkStep, torch.Tensor]:
@@ -172,19 +171,17 @@ class Budget(GroupKind):
                 of_tokens.append(run.shared_rings(inputs.q, scratch, step.tensors, plan.ring, _ALL, scoring))
             kept = self._keep(of_tokens, inputs, units, plan, has_context=parts.shared)
         if parts.unique:
-            taken = take_in(self.policy, units.state, plan.end, layout.num_heads, self.budget)
+            taken = take_in(self.policy, units.state, layout, plan.end, plan.decode_row)
         run.write_kv(units, self._write_index(layout, plan, kept, taken), inputs.new)
-        changed: list[SlotState] = []
+        dtype = index_dtype(plan.end.device)
         if taken is not None:
             decoded, score = self._decode(run, inputs, units, step, taken)
-            changed.append(SlotState(taken.slots.position, score))
+            if self.policy.num_observed != 0:
+                units.state.score.index_copy_(0, plan.decode_row.to(dtype), score.flatten(1))
         if kept is not None:
-            changed.append(kept.state)
-        row = plan.state_row.to(index_dtype(plan.end.device))
-        for number, store in enumerate(units.state):
-            if store is units.state.score and self.policy.num_observed == 0:
-                continue  # all are 0 and stay so
-            store.index_copy_(0, row, torch.cat([state[number].flatten(1) for state in changed]))
+            row = plan.chunk.row.to(dtype)
+            for store, new in zip(units.state, kept.state):
+                store.index_copy_(0, row, new.flatten(1))
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
     def _keep(

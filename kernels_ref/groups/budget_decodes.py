@@ -1,6 +1,6 @@
-"""Decode rows of a budget: the slot of the new token.
+"""Decode rows of a budget: the slot of the new token, and the state behind it.
 
-Shapes: N rows, K key/value heads, C slots.
+Shapes: N rows, X units, K key/value heads, C slots.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import torch
 from bias_builders import leading_slots
 from kernels_ref.groups.budget_slots import slot_to_write
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
-from kernels_ref.units import SlotState
+from kernels_ref.index import index_dtype
+from kernels_ref.units import SlotState, UnitLayout
 
 
 class DecodeSlots(NamedTuple):
     """The slots of decode rows, once each has taken in its token.
 
     Attributes:
-        slots: of all rows.
+        slots: of all rows; positions and scores are those of the store.
         written: slot of the new token in each head, int32 ``[N, K, 1]``.
     """
 
@@ -28,26 +29,32 @@ class DecodeSlots(NamedTuple):
 
 
 def take_in(
-    policy: KVPolicy, state: SlotState, end: torch.Tensor, num_heads: int, num_slots: int
+    policy: KVPolicy, state: SlotState, layout: UnitLayout, end: torch.Tensor, unit: torch.Tensor
 ) -> DecodeSlots:
-    """Give the new token of each decode row a slot.
+    """Give the new token of each decode row a slot, and write its position and a score of 0 there.
 
     Args:
-        state: of all units; those of decode rows come first.
+        state: of all units, those of decode rows first; written in place.
         end: position behind the new token, 0 for rows without one, int32 ``[N]``.
+        unit: unit of each row, the trash for rows without a token, int32 ``[N]``.
     """
-    position, score = (x[: len(end)].unflatten(1, (num_heads, num_slots)) for x in state)
+    num_heads, num_slots = layout.num_heads, layout.num_slots
+    shape = (num_heads, num_slots)
     num_stored = torch.clamp(end - 1, min=0, max=num_slots)
-    end_N11 = end[:, None, None]
     valid = leading_slots(num_stored, num_slots)[:, None]
-    is_written = slot_to_write(policy, SlotView(score, position, valid, end_N11, num_slots), num_stored)
-    number = torch.arange(num_slots, dtype=torch.int32, device=end.device)
-    written = torch.where(is_written, number, 0).amax(dim=-1, keepdim=True)
-    slots = SlotView(
-        torch.where(is_written, 0.0, score),
-        torch.where(is_written, end_N11 - 1, position),
-        leading_slots(torch.clamp(end, max=num_slots), num_slots)[:, None],
-        end_N11,
-        num_slots,
-    )
-    return DecodeSlots(slots, written)
+    before = _view(state, shape, valid, end)
+    written = slot_to_write(policy, before, num_stored)
+    dtype = index_dtype(end.device)
+    head = torch.arange(0, num_heads * num_slots, num_slots, dtype=dtype, device=end.device)
+    place = (unit.to(dtype)[:, None] * (num_heads * num_slots) + head + written).view(-1)
+    state.position.view(-1).index_copy_(0, place, (end - 1).repeat_interleave(num_heads))
+    if policy.num_observed != 0:
+        nothing = torch.zeros(place.shape, dtype=torch.float32, device=place.device)
+        state.score.view(-1).index_copy_(0, place, nothing)
+    valid = leading_slots(torch.clamp(end, max=num_slots), num_slots)[:, None]
+    return DecodeSlots(_view(state, shape, valid, end), written[..., None])
+
+
+def _view(state: SlotState, shape: tuple[int, int], valid: torch.Tensor, end: torch.Tensor) -> SlotView:
+    position, score = (x[: len(end)].unflatten(1, shape) for x in state)
+    return SlotView(score, position, valid, end[:, None, None], shape[1])

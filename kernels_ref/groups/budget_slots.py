@@ -24,11 +24,12 @@ def priorities(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
 
 def _ranks(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
     protected = policy.protects(slots)
-    return slots.score if protected is None else torch.where(protected, -FLOOR, slots.score)
+    # Sums, where a choice would do: on a CPU they take a twentieth of its time.
+    return slots.score if protected is None else torch.add(slots.score, protected, alpha=-FLOOR)
 
 
 def slot_to_write(policy: KVPolicy, slots: SlotView, num_stored: torch.Tensor) -> torch.Tensor:
-    """Mark the slot of each head that the next token of a row gets, bool ``[N, K, C]``: one in each head.
+    """Find the slot of each head that the next token of a row gets, int32 ``[N, K]``.
 
     The first free one; in a full store that of the token that the policy gives up.
 
@@ -37,13 +38,17 @@ def slot_to_write(policy: KVPolicy, slots: SlotView, num_stored: torch.Tensor) -
         num_stored: occupied slots, int32 ``[N]``; occupied ones come first.
     """
     # In a full store every slot is valid, and in another one ranks do not matter.
-    rank = _ranks(policy, slots)
-    is_least = rank == rank.amin(dim=-1, keepdim=True)
-    oldest = torch.where(is_least, slots.position, _BEYOND).amin(dim=-1, keepdim=True)
-    is_oldest = slots.position == oldest
-    num_stored = num_stored[:, None, None]
-    number = torch.arange(slots.num_slots, dtype=num_stored.dtype, device=num_stored.device)
-    return torch.where(num_stored == slots.num_slots, is_oldest, number == num_stored)
+    if policy.num_observed == 0:
+        passed_over = policy.protects(slots)
+    else:
+        rank = _ranks(policy, slots)
+        passed_over = rank != rank.amin(dim=-1, keepdim=True)
+    position = slots.position
+    if passed_over is not None:
+        position = torch.add(position, passed_over, alpha=_BEYOND)
+    oldest = position.argmin(dim=-1).to(torch.int32)
+    num_stored = num_stored[:, None]
+    return torch.where(num_stored == slots.num_slots, oldest, num_stored)
 
 
 def kept_tokens(policy: KVPolicy, slots: SlotView) -> torch.Tensor:

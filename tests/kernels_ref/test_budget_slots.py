@@ -79,10 +79,12 @@ def test_a_decode_writes_the_first_free_slot_or_that_of_the_token_that_goes(
     num_slots, _, seed = sizes
     slots, tokens, num_stored = some_slots(num_slots, 0, seed, is_full=seed % 3 > 0)
     slots = slots._replace(end=slots.end + 1)
+    if policy.num_observed == 0:  # its scores never leave 0
+        slots = slots._replace(score=torch.zeros_like(slots.score))
+        tokens = [dict.fromkeys(scores, 0.0) for scores in tokens]
     written = slot_to_write(policy, slots, torch.tensor([num_stored], dtype=torch.int32))
-    assert written.sum(dim=-1).tolist() == [[1, 1]]
     for head, scores in enumerate(tokens):
-        (slot,) = written[0, head].nonzero().flatten().tolist()
+        slot = int(written[0, head])
         if num_stored < num_slots:
             assert slot == num_stored
         else:
