@@ -11,6 +11,7 @@ import torch
 from graphs import BucketTable
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.engine.budget_stats import positions_of
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.budget_driving import assert_follows, run_budget
 from tests.modeling.driving import teacher_forced
@@ -171,16 +172,16 @@ def test_positions_of_a_running_request_can_be_asked_for(zoo: Zoo) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     engine.add_request(prompts_of([20])[0], params, request_id="a")
     with pytest.raises(ValueError, match="id of a running request"):
-        engine.kept_positions("a")
+        positions_of(engine, "a")
     for _ in range(5):
         engine.step()
     # 20 tokens of the prompt and one more, of which sinks and the newest ones are kept.
-    found = engine.kept_positions("a")
+    found = positions_of(engine, "a")
     assert [len(layer) for layer in found] == (~MASK).sum(axis=1).tolist()
     assert all(head.tolist() == [0, 1, *range(14, 21)] for layer in found for head in layer)
     engine.abort("a")
     with pytest.raises(ValueError, match="id of a running request"):
-        engine.kept_positions("a")
+        positions_of(engine, "a")
 
 
 @pytest.mark.parametrize(
