@@ -47,6 +47,7 @@ NEEDED = {
     ("pattern", "show"): ("{pattern}",),
     ("eval", "ruler"): (),
     ("eval", "longbench"): ("--file", "{tmp}/questions.jsonl"),
+    ("eval", "longbench-v2"): ("--file", "{tmp}/choices.jsonl"),
     ("eval", "curve"): ("--out", "{tmp}/curve", "--patterns", "one={pattern}"),
     ("eval", "passkey"): (),
     ("eval", "niah"): ("--out", "{tmp}/niah"),
@@ -60,6 +61,11 @@ NEEDED = {
     ("train-ranker",): ("{tmp}/trace.csv", "--output", "{tmp}/ranker"),
 }
 """Further arguments of each command that takes a model."""
+
+CHOICE = {"_id": "1", "domain": "d", "sub_domain": "s", "difficulty": "easy", "length": "short"}
+CHOICE |= {"question": "q", "context": "c", "answer": "A"}
+CHOICE |= {f"choice_{letter}": letter for letter in "ABCD"}
+"""A question of LongBench v2."""
 
 NAMES_NO_CHECKPOINT = [("bench", "serve")]
 """There ``--model`` is what a server calls its model."""
@@ -118,6 +124,7 @@ def commands_with_a_model() -> Iterator[tuple[str, ...]]:
 def arguments(command: tuple[str, ...], model: Path, tmp_path: Path, pattern: Path) -> list[str]:
     question = {"input": "q", "context": "c", "answers": ["a"], "dataset": "qasper", "length": 1}
     (tmp_path / "questions.jsonl").write_text(json.dumps(question), encoding="utf-8")
+    (tmp_path / "choices.jsonl").write_text(json.dumps(CHOICE), encoding="utf-8")
     lines = ["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"]
     lines += [f"{second},ChatGPT,{20 + second},{5 + second},{25 + second},API log" for second in range(40)]
     (tmp_path / "trace.csv").write_text("\n".join(lines), encoding="utf-8")
