@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from bias_builders.rules import Window, sees_causal, sees_streaming
+from bias_builders.rules import Rule, Window, sees_causal, sees_streaming
 
 
 class Leading(NamedTuple):
@@ -74,7 +74,7 @@ def causal_mask(
     key_row: torch.Tensor,
     key_position: torch.Tensor,
     no_row: int,
-    window: Window | None = None,
+    rule: Rule | None = None,
 ) -> torch.Tensor:
     """Mask of the new keys that each new query sees.
 
@@ -82,13 +82,13 @@ def causal_mask(
         query_row, key_row: row of each token, int32 ``[q]`` and ``[k]``; ``no_row`` marks
             padding and decode rows, which take no part.
         query_position, key_position: int32 ``[q]`` and ``[k]``.
-        window: None for retrieval heads, else the streaming rule.
+        rule: which earlier tokens a token sees; None = all.
     Returns:
         bool ``[q, k]``.
     """
     same_row = (query_row[:, None] == key_row[None, :]) & (query_row[:, None] < no_row)
     q, k = query_position[:, None], key_position[None, :]
-    return same_row & (sees_causal(q, k) if window is None else sees_streaming(q, k, window))
+    return same_row & (sees_causal(q, k) if rule is None else rule.sees(q, k))
 
 
 def leading_slots(visible: torch.Tensor, num_slots: int) -> torch.Tensor:

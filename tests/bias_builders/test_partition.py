@@ -84,7 +84,7 @@ def token_arrays(rows: StepRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 def causal_pairs(rows: StepRows, window: Window | None) -> Counter:
     entry, causal_row, position = token_arrays(rows)
-    mask = causal_mask(causal_row, position, causal_row, position, no_row=99, window=window)
+    mask = causal_mask(causal_row, position, causal_row, position, no_row=99, rule=window)
     return Counter((int(entry[q]), int(position[q]), int(position[k])) for q, k in mask.nonzero().tolist())
 
 

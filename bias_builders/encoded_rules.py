@@ -1,0 +1,83 @@
+"""Rules as numbers: what operators and kernels take, which know integers and no objects.
+
+A rule is written in front of its arguments: a code, then its numbers, or how many rules follow and these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import TypeAlias
+
+from bias_builders.rules import Rule, Window
+from bias_builders.sparse_rules import Dilated, Fixed, RuleIntersection, RuleUnion, Strided
+
+WINDOW, DILATED, STRIDED, FIXED, _UNION, _INTERSECTION = range(1, 7)
+"""Codes of rules."""
+
+Leaf: TypeAlias = tuple[int, int, int]
+"""Code and two numbers of a rule that is no union or intersection; the second may be unused."""
+
+
+def encode_rule(rule: Rule | None) -> tuple[int, ...]:
+    """Write a rule as integers; nothing for None.
+
+    Raises:
+        ValueError: the rule has no code, a table for example.
+    """
+    match rule:
+        case None:
+            return ()
+        case RuleUnion(rules) | RuleIntersection(rules):
+            code = _UNION if isinstance(rule, RuleUnion) else _INTERSECTION
+            return code, len(rules), *(number for each in rules for number in encode_rule(each))
+        case _:
+            return _leaf(rule)
+
+
+def decode_rule(numbers: Sequence[int]) -> Rule | None:
+    """Read what ``encode_rule`` has written."""
+    return _read(iter(numbers)) if numbers else None
+
+
+def rule_terms(rule: Rule) -> tuple[tuple[Leaf, ...], ...]:
+    """Write a rule as a union of intersections of leaves, for kernels that evaluate it without a stack.
+
+    Raises:
+        ValueError: see ``encode_rule``.
+    """
+    match rule:
+        case RuleUnion(rules):
+            return tuple(term for each in rules for term in rule_terms(each))
+        case RuleIntersection(rules):
+            choices = product(*(rule_terms(each) for each in rules))
+            return tuple(tuple(leaf for term in terms for leaf in term) for terms in choices)
+        case _:
+            return ((_leaf(rule),),)
+
+
+def _leaf(rule: Rule) -> Leaf:
+    match rule:
+        case Window(sink, recent):
+            return WINDOW, sink, recent
+        case Dilated(width, dilation):
+            return DILATED, width, dilation
+        case Strided(stride):
+            return STRIDED, stride, 0
+        case Fixed(stride, summary):
+            return FIXED, stride, summary
+        case _:
+            raise ValueError(f"expected a rule in closed form, got {rule.key[0]}")
+
+
+def _read(numbers: Iterator[int]) -> Rule:
+    code, first = next(numbers), next(numbers)
+    if code in (_UNION, _INTERSECTION):
+        rules = tuple(_read(numbers) for _ in range(first))
+        return RuleUnion(rules) if code == _UNION else RuleIntersection(rules)
+    second = next(numbers)
+    if code == WINDOW:
+        return Window(first, second)
+    if code == DILATED:
+        return Dilated(first, second)
+    return Strided(first) if code == STRIDED else Fixed(first, second)
