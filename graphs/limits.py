@@ -24,6 +24,7 @@ class StepLimits:
         decode_len: most tokens of a row that decodes.
         uses_blocks: False for a model whose heads are all streaming: both block counts are then 0.
         uses_rows: False for a model whose heads all keep blocks.
+        uses_block_positions: steps tell where the blocks of the unique part begin, for heads with a rule.
         caches_prefixes: requests take up what earlier ones with the same beginning have computed.
         num_snapshots: ring rows behind those of requests, for states that prefixes are taken up with.
         max_block_moves: held blocks that are moved before a step, so that what the unique part reads of the
@@ -50,6 +51,7 @@ class StepLimits:
     num_snapshots: int = 0
     max_block_moves: int = 0
     chunk_grid: int = 0
+    uses_block_positions: bool = False
 
     def __post_init__(self) -> None:
         for name in (

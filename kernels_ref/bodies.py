@@ -14,20 +14,26 @@ from typing import TypeAlias
 
 import torch
 
-from bias_builders import Window, causal_mask, ring_mask
+from bias_builders import Rule, Window, causal_mask, ring_mask
 from kernels_ref import reference
+from kernels_ref.by_owner import add_blocks
 from kernels_ref.hpu.parts import FusedKernels
 from kernels_ref.index import gather, part_places
 from kernels_ref.loops import How
 from kernels_ref.partial import Partial, merge
+from kernels_ref.ruled import shared_visible, whole_visible
+from kernels_ref.slices import num_parts
 from kernels_ref.units import as_units
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 
-def slices_reached(window: Window, size: int) -> int:
-    """Slices before its own that the newest tokens of a window reach, for slices of ``size`` tokens."""
-    return -(-(window.recent - 1) // size)
+def slices_reached(rule: Rule, size: int, most: int) -> int:
+    """Slices before its own, ``most`` at most, that a slice of ``size`` tokens reaches, sinks apart."""
+    for back in range(most, 0, -1):
+        if rule.reaches((back - 1) * size + 1, (back + 1) * size - 1):
+            return back
+    return 0
 
 
 def sinks_before(
@@ -45,12 +51,13 @@ def sinks_before(
     Args:
         number: of the slice, which has such slices before it.
     """
-    window = how.window
-    assert window is not None, "retrieval heads see all keys"
-    first = (number - slices_reached(window, how.size)) * how.size
+    rule = how.rule
+    assert rule is not None, "without a rule all slices are reached"
+    num_slices = num_parts(len(q_QKGD), how.size)
+    first = (number - slices_reached(rule, how.size, num_slices)) * how.size
     owner = gather(causal_row, first)
     begins = torch.cat([row_query_start, row_query_start.new_zeros(1)])
-    index = gather(begins, owner) + torch.arange(window.sink, dtype=owner.dtype, device=owner.device)
+    index = gather(begins, owner) + torch.arange(rule.sink, dtype=owner.dtype, device=owner.device)
     key_row = torch.where(index < first, owner, how.num_rows)
     index = torch.minimum(index, first - 1)
     return in_order(_meet(how, number, q_QKGD, k_QKD, v_QKD, causal_row, positions, index, key_row))
@@ -91,7 +98,7 @@ def _meet(
     queries, _ = part_places(number, how.size, len(causal_row))
     row, position = gather(causal_row, queries), gather(positions, queries)
     visible_QT = causal_mask(
-        row, position, key_row, gather(positions, index), no_row=how.num_rows, window=how.window
+        row, position, key_row, gather(positions, index), no_row=how.num_rows, rule=how.rule
     )
     keys, values = gather(k_QKD, index), gather(v_QKD, index)
     return _dense(how)(gather(q_QKGD, queries), keys, values, visible_QT, how.scoring)
@@ -111,17 +118,25 @@ def shared_chunk(
     block: torch.Tensor,
     start: torch.Tensor,
     reads_NX: torch.Tensor,
+    positions: torch.Tensor | None = None,
 ) -> Tensors:
-    """Every query against one chunk of shared blocks."""
+    """Every query against one chunk of shared blocks.
+
+    Args:
+        positions: of the queries, if there is a rule.
+    """
     assert how.layout is not None, "blocks have a layout"
     units = as_units(k_flat, v_flat, how.layout)
     some, exists = part_places(number, how.size, len(block))
     # One more entry, for the row number of padding.
     stored = torch.cat([row_start, row_start.new_zeros(1)])[:, None]
     reads = reads_NX.index_select(1, some) * exists.to(reads_NX.dtype)
-    visible_row_X = (stored - gather(start, some)) * reads
-    seen = gather(block, some), visible_row_X, row
-    partial = reference.some_shared_blocks(q_QKGD, units, *seen, how.scoring, _dense(how))
+    start = gather(start, some)
+    visible_row_X = (stored - start) * reads
+    seen, ruled = (gather(block, some), visible_row_X, row), None
+    if how.rule is not None and positions is not None:
+        ruled = shared_visible(how.rule, positions, start, how.layout.num_slots)
+    partial = reference.some_shared_blocks(q_QKGD, units, *seen, how.scoring, _dense(how), ruled)
     return *in_order(merge(Partial(attn, largest, total), partial)), number + 1
 
 
@@ -137,11 +152,12 @@ def rings(
     chunk_position: torch.Tensor,
 ) -> Tensors:
     """A slice of queries against the rings of prompts."""
-    assert how.window is not None, "rings have a window"
+    window = how.rule
+    assert isinstance(window, Window), "rings have a window"
     queries, _ = part_places(number, how.size, len(causal_row))
     row, position = gather(causal_row, queries), gather(positions, queries)
     k_TKD, v_TKD = reference.as_keys(k_CKWD, v_CKWD, chunk_position >= 0)
-    visible_QCW = ring_mask(row, position, chunk_row, chunk_position, how.window)
+    visible_QCW = ring_mask(row, position, chunk_row, chunk_position, window)
     partial = _dense(how)(gather(q_QKGD, queries), k_TKD, v_TKD, visible_QCW.flatten(1), how.scoring)
     return *in_order(partial), number + 1
 
@@ -156,15 +172,24 @@ def unique_chunk(
     k_flat: torch.Tensor,
     v_flat: torch.Tensor,
     owner: torch.Tensor,
+    owner_start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
 ) -> Tensors:
-    """Decode rows against one chunk of whole blocks, which is gathered, added to what they have seen."""
+    """Decode rows against one chunk of whole blocks, which is gathered, added to what they have seen.
+
+    Args:
+        owner_start, end: positions of the first slots of blocks, and behind tokens, if there is a rule.
+    """
     assert how.layout is not None, "blocks have a layout"
     some, exists = part_places(number, how.size, len(owner))
     owner = torch.where(exists, gather(owner, some), len(q_NKHD))
     k, v = gather(how.layout.view(k_flat), some), gather(how.layout.view(v_flat), some)
     seen = Partial(attn, largest, total)
-    add = FusedKernels(how.operators).add
-    return *in_order(reference.add_blocks(seen, q_NKHD, k, v, owner, how.scoring, add)), number + 1
+    add, visible = FusedKernels(how.operators).add, None
+    if how.rule is not None and owner_start is not None and end is not None:
+        start = gather(owner_start, some)
+        visible = whole_visible(how.rule, end, owner, start, how.layout.num_slots)
+    return *in_order(add_blocks(seen, q_NKHD, k, v, owner, how.scoring, add, visible)), number + 1
 
 
 def in_order(partial: Sequence[torch.Tensor]) -> Tensors:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from bias_builders import Window
+from bias_builders import Rule, Window
 from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.partial import Partial
 from kernels_ref.scoring import Scoring
@@ -33,7 +33,8 @@ class Kernels(Protocol):
     """The parts; see ``kernels_ref.reference`` for what each one computes.
 
     An implementation reads stores through ``KVUnits``, and visibility from the step: leading slots where
-    positions lie in order, else an interval of positions for each query.
+    positions lie in order, else an interval of positions for each query. A rule hides more by position; None
+    hides nothing.
     """
 
     def causal(
@@ -41,14 +42,19 @@ class Kernels(Protocol):
         q_QKGD: torch.Tensor,
         new: NewKV,
         t: StepTensors,
-        window: Window | None,
+        rule: Rule | None,
         scoring: Scoring,
     ) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
         ...
 
     def shared_blocks(
-        self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring
+        self,
+        q_QKGD: torch.Tensor,
+        units: KVUnits,
+        t: StepTensors,
+        scoring: Scoring,
+        rule: Rule | None = None,
     ) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
         ...
@@ -66,7 +72,13 @@ class Kernels(Protocol):
         ...
 
     def unique_blocks(
-        self, q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
+        self,
+        q_NKHD: torch.Tensor,
+        units: KVUnits,
+        t: StepTensors,
+        blocks: BlockStep,
+        scoring: Scoring,
+        rule: Rule | None = None,
     ) -> Partial:
         """Decode rows against the blocks that only they read."""
         ...

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bias_builders import Window
+from bias_builders import Rule, Window
 from kernels_ref import bodies
 from kernels_ref.hpu.operators import FusedOperators
 from kernels_ref.hpu.parts import FusedKernels
@@ -62,19 +62,24 @@ class LoopedKernels:
     most_unique: int
 
     def causal(
-        self, q_QKGD: torch.Tensor, new: NewKV, t: StepTensors, window: Window | None, scoring: Scoring
+        self, q_QKGD: torch.Tensor, new: NewKV, t: StepTensors, rule: Rule | None, scoring: Scoring
     ) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
         num_queries, most = q_QKGD.shape[0], self._slice(scoring)
         if num_parts(num_queries, most) <= self.most:
-            return self.inner.causal(q_QKGD, new, t, window, scoring)
+            return self.inner.causal(q_QKGD, new, t, rule, scoring)
         size = even_size(num_queries, most, QUERY_STEP)
-        how = How(scoring, self.fused.operators, size, t.row_start.shape[0], window)
+        how = How(scoring, self.fused.operators, size, t.row_start.shape[0], rule)
         plan = (t.causal_row, t.positions, t.row_query_start)
         return as_operator("causal", q_QKGD, (*new, *plan), how)
 
     def shared_blocks(
-        self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring
+        self,
+        q_QKGD: torch.Tensor,
+        units: KVUnits,
+        t: StepTensors,
+        scoring: Scoring,
+        rule: Rule | None = None,
     ) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
         num_queries, num_kv, group, _ = q_QKGD.shape
@@ -85,10 +90,11 @@ class LoopedKernels:
             size = scoring.chunks.shared(num_queries * num_kv * group, slots, key_bytes)
         num_blocks = t.shared_block.shape[0]
         if num_parts(num_blocks, size) <= self.most_shared:
-            return self.inner.shared_blocks(q_QKGD, units, t, scoring)
+            return self.inner.shared_blocks(q_QKGD, units, t, scoring, rule)
         size = even_size(num_blocks, size)
-        how = How(scoring, self.fused.operators, size, layout=units.layout)
-        plan = (t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads)
+        how = How(scoring, self.fused.operators, size, rule=rule, layout=units.layout)
+        plan = [t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads]
+        plan += [] if rule is None else [t.positions]
         return as_operator("shared_blocks", q_QKGD, (units.k_flat, units.v_flat, *plan), how)
 
     def shared_rings(
@@ -104,12 +110,18 @@ class LoopedKernels:
         num_queries, most = q_QKGD.shape[0], self._slice(scoring)
         if num_parts(num_queries, most) <= self.most_shared:
             return self.inner.shared_rings(q_QKGD, scratch, t, ring, window, scoring)
-        how = How(scoring, self.fused.operators, even_size(num_queries, most, QUERY_STEP), window=window)
+        how = How(scoring, self.fused.operators, even_size(num_queries, most, QUERY_STEP), rule=window)
         plan = (t.causal_row, t.positions, t.chunk_row, ring.chunk_position)
         return as_operator("shared_rings", q_QKGD, (*scratch, *plan), how)
 
     def unique_blocks(
-        self, q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
+        self,
+        q_NKHD: torch.Tensor,
+        units: KVUnits,
+        t: StepTensors,
+        blocks: BlockStep,
+        scoring: Scoring,
+        rule: Rule | None = None,
     ) -> Partial:
         """Decode rows against the blocks that only they read."""
         num_rows, num_kv, heads, dim = q_NKHD.shape
@@ -117,13 +129,14 @@ class LoopedKernels:
         size = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
         num_blocks = t.owner.shape[0]
         if num_parts(num_blocks, size) <= self.most_unique:
-            return self.inner.unique_blocks(q_NKHD, units, t, blocks, scoring)
+            return self.inner.unique_blocks(q_NKHD, units, t, blocks, scoring, rule)
         # A chunk outside of the graph is gathered, like those of the shared part.
         size = even_size(num_blocks, min(size, max(1, scoring.chunks.key_bytes // key_bytes)))
         none = t._replace(owner=t.owner[:0])
-        total = self.inner.unique_blocks(q_NKHD, units, none, blocks, scoring)
-        how = How(scoring, self.fused.operators, size, layout=units.layout)
-        return as_operator("unique_blocks", q_NKHD, (*total, units.k_flat, units.v_flat, t.owner), how)
+        total = self.inner.unique_blocks(q_NKHD, units, none, blocks, scoring, rule)
+        how = How(scoring, self.fused.operators, size, rule=rule, layout=units.layout)
+        plan = (t.owner,) if rule is None else (t.owner, t.owner_start, blocks.end)
+        return as_operator("unique_blocks", q_NKHD, (*total, units.k_flat, units.v_flat, *plan), how)
 
     def unique_rings(self, q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
         """Decode rows against their own ring."""
@@ -165,9 +178,9 @@ def causal(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> P
     """Each slice of queries against the slices of keys that it can reach, and the sinks before them."""
     k_QKD, v_QKD, causal_row, positions, row_query_start = tensors
     new = *(x.contiguous() for x in (q_QKGD, k_QKD, v_QKD)), causal_row, positions
-    num_slices, window = num_parts(len(q_QKGD), how.size), how.window
-    num_reached = num_slices if window is None else bodies.slices_reached(window, how.size)
-    has_sinks = window is not None and window.sink > 0
+    num_slices, rule = num_parts(len(q_QKGD), how.size), how.rule
+    num_reached = num_slices if rule is None else bodies.slices_reached(rule, how.size, num_slices)
+    has_sinks = rule is not None and rule.sink > 0
     nothing = empty(q_QKGD.new_empty(how.size, *q_QKGD.shape[1:]))
     zero = _zero(q_QKGD)
     number, parts = zero, []
@@ -186,9 +199,8 @@ def causal(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> P
 @loop
 def shared_blocks(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
     """Every query against one chunk of shared blocks after the other."""
-    k_flat, v_flat, row_start, row, block, start, reads_NX = tensors
     q_QKGD, number = q_QKGD.contiguous(), _zero(q_QKGD)
-    told = q_QKGD, k_flat, v_flat, row_start, row, block, start, reads_NX
+    block, told = tensors[4], (q_QKGD, *(tensors if how.rule is not None else tensors[:7]))
     total: Sequence[torch.Tensor] = empty(q_QKGD)
     for _ in range(num_parts(len(block), how.size)):
         *total, number = run_body(bodies.shared_chunk, how, number, *total, *told)
@@ -208,8 +220,8 @@ def shared_rings(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How
 @loop
 def unique_blocks(q_NKHD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> Partial:
     """Decode rows against one chunk of whole blocks after the other, added to what they have seen."""
-    *seen, k_flat, v_flat, owner = tensors
-    told, number = (q_NKHD.contiguous(), k_flat, v_flat, owner), _zero(q_NKHD)
+    seen, plan = tensors[:3], tensors[3:]
+    owner, told, number = plan[2], (q_NKHD.contiguous(), *plan), _zero(q_NKHD)
     # As the body returns them, so that one region serves all chunks.
     total: Sequence[torch.Tensor] = bodies.in_order(seen)
     for _ in range(num_parts(len(owner), how.size)):

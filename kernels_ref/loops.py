@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from bias_builders import Window
+from bias_builders import Rule, decode_rule, encode_rule
 from kernels_ref.hpu.operators import FusedOperators
 from kernels_ref.partial import Partial, empty
 from kernels_ref.scoring import Scoring, Softmax
@@ -35,7 +35,7 @@ class How(NamedTuple):
         operators: fused operators to call.
         size: queries of a slice, or blocks of a chunk.
         num_rows: rows of the step (N).
-        window: of rings.
+        rule: which earlier tokens a token sees; of rings, their window.
         layout: of the units that are read.
     """
 
@@ -43,7 +43,7 @@ class How(NamedTuple):
     operators: FusedOperators
     size: int
     num_rows: int = 0
-    window: Window | None = None
+    rule: Rule | None = None
     layout: UnitLayout | None = None
 
 
@@ -94,7 +94,8 @@ def as_operator(name: str, q: torch.Tensor, tensors: Sequence[torch.Tensor], how
         *(int(scoring.softmax is Softmax.FAST), int(operators.attention), int(operators.softmax)),
         *(int(operators.block_softmax), operators.line_bytes, how.size, how.num_rows),
     )
-    ints = [*flags, *(how.window or (0, 0)), *(how.layout or ())]
+    rule = encode_rule(how.rule)
+    ints = [*flags, len(rule), *rule, *(how.layout or ())]
     return Partial(*operator(name, q, list(tensors), ints, [scoring.softcap or 0.0, operators.inverse_scale]))
 
 
@@ -102,13 +103,14 @@ def run_loop(
     name: str, q: torch.Tensor, tensors: Sequence[torch.Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> tuple[torch.Tensor, ...]:
     """Run a loop; the function of the operator."""
-    fast, attention, softmax, blocks, line_bytes, size, num_rows, sink, recent, *layout = ints
+    fast, attention, softmax, blocks, line_bytes, size, num_rows, length, *rest = ints
+    layout = rest[length:]
     how = How(
         Scoring(floats[0] or None, Softmax.FAST if fast else Softmax.EXACT),
         FusedOperators(bool(attention), bool(softmax), bool(blocks), line_bytes, floats[1]),
         size,
         num_rows,
-        Window(sink, recent) if recent else None,
+        decode_rule(rest[:length]),
         UnitLayout(*layout) if layout else None,
     )
     return tuple(_loops[name](q, tensors, how))

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from bias_builders import Window, causal_mask, leading_slots, ring_mask, seen_mask
+from bias_builders import Rule, Window, causal_mask, leading_slots, ring_mask, seen_mask
+from kernels_ref.by_owner import AddBlocks, add_blocks, merge_by_owner
 from kernels_ref.index import gather, write_kv
-from kernels_ref.partial import FLOOR, Partial, attend, empty, finish, merge, widened
+from kernels_ref.partial import Partial, attend, empty, finish, merge
+from kernels_ref.ruled import picked, reached_keys, shared_visible, tails_visible, whole_visible
 from kernels_ref.scoring import Scoring, soften
 from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch, gather_units
@@ -41,26 +43,23 @@ Dense: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 Attend: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", torch.Tensor], Partial]
 """``kernels_ref.partial.attend``, or another one."""
 
-AddBlocks: TypeAlias = Callable[[Partial, torch.Tensor, torch.Tensor, torch.Tensor], Partial]
-"""``merge_by_owner``, or another one."""
-
 
 def causal(
     q_QKGD: torch.Tensor,
     new: NewKV,
     t: StepTensors,
-    window: Window | None,
+    rule: Rule | None,
     scoring: Scoring,
     dense: Dense | None = None,
     query_slice: int | None = None,
 ) -> Partial:
     """Tokens of prompt rows against the new keys of their own row.
 
-    Queries are cut into slices. A retrieval slice meets the keys up to its end; a streaming
-    slice only the band that its window can reach, plus the sink tokens of the one row that may
-    have begun before the band.
+    Queries are cut into slices. Without a rule a slice meets the keys up to its end; with one only those
+    that it reaches by distance, plus the sink tokens of the one row that may have begun before them.
 
     Args:
+        rule: which earlier tokens a token sees; None = all.
         dense, query_slice: how a slice attends, and its queries; None = ``attend_dense``, ``scoring.slices``.
     """
     num_queries, step = q_QKGD.shape[0], query_slice or scoring.slices.queries
@@ -68,11 +67,12 @@ def causal(
     parts = []
     for begin in range(0, num_queries, step):
         end = min(begin + step, num_queries)
-        first = 0 if window is None else max(0, begin - window.recent + 1)
-        k_TKD, v_TKD = new.k[first:end], new.v[first:end]
-        key_row, key_position = t.causal_row[first:end], t.positions[first:end]
-        if window is not None and window.sink > 0 and first > 0:
-            index, sink_row = _sinks_before(first, t, window)
+        places = reached_keys(rule, begin, end)
+        first = places[0].start
+        k_TKD, v_TKD = picked(new.k, places), picked(new.v, places)
+        key_row, key_position = picked(t.causal_row, places), picked(t.positions, places)
+        if rule is not None and rule.sink > 0 and first > 0:
+            index, sink_row = _sinks_before(first, t, rule.sink)
             k_TKD = torch.cat([gather(new.k, index), k_TKD])
             v_TKD = torch.cat([gather(new.v, index), v_TKD])
             key_row = torch.cat([sink_row, key_row])
@@ -83,13 +83,13 @@ def causal(
             key_row,
             key_position,
             no_row=t.row_start.shape[0],
-            window=window,
+            rule=rule,
         )
         parts.append(dense(q_QKGD[begin:end], k_TKD, v_TKD, visible_ST, scoring))
     return parts[0] if len(parts) == 1 else Partial(*(torch.cat(list(x)) for x in zip(*parts)))
 
 
-def _sinks_before(first: int, t: StepTensors, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
+def _sinks_before(first: int, t: StepTensors, num_sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Flat indices and rows of the sink tokens that lie before flat index ``first``.
 
     Rows are contiguous, so only the row that owns token ``first`` can reach back across it.
@@ -98,7 +98,7 @@ def _sinks_before(first: int, t: StepTensors, window: Window) -> tuple[torch.Ten
     no_row = t.row_start.shape[0]
     owner = t.causal_row[first : first + 1]
     begins = torch.cat([t.row_query_start, t.row_query_start.new_zeros(1)])
-    index = gather(begins, owner) + torch.arange(window.sink, dtype=owner.dtype, device=owner.device)
+    index = gather(begins, owner) + torch.arange(num_sinks, dtype=owner.dtype, device=owner.device)
     sink_row = torch.where(index < first, owner, no_row)
     return torch.clamp(index, max=first - 1), sink_row
 
@@ -108,6 +108,7 @@ def shared_blocks(
     units: KVUnits,
     t: StepTensors,
     scoring: Scoring,
+    rule: Rule | None = None,
     dense: Dense | None = None,
     chunk: int | None = None,
 ) -> Partial:
@@ -116,6 +117,7 @@ def shared_blocks(
     Which slots a row sees is worked out for each chunk too: rows by blocks would grow with the context.
 
     Args:
+        rule: which earlier tokens a token sees; None = all.
         dense, chunk: how a chunk is attended to, and its blocks; None = ``attend_dense``, ``scoring.chunks``.
     """
     num_queries, num_kv, group, _ = q_QKGD.shape
@@ -131,7 +133,8 @@ def shared_blocks(
         # Leading slots; below 0 for none, and beyond the block for all of it.
         visible_row_X = (stored - t.shared_start[some]) * t.shared_reads[:, some]
         seen = t.shared_block[some], visible_row_X, t.row
-        partial = some_shared_blocks(q_QKGD, units, *seen, scoring, dense)
+        ruled = None if rule is None else shared_visible(rule, t.positions, t.shared_start[some], block_size)
+        partial = some_shared_blocks(q_QKGD, units, *seen, scoring, dense, ruled)
         total = merge(total, partial)
     return total
 
@@ -144,10 +147,17 @@ def some_shared_blocks(
     row: torch.Tensor,
     scoring: Scoring,
     dense: Dense,
+    ruled_QXB: torch.Tensor | None = None,
 ) -> Partial:
-    """Every query against one chunk of the shared blocks; what is gathered for it ends here."""
+    """Every query against one chunk of the shared blocks; what is gathered for it ends here.
+
+    Args:
+        ruled_QXB: slots that a rule shows each query; None = all.
+    """
     block_size = units.layout.num_slots
     visible_QXB = leading_slots(gather(visible_row_X, row), block_size)
+    if ruled_QXB is not None:
+        visible_QXB = visible_QXB & ruled_QXB
     used_XB = leading_slots(visible_row_X.amax(dim=0), block_size)
     k_TKD, v_TKD = as_keys(*gather_units(units, block), used_XB)
     return dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), scoring)
@@ -212,6 +222,7 @@ def unique_blocks(
     t: StepTensors,
     blocks: BlockStep,
     scoring: Scoring,
+    rule: Rule | None = None,
     attend: Attend = attend,
     add: AddBlocks | None = None,
 ) -> Partial:
@@ -219,82 +230,27 @@ def unique_blocks(
 
     Whole blocks come from the contiguous slice ``[0, NU)`` without a mask: each block meets the
     queries of its owner, and the results are summed by owner. Blocks of nobody are dropped by
-    owner, so whatever they hold cannot leak. Tails are gathered and masked.
+    owner, so whatever they hold cannot leak. Tails are gathered and masked. A rule masks whole blocks too.
 
     Args:
+        rule: which earlier tokens a token sees; None = all.
         attend: for the tails.
-        add: for the whole blocks; None = ``merge_by_owner``.
+        add: for the whole blocks, without a rule; None = ``merge_by_owner``.
     """
     add = add or merge_by_owner
     num_rows, num_kv, heads, dim = q_NKHD.shape
     key_bytes = units.k[0].numel() * units.k.element_size()
     chunk = scoring.chunks.unique(num_rows, num_kv * heads, units.layout.num_slots, dim, key_bytes)
-    total = tails(q_NKHD, units, t, blocks, scoring, attend)
+    total = tails(q_NKHD, units, t, blocks, scoring, attend, rule)
     for begin in range(0, t.owner.shape[0], chunk):
         owner = t.owner[begin : begin + chunk]
         k, v = units.k[begin : begin + len(owner)], units.v[begin : begin + len(owner)]
-        total = add_blocks(total, q_NKHD, k, v, owner, scoring, add)
+        visible = None
+        if rule is not None:
+            start = t.owner_start[begin : begin + chunk]
+            visible = whole_visible(rule, blocks.end, owner, start, units.layout.num_slots)
+        total = add_blocks(total, q_NKHD, k, v, owner, scoring, add, visible)
     return total
-
-
-def add_blocks(
-    total: Partial,
-    q_NKHD: torch.Tensor,
-    k_XKBD: torch.Tensor,
-    v_XKBD: torch.Tensor,
-    owner: torch.Tensor,
-    scoring: Scoring,
-    add: AddBlocks,
-) -> Partial:
-    """Decode rows against one chunk of whole blocks."""
-    query = gather(q_NKHD, torch.clamp(owner, max=q_NKHD.shape[0] - 1))
-    scores = soften(torch.matmul(query, k_XKBD.transpose(2, 3)), scoring)
-    return add(total, scores, v_XKBD, owner)
-
-
-def merge_by_owner(
-    total: Partial, scores_XKGB: torch.Tensor, v_XKBD: torch.Tensor, owner: torch.Tensor
-) -> Partial:
-    """Add whole blocks to what their owners have seen so far.
-
-    Weights are taken against the new largest score of the owner at once, so that the blocks need no
-    partial of their own, which would take twice as many operators.
-
-    Args:
-        total: of the N rows.
-        scores_XKGB: of each block with the query of its owner; overwritten.
-        owner: row of each block, ``N`` = nobody, whose scores and values may be anything; int32 ``[X]``.
-    """
-    num_rows, num_kv, group, dim = total.attn.shape
-    num_blocks = owner.shape[0]
-    row = torch.arange(num_rows, dtype=owner.dtype, device=owner.device)
-    member_NX = row[:, None] == owner[None]
-    # A masked maximum over all pairs: [N, chunk, H] is small, and it is native everywhere.
-    largest = widened(scores_XKGB.amax(dim=-1))
-    block_max = torch.where(member_NX[..., None, None], largest[None], FLOOR)
-    row_max = torch.maximum(total.max, block_max.amax(dim=1))
-    owned = (owner < num_rows)[:, None, None]
-    # Far above any score where nobody owns a block: its weights are 0, and no infinity meets its values.
-    reference = torch.where(owned, gather(row_max, torch.clamp(owner, max=num_rows - 1)), -FLOOR)
-    weights = scores_XKGB.sub_(reference[..., None].to(scores_XKGB.dtype)).exp_()
-    # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
-    attn = torch.where(
-        owned[..., None], torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).to(largest.dtype), 0.0
-    )
-    sums = torch.where(owned, weights.sum(dim=-1, dtype=largest.dtype), 0.0)
-    member = member_NX.to(attn.dtype)
-    decay = torch.exp(total.max - row_max)
-    return Partial(
-        torch.addcmul(
-            torch.matmul(member, attn.view(num_blocks, -1)).view(num_rows, num_kv, group, dim),
-            total.attn,
-            decay[..., None],
-        ),
-        row_max,
-        torch.addcmul(
-            torch.matmul(member, sums.view(num_blocks, -1)).view(num_rows, num_kv, group), total.sum, decay
-        ),
-    )
 
 
 def tails(
@@ -304,12 +260,16 @@ def tails(
     blocks: BlockStep,
     scoring: Scoring,
     attend: Attend = attend,
+    rule: Rule | None = None,
 ) -> Partial:
     """Decode rows against the blocks that not every token of them sees whole."""
     k, v = gather_units(units, t.tail_block.view(-1))
     num_tails = t.tail_block.shape[1]
     k_NKSD, v_NKSD = side_by_side(k, num_tails), side_by_side(v, num_tails)
-    visible = seen_mask(blocks.tails, units.layout.num_slots)
+    num_slots = units.layout.num_slots
+    visible = seen_mask(blocks.tails, num_slots)
+    if rule is not None:
+        visible = visible & tails_visible(rule, blocks.end, t.tail_start, num_slots)
     return own_units(q_NKHD, k_NKSD, v_NKSD, visible, scoring, attend)
 
 

@@ -42,6 +42,8 @@ class StepTensors(NamedTuple):
         shared_reads: 1 where tokens of a row read a shared block, the last row for padding, ``[N + 1, NS]``.
             They see the positions stored before the step; the part derives them for some blocks at a time.
         owner: row that reads block ``b`` of the contiguous slice whole, ``N`` = nobody, ``[NU]``.
+        owner_start: position of the first slot of each of these blocks that anybody has, ``[NU]``; empty
+            where no kind of head group asks for it (``GroupKind.needs_block_positions``).
     """
 
     positions: torch.Tensor
@@ -59,6 +61,7 @@ class StepTensors(NamedTuple):
     shared_start: torch.Tensor
     shared_reads: torch.Tensor
     owner: torch.Tensor
+    owner_start: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -72,4 +72,5 @@ def _has_sinks_before(sizes: GroupSizes, query_len: int) -> bool:
     if window is None or not window.sink:
         return False
     size = even_size(query_len, sizes.query_slice, QUERY_STEP)
-    return num_parts(query_len, size) > slices_reached(window, size) + 1
+    num_slices = num_parts(query_len, size)
+    return num_slices > slices_reached(window, size, num_slices) + 1

@@ -79,8 +79,8 @@ class StepGeometry:
         trash_block, trash_row: block and ring row that padding reads and writes.
         max_chunk_rows: rings gathered for prompt rows with context (C).
         decode_len: most new tokens of a decode row (M).
-        max_block_moves, uses_rows: see ``StepLimits``; without rows, prompt rows gather no rings, and there
-            may be more of them than C.
+        max_block_moves, uses_rows, uses_block_positions: see ``StepLimits``; without rows, prompt rows gather
+            no rings, and there may be more of them than C.
     """
 
     block_size: int
@@ -90,6 +90,7 @@ class StepGeometry:
     decode_len: int = 1
     max_block_moves: int = 0
     uses_rows: bool = True
+    uses_block_positions: bool = False
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:
@@ -102,6 +103,7 @@ class StepGeometry:
             limits.decode_len,
             limits.max_block_moves,
             limits.uses_rows,
+            limits.uses_block_positions,
         )
 
     def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
@@ -126,6 +128,7 @@ class StepGeometry:
             "shared_start": (bucket.num_shared_blocks,),
             "shared_reads": (counts.rows + 1, bucket.num_shared_blocks),
             "owner": (bucket.num_unique_blocks,),
+            "owner_start": (bucket.num_unique_blocks if self.uses_block_positions else 0,),
         }
 
 
@@ -255,6 +258,13 @@ def _fill_unique(
     unique, row_id = batch.unique, batch.rows.row_id
     owner = np.where(unique.owner < 0, no_row, row_id[unique.owner])
     _put(host["owner"], owner, no_row)
+    owner_start = host["owner_start"]
+    if len(owner_start):
+        owner_start.fill(0)
+        # A block that several rows have has the same position in all of them.
+        block, start = batch.rows.block_ids, ranges(batch.rows.num_blocks) * geometry.block_size
+        inside = block < len(owner_start)
+        owner_start[block[inside]] = start[inside]
     host["tail_block"].fill(geometry.trash_block)
     host["tail_start"].fill(NOWHERE)
     if len(row_id):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from bias_builders import Window
+from bias_builders import Rule, Window
 from hpu_duo.limit_config import SchedulerConfig
 from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Owner, Rings
 
@@ -41,6 +41,12 @@ def head_groups(
 def budget_groups(num_retrieval: int, num_budget: int, budget: Budget) -> tuple[HeadGroup, ...]:
     """The groups of a layer of heads that keep blocks and of heads with a budget, each if there are any."""
     counts = ((num_retrieval, Blocks()), (num_budget, budget))
+    return tuple(HeadGroup(count, kind) for count, kind in counts if count)
+
+
+def ruled_groups(num_retrieval: int, num_ruled: int, rule: Rule) -> tuple[HeadGroup, ...]:
+    """The groups of a layer of heads that see all tokens and of heads with a rule, each if there are any."""
+    counts = ((num_retrieval, Blocks()), (num_ruled, Blocks(rule)))
     return tuple(HeadGroup(count, kind) for count, kind in counts if count)
 
 
@@ -186,6 +192,11 @@ class MemoryPlan:
         return self.others_use_rows or any(
             group.kind.owner is Owner.ROW for layer in self.layers for group in layer.groups
         )
+
+    @cached_property
+    def uses_block_positions(self) -> bool:
+        """Whether any group of heads needs the positions of whole blocks."""
+        return any(group.kind.needs_block_positions for layer in self.layers for group in layer.groups)
 
     @cached_property
     def block_bytes(self) -> int:

@@ -110,7 +110,9 @@ class DealtBlocks(GroupKind):
         if parts.unique:
             tails = leading_visible((t.tail_start + first)[:, :, None], rows.end[:, None], num_slots)
         start = t.shared_start + first
-        return {layout: DealtStep(BlockStep(index[layout], Leading(tails)), start) for layout in layouts}
+        return {
+            layout: DealtStep(BlockStep(index[layout], Leading(tails), rows.end), start) for layout in layouts
+        }
 
     def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
         """Write first: decode rows find their new keys in their blocks, on the rank that keeps them."""

@@ -162,6 +162,7 @@ def resolve_limits(
         max_chunk_rows=scheduler.max_chunk_rows,
         decode_len=scheduler.decode_len,
         chunk_grid=chunk_grid,
+        uses_block_positions=memory.uses_block_positions,
     )
 
 

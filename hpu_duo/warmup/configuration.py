@@ -142,7 +142,7 @@ def _attention_text(spec: LayerSpec) -> str:
     counts = "+".join(str(group.num_heads) for group in streaming) or "0"
     kept = {group.kind.name for group in spec.groups if group.kind.reach is None} - {Blocks.name}
     dealt = "".join(f" in {name}" for name in sorted(kept))
-    seen = "".join(f", {group.kind.describe()}" for group in streaming)
+    seen = "".join(f", {text}" for group in spec.groups if (text := group.kind.describe()))
     return (
         f"{spec.impl.value}: {spec.num_retrieval} retrieval{dealt} and {counts} streaming heads x "
         f"{spec.group_size} queries x {spec.head_dim}, scale {spec.scale:.6g}{seen}{softcap}{softmax}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from bias_builders import Leading, leading_visible, tails_per_row
+from bias_builders import Leading, Rule, describe_rule, leading_visible, tails_per_row
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
 from kernels_ref.index import write_indices
@@ -28,36 +28,47 @@ class BlockStep(NamedTuple):
     Attributes:
         write_index: places of the new tokens, ``[Q * K]``.
         tails: visibility of a row's tails to its tokens, ``[N, T, M]``.
+        end: position behind each token of the decode rows, 0 where there is none, ``[N, M]``.
     """
 
     write_index: torch.Tensor
     tails: Leading
+    end: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Blocks(GroupKind):
-    """Heads that keep all tokens, in blocks: retrieval heads.
+    """Heads that keep all tokens, in blocks: retrieval heads, and heads whose attention is sparse.
 
     The causal part meets new keys of the same prompt, the shared part blocks that several rows read, or a
     prompt row, and the unique part the blocks of decode rows.
+
+    Attributes:
+        rule: which of the tokens before it a token sees; None = all of them.
     """
 
+    rule: Rule | None = None
     name: ClassVar[str] = "blocks"
     owner: ClassVar[Owner] = Owner.BLOCK
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Return the name: the kind has no numbers."""
-        return (self.name,)
+        """Return the name, and that of the rule."""
+        return (self.name,) if self.rule is None else (self.name, self.rule.key)
 
     @property
     def reach(self) -> int | None:
-        """Return None: a token sees all tokens."""
+        """Return None: no number of tokens bounds what a token sees."""
         return None
 
     def describe(self) -> str:
-        """Return an empty text: a token sees all tokens."""
-        return ""
+        """Describe the rule; empty if a token sees all tokens."""
+        return "" if self.rule is None else describe_rule(self.rule)
+
+    @property
+    def needs_block_positions(self) -> bool:
+        """Whether there is a rule."""
+        return self.rule is not None
 
     def num_slots(self, block_size: int) -> int:
         """Return the slots of a block."""
@@ -72,7 +83,7 @@ class Blocks(GroupKind):
         if parts.unique:
             tails = leading_visible(t.tail_start[:, :, None], rows.end[:, None], num_slots)
         index = write_indices(t.write_block, t.write_offset, layouts)
-        return {layout: BlockStep(index[layout], Leading(tails)) for layout in layouts}
+        return {layout: BlockStep(index[layout], Leading(tails), rows.end) for layout in layouts}
 
     def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
         """Write first: decode rows find their new keys in their blocks."""
@@ -82,12 +93,12 @@ class Blocks(GroupKind):
         run.write_kv(units, plan.write_index, new)
         of_tokens: list[Partial] = []
         if parts.causal:
-            of_tokens.append(run.causal(q_QKGD, new, t, None, scoring))
+            of_tokens.append(run.causal(q_QKGD, new, t, self.rule, scoring))
         if parts.shared and t.shared_block.shape[0]:
-            of_tokens.append(run.shared_blocks(q_QKGD, units, t, scoring))
+            of_tokens.append(run.shared_blocks(q_QKGD, units, t, scoring, self.rule))
         decoded = None
         if parts.unique:
-            decoded = run.unique_blocks(of_rows(q_QKGD, step), units, t, plan, scoring)
+            decoded = run.unique_blocks(of_rows(q_QKGD, step), units, t, plan, scoring, self.rule)
             decoded = unfold(decoded, step.decode_len)
         return run.finish(q_QKGD, of_tokens, decoded, step.decode_slot, sinks_KG)
 

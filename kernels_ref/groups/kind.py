@@ -95,6 +95,11 @@ class GroupKind(ABC):
         return False
 
     @property
+    def needs_block_positions(self) -> bool:
+        """Whether the unique part needs the positions of whole blocks: ``StepTensors.owner_start``."""
+        return False
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of ``KVUnits.state`` for one slot of one head; 0 for kinds without it."""
         return 0

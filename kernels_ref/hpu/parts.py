@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bias_builders import Window
+from bias_builders import Rule, Window
 from kernels_ref import reference
+from kernels_ref.by_owner import AddBlocks, merge_by_owner
 from kernels_ref.hpu import softmax
 from kernels_ref.hpu.attention import attend_dense
 from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.index import write_kv
 from kernels_ref.partial import Partial, attend, finish
-from kernels_ref.reference import AddBlocks
 from kernels_ref.scoring import Scoring
 from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
@@ -37,23 +37,28 @@ class FusedKernels:
     operators: FusedOperators = NO_OPERATORS
 
     def causal(
-        self, q_QKGD: torch.Tensor, new: NewKV, t: StepTensors, window: Window | None, scoring: Scoring
+        self, q_QKGD: torch.Tensor, new: NewKV, t: StepTensors, rule: Rule | None, scoring: Scoring
     ) -> Partial:
         """Tokens of prompt rows against the new keys of their own row."""
         if not self.fuses(scoring):
-            return reference.causal(q_QKGD, new, t, window, scoring)
+            return reference.causal(q_QKGD, new, t, rule, scoring)
         size = scoring.slices.masked_queries
-        return reference.causal(q_QKGD, new, t, window, scoring, self.dense, size)
+        return reference.causal(q_QKGD, new, t, rule, scoring, self.dense, size)
 
     def shared_blocks(
-        self, q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring
+        self,
+        q_QKGD: torch.Tensor,
+        units: KVUnits,
+        t: StepTensors,
+        scoring: Scoring,
+        rule: Rule | None = None,
     ) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
         if not self.fuses(scoring):
-            return reference.shared_blocks(q_QKGD, units, t, scoring)
+            return reference.shared_blocks(q_QKGD, units, t, scoring, rule)
         key_bytes = units.k[0].numel() * units.k.element_size()
         chunk = scoring.chunks.masked(len(q_QKGD), units.layout.num_slots, key_bytes, q_QKGD.element_size())
-        return reference.shared_blocks(q_QKGD, units, t, scoring, self.dense, chunk)
+        return reference.shared_blocks(q_QKGD, units, t, scoring, rule, self.dense, chunk)
 
     def shared_rings(
         self,
@@ -71,10 +76,16 @@ class FusedKernels:
         return reference.shared_rings(q_QKGD, scratch, t, ring, window, scoring, self.dense, size)
 
     def unique_blocks(
-        self, q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
+        self,
+        q_NKHD: torch.Tensor,
+        units: KVUnits,
+        t: StepTensors,
+        blocks: BlockStep,
+        scoring: Scoring,
+        rule: Rule | None = None,
     ) -> Partial:
         """Decode rows against the blocks that only they read."""
-        return reference.unique_blocks(q_NKHD, units, t, blocks, scoring, self.attend, self.add)
+        return reference.unique_blocks(q_NKHD, units, t, blocks, scoring, rule, self.attend, self.add)
 
     def unique_rings(self, q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
         """Decode rows against their own ring."""
@@ -125,7 +136,7 @@ class FusedKernels:
     @property
     def add(self) -> AddBlocks:
         """Function that adds whole blocks to what decode rows have seen."""
-        return softmax.merge_by_owner if self.operators.block_softmax else reference.merge_by_owner
+        return softmax.merge_by_owner if self.operators.block_softmax else merge_by_owner
 
     def attend(self, scores: torch.Tensor, visible: torch.Tensor | None, values: torch.Tensor) -> Partial:
         """The triple of scores; see ``kernels_ref.partial.attend``."""

@@ -51,7 +51,7 @@ def attend(
 def merge_by_owner(
     total: Partial, scores_XKHB: torch.Tensor, v_XKBD: torch.Tensor, owner: torch.Tensor
 ) -> Partial:
-    """Add whole blocks to what their owners have seen; see ``kernels_ref.reference.merge_by_owner``.
+    """Add whole blocks to what their owners have seen; see ``kernels_ref.by_owner.merge_by_owner``.
 
     Each block's weights are relative to its own largest score. ``block_softmax_adjustment`` does not fit
     here: it divides by the sum of all blocks of a row, which have to be merged with other parts.

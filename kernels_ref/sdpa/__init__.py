@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import torch
 
-from bias_builders import Held, Leading, Window, seen_mask
+from bias_builders import Held, Leading, Rule, Window, encode_rule, seen_mask
 from kernels_ref import reference
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.partial import Partial, finish
 from kernels_ref.scoring import Scoring
-from kernels_ref.sdpa import decode, prefill, shared, short
+from kernels_ref.sdpa import decode, prefill, ruled, shared, short
 from kernels_ref.sdpa.operators import register
 from kernels_ref.sdpa.store import write_kv
 from kernels_ref.step import StepTensors
@@ -55,6 +55,19 @@ _unique_blocks = register(
     f"{_QKV}, Tensor owner, Tensor tail_block, Tensor tail_visible, float softcap, int decode_slots",
     decode.unique_blocks,
 )
+_ruled_causal = register("ruled_causal", f"{_QKV}, {_ROWS}, int[] rule, int band_queries", ruled.ruled_causal)
+_ruled_shared = register(
+    "ruled_shared",
+    f"{_QKV}, Tensor row_start, Tensor row_num_new, Tensor row_query_start, Tensor shared_block, "
+    "Tensor shared_start, Tensor shared_reads, int[] rule, int band_queries, int context_blocks",
+    ruled.ruled_shared,
+)
+_ruled_unique = register(
+    "ruled_unique",
+    f"{_QKV}, Tensor owner, Tensor owner_start, Tensor tail_block, Tensor tail_start, Tensor tail_visible, "
+    "Tensor end, int[] rule, float softcap, int decode_slots",
+    ruled.ruled_unique,
+)
 _leading_rings = register("leading_rings", f"{_QKV}, Tensor visible, float softcap", decode.leading_rings)
 _weighed_rings = register(
     "weighed_rings",
@@ -73,20 +86,28 @@ def causal(
     q_QKGD: torch.Tensor,
     new: NewKV,
     t: StepTensors,
-    window: Window | None,
+    rule: Rule | None,
     scoring: Scoring,
 ) -> Partial:
     """Tokens of prompt rows against the new keys of their own row."""
     _refuse(scoring)
-    sizes = (*(window or (0, 0)), scoring.slices.band_queries)
+    if rule is not None and not isinstance(rule, Window):
+        plan = (*_row_plan(t), encode_rule(rule), scoring.slices.band_queries)
+        return Partial(*_ruled_causal(q_QKGD, new.k, new.v, *plan))
+    sizes = (*(rule or (0, 0)), scoring.slices.band_queries)
     return Partial(*_causal(q_QKGD, new.k, new.v, *_row_plan(t), *sizes))
 
 
-def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring) -> Partial:
+def shared_blocks(
+    q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring, rule: Rule | None = None
+) -> Partial:
     """Every row against the shared blocks that it sees."""
     _refuse(scoring)
     tokens = t.row_start, t.row_num_new, t.row_query_start
     plan = (*tokens, t.shared_block, t.shared_start, t.shared_reads)
+    if rule is not None:
+        sizes = encode_rule(rule), scoring.slices.band_queries, scoring.slices.context_blocks
+        return Partial(*_ruled_shared(q_QKGD, units.k, units.v, *plan, *sizes))
     return Partial(*_shared_blocks(q_QKGD, units.k, units.v, *plan, scoring.slices.context_blocks))
 
 
@@ -105,13 +126,23 @@ def shared_rings(
 
 
 def unique_blocks(
-    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
+    q_NKHD: torch.Tensor,
+    units: KVUnits,
+    t: StepTensors,
+    blocks: BlockStep,
+    scoring: Scoring,
+    rule: Rule | None = None,
 ) -> Partial:
     """Decode rows against the blocks that only they read.
 
     Without a kernel of our own, a short slice costs less as plain tensor code, which a compiler fuses,
     than as an operator.
     """
+    if rule is not None:
+        tails = (t.tail_block, t.tail_start, blocks.tails.visible)
+        sizes = encode_rule(rule), scoring.softcap or 0.0, scoring.slices.decode_slots
+        numbers = (t.owner, t.owner_start, *tails, blocks.end, *sizes)
+        return Partial(*_ruled_unique(q_NKHD, units.k, units.v, *numbers))
     plan = (t.owner, t.tail_block, blocks.tails.visible)
     if scoring.softcap is None and rows.fits(q_NKHD, units.k):
         return rows.attend_blocks(q_NKHD, units.k, units.v, *plan)

@@ -17,7 +17,7 @@ from kernels_ref.sdpa.flash import flash
 from kernels_ref.x86 import attention as tiled
 
 
-class _Row(NamedTuple):
+class PromptRow(NamedTuple):
     """A prompt row: number, flat range ``[begin, end)`` of its new tokens, tokens stored before."""
 
     number: int
@@ -40,7 +40,7 @@ def causal(
 ) -> Partial:
     """Row by row, causal or in slices of ``band_queries`` of the streaming band."""
     window = Window(sink, recent) if recent else None
-    rows = list(_prompt_rows(row_start, row_num_new, row_query_start, causal_row))
+    rows = list(prompt_rows(row_start, row_num_new, row_query_start, causal_row))
     is_tiled = tiled.fits(q_QKGD, k_QKD)
     fills_step = len(rows) == 1 and (rows[0].begin, rows[0].end) == (0, len(q_QKGD))
     if fills_step and not is_tiled and (window is None or len(q_QKGD) <= window.recent):
@@ -93,7 +93,7 @@ def shared_rings(
     """Row by row over what its ring held before the step."""
     window = Window(sink, recent)
     total = empty(q_QKGD)
-    for row in _prompt_rows(row_start, row_num_new, row_query_start, causal_row):
+    for row in prompt_rows(row_start, row_num_new, row_query_start, causal_row):
         if row.start == 0:
             continue
         place = int((chunk_row == row.number).nonzero()[0])
@@ -116,20 +116,21 @@ def shared_rings(
     return total
 
 
-def _prompt_rows(
+def prompt_rows(
     row_start: torch.Tensor,
     row_num_new: torch.Tensor,
     row_query_start: torch.Tensor,
     causal_row: torch.Tensor,
-) -> Iterator[_Row]:
+) -> Iterator[PromptRow]:
+    """The prompt rows of a step."""
     causal = causal_row.index_select(0, row_query_start)
     plan = zip(row_start.tolist(), row_num_new.tolist(), row_query_start.tolist(), causal.tolist())
     for number, (start, num_new, begin, prompt) in enumerate(plan):
         if num_new and prompt == number:
-            yield _Row(number, begin, begin + num_new, start)
+            yield PromptRow(number, begin, begin + num_new, start)
 
 
-def _of_row(total: Partial, row: _Row) -> Partial:
+def _of_row(total: Partial, row: PromptRow) -> Partial:
     return Partial(*(x[row.begin : row.end] for x in total))
 
 

@@ -157,6 +157,14 @@ def prefill(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
     return Launch(rows=64, keys=32, num_warps=8, num_stages=3 if limits.is_large else 2)
 
 
+def ruled(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
+    """Tiles of the kernels that work out a mask for each tile: smaller, since masks take registers too."""
+    tiles = prefill(head_dim, dtype, limits)
+    if tiles.rows == MIN_TILE:
+        return tiles
+    return replace(tiles, rows=tiles.rows // 2, keys=max(MIN_TILE, tiles.keys // 2), num_stages=1)
+
+
 def strides(store_XKSD: torch.Tensor) -> dict[str, int]:
     """Strides of the units and of the heads of a store, in vectors, for kernels."""
     dim = store_XKSD.shape[3]

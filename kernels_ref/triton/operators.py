@@ -92,6 +92,26 @@ unique_blocks = register(
     _TRIPLE,
     _triple,
 )
+ruled_causal = register(
+    "ruled_causal",
+    f"{_QKV}, Tensor causal_row, Tensor positions, Tensor row_query_start, int[] rule, float softcap",
+    _TRIPLE,
+    _triple,
+)
+ruled_shared = register(
+    "ruled_shared",
+    f"{_QKV}, Tensor row, Tensor positions, Tensor row_start, Tensor shared_block, Tensor shared_start, "
+    "Tensor shared_reads, int[] rule, float softcap",
+    _TRIPLE,
+    _triple,
+)
+ruled_unique = register(
+    "ruled_unique",
+    f"{_QKV}, Tensor owner, Tensor owner_start, Tensor tail_block, Tensor tail_start, Tensor tail_visible, "
+    "Tensor end, int[] rule, float softcap",
+    _TRIPLE,
+    _triple,
+)
 leading_rings = register("leading_rings", f"{_QKV}, Tensor visible, float softcap", _TRIPLE, _triple)
 held_rings = register(
     "held_rings",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from bias_builders import Held, Window
+from bias_builders import Held, Rule, Window, encode_rule
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.partial import Partial
 from kernels_ref.scoring import Scoring
@@ -45,7 +45,7 @@ def causal(
     q_QKGD: torch.Tensor,
     new: NewKV,
     t: StepTensors,
-    window: Window | None,
+    rule: Rule | None,
     scoring: Scoring,
 ) -> Partial:
     """Tokens of prompt rows against the new keys of their own row."""
@@ -56,13 +56,15 @@ def causal(
     check_plan("causal_row", t.causal_row, (num_queries,), q_QKGD.device)
     check_plan("positions", t.positions, (num_queries,), q_QKGD.device)
     check_plan("row_query_start", t.row_query_start, (None,), q_QKGD.device)
-    plan = (t.causal_row, t.positions, t.row_query_start)
-    return Partial(
-        *operators.causal(q_QKGD, new.k, new.v, *plan, *(window or _NO_WINDOW), scoring.softcap or 0.0)
-    )
+    plan, softcap = (t.causal_row, t.positions, t.row_query_start), scoring.softcap or 0.0
+    if rule is not None and not isinstance(rule, Window):
+        return Partial(*operators.ruled_causal(q_QKGD, new.k, new.v, *plan, encode_rule(rule), softcap))
+    return Partial(*operators.causal(q_QKGD, new.k, new.v, *plan, *(rule or _NO_WINDOW), softcap))
 
 
-def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring) -> Partial:
+def shared_blocks(
+    q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring: Scoring, rule: Rule | None = None
+) -> Partial:
     """Every query against the blocks that several rows read, or a prompt row."""
     check_queries("q_QKGD", q_QKGD)
     check_units(units, q_QKGD)
@@ -72,8 +74,13 @@ def shared_blocks(q_QKGD: torch.Tensor, units: KVUnits, t: StepTensors, scoring:
     check_plan("shared_start", t.shared_start, (num_blocks,), q_QKGD.device)
     check_plan("shared_reads", t.shared_reads, (num_rows + 1, num_blocks), q_QKGD.device)
     check_plan("row_start", t.row_start, (None,), q_QKGD.device)
-    plan = (t.row, t.row_start, t.shared_block, t.shared_start, t.shared_reads)
-    return Partial(*operators.shared_blocks(q_QKGD, units.k, units.v, *plan, scoring.softcap or 0.0))
+    plan = (t.row_start, t.shared_block, t.shared_start, t.shared_reads)
+    if rule is not None:
+        check_plan("positions", t.positions, (q_QKGD.shape[0],), q_QKGD.device)
+        ruled = (t.row, t.positions, *plan, encode_rule(rule), scoring.softcap or 0.0)
+        return Partial(*operators.ruled_shared(q_QKGD, units.k, units.v, *ruled))
+    numbers = (t.row, *plan, scoring.softcap or 0.0)
+    return Partial(*operators.shared_blocks(q_QKGD, units.k, units.v, *numbers))
 
 
 def shared_rings(
@@ -98,7 +105,12 @@ def shared_rings(
 
 
 def unique_blocks(
-    q_NKHD: torch.Tensor, units: KVUnits, t: StepTensors, blocks: BlockStep, scoring: Scoring
+    q_NKHD: torch.Tensor,
+    units: KVUnits,
+    t: StepTensors,
+    blocks: BlockStep,
+    scoring: Scoring,
+    rule: Rule | None = None,
 ) -> Partial:
     """Decode rows against the blocks that only they read."""
     check_queries("q_NKHD", q_NKHD)
@@ -113,6 +125,13 @@ def unique_blocks(
             f"expected owner to have at most {units.k.shape[0]} entries, the blocks of units.k, "
             f"got {t.owner.shape[0]}"
         )
+    if rule is not None:
+        check_plan("owner_start", t.owner_start, (t.owner.shape[0],), q_NKHD.device)
+        check_plan("tail_start", t.tail_start, (num_rows, num_tails), q_NKHD.device)
+        check_plan("end", blocks.end, (num_rows, blocks.tails.visible.shape[2]), q_NKHD.device)
+        tails = (t.tail_block, t.tail_start, blocks.tails.visible)
+        numbers = (t.owner, t.owner_start, *tails, blocks.end, encode_rule(rule), scoring.softcap or 0.0)
+        return Partial(*operators.ruled_unique(q_NKHD, units.k, units.v, *numbers))
     plan = (t.owner, t.tail_block, blocks.tails.visible)
     return Partial(*operators.unique_blocks(q_NKHD, units.k, units.v, *plan, scoring.softcap or 0.0))
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from bias_builders import Dilated, Fixed, RuleIntersection, RuleUnion, Window, encode_rule
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import DeviceLimits
 
@@ -121,6 +122,9 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     from kernels_ref.triton.finish import finish
     from kernels_ref.triton.held_rings import held_rings
     from kernels_ref.triton.leading_rings import leading_rings
+    from kernels_ref.triton.ruled_causal import ruled_causal
+    from kernels_ref.triton.ruled_shared import ruled_shared
+    from kernels_ref.triton.ruled_unique import ruled_unique
     from kernels_ref.triton.shared_blocks import shared_blocks
     from kernels_ref.triton.shared_rings import shared_rings
     from kernels_ref.triton.stream_k import stream_k
@@ -143,7 +147,14 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     one, several = (ints(rows, 1), ints(rows, 1, 1)), (ints(rows, 2), ints(rows, 2, 8))
     q_several = torch.zeros(rows, heads, 8 * group, dim, dtype=dtype)
     tokens_of_rows, held = ints(rows, 8), ints(rows, 1, window)
+    rule = encode_rule(RuleUnion((RuleIntersection((Window(4, 256), Dilated(64, 2))), Fixed(128, 8))))
+    ends, tails = ints(rows, 8), (several[0], several[0], several[1])
     return [
+        lambda: ruled_causal(q, k, v, token, token, row, rule, 0.0),
+        lambda: ruled_shared(q, k_store, v_store, token, *shared, rule, 0.0),
+        lambda: ruled_unique(
+            q_several, k_store, v_store, ints(blocks), ints(blocks), *tails, ends, rule, 0.0
+        ),
         lambda: causal(q, k, v, token, token, row, 0, 0, 0.0),
         lambda: causal(q, k, v, token, token, row, 64, 256, 0.0),
         lambda: shared_blocks(q, k_store, v_store, *shared, 0.0),

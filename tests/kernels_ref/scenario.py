@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from bias_builders import StepRows, Window
+from bias_builders import Rule, StepRows, Window
 from graphs.shape import BatchShape, Phase
 from hpu_duo.engine.batch import StepGeometry, fill, flatten
 from kernels_ref import (
@@ -33,6 +33,7 @@ from kernels_ref import (
     stores_of,
 )
 from kernels_ref.groups import BlockStep, RingStep
+from tests.bias_builders.plain_rules import plain
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Scenario:
     decode_len: int = 1
     slack: int = 0
     is_spread: bool = False  # stores with room between heads and units
+    rule: Rule | None = None  # of the heads that keep blocks
 
 
 @st.composite
@@ -121,7 +123,7 @@ class World:
         ).to(dtype)
         self.blocks, self.rings = self._stores(dtype)
         self.groups = (
-            *([HeadGroup(s.kr, Blocks())] if s.kr else []),
+            *([HeadGroup(s.kr, Blocks(s.rule))] if s.kr else []),
             *([HeadGroup(s.ks, Rings(s.window, s.slack))] if s.ks else []),
         )
         self.cache = (*([self.blocks] if s.kr else []), *([self.rings] if s.ks else []))
@@ -201,7 +203,14 @@ class World:
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, object]:
         """Padded queries, keys, values and the prepared step."""
         s = self.s
-        geometry = StepGeometry(s.block_size, self.num_blocks, self.max_rows, len(s.rows) + 1, s.decode_len)
+        geometry = StepGeometry(
+            s.block_size,
+            self.num_blocks,
+            self.max_rows,
+            len(s.rows) + 1,
+            s.decode_len,
+            uses_block_positions=s.rule is not None,
+        )
         batch = flatten(self.rows, np.zeros(int(self.rows.num_new.sum()), np.int32), s.block_size)
         exact = batch.shape
         phase = Phase(True, True, True) if s.all_parts else exact.phase
@@ -240,7 +249,9 @@ class World:
         """The token rule of a key/value head, written without the code under test."""
         if key > query:
             return False
-        return head < self.s.kr or key < self.s.window.sink or query - key < self.s.window.recent
+        if head < self.s.kr:
+            return self.s.rule is None or plain(self.s.rule, query, key)
+        return key < self.s.window.sink or query - key < self.s.window.recent
 
     def dense(self, softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Expected output of the unpadded queries, float64 ``[Q, H, D]``."""

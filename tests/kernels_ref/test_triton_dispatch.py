@@ -205,7 +205,7 @@ def call(part: str, change: Callable[[dict[str, Any]], None]) -> None:
     )
     scratch = Scratch(a["scratch.k"], a["scratch.v"])
     a["seen"] = Leading(a["visible"])
-    plan, new = BlockStep(plan.write_index, Leading(a["tails"])), NewKV(a["k"], a["v"])
+    plan, new = BlockStep(plan.write_index, Leading(a["tails"]), plan.end), NewKV(a["k"], a["v"])
     t = type(t)(*(a[name] for name in t._fields))
     ring = type(ring)(*(a[name] for name in ring._fields))
     match part:

@@ -1,0 +1,194 @@
+"""Heads with a rule: only tiles of keys in which a rule may show something are read.
+
+The functions here run inside operators: they read the plan, loop over rows, and return partials of all
+queries, empty where a query takes no part. A tile that a rule shows whole has no mask.
+
+Shapes: as in ``kernels_ref.reference``; ``rule`` in numbers (``encode_rule``), ``softcap`` 0 means none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bias_builders import Leading, Rule, Tile, decode_rule, leading_visible, seen_mask
+from kernels_ref.by_owner import merge_by_owner
+from kernels_ref.partial import Partial, empty, merge
+from kernels_ref.reference import own_units, side_by_side
+from kernels_ref.ruled import slot_positions, tails_visible, whole_visible
+from kernels_ref.scoring import Scoring, soften
+from kernels_ref.sdpa.flash import flash
+from kernels_ref.sdpa.prefill import prompt_rows
+
+KEY_TILE = 128
+"""New keys that are read or skipped together."""
+
+_Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class _Tiles(NamedTuple):
+    """Keys and values of some tiles side by side, and their positions, -1 for unused slots."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    position: torch.Tensor
+
+
+_Keys: TypeAlias = Callable[[_Ints], _Tiles]
+"""From numbers of tiles to what they hold."""
+
+
+def ruled_causal(
+    q_QKGD: torch.Tensor,
+    k_QKD: torch.Tensor,
+    v_QKD: torch.Tensor,
+    row_start: torch.Tensor,
+    row_num_new: torch.Tensor,
+    row_query_start: torch.Tensor,
+    causal_row: torch.Tensor,
+    rule: Sequence[int],
+    band_queries: int,
+) -> Partial:
+    """Row by row, ``band_queries`` queries at a time."""
+    read, total = _read(rule), empty(q_QKGD)
+    for row in prompt_rows(row_start, row_num_new, row_query_start, causal_row):
+        k, v = k_QKD[row.begin : row.end], v_QKD[row.begin : row.end]
+        position = torch.arange(row.start, row.start + len(k), dtype=torch.int32)
+
+        def keys_of(
+            tiles: _Ints, k: torch.Tensor = k, v: torch.Tensor = v, position: torch.Tensor = position
+        ) -> _Tiles:
+            ranges = [slice(tile * KEY_TILE, (tile + 1) * KEY_TILE) for tile in tiles.tolist()]
+            return _Tiles(*(torch.cat([x[each] for each in ranges]) for x in (k, v, position)))
+
+        for begin in range(0, len(k), band_queries):
+            end = min(begin + band_queries, len(k))
+            first = np.arange(0, end, KEY_TILE) + row.start
+            last = np.minimum(first + KEY_TILE, row.start + end) - 1
+            place = slice(row.begin + begin, row.begin + end)
+            seen = Partial(*(x[place] for x in total))
+            _attend_tiles(seen, q_QKGD[place], position[begin:end], read, (first, last), keys_of, len(first))
+    return total
+
+
+def ruled_shared(
+    q_QKGD: torch.Tensor,
+    k_XKBD: torch.Tensor,
+    v_XKBD: torch.Tensor,
+    row_start: torch.Tensor,
+    row_num_new: torch.Tensor,
+    row_query_start: torch.Tensor,
+    shared_block: torch.Tensor,
+    shared_start: torch.Tensor,
+    shared_reads: torch.Tensor,
+    rule: Sequence[int],
+    band_queries: int,
+    context_blocks: int,
+) -> Partial:
+    """Row by row, over the blocks that its queries may see some of."""
+    read, total, num_slots = _read(rule), empty(q_QKGD), k_XKBD.shape[2]
+    visible_RX = leading_visible(shared_start, row_start[:, None], num_slots) * shared_reads[:-1]
+    plan = zip(row_start.tolist(), row_num_new.tolist(), row_query_start.tolist())
+    for number, (start, num_new, row_begin) in enumerate(plan):
+        index = visible_RX[number].nonzero().flatten()
+        if not num_new or not len(index):
+            continue
+        block, used = shared_block[index], visible_RX[number][index]
+        first = shared_start[index].numpy().astype(np.int64)
+        slots = slot_positions(shared_start[index], num_slots)
+        slots = torch.where(slots < (shared_start[index] + used)[:, None], slots, -1)
+
+        def keys_of(tiles: _Ints, block: torch.Tensor = block, slots: torch.Tensor = slots) -> _Tiles:
+            some = torch.from_numpy(tiles)
+            k, v = (x.index_select(0, block[some]).transpose(1, 2).flatten(0, 1) for x in (k_XKBD, v_XKBD))
+            place = slots[some].flatten()
+            if bool((place < 0).any()):
+                # An unused slot may hold anything, and NaN times a weight of 0 is NaN.
+                k, v = (torch.where((place >= 0)[:, None, None], x, 0) for x in (k, v))
+            return _Tiles(k, v, place)
+
+        for begin in range(0, num_new, band_queries):
+            end = min(begin + band_queries, num_new)
+            place = slice(row_begin + begin, row_begin + end)
+            position = torch.arange(start + begin, start + end, dtype=torch.int32)
+            seen = Partial(*(x[place] for x in total))
+            ends = first, first + used.numpy() - 1
+            is_whole = used.numpy() == num_slots
+            _attend_tiles(seen, q_QKGD[place], position, read, ends, keys_of, context_blocks, is_whole)
+    return total
+
+
+def ruled_unique(
+    q_NKHD: torch.Tensor,
+    k_XKBD: torch.Tensor,
+    v_XKBD: torch.Tensor,
+    owner: torch.Tensor,
+    owner_start: torch.Tensor,
+    tail_block: torch.Tensor,
+    tail_start: torch.Tensor,
+    tail_visible: torch.Tensor,
+    end: torch.Tensor,
+    rule: Sequence[int],
+    softcap: float,
+    decode_slots: int,
+) -> Partial:
+    """Decode rows against the blocks of which a token sees some slots, ``decode_slots`` at a time."""
+    read, num_rows, num_slots = _read(rule), len(q_NKHD), k_XKBD.shape[2]
+    scoring = Scoring(softcap or None)
+    k, v = (
+        side_by_side(x.index_select(0, tail_block.view(-1)), tail_block.shape[1]) for x in (k_XKBD, v_XKBD)
+    )
+    visible = seen_mask(Leading(tail_visible), num_slots) & tails_visible(read, end, tail_start, num_slots)
+    total = own_units(q_NKHD, k, v, visible, scoring)
+    visible_XMB = whole_visible(read, end, owner, owner_start, num_slots)
+    seen = ((owner < num_rows) & visible_XMB.flatten(1).any(dim=1)).nonzero().flatten()
+    for some in seen.split(max(1, decode_slots // num_slots)) if len(seen) else ():
+        of = owner[some]
+        k, v = k_XKBD.index_select(0, some), v_XKBD.index_select(0, some)
+        scores = soften(torch.matmul(q_NKHD.index_select(0, of), k.transpose(2, 3)), scoring)
+        heads = q_NKHD.shape[2] // visible_XMB.shape[1]
+        of_heads = visible_XMB[some].repeat_interleave(heads, dim=1)[:, None]
+        total = merge_by_owner(total, scores, v, of, of_heads)
+    return total
+
+
+def _attend_tiles(
+    seen: Partial,
+    q_SKGD: torch.Tensor,
+    position_S: torch.Tensor,
+    rule: Rule,
+    ends: tuple[_Ints, _Ints],
+    keys_of: _Keys,
+    num_together: int,
+    is_whole: npt.NDArray[np.bool_] | None = None,
+) -> None:
+    """Merge what neighbouring queries see of some tiles of keys into ``seen``.
+
+    Args:
+        ends: first and last position of each tile.
+        num_together: most tiles that are read at a time.
+        is_whole: tiles whose slots are all used; None = all.
+    """
+    tile = Tile(int(position_S[0]), int(position_S[-1]), *ends)
+    may, full = rule.may_see(tile), rule.sees_all(tile)
+    if is_whole is not None:
+        full = full & is_whole
+    for masked, chosen in ((False, may & full), (True, may & ~full)):
+        tiles = np.flatnonzero(chosen)
+        for begin in range(0, len(tiles), num_together):
+            k, v, key_position = keys_of(tiles[begin : begin + num_together])
+            visible = None
+            if masked:
+                visible = rule.sees(position_S[:, None], key_position[None]) & (key_position >= 0)[None]
+            for whole, merged in zip(seen, merge(seen, flash(q_SKGD, k, v, visible=visible))):
+                whole.copy_(merged)
+
+
+def _read(numbers: Sequence[int]) -> Rule:
+    rule = decode_rule(numbers)
+    assert rule is not None, "a rule has numbers"
+    return rule
