@@ -97,6 +97,7 @@ class HPUDuoModel(ContextModel, Uncopied):
         kv_policy: str | None = None,
         kv_budget: float | None = None,
         kv_chunk: int | None = None,
+        attention_rule: str | None = None,
         graphs: str | CaptureBackend = "default",
         buckets: BucketTable | str | Path | None = None,
         on_miss: str = "error",
@@ -136,6 +137,7 @@ class HPUDuoModel(ContextModel, Uncopied):
                 ranker: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, enable_prefix_caching, num_prefix_snapshots,
                 device_memory_utilization, kv_policy, kv_budget, kv_chunk: see ``CacheConfig``.
+            attention_rule: see ``HeadConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
                 backend of your own; "default" is "auto" on HPU and "eager" elsewhere. None of them falls
                 back to another one.
@@ -182,6 +184,7 @@ class HPUDuoModel(ContextModel, Uncopied):
                 sink=sink,
                 recent=recent,
                 max_layer_kinds=max_layer_kinds,
+                attention_rule=attention_rule,
                 tie_break=tie_break,
                 balance=balance,
             ),

@@ -11,15 +11,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bias_builders import Window
+from bias_builders import Rule, Window
 from hpu_duo.config import EngineConfig, HeadConfig
 from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
 from hpu_duo.heads.origin import FINGERPRINT_KEY, check_origin
-from hpu_duo.kv.plan import budget_groups, head_groups, ring_slack
+from hpu_duo.kv.plan import budget_groups, head_groups, ring_slack, ruled_groups
 from hpu_duo.limit_config import HPU_LAYER_KINDS
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.startup.attention_rule import resolve_attention_rule
 from hpu_duo.startup.kv_budget import resolve_kv_budget
 from kernels_ref import Budget, HeadGroup
 
@@ -71,7 +72,8 @@ def choose_heads(
         config.block_size,
         caches_prefixes=config.cache.enable_prefix_caching,
     )
-    return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, slack, budget)))
+    rule = resolve_attention_rule(config)
+    return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, slack, budget, rule)))
 
 
 def resolve_pattern(
@@ -199,6 +201,7 @@ def assign_heads(
     max_len: int,
     slack: int,
     budget: Budget | None = None,
+    rule: Rule | None = None,
 ) -> list[HeadAssignment]:
     """The groups of heads of each layer, and their order.
 
@@ -208,6 +211,7 @@ def assign_heads(
     Args:
         slack: slots of a ring beside those of its window.
         budget: kind of the heads that would stream under the pattern, or of all heads without one.
+        rule: of the same heads, which keep all tokens then.
     """
     assigned: list[HeadAssignment] = []
     for index, layer in enumerate(layers):
@@ -219,11 +223,13 @@ def assign_heads(
         elif pattern is not None:
             streams = ~pattern.mask[index]
             window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
-        elif budget is not None:
+        elif budget is not None or rule is not None:
             streams = ~streams
         num_streaming = int(streams.sum())
         if budget is not None and not _has_window(layer, max_len):
             groups = budget_groups(call.num_kv_heads - num_streaming, num_streaming, budget)
+        elif rule is not None and not _has_window(layer, max_len):
+            groups = ruled_groups(call.num_kv_heads - num_streaming, num_streaming, rule)
         else:
             groups = head_groups(call.num_kv_heads - num_streaming, num_streaming, window, slack)
         layout = HeadLayout.by_group(streams.astype(np.int32), call.num_heads)

@@ -59,6 +59,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
             "kv_policy": config.cache.kv_policy,
             "kv_budget": config.cache.kv_budget,
             "kv_chunk": config.cache.kv_chunk,
+            "attention_rule": config.heads.attention_rule,
         },
         "buckets": [str(bucket) for bucket in graphs.table] if runner.executor.uses_table else None,
         "heads": _heads(engine.pattern),

@@ -92,6 +92,7 @@ def load_cold(
         kv_policy=options.kv_policy,
         kv_budget=options.kv_budget,
         kv_chunk=options.kv_chunk,
+        attention_rule=options.attention_rule,
         tensor_parallel_size=options.tensor_parallel_size,
         retrieval_parallel=options.retrieval_parallel,
         retrieval_parallel_context=options.retrieval_parallel_context,

@@ -248,6 +248,15 @@ class EngineOptions(SizeOptions):
             rich_help_panel=HEADS,
         ),
     ] = None
+    attention_rule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,...]",
+            help="Which tokens they see instead, of all: sink_band or another of docs/attention-rules.md.",
+            show_default="all",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
     tensor_parallel_size: Annotated[
         int,
         typer.Option(

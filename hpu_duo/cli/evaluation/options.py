@@ -146,7 +146,7 @@ class OneScoringEngine(opt.EngineOptions):
 _STEP = ("device", "dtype", "graphs", "attention", "softmax")
 _SIZES = (
     *("max_num_batched_tokens", "block_size", "device_memory_utilization", "enable_prefix_caching"),
-    *("kv_policy", "kv_budget", "kv_chunk"),
+    *("kv_policy", "kv_budget", "kv_chunk", "attention_rule"),
 )
 Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
 Scoring = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_SIZES, "decode_len")]
@@ -188,6 +188,7 @@ class Choice:
             "kv_policy": self.engine.kv_policy,
             "kv_budget": self.engine.kv_budget,
             "kv_chunk": self.engine.kv_chunk,
+            "attention_rule": self.engine.attention_rule,
         }
 
     def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:
@@ -217,9 +218,9 @@ class Choice:
     @property
     def load_full(self) -> Callable[[], Subject] | None:
         """Return a loader of the same model with full attention; None if no option lets heads stream."""
-        if self.heads.pattern is None and not self.heads.is_cut and self.engine.kv_policy is None:
+        engine = replace(self.engine, kv_policy=None, kv_budget=None, kv_chunk=None, attention_rule=None)
+        if self.heads.pattern is None and not self.heads.is_cut and engine == self.engine:
             return None
-        engine = replace(self.engine, kv_policy=None, kv_budget=None, kv_chunk=None)
         return replace(self, heads=opt.HeadOptions(), engine=engine).load
 
     def load_with(self, pattern: HeadPattern) -> Subject:

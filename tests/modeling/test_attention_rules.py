@@ -1,0 +1,202 @@
+"""Models under an attention rule compute what transformers computes under the dense mask of that rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bias_builders import Rule, Window, describe_rule
+from graphs import BucketTable
+from graphs.backends.compile import CompileBackend
+from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.attention_rules import make_attention_rule
+from kernels_ref import Blocks
+from tests.bias_builders.plain_rules import plain
+from tests.modeling.dense_oracle import masked_logits
+from tests.modeling.driving import greedy_logits
+from tests.modeling.families import BLOCK, LENGTHS, WINDOW, Zoo, prompts_of
+
+RULES = [
+    "band:width=9",
+    "sink_band:sink=3,band=7",
+    "dilated:width=5,dilation=3",
+    "strided:stride=6",
+    "fixed:stride=8,summary=2",
+    "sink_band:sink=2,band=3|dilated:width=9,dilation=4",
+    "strided:stride=5&band:width=17",
+]
+NUM_NEW = 12
+MASK = np.array([[1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0]], np.bool_)
+PATTERN = HeadPattern(MASK.astype(np.float32), 2, 3, retrieval=MASK)
+TABLE = BucketTable.from_strings(["csu/q24/s24/u16/l6"])
+
+
+def load(zoo: Zoo, name: str, rule: str, **options: Any) -> HPUDuoModel:
+    defaults = {
+        "max_num_seqs": len(LENGTHS),
+        "max_num_batched_tokens": 23,
+        "max_model_len": 80,
+        "attention_rule": rule,
+        "attention": "reference",
+    }
+    return HPUDuoModel.from_pretrained(zoo.load(name)[1], block_size=BLOCK, **{**defaults, **options})
+
+
+def dense(rule: Rule | None, length: int) -> torch.Tensor:
+    pairs = [[plain(rule, i, j) if rule else j <= i for j in range(length)] for i in range(length)]
+    return torch.tensor(pairs)
+
+
+def expected_logits(
+    zoo: Zoo, name: str, rule: Rule, tokens: list[int], num_new: int, pattern: HeadPattern | None = None
+) -> torch.Tensor:
+    model, _ = zoo.load(name)
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    if name == "mistral_sliding":
+        types = ["sliding_attention"] * config.num_hidden_layers
+    by_rule, full = dense(rule, len(tokens)), dense(None, len(tokens))
+    masks = []
+    for layer, kind in enumerate(types):
+        heads = [by_rule] * config.num_attention_heads
+        if kind == "sliding_attention":
+            heads = [dense(Window(0, config.sliding_window), len(tokens))] * len(heads)
+        elif pattern is not None:
+            heads = [full if retrieves else by_rule for retrieves in pattern.mask[layer]]
+        masks.append(torch.stack(heads))
+    return masked_logits(model, masks, tokens)[-num_new - 1 : -1]
+
+
+def assert_served(zoo: Zoo, name: str, rule: str, **options: Any) -> HPUDuoModel:
+    served, prompts = load(zoo, name, rule, **options), prompts_of()
+    pattern = options.get("pattern")
+    for prompt, (new, logits) in zip(prompts, greedy_logits(served.engine, prompts, NUM_NEW)):
+        made = make_attention_rule(rule)
+        expected = expected_logits(zoo, name, made, [*prompt, *new], NUM_NEW, pattern)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    return served
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("rule", RULES)
+def test_logits_equal_those_under_the_dense_mask(zoo: Zoo, rule: str, attention: str) -> None:
+    assert_served(zoo, "llama", rule, attention=attention)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("name", ["llama_mha", "llama_mqa", "qwen2", "qwen3", "gpt_neox", "olmo2"])
+def test_families_with_any_number_of_queries_per_key_follow_the_rule(
+    zoo: Zoo, name: str, attention: str
+) -> None:
+    assert_served(zoo, name, RULES[5], attention=attention)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "mistral_sliding"])
+def test_layers_with_a_window_keep_it_beside_soft_caps_and_sink_logits(zoo: Zoo, name: str) -> None:
+    assert WINDOW < 80
+    assert_served(zoo, name, "dilated:width=6,dilation=2")
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("rule", [RULES[1], RULES[4]])
+def test_heads_that_stream_under_a_pattern_have_the_rule_and_others_see_all(
+    zoo: Zoo, rule: str, attention: str
+) -> None:
+    served = assert_served(zoo, "llama_mha", rule, attention=attention, pattern=PATTERN)
+    groups = {group.kind: group.num_heads for group in served.engine.runner.model.specs[2].groups}
+    assert groups == {Blocks(): 2, Blocks(make_attention_rule(rule)): 2}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_mqa"])
+def test_triton_kernels_follow_the_rule(zoo: Zoo, name: str) -> None:
+    pytest.importorskip("triton")
+    served = load(zoo, name, RULES[5], attention="triton")
+    prompts = prompts_of([3, 2 * BLOCK + 3])
+    for prompt, (new, logits) in zip(prompts, greedy_logits(served.engine, prompts, 3)):
+        expected = expected_logits(zoo, name, make_attention_rule(RULES[5]), [*prompt, *new], 3)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("graphs", ["replay", CompileBackend("eager")])
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("rule", [RULES[1], RULES[3], RULES[5]])
+def test_captured_steps_follow_the_rule(
+    zoo: Zoo, graphs: str | CompileBackend, rule: str, attention: str
+) -> None:
+    assert_served(zoo, "llama", rule, graphs=graphs, buckets=TABLE, attention=attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_compiled_steps_follow_the_rule(zoo: Zoo, attention: str) -> None:
+    assert_served(zoo, "llama", RULES[5], graphs="compile", buckets=TABLE, attention=attention)
+
+
+@pytest.mark.parametrize("tokens", [6, 64])
+def test_chunks_do_not_change_what_is_seen(zoo: Zoo, tokens: int) -> None:
+    assert_served(zoo, "llama", RULES[5], max_num_batched_tokens=tokens)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("decode_len", [2, BLOCK])
+def test_tokens_that_are_decoded_together_see_what_each_of_them_sees(
+    zoo: Zoo, decode_len: int, attention: str
+) -> None:
+    served = load(
+        zoo, "llama", RULES[5], attention=attention, decode_len=decode_len, max_num_batched_tokens=64
+    )
+    prompts = prompts_of([3, 2 * BLOCK, 30])
+    texts = [prompts_of([length])[0] for length in (11, 7, 9)]
+    rule = make_attention_rule(RULES[5])
+    for prompt, text, (score,) in zip(prompts, texts, served.score(prompts, [[text] for text in texts])):
+        logits = expected_logits(zoo, "llama", rule, [*prompt, *text], len(text))
+        expected = torch.log_softmax(logits, dim=-1)[range(len(text)), text]
+        assert score.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_prompts_that_share_a_cached_prefix_follow_the_rule(zoo: Zoo, attention: str) -> None:
+    served = load(zoo, "llama", RULES[5], attention=attention)
+    prefix = prompts_of([3 * BLOCK + 2])[0]
+    prompts = [[*prefix, *more] for more in prompts_of([2, 9, 1])]
+    greedy_logits(served.engine, [prefix], 2)
+    for prompt, (new, logits) in zip(prompts, greedy_logits(served.engine, prompts, NUM_NEW)):
+        expected = expected_logits(zoo, "llama", make_attention_rule(RULES[5]), [*prompt, *new], NUM_NEW)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    stats = served.stats().prefixes
+    assert stats is not None
+    assert stats.num_hit_tokens >= 3 * 3 * BLOCK
+
+
+def test_a_preempted_request_goes_on_under_the_rule(zoo: Zoo) -> None:
+    served = load(zoo, "llama", RULES[1], num_blocks=9, max_num_seqs=3, max_model_len=60)
+    prompts = prompts_of([19, 13, 22])
+    for prompt, (new, logits) in zip(prompts, greedy_logits(served.engine, prompts, 16)):
+        expected = expected_logits(zoo, "llama", make_attention_rule(RULES[1]), [*prompt, *new], 16)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_described_as_it_is_written(rule: str) -> None:
+    assert describe_rule(make_attention_rule(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "bands"}, "expected attention_rule to be one of band, dilated"),
+        ({"rule": "band:window=3"}, "expected options of attention_rule 'band'"),
+        ({"rule": "band:width=0"}, "recent >= 1"),
+        ({"rule": "fixed:stride=4,summary=8"}, "summary of at most stride=4, got 8"),
+        ({"rule": "band|"}, "expected attention_rule to be one of"),
+        ({"rule": "band", "kv_policy": "local", "kv_budget": 8}, "kv_policy=None only"),
+    ],
+)
+def test_what_is_no_rule_or_does_not_go_with_one_is_refused(
+    zoo: Zoo, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(zoo, "llama", **options)
