@@ -13,6 +13,35 @@ VOCABULARY = range(300, 1000)
 """Tokens that prompts without text are made of."""
 
 
+class TracePrompts:
+    """Prompts of a trace as rankers learn from them: its texts, or drawn tokens where it has none.
+
+    Args:
+        vocabulary: of requests without text: their tokens are drawn, so that equal blocks are equal.
+        encode: makes tokens of texts; None where the trace has none.
+    """
+
+    def __init__(
+        self, vocabulary: range = VOCABULARY, encode: Callable[[str], Sequence[int]] | None = None
+    ) -> None:
+        self._ids, self._encode = PromptIds(vocabulary), encode
+
+    def of(self, arrival: Arrival, index: int) -> np.ndarray:
+        """Return the prompt of a request; int32 [number of tokens].
+
+        Args:
+            index: place of the request in its trace.
+
+        Raises:
+            ValueError: a text and nothing to encode it.
+        """
+        if arrival.text is None:
+            return self._ids.of(arrival, index)
+        if self._encode is None:
+            raise ValueError("expected a tokenizer for a trace with texts")
+        return np.asarray(self._encode(arrival.text), dtype=np.int32)
+
+
 @dataclass(frozen=True)
 class Examples:
     """Prompts with the output tokens that each had.
@@ -47,21 +76,13 @@ class Examples:
         """Take them from a trace.
 
         Args:
-            encode: makes tokens of texts; None where the trace has none.
-            vocabulary: of requests without text: their tokens are drawn, so that equal blocks are equal.
+            encode, vocabulary: see ``TracePrompts``.
 
         Raises:
             ValueError: a text and nothing to encode it.
         """
-        ids = PromptIds(vocabulary)
-        prompts = []
-        for index, arrival in enumerate(arrivals):
-            if arrival.text is None:
-                prompts.append(ids.of(arrival, index))
-            elif encode is None:
-                raise ValueError("expected a tokenizer for a trace with texts")
-            else:
-                prompts.append(np.asarray(encode(arrival.text), dtype=np.int32))
+        make = TracePrompts(vocabulary, encode)
+        prompts = [make.of(arrival, index) for index, arrival in enumerate(arrivals)]
         lengths = np.array([arrival.num_output_tokens for arrival in arrivals], dtype=np.int64)
         return cls(tuple(prompts), lengths)
 

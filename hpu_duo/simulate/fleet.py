@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpu_duo.routing import make_router
+from hpu_duo.simulate.forecast import Forecast
 from hpu_duo.simulate.replicated import Loss, ReplicatedSimulation
 from hpu_duo.simulate.report import ReplicaFigures
 from hpu_duo.simulate.run_log import RunLog
@@ -35,7 +36,7 @@ class Fleet:
         sessions: Sequence[Session],
         *,
         seed: int = 0,
-        length_error: float = 0.0,
+        forecast: Forecast | None = None,
         until_s: float = float("inf"),
     ) -> tuple[RunLog, ReplicaFigures]:
         """Serve sessions with replicas of a server, each under the policy; see ``SimulatedServer.run``.
@@ -44,7 +45,7 @@ class Fleet:
             ValueError: no such router or policy, or a request that does not fit.
             GraphMissError: no bucket holds a step.
         """
-        arrivals = SessionArrivals(sessions, server.limits.max_model_len, seed, length_error)
+        arrivals = SessionArrivals(sessions, server.limits.max_model_len, seed, forecast)
         simulation = ReplicatedSimulation(
             lambda: server.engine(policy),
             self.num_replicas,

@@ -165,7 +165,9 @@ class ReplicatedSimulation:
         lost = self._at.pop(request_id)
         self.lost.append(lost)
         prompt = lost.tokens[: lost.num_prompt_tokens]
-        return Request(request_id, prompt, lost.params, lost.limits, sampling_seed=lost.sampling_seed)
+        again = Request(request_id, prompt, lost.params, lost.limits, sampling_seed=lost.sampling_seed)
+        again.score = lost.score
+        return again
 
     def _send(self) -> None:
         """Send the requests that have come, and those that wait for a replica."""

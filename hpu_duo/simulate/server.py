@@ -12,6 +12,7 @@ from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.scheduling import make_policy
 from hpu_duo.simulate.engine import SimulatedEngine
+from hpu_duo.simulate.forecast import Forecast
 from hpu_duo.simulate.run_log import RunLog
 from hpu_duo.simulate.sessions import SessionArrivals
 from hpu_duo.simulate.simulation import Simulation
@@ -100,21 +101,21 @@ class SimulatedServer:
         sessions: Sequence[Session],
         *,
         seed: int = 0,
-        length_error: float = 0.0,
+        forecast: Forecast | None = None,
         until_s: float = float("inf"),
     ) -> RunLog:
         """Serve sessions under a policy.
 
         Args:
             policy: name, with options; see ``hpu_duo.scheduling.make_policy``.
-            seed, length_error: see ``SessionArrivals``.
+            seed, forecast: see ``SessionArrivals``.
             until_s: no step begins later.
 
         Raises:
             ValueError: no such policy, or a request that does not fit.
             GraphMissError: no bucket holds a step.
         """
-        arrivals = SessionArrivals(sessions, self.limits.max_model_len, seed, length_error)
+        arrivals = SessionArrivals(sessions, self.limits.max_model_len, seed, forecast)
         log = RunLog(arrivals.came, self.cost)
         for step in Simulation(self.engine(policy), arrivals).steps(until_s):
             log.take(step)

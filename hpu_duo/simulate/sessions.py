@@ -9,9 +9,8 @@ import numpy as np
 
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.traces import Arrival, PromptIds, Session
-
-_VOCABULARY = range(1, 50_000)
+from hpu_duo.simulate.forecast import Forecast
+from hpu_duo.traces import Arrival, Session
 
 
 class SessionArrivals:
@@ -25,24 +24,22 @@ class SessionArrivals:
         sessions: in any order.
         max_model_len: tokens that a request may have; all requests of all sessions must fit.
         seed: of the tokens, and of errors.
-        length_error: standard deviation of the logarithm of expected lengths of outputs; with 0 policies that
-            go by lengths know them.
-
-    Raises:
-        ValueError: ``length_error`` below 0.
+        forecast: what policies know of outputs.
 
     Attributes:
         came: time and user of each request that has come, by its id, in order.
     """
 
     def __init__(
-        self, sessions: Iterable[Session], max_model_len: int, seed: int = 0, length_error: float = 0.0
+        self,
+        sessions: Iterable[Session],
+        max_model_len: int,
+        seed: int = 0,
+        forecast: Forecast | None = None,
     ) -> None:
-        if not 0 <= length_error < float("inf"):
-            raise ValueError(f"expected a length error of at least 0, got {length_error}")
-        self._seed, self._length_error = seed, length_error
+        self._seed, self._forecast = seed, forecast or Forecast()
         self._sessions: Sequence[Session] = tuple(sessions)
-        self._limits, self._ids = TokenLimits(max_model_len), PromptIds(_VOCABULARY, seed)
+        self._limits, self._prompt_of = TokenLimits(max_model_len), self._forecast.prompts(seed)
         # Time, session and turn; those of the same time in the order of the sessions.
         self._coming = [(each.first.time_s, number, 0) for number, each in enumerate(self._sessions)]
         heapq.heapify(self._coming)
@@ -80,20 +77,14 @@ class SessionArrivals:
         place = (turn << 32) | number
         if turn:
             asked = session.turns[turn - 1]
-            new = self._ids.of(Arrival(0.0, asked.num_new_tokens, 1), place)
+            new = self._prompt_of(Arrival(0.0, asked.num_new_tokens, 1), place)
             prompt, num_output = np.concatenate([self._said.pop(number), new]), asked.num_output_tokens
         else:
-            prompt, num_output = self._ids.of(session.first, place), session.first.num_output_tokens
+            prompt, num_output = self._prompt_of(session.first, place), session.first.num_output_tokens
+        expected = self._forecast.expected_tokens(num_output, self._seed, place)
         params = SamplingParams(
-            max_tokens=num_output,
-            ignore_eos=True,
-            user=session.first.user,
-            expected_tokens=self._expected(num_output, place),
+            max_tokens=num_output, ignore_eos=True, user=session.first.user, expected_tokens=expected
         )
-        return Request(f"s{number}.{turn}", prompt, params, self._limits)
-
-    def _expected(self, num_output: int, place: int) -> int:
-        if not self._length_error:
-            return num_output
-        error = np.random.default_rng((self._seed, place)).normal(0.0, self._length_error)
-        return max(1, round(num_output * float(np.exp(error))))
+        request = Request(f"s{number}.{turn}", prompt, params, self._limits)
+        request.score = self._forecast.score(prompt, expected)
+        return request

@@ -80,6 +80,47 @@ def test_a_chat_hits_what_it_has_said_if_prefixes_are_cached(hpu_duo: Run, confi
     assert 0 < fields["runs"][0]["prefix_hit_rate"] <= rates[1]
 
 
+def test_a_learned_ranking_is_simulated_between_none_and_known_lengths(
+    hpu_duo: Run, config_dir: Path
+) -> None:
+    trace, ranker = config_dir / "trace.jsonl", config_dir / "ranker"
+    # Beginnings tell which outputs are long, and whoever comes first asks for much.
+    write_mooncake(trace, [Arrival(0.0, 40, 150 if at < 30 else 5, (int(at < 30),), 32) for at in range(60)])
+    trained = hpu_duo("train-ranker", trace, "--output", ranker)
+    assert trained.exit_code == 0, trained.stderr
+    arguments = ("simulate", "--model", config_dir, *SMALL, "--trace", trace, "--json", "--scheduling-policy")
+    learned = json.loads(hpu_duo(*arguments, "fcfs", "ltr:idle=inf", "--ranker", ranker).stdout)
+    known = json.loads(hpu_duo(*arguments, "ltr:idle=inf").stdout)
+    fcfs, ltr, best = (run["mean_e2el_ms"] for run in (*learned["runs"], *known["runs"]))
+    assert best == ltr < 0.8 * fcfs
+    assert (learned["ranker"], known["ranker"]) == ("ranker", None)
+
+
+def test_a_ranker_of_texts_needs_their_own_lengths_and_a_policy_that_looks_at_scores(
+    hpu_duo: Run, config_dir: Path, model_dir: Path
+) -> None:
+    talk = [{"from": "human", "value": "Tell me much."}, {"from": "gpt", "value": "All of it."}]
+    texts = config_dir / "sharegpt.json"
+    texts.write_text(json.dumps([{"id": "a", "conversations": talk}] * 8))
+    ranker, tokenizer = config_dir / "ranker", ("--tokenizer", model_dir / "tokenizer.json")
+    trained = hpu_duo("train-ranker", texts, *tokenizer, "--output", ranker)
+    assert trained.exit_code == 0, trained.stderr
+    asked = ("simulate", "--model", config_dir, *SMALL, "--trace", texts, *tokenizer, "--ranker", ranker)
+    done = hpu_duo(*asked, "--scheduling-policy", "ltr")
+    assert done.exit_code == 0, done.stderr
+    assert "8 of 8" in done.stdout
+    for more, message in (
+        (
+            ("--scheduling-policy", "ltr", "--length-scale", 2),
+            "expected --length-scale 1 for a ranker of texts",
+        ),
+        ((), "expected --ranker with a policy that needs one, ltr, got fcfs"),
+    ):
+        refused = hpu_duo(*asked, *more)
+        assert refused.exit_code == 2
+        assert message in refused.stderr
+
+
 def test_a_trace_is_served_and_what_does_not_fit_is_counted(hpu_duo: Run, config_dir: Path) -> None:
     trace = config_dir / "trace.jsonl"
     write_mooncake(trace, [Arrival(0.1 * at, 100 if at else 600, 5, user="ann") for at in range(8)])

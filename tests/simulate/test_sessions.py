@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.simulate import SessionArrivals, SimulatedEngine, Simulation
+from hpu_duo.simulate import Forecast, SessionArrivals, SimulatedEngine, Simulation
 from hpu_duo.traces import Arrival, Session, Turn
 
 LIMITS = StepLimits(
@@ -79,9 +79,9 @@ def test_prompts_share_what_their_blocks_say_and_are_of_their_user() -> None:
 
 def test_other_seeds_give_other_tokens_and_errors_of_lengths_have_their_spread() -> None:
     sessions = [Session(Arrival(0.0, 8, 1000)) for _ in range(400)]
-    first = SessionArrivals(sessions, 2000, length_error=0.5).due(0.0)
-    again = SessionArrivals(sessions, 2000, length_error=0.5).due(0.0)
-    other = SessionArrivals(sessions, 2000, seed=1, length_error=0.5).due(0.0)
+    first = SessionArrivals(sessions, 2000, forecast=Forecast(0.5)).due(0.0)
+    again = SessionArrivals(sessions, 2000, forecast=Forecast(0.5)).due(0.0)
+    other = SessionArrivals(sessions, 2000, seed=1, forecast=Forecast(0.5)).due(0.0)
     assert [each.params for each in first] == [each.params for each in again]
     assert [each.tokens.tolist() for each in first] == [each.tokens.tolist() for each in again]
     assert [each.params for each in first] != [each.params for each in other]
@@ -92,4 +92,4 @@ def test_other_seeds_give_other_tokens_and_errors_of_lengths_have_their_spread()
     assert errors.std() == pytest.approx(0.5, rel=0.15)
     assert abs(errors.mean()) < 0.1
     with pytest.raises(ValueError, match="expected a length error of at least 0, got -1"):
-        SessionArrivals([], 10, length_error=-1)
+        Forecast(length_error=-1)

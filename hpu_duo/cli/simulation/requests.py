@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from hpu_duo.simulate.forecast import Forecast
     from hpu_duo.traces import Session
 
 _REQUESTS = "Requests"
@@ -104,6 +105,35 @@ class RequestOptions:
             rich_help_panel=_REQUESTS,
         ),
     ] = 0.0
+    ranker: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Of hpu-duo train-ranker, for policies that need one.",
+            show_default="the expected lengths of outputs",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = None
+
+    @property
+    def forecast(self) -> Forecast:
+        """Knowledge that policies have of outputs.
+
+        Raises:
+            ValueError: a number out of range, or a ranker that cannot be read or used.
+        """
+        from hpu_duo.simulate.forecast import Forecast
+
+        if self.ranker is None:
+            return Forecast(self.length_error)
+        from hpu_duo.load.texts import Texts
+        from hpu_duo.ranking import load_ranker
+
+        if self.tokenizer is None:
+            return Forecast(self.length_error, load_ranker(self.ranker))
+        if self.length_scale != 1:
+            raise ValueError(f"expected --length-scale 1 for a ranker of texts, got {self.length_scale}")
+        return Forecast(self.length_error, load_ranker(self.ranker), Texts(self.tokenizer).encode)
 
     def sessions(self, max_len: int, seed: int) -> Asked:
         """The requests that a server can hold.

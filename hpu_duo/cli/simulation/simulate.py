@@ -84,7 +84,8 @@ def simulate(
     policies = scheduling_policy or [SchedulerConfig.scheduling_policy]
     with user_errors():
         chosen = tuple(percentiles or (50.0, 99.0))
-        _check(policies, chosen, until)
+        _check(policies, chosen, until, asked.ranker)
+        forecast = asked.forecast
         fleets = replicated.fleets
         if out is not None:
             check_file("--out", out)
@@ -101,7 +102,7 @@ def simulate(
         for fleet, policy in product(fleets, policies):
             settings: dict[str, Any] = {
                 "seed": seed,
-                "length_error": asked.length_error,
+                "forecast": forecast,
                 "until_s": float("inf") if until is None else until,
             }
             if fleet is None:
@@ -109,7 +110,7 @@ def simulate(
             else:
                 log, figures = fleet.run(server, policy, requests.sessions, **settings)
             runs.append((RunReport.of(policy, log, chosen, figures), log))
-    fields = _fields(server, requests, [report for report, _ in runs], seed, asked.length_error)
+    fields = _fields(server, requests, [report for report, _ in runs], seed, asked)
     if out is not None:
         out.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
     if plot is not None:
@@ -123,11 +124,14 @@ def simulate(
         _show(requests, [report for report, _ in runs])
 
 
-def _check(policies: list[str], percentiles: tuple[float, ...], until: float | None) -> None:
+def _check(
+    policies: list[str], percentiles: tuple[float, ...], until: float | None, ranker: Path | None
+) -> None:
     from hpu_duo.scheduling import make_policy
 
-    for policy in policies:
-        make_policy(policy)
+    made = [make_policy(policy) for policy in policies]
+    if ranker is not None and not any(policy.needs_scores for policy in made):
+        raise ValueError(f"expected --ranker with a policy that needs one, ltr, got {' '.join(policies)}")
     if len(set(policies)) < len(policies):
         raise ValueError(f"expected different policies, got {' '.join(policies)}")
     if any(not 0 <= one <= 100 for one in percentiles):
@@ -137,14 +141,15 @@ def _check(policies: list[str], percentiles: tuple[float, ...], until: float | N
 
 
 def _fields(
-    server: SimulatedServer, asked: Asked, reports: list[RunReport], seed: int, length_error: float
+    server: SimulatedServer, kept: Asked, reports: list[RunReport], seed: int, asked: RequestOptions
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        **asked.settings,
+        **kept.settings,
         "seed": seed,
-        "length_error": length_error,
-        "left_out": asked.num_left_out,
+        "length_error": asked.length_error,
+        "ranker": None if asked.ranker is None else asked.ranker.name,
+        "left_out": kept.num_left_out,
         "step_times": server.source,
         "limits": asdict(server.limits),
         "num_buckets": 0 if server.table is None else len(server.table),
