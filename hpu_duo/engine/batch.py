@@ -127,8 +127,8 @@ class StepGeometry:
             "shared_block": (bucket.num_shared_blocks,),
             "shared_start": (bucket.num_shared_blocks,),
             "shared_reads": (counts.rows + 1, bucket.num_shared_blocks),
-            "owner": (bucket.num_unique_blocks,),
             "owner_start": (bucket.num_unique_blocks if self.uses_block_positions else 0,),
+            "owner": (bucket.num_unique_blocks,),
         }
 
 
