@@ -16,7 +16,7 @@ from hpu_duo.ray_serve.app import build_app
 from hpu_duo.ray_serve.arguments import RayServeArgs
 
 HOST, PREFIX, APP = "127.0.0.1", "/duo", "duo"
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 SMALL = {
     "dtype": "float32",
     "max_num_seqs": 2,
