@@ -5,18 +5,31 @@ from collections.abc import Callable
 from hpu_duo.kv_policies.h2o import HeavyHitters
 from hpu_duo.kv_policies.local import Local
 from hpu_duo.kv_policies.snapkv import SnapKV
+from hpu_duo.kv_policies.sparse import Fixed, Strided
 from hpu_duo.kv_policies.streaming_llm import StreamingLLM
 from hpu_duo.kv_policies.tova import TOVA
 from hpu_duo.named import call_with_options
 from kernels_ref import KVPolicy
 
-__all__ = ["KV_POLICIES", "TOVA", "HeavyHitters", "Local", "SnapKV", "StreamingLLM", "make_kv_policy"]
+__all__ = [
+    "KV_POLICIES",
+    "TOVA",
+    "Fixed",
+    "HeavyHitters",
+    "Local",
+    "SnapKV",
+    "StreamingLLM",
+    "Strided",
+    "make_kv_policy",
+]
 
 KV_POLICIES: dict[str, Callable[..., KVPolicy]] = {
+    "fixed": Fixed,
     "h2o": HeavyHitters,
     "local": Local,
     "snapkv": SnapKV,
     "streaming-llm": StreamingLLM,
+    "strided": Strided,
     "tova": TOVA,
 }
 """Policies by name."""

@@ -30,6 +30,11 @@ def resolve_kv_budget(config: EngineConfig, max_len: int) -> Budget | None:
     _check_supported(config)
     budget = cache.kv_budget
     num_slots = math.ceil(budget * max_len) if budget <= 1 else int(budget)
+    if num_slots < (needed := policy.num_needed(max_len)):
+        raise ValueError(
+            f"kv_policy={cache.kv_policy!r} keeps up to {needed} tokens of max_model_len={max_len}: expected "
+            f"a kv_budget of at least {needed} tokens, got {num_slots}"
+        )
     chunk_rows = min(scheduler.max_chunk_rows, scheduler.max_num_seqs)
     most = (scheduler.max_num_batched_tokens - scheduler.max_num_seqs) // chunk_rows + 1
     chunk = cache.kv_chunk

@@ -60,6 +60,13 @@ class KVPolicy(ABC):
         if num_slots < 1:
             raise ValueError(f"kv_policy {self.name!r} needs a budget of 1 slot or more, got {num_slots}")
 
+    def num_needed(self, max_len: int) -> int:
+        """Slots that texts of so many tokens need; more than 1 for rules by position alone.
+
+        Fewer would leave no unprotected token to go.
+        """
+        return 1
+
     def observe(self, slots: SlotView, mass: torch.Tensor) -> torch.Tensor:
         """Return new scores, float32 ``[X, K, S]``, finite and of magnitudes below 1e30.
 

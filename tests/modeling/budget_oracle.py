@@ -66,6 +66,12 @@ RULES = {
     "local": Rule(_same),
     "streaming-llm": Rule(_same, lambda position, end, budget: position < 4),
     "streaming-llm:sink=2": Rule(_same, lambda position, end, budget: position < 2),
+    "fixed:stride=16,columns=1": Rule(
+        _same, lambda position, end, budget: position // 16 == (end - 1) // 16 or position % 16 == 15
+    ),
+    "strided:stride=14": Rule(
+        _same, lambda position, end, budget: end - 1 - position < 14 or position in range(0, 999, 14)
+    ),
     "h2o": Rule(_summed, lambda position, end, budget: end - position <= budget // 2),
     "h2o:recent=0": Rule(_summed),
     "snapkv:window=3,kernel=3": Rule(

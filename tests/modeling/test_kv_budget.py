@@ -78,6 +78,13 @@ def test_families_follow_the_definition(zoo: Zoo, name: str, policy: str) -> Non
     assert_served(zoo, name, policy)
 
 
+@pytest.mark.parametrize("policy", ["fixed:stride=16,columns=1", "strided:stride=14"])
+@pytest.mark.parametrize("chunk", [6, 17])
+def test_patterns_by_position_leave_what_the_newest_token_sees(zoo: Zoo, policy: str, chunk: int) -> None:
+    options = {"kv_budget": 21, "kv_chunk": chunk, "max_num_batched_tokens": 2 * chunk + len(LENGTHS)}
+    assert_served(zoo, "llama", policy, **options)
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "qwen2_partly_sliding"])
 def test_layers_with_a_window_keep_it_beside_soft_caps_and_sink_logits(zoo: Zoo, name: str) -> None:
     assert_served(zoo, name, "h2o")
@@ -198,6 +205,10 @@ def test_positions_of_a_running_request_can_be_asked_for(zoo: Zoo) -> None:
         ({"kv_policy": "tova:protect=10"}, "at least 10 slots, got 9"),
         ({"kv_policy": "snapkv"}, "at least 32 slots, got 9"),
         ({"kv_policy": "snapkv:kernel=4"}, "an odd kernel"),
+        ({"kv_policy": "fixed:stride=16,columns=1"}, "at least 20 tokens, got 9"),
+        ({"kv_policy": "strided:stride=14"}, "at least 19 tokens, got 9"),
+        ({"kv_policy": "fixed:stride=4,columns=5"}, "columns <= stride"),
+        ({"kv_policy": "strided:stride=0"}, "stride >= 1"),
     ],
 )
 def test_what_a_budget_does_not_serve_is_refused(zoo: Zoo, options: dict[str, Any], message: str) -> None:

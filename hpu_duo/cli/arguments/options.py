@@ -226,8 +226,8 @@ class EngineOptions(SizeOptions):
         str | None,
         typer.Option(
             metavar="NAME[:OPTION=VALUE,...]",
-            help="Which tokens heads keep that have a budget: h2o, tova, snapkv, streaming-llm or local; "
-            "those that stream under --pattern, else all. See docs/kv-budget.md.",
+            help="Which tokens heads keep that have a budget: h2o, tova, snapkv, streaming-llm, local, "
+            "fixed or strided; those that stream under --pattern, else all. See docs/kv-budget.md.",
             show_default="all tokens",
             rich_help_panel=HEADS,
         ),
