@@ -1,18 +1,21 @@
 """Rules as numbers: what operators and kernels take, which know integers and no objects.
 
-A rule is written in front of its arguments: a code, then its numbers, or how many rules follow and these.
+A rule is written in front of its arguments: a code, then its numbers, or how many rules follow and these, or
+how many rows of a table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from functools import lru_cache
+from itertools import islice, product
 from typing import TypeAlias
 
+from bias_builders.block_tables import BlockTable
 from bias_builders.rules import Rule, Window
 from bias_builders.sparse_rules import Dilated, Fixed, RuleIntersection, RuleUnion, Strided
 
-WINDOW, DILATED, STRIDED, FIXED, _UNION, _INTERSECTION = range(1, 7)
+WINDOW, DILATED, STRIDED, FIXED, _UNION, _INTERSECTION, _TABLE = range(1, 8)
 """Codes of rules."""
 
 Leaf: TypeAlias = tuple[int, int, int]
@@ -20,31 +23,34 @@ Leaf: TypeAlias = tuple[int, int, int]
 
 
 def encode_rule(rule: Rule | None) -> tuple[int, ...]:
-    """Write a rule as integers; nothing for None.
-
-    Raises:
-        ValueError: the rule has no code, a table for example.
-    """
+    """Write a rule as integers; nothing for None."""
     match rule:
         case None:
             return ()
         case RuleUnion(rules) | RuleIntersection(rules):
             code = _UNION if isinstance(rule, RuleUnion) else _INTERSECTION
             return code, len(rules), *(number for each in rules for number in encode_rule(each))
+        case BlockTable(block, rows):
+            return _TABLE, len(rows), block, *(number for row in rows for number in (len(row), *row))
         case _:
             return _leaf(rule)
 
 
 def decode_rule(numbers: Sequence[int]) -> Rule | None:
     """Read what ``encode_rule`` has written."""
-    return _read(iter(numbers)) if numbers else None
+    return _decoded(tuple(numbers)) if numbers else None
+
+
+@lru_cache(256)
+def _decoded(numbers: tuple[int, ...]) -> Rule:
+    return _read(iter(numbers))
 
 
 def rule_terms(rule: Rule) -> tuple[tuple[Leaf, ...], ...]:
     """Write a rule as a union of intersections of leaves, for kernels that evaluate it without a stack.
 
     Raises:
-        ValueError: see ``encode_rule``.
+        ValueError: the rule has a table.
     """
     match rule:
         case RuleUnion(rules):
@@ -76,6 +82,9 @@ def _read(numbers: Iterator[int]) -> Rule:
         rules = tuple(_read(numbers) for _ in range(first))
         return RuleUnion(rules) if code == _UNION else RuleIntersection(rules)
     second = next(numbers)
+    if code == _TABLE:
+        rows = (tuple(islice(numbers, next(numbers))) for _ in range(first))
+        return BlockTable(second, tuple(rows))
     if code == WINDOW:
         return Window(first, second)
     if code == DILATED:

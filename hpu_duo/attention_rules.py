@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bias_builders import Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
+import numpy as np
+
+from bias_builders import BlockTable, Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
 from hpu_duo.named import call_with_options
 
 
@@ -33,14 +35,55 @@ def fixed(stride: int = 128, summary: int = 16) -> Rule:
     return Fixed(stride, summary)
 
 
+def block_table(file: str = "", block: int = 128, head: int = 0) -> Rule:
+    """Blocks of keys that each block of queries sees, from a table in a file.
+
+    Args:
+        file: of numpy (``.npy``): a square table of booleans, or one for each head, ``[heads, n, n]``.
+        block: positions of a block.
+        head: number of the table.
+    """
+    try:
+        seen = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"expected file of a block_table to be an array of numpy, got {file!r}: {error}"
+        ) from None
+    if seen.dtype != np.bool_ or seen.ndim not in (2, 3):
+        raise ValueError(
+            f"{file}: expected booleans [n, n] or [heads, n, n], got {seen.dtype} {list(seen.shape)}"
+        )
+    tables = seen if seen.ndim == 3 else seen[None]
+    if not 0 <= head < len(tables):
+        raise ValueError(f"{file}: expected head of 0 to {len(tables) - 1}, got {head}")
+    return BlockTable.of(block, tables[head])
+
+
 ATTENTION_RULES: dict[str, Callable[..., Rule]] = {
     "band": band,
+    "block_table": block_table,
     "dilated": dilated,
     "fixed": fixed,
     "sink_band": sink_band,
     "strided": strided,
 }
 """Rules by name."""
+
+FULL = "full"
+"""Name of what is no rule: a head sees all tokens."""
+
+
+def make_attention_rules(text: str) -> tuple[Rule | None, ...]:
+    """Make the rule that a text describes, for all heads, or one for each, None for all tokens.
+
+    Args:
+        text: a rule, as for ``make_attention_rule``, or as many of them as a layer has KV heads, or ``full``,
+            joined by ``;``.
+
+    Raises:
+        ValueError: see ``make_attention_rule``.
+    """
+    return tuple(None if part.strip() == FULL else make_attention_rule(part) for part in text.split(";"))
 
 
 def make_attention_rule(text: str) -> Rule:

@@ -82,9 +82,9 @@ class HeadConfig:
             ``hpu_duo.heads.counts``), so that ``sparsity`` is a lower bound on retrieval heads. None = 4 on
             HPU, or one for each structure that layers have anyway where that is more; no bound elsewhere.
         attention_rule: which earlier tokens a token sees, of those that its head keeps: a rule of
-            ``hpu_duo.attention_rules``, such as "sink_band:sink=4,band=1024". It holds for the heads that
-            stream under a pattern, which keep all tokens then, or for all heads without one; layers with a
-            sliding window keep that. None = all of them.
+            ``hpu_duo.attention_rules``, such as "sink_band:sink=4,band=1024", or one for each KV head, with
+            ";" between. It holds for the heads that stream under a pattern, which keep all tokens then, or
+            for all heads without one; layers with a sliding window keep that. None = all of them.
         tie_break, balance: see ``HeadPattern.binarise``. Not "per_rank": ranks do not hold slices of
             neighbouring heads, see ``hpu_duo.sharded``.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ class TileCounts:
 
 @dataclass(frozen=True)
 class RuleStats:
-    """A snapshot of the heads that have a rule.
+    """A snapshot of the heads that have one rule.
 
     Attributes:
         rule: as text.
@@ -51,22 +52,25 @@ class RuleStats:
     tiles: TileCounts
 
     @classmethod
-    def of(cls, tiles: TileCounts, memory: MemoryPlan) -> RuleStats | None:
-        """Collect it; None where no head has a rule."""
-        found = list(_rules_of(memory))
-        if not found:
-            return None
-        return cls(describe_rule(found[0][1]), sum(num_heads for num_heads, _ in found), tiles)
+    def all_of(cls, tiles: Mapping[Rule, TileCounts], memory: MemoryPlan) -> tuple[RuleStats, ...]:
+        """Collect those of each rule, in the order of their heads."""
+        num_heads: Counter[Rule] = Counter()
+        for heads, rule in _rules_of(memory):
+            num_heads[rule] += heads
+        return tuple(
+            cls(describe_rule(rule), heads, tiles.get(rule, TileCounts()))
+            for rule, heads in num_heads.items()
+        )
 
 
-def tiles_of(plan: StepPlan, memory: MemoryPlan) -> TileCounts:
-    """Count the tiles of a step, those of its decodes too: a decode's query is a tile of queries."""
-    total = TileCounts()
-    if memory.uses_block_positions:
-        rule = next(rule for _, rule in _rules_of(memory))
+def add_tiles(tiles: dict[Rule, TileCounts], plan: StepPlan, memory: MemoryPlan) -> None:
+    """Add the tiles of a step for each rule, those of its decodes too, whose query is a tile of queries."""
+    if not memory.uses_block_positions:
+        return
+    for rule in {rule: None for _, rule in _rules_of(memory)}:
         for row in plan.rows:
-            total = total.plus(count_tiles(rule, row.start, row.end))
-    return total
+            counts = count_tiles(rule, row.start, row.end)
+            tiles[rule] = tiles.get(rule, TileCounts()).plus(counts)
 
 
 def count_tiles(rule: Rule, start: int, end: int) -> TileCounts:

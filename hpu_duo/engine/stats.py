@@ -6,11 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bias_builders import Rule
 from hpu_duo.engine.budget_stats import BudgetStats, num_given_up
 from hpu_duo.engine.prefix_stats import PrefixStats
 from hpu_duo.engine.rank_stats import RankStats
 from hpu_duo.engine.resolved import Resolved
-from hpu_duo.engine.rule_stats import RuleStats, TileCounts, tiles_of
+from hpu_duo.engine.rule_stats import RuleStats, TileCounts, add_tiles
 
 if TYPE_CHECKING:
     from hpu_duo.engine.runner import Runner, StepResult
@@ -84,7 +85,7 @@ class EngineStats:
     drift: Drift | None = None
     prefixes: PrefixStats | None = None
     budget: BudgetStats | None = None
-    attention_rule: RuleStats | None = None
+    attention_rules: tuple[RuleStats, ...] = ()
     ranks: RankStats | None = None
 
     @classmethod
@@ -131,7 +132,7 @@ class EngineStats:
             prefixes=PrefixStats.of(leases, memory),
             ranks=RankStats.of(runner.executor),
             budget=BudgetStats.of(counters.num_given_up, leases, memory),
-            attention_rule=RuleStats.of(counters.tiles, memory),
+            attention_rules=RuleStats.all_of(counters.tiles, memory),
         )
 
     @property
@@ -157,7 +158,7 @@ class StepCounters:
     num_preemptions: int = 0
     num_unrecorded_steps: int = 0
     num_given_up: int = 0
-    tiles: TileCounts = field(default_factory=TileCounts)
+    tiles: dict[Rule, TileCounts] = field(default_factory=dict)
     peak_cached_tokens: int = 0
     peak_held_bytes: int = 0
     peak_full_attention_bytes: int = 0
@@ -178,7 +179,7 @@ class StepCounters:
         self.num_padded_tokens += result.bucket.query_len - result.shape.query_len
         self.num_preemptions += len(plan.preempted)
         self.num_given_up += num_given_up(plan, memory)
-        self.tiles = self.tiles.plus(tiles_of(plan, memory))
+        add_tiles(self.tiles, plan, memory)
         if cached >= self.peak_cached_tokens:
             self.peak_cached_tokens = cached
             self.peak_held_bytes = _held_bytes(leases, memory)

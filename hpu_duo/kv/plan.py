@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,10 +44,16 @@ def budget_groups(num_retrieval: int, num_budget: int, budget: Budget) -> tuple[
     return tuple(HeadGroup(count, kind) for count, kind in counts if count)
 
 
-def ruled_groups(num_retrieval: int, num_ruled: int, rule: Rule) -> tuple[HeadGroup, ...]:
-    """The groups of a layer of heads that see all tokens and of heads with a rule, each if there are any."""
-    counts = ((num_retrieval, Blocks()), (num_ruled, Blocks(rule)))
-    return tuple(HeadGroup(count, kind) for count, kind in counts if count)
+def ruled_groups(rules: Sequence[Rule | None]) -> tuple[list[int], tuple[HeadGroup, ...]]:
+    """The groups of a layer whose heads keep blocks, each head with a rule or None, which comes first.
+
+    Returns:
+        the number of each head's group, and the groups.
+    """
+    distinct = sorted(dict.fromkeys(rules), key=lambda rule: rule is not None)
+    numbers = [distinct.index(rule) for rule in rules]
+    counts = (numbers.count(number) for number in range(len(distinct)))
+    return numbers, tuple(HeadGroup(count, Blocks(rule)) for count, rule in zip(counts, distinct))
 
 
 def ring_slack(decode_len: int, block_size: int, *, caches_prefixes: bool) -> int:

@@ -1,27 +1,62 @@
-"""Resolution of a user's attention rule."""
+"""Resolution of a user's attention rules."""
 
 from __future__ import annotations
 
-from bias_builders import Rule
-from hpu_duo.attention_rules import make_attention_rule
+from typing import TypeAlias
+
+import torch
+
+from bias_builders import BlockTable, Rule, RuleIntersection, RuleUnion
+from hpu_duo.attention_rules import make_attention_rules
 from hpu_duo.config import EngineConfig
 
+HeadRules: TypeAlias = tuple["Rule | None", ...]
+"""The rule of all KV heads of a layer, or of each of them; None = all tokens."""
 
-def resolve_attention_rule(config: EngineConfig) -> Rule | None:
-    """Return the rule of the heads that would stream under a pattern, or of all; None where there is none.
+_UNCOMPILED = ("default", "eager", "replay")
+"""Backends that compile nothing on a CPU."""
+
+
+def resolve_attention_rules(config: EngineConfig, device: torch.device) -> HeadRules | None:
+    """Return the rules of the heads that would stream under a pattern, or of all; None where there is none.
 
     Raises:
-        ValueError: the rule is unknown, or the engine is asked for something that rules do not go with.
+        ValueError: a rule is unknown, or the engine is asked for something that rules do not go with.
     """
     text = config.heads.attention_rule
     if text is None:
         return None
-    rule = make_attention_rule(text)
+    rules = make_attention_rules(text)
+    has_table = any(_has_table(rule) for rule in rules)
+    attention = config.model.attention
+    is_eager = attention in ("auto", "reference") and config.graph.backend in _UNCOMPILED
+    reads_tables = device.type == "cpu" and (attention == "sdpa" or is_eager)
     refused = {
         "tensor_parallel_size of 1": config.parallel.tensor_parallel_size > 1,
         "kv_policy=None": config.cache.kv_policy is not None,
+        "attention 'sdpa', or without a compiler 'reference', on a CPU": has_table and not reads_tables,
     }
     for expected, is_asked in refused.items():
         if is_asked:
             raise ValueError(f"attention_rule={text!r} is served with {expected} only")
-    return rule
+    return rules
+
+
+def rules_by_head(rules: HeadRules, num_kv_heads: int) -> HeadRules:
+    """Return a rule for each KV head of a layer.
+
+    Raises:
+        ValueError: there are neither one nor as many.
+    """
+    if len(rules) not in (1, num_kv_heads):
+        raise ValueError(
+            f"expected an attention_rule for all KV heads of a layer or for each of {num_kv_heads}, "
+            f"got {len(rules)}"
+        )
+    return rules * num_kv_heads if len(rules) == 1 else rules
+
+
+def _has_table(rule: Rule | None) -> bool:
+    if isinstance(rule, RuleUnion | RuleIntersection):
+        return any(_has_table(each) for each in rule.rules)
+    return isinstance(rule, BlockTable)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bias_builders import Rule, Window
+from bias_builders import Window
 from hpu_duo.config import EngineConfig, HeadConfig
 from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
 from hpu_duo.heads.origin import FINGERPRINT_KEY, check_origin
@@ -20,7 +20,7 @@ from hpu_duo.limit_config import HPU_LAYER_KINDS
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.startup.attention_rule import resolve_attention_rule
+from hpu_duo.startup.attention_rule import HeadRules, resolve_attention_rules, rules_by_head
 from hpu_duo.startup.kv_budget import resolve_kv_budget
 from kernels_ref import Budget, HeadGroup
 
@@ -72,8 +72,8 @@ def choose_heads(
         config.block_size,
         caches_prefixes=config.cache.enable_prefix_caching,
     )
-    rule = resolve_attention_rule(config)
-    return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, slack, budget, rule)))
+    rules = resolve_attention_rules(config, device)
+    return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, slack, budget, rules)))
 
 
 def resolve_pattern(
@@ -201,7 +201,7 @@ def assign_heads(
     max_len: int,
     slack: int,
     budget: Budget | None = None,
-    rule: Rule | None = None,
+    rules: HeadRules | None = None,
 ) -> list[HeadAssignment]:
     """The groups of heads of each layer, and their order.
 
@@ -211,7 +211,7 @@ def assign_heads(
     Args:
         slack: slots of a ring beside those of its window.
         budget: kind of the heads that would stream under the pattern, or of all heads without one.
-        rule: of the same heads, which keep all tokens then.
+        rules: of the same heads, which keep all tokens then.
     """
     assigned: list[HeadAssignment] = []
     for index, layer in enumerate(layers):
@@ -223,15 +223,18 @@ def assign_heads(
         elif pattern is not None:
             streams = ~pattern.mask[index]
             window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
-        elif budget is not None or rule is not None:
+        elif budget is not None or rules is not None:
             streams = ~streams
-        num_streaming = int(streams.sum())
+        num_streaming, group_of = int(streams.sum()), streams.astype(np.int32)
         if budget is not None and not _has_window(layer, max_len):
             groups = budget_groups(call.num_kv_heads - num_streaming, num_streaming, budget)
-        elif rule is not None and not _has_window(layer, max_len):
-            groups = ruled_groups(call.num_kv_heads - num_streaming, num_streaming, rule)
+        elif rules is not None and not _has_window(layer, max_len):
+            of_heads = rules_by_head(rules, call.num_kv_heads)
+            numbers, groups = ruled_groups(
+                [rule if is_ruled else None for rule, is_ruled in zip(of_heads, streams)]
+            )
+            group_of = np.array(numbers, np.int32)
         else:
             groups = head_groups(call.num_kv_heads - num_streaming, num_streaming, window, slack)
-        layout = HeadLayout.by_group(streams.astype(np.int32), call.num_heads)
-        assigned.append(HeadAssignment(layout, groups))
+        assigned.append(HeadAssignment(HeadLayout.by_group(group_of, call.num_heads), groups))
     return assigned

@@ -79,8 +79,7 @@ def test_an_engine_tells_the_rule_and_its_tiles(tiny: Tiny) -> None:
     rule = Window(0, 30)
     served = tiny.load(attention_rule="band:width=30", max_num_batched_tokens=TILE, max_model_len=2 * TILE)
     served.generate([list(range(3, 63)) * 3], max_new_tokens=3, eos_token_id=None)
-    stats = served.stats().attention_rule
-    assert stats is not None
+    (stats,) = served.stats().attention_rules
     assert stats.rule == "band:width=30"
     # Two chunks, and two tokens that are decoded.
     ends = (0, TILE, 180, 181, 182)
@@ -89,4 +88,4 @@ def test_an_engine_tells_the_rule_and_its_tiles(tiny: Tiny) -> None:
         expected = expected.plus(count_tiles(rule, start, end))
     assert stats.tiles == expected
     assert stats.tiles.num_tiles < stats.tiles.num_dense_tiles
-    assert tiny.load().stats().attention_rule is None
+    assert not tiny.load().stats().attention_rules

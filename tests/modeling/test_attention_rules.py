@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from bias_builders import Rule, Window, describe_rule
 from graphs import BucketTable
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
-from hpu_duo.attention_rules import make_attention_rule
+from hpu_duo.attention_rules import make_attention_rule, make_attention_rules
 from kernels_ref import Blocks
 from tests.bias_builders.plain_rules import plain
 from tests.modeling.dense_oracle import masked_logits
@@ -51,31 +52,30 @@ def dense(rule: Rule | None, length: int) -> torch.Tensor:
 
 
 def expected_logits(
-    zoo: Zoo, name: str, rule: Rule, tokens: list[int], num_new: int, pattern: HeadPattern | None = None
+    zoo: Zoo, name: str, text: str, tokens: list[int], num_new: int, pattern: HeadPattern | None = None
 ) -> torch.Tensor:
     model, _ = zoo.load(name)
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if name == "mistral_sliding":
         types = ["sliding_attention"] * config.num_hidden_layers
-    by_rule, full = dense(rule, len(tokens)), dense(None, len(tokens))
+    rules = make_attention_rules(text)
+    by_rule, full = [dense(rule, len(tokens)) for rule in rules], dense(None, len(tokens))
     masks = []
     for layer, kind in enumerate(types):
-        heads = [by_rule] * config.num_attention_heads
+        heads = by_rule * (config.num_attention_heads if len(by_rule) == 1 else 1)
         if kind == "sliding_attention":
             heads = [dense(Window(0, config.sliding_window), len(tokens))] * len(heads)
         elif pattern is not None:
-            heads = [full if retrieves else by_rule for retrieves in pattern.mask[layer]]
+            heads = [full if keeps else own for keeps, own in zip(pattern.mask[layer], heads)]
         masks.append(torch.stack(heads))
     return masked_logits(model, masks, tokens)[-num_new - 1 : -1]
 
 
 def assert_served(zoo: Zoo, name: str, rule: str, **options: Any) -> HPUDuoModel:
     served, prompts = load(zoo, name, rule, **options), prompts_of()
-    pattern = options.get("pattern")
     for prompt, (new, logits) in zip(prompts, greedy_logits(served.engine, prompts, NUM_NEW)):
-        made = make_attention_rule(rule)
-        expected = expected_logits(zoo, name, made, [*prompt, *new], NUM_NEW, pattern)
+        expected = expected_logits(zoo, name, rule, [*prompt, *new], NUM_NEW, options.get("pattern"))
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     return served
 
@@ -116,7 +116,7 @@ def test_triton_kernels_follow_the_rule(zoo: Zoo, name: str) -> None:
     served = load(zoo, name, RULES[5], attention="triton")
     prompts = prompts_of([3, 2 * BLOCK + 3])
     for prompt, (new, logits) in zip(prompts, greedy_logits(served.engine, prompts, 3)):
-        expected = expected_logits(zoo, name, make_attention_rule(RULES[5]), [*prompt, *new], 3)
+        expected = expected_logits(zoo, name, RULES[5], [*prompt, *new], 3)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
@@ -150,9 +150,8 @@ def test_tokens_that_are_decoded_together_see_what_each_of_them_sees(
     )
     prompts = prompts_of([3, 2 * BLOCK, 30])
     texts = [prompts_of([length])[0] for length in (11, 7, 9)]
-    rule = make_attention_rule(RULES[5])
     for prompt, text, (score,) in zip(prompts, texts, served.score(prompts, [[text] for text in texts])):
-        logits = expected_logits(zoo, "llama", rule, [*prompt, *text], len(text))
+        logits = expected_logits(zoo, "llama", RULES[5], [*prompt, *text], len(text))
         expected = torch.log_softmax(logits, dim=-1)[range(len(text)), text]
         assert score.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
@@ -164,7 +163,7 @@ def test_prompts_that_share_a_cached_prefix_follow_the_rule(zoo: Zoo, attention:
     prompts = [[*prefix, *more] for more in prompts_of([2, 9, 1])]
     greedy_logits(served.engine, [prefix], 2)
     for prompt, (new, logits) in zip(prompts, greedy_logits(served.engine, prompts, NUM_NEW)):
-        expected = expected_logits(zoo, "llama", make_attention_rule(RULES[5]), [*prompt, *new], NUM_NEW)
+        expected = expected_logits(zoo, "llama", RULES[5], [*prompt, *new], NUM_NEW)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     stats = served.stats().prefixes
     assert stats is not None
@@ -175,8 +174,63 @@ def test_a_preempted_request_goes_on_under_the_rule(zoo: Zoo) -> None:
     served = load(zoo, "llama", RULES[1], num_blocks=9, max_num_seqs=3, max_model_len=60)
     prompts = prompts_of([19, 13, 22])
     for prompt, (new, logits) in zip(prompts, greedy_logits(served.engine, prompts, 16)):
-        expected = expected_logits(zoo, "llama", make_attention_rule(RULES[1]), [*prompt, *new], 16)
+        expected = expected_logits(zoo, "llama", RULES[1], [*prompt, *new], 16)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize(("name", "pattern"), [("llama", None), ("llama_mha", None), ("llama_mha", PATTERN)])
+def test_each_head_may_have_a_rule_of_its_own(
+    zoo: Zoo, name: str, pattern: HeadPattern | None, attention: str
+) -> None:
+    rule = (
+        "strided:stride=5;full"
+        if name == "llama"
+        else "band:width=6;full;fixed:stride=8,summary=2;band:width=6"
+    )
+    served = assert_served(zoo, name, rule, attention=attention, pattern=pattern)
+    if pattern is None and name == "llama_mha":
+        kinds = [Blocks(), Blocks(Window(0, 6)), Blocks(make_attention_rule("fixed:stride=8,summary=2"))]
+        (groups,) = {spec.groups for spec in served.engine.runner.model.specs}
+        assert [group.kind for group in groups] == kinds
+        assert [group.num_heads for group in groups] == [1, 2, 1]
+        assert [each.num_heads for each in served.stats().attention_rules] == [8, 4]
+
+
+def tables(path: Path) -> str:
+    """Random tables of blocks of 5 tokens for two heads, in a file; texts are longer than they reach."""
+    np.save(path / "tables.npy", np.random.default_rng(3).random((2, 9, 9)) < 0.4)
+    file = f"block_table:file={path / 'tables.npy'},block=5"
+    return f"{file};{file},head=1"
+
+
+@pytest.mark.parametrize(
+    ("attention", "graphs"),
+    [("reference", "eager"), ("reference", "replay"), ("sdpa", "eager"), ("sdpa", CompileBackend("eager"))],
+)
+def test_each_head_may_have_a_table_of_blocks(
+    zoo: Zoo, tmp_path: Path, attention: str, graphs: str | CompileBackend
+) -> None:
+    buckets = None if graphs == "eager" else TABLE
+    served = assert_served(
+        zoo, "llama", tables(tmp_path), attention=attention, graphs=graphs, buckets=buckets
+    )
+    first, second = served.stats().attention_rules
+    assert first.rule != second.rule
+
+
+def test_tables_of_blocks_are_refused_where_kernels_do_not_read_them(zoo: Zoo, tmp_path: Path) -> None:
+    for options in ({"attention": "triton"}, {"graphs": "compile", "buckets": TABLE}):
+        with pytest.raises(ValueError, match="'sdpa', or without a compiler 'reference', on a CPU only"):
+            load(zoo, "llama", tables(tmp_path) + "|band:width=3", **options)
+    np.save(tmp_path / "floats.npy", np.zeros((3, 3)))
+    for file, head, message in (
+        ("floats", 0, "expected booleans"),
+        ("tables", 2, "expected head of 0 to 1, got 2"),
+        ("none", 0, "to be an array of numpy"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(zoo, "llama", f"block_table:file={tmp_path}/{file}.npy,head={head}")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -187,10 +241,12 @@ def test_a_rule_is_described_as_it_is_written(rule: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "bands"}, "expected attention_rule to be one of band, dilated"),
+        ({"rule": "bands"}, "expected attention_rule to be one of band, block_table, dilated"),
         ({"rule": "band:window=3"}, "expected options of attention_rule 'band'"),
         ({"rule": "band:width=0"}, "recent >= 1"),
         ({"rule": "fixed:stride=4,summary=8"}, "summary of at most stride=4, got 8"),
+        ({"rule": "band;full;band"}, "for all KV heads of a layer or for each of 2, got 3"),
+        ({"rule": "band|full"}, "expected attention_rule to be one of"),
         ({"rule": "band|"}, "expected attention_rule to be one of"),
         ({"rule": "band", "kv_policy": "local", "kv_budget": 8}, "kv_policy=None only"),
     ],

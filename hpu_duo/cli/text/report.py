@@ -31,9 +31,8 @@ def run_table(report: RunReport) -> Table:
             f"{budget.policy}: {budget.num_slots} tokens of a request in {budget.num_heads} heads, "
             f"{budget.num_evictions} given up",
         )
-    if stats.attention_rule is not None:
-        ruled, tiles = stats.attention_rule, stats.attention_rule.tiles
-        share = f"{tiles.num_tiles:,} of {tiles.num_dense_tiles:,} tiles"
+    for ruled in stats.attention_rules:
+        share = f"{ruled.tiles.num_tiles:,} of {ruled.tiles.num_dense_tiles:,} tiles"
         table.add_row("attention rule", f"{ruled.rule} in {ruled.num_heads} heads: {share} of each")
     if stats.prefixes is not None and stats.prefixes.num_hit_tokens:
         table.add_row("prefix cache", f"{stats.prefixes.hit_rate:.1%} of the tokens were there")
