@@ -82,8 +82,9 @@ class StepLimits:
             )
 
     def _check_grid(self) -> None:
-        """Every running request gets its whole chunk or its decode in every step."""
-        chunks = min(self.max_chunk_rows, self.max_num_seqs)
+        """Every running request that is not new gets its whole chunk or its decode in every step."""
+        # Where a prompt is one chunk, none is under way, and a new one may wait.
+        chunks = 1 if self.chunk_grid >= self.max_model_len else min(self.max_chunk_rows, self.max_num_seqs)
         needed = chunks * self.chunk_grid + self.max_num_seqs - chunks
         if self.chunk_grid < 2 or self.decode_len > 1 or self.max_num_batched_tokens < needed:
             raise ValueError(

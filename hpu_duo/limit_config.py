@@ -30,6 +30,9 @@ class CacheConfig:
             with options behind it: ``h2o:recent=0.25``. These are the heads that stream under a head pattern,
             or all heads without one; layers with a sliding window keep it. None = no head has a budget.
         kv_budget: tokens that each of them keeps of a request, or, up to 1, their share of ``max_model_len``.
+        kv_prompt: ``"chunks"``: they choose what stays at the end of each chunk of a prompt, so they never
+            hold more than their budget and a chunk. ``"whole"``: a prompt is read in one step, with full
+            attention, and they choose once, at its end.
         kv_chunk: positions between the places at which they choose what stays of a prompt; None = 512 or what
             ``max_num_batched_tokens`` has room for.
         device_memory_utilization: share of the device's memory that weights, graphs and stores may take
@@ -44,6 +47,7 @@ class CacheConfig:
     device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
     kv_policy: str | None = None
     kv_budget: float | None = None
+    kv_prompt: str = "chunks"
     kv_chunk: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +84,12 @@ class CacheConfig:
                     f"expected kv_budget to be a share above 0 and up to 1, or a whole number of tokens, "
                     f"got {budget!r}"
                 )
+        if self.kv_prompt not in ("chunks", "whole"):
+            raise ValueError(f"expected kv_prompt to be 'chunks' or 'whole', got {self.kv_prompt!r}")
+        if self.kv_prompt == "whole" and self.kv_policy is None:
+            raise ValueError("kv_prompt='whole' needs a kv_policy, got none")
+        if self.kv_prompt == "whole" and self.kv_chunk is not None:
+            raise ValueError(f"a whole prompt has no chunks: got kv_prompt='whole' kv_chunk={self.kv_chunk}")
         if self.kv_chunk is not None:
             check_at_least("kv_chunk", self.kv_chunk, 2)
             if self.kv_policy is None:

@@ -96,6 +96,7 @@ class HPUDuoModel(ContextModel, Uncopied):
         device_memory_utilization: float = CacheConfig.device_memory_utilization,
         kv_policy: str | None = None,
         kv_budget: float | None = None,
+        kv_prompt: str = CacheConfig.kv_prompt,
         kv_chunk: int | None = None,
         attention_rule: str | None = None,
         graphs: str | CaptureBackend = "default",
@@ -136,7 +137,7 @@ class HPUDuoModel(ContextModel, Uncopied):
             max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len, scheduling_policy,
                 ranker: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, enable_prefix_caching, num_prefix_snapshots,
-                device_memory_utilization, kv_policy, kv_budget, kv_chunk: see ``CacheConfig``.
+                device_memory_utilization, kv_policy, kv_budget, kv_prompt, kv_chunk: see ``CacheConfig``.
             attention_rule: see ``HeadConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
                 backend of your own; "default" is "auto" on HPU and "eager" elsewhere. None of them falls
@@ -197,6 +198,7 @@ class HPUDuoModel(ContextModel, Uncopied):
                 device_memory_utilization=device_memory_utilization,
                 kv_policy=kv_policy,
                 kv_budget=kv_budget,
+                kv_prompt=kv_prompt,
                 kv_chunk=kv_chunk,
             ),
             scheduler=SchedulerConfig(

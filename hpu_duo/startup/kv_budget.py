@@ -35,6 +35,13 @@ def resolve_kv_budget(config: EngineConfig, max_len: int) -> Budget | None:
             f"kv_policy={cache.kv_policy!r} keeps up to {needed} tokens of max_model_len={max_len}: expected "
             f"a kv_budget of at least {needed} tokens, got {num_slots}"
         )
+    chunk = _whole_prompt(config, max_len) if cache.kv_prompt == "whole" else _chunk(config)
+    return Budget(policy, min(num_slots, max_len), chunk, scheduler.max_chunk_rows)
+
+
+def _chunk(config: EngineConfig) -> int:
+    """Tokens of a prompt between the places at which heads choose."""
+    cache, scheduler = config.cache, config.scheduler
     chunk_rows = min(scheduler.max_chunk_rows, scheduler.max_num_seqs)
     most = (scheduler.max_num_batched_tokens - scheduler.max_num_seqs) // chunk_rows + 1
     chunk = cache.kv_chunk
@@ -53,7 +60,22 @@ def resolve_kv_budget(config: EngineConfig, max_len: int) -> Budget | None:
             f"prefixes are taken up where a chunk and a block end: expected kv_chunk to be a multiple of "
             f"block_size={config.block_size}, or enable_prefix_caching=False, got {chunk}"
         )
-    return Budget(policy, min(num_slots, max_len), chunk, scheduler.max_chunk_rows)
+    return chunk
+
+
+def _whole_prompt(config: EngineConfig, max_len: int) -> int:
+    """Tokens of the longest prompt: a step has to hold it, and a token of each other request."""
+    scheduler = config.scheduler
+    needed = max_len + scheduler.max_num_seqs - 1
+    if scheduler.max_num_batched_tokens < needed:
+        raise ValueError(
+            f"kv_prompt='whole' reads a prompt in one step: expected max_num_batched_tokens of at least "
+            f"{needed}, for max_model_len={max_len} tokens and one of each other request, got "
+            f"{scheduler.max_num_batched_tokens}"
+        )
+    if config.cache.enable_prefix_caching:
+        raise ValueError("kv_prompt='whole' takes up no cached prefix: expected enable_prefix_caching=False")
+    return max_len
 
 
 def chunk_grid(specs: Iterable[LayerSpec]) -> int:

@@ -58,6 +58,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
             "num_prefix_snapshots": limits.num_snapshots if limits.caches_prefixes else None,
             "kv_policy": config.cache.kv_policy,
             "kv_budget": config.cache.kv_budget,
+            "kv_prompt": config.cache.kv_prompt,
             "kv_chunk": config.cache.kv_chunk,
             "attention_rule": config.heads.attention_rule,
         },

@@ -80,10 +80,16 @@ def column_sums(
     for begin in range(0, num_queries, SUMMED_QUERIES):
         size = min(SUMMED_QUERIES, num_queries - begin)
         number = torch.arange(begin, begin + size, dtype=torch.int32, device=device)[None]
+        num_seen = num_new
         if num_observed is not None:
             # The last ones of each row; negative where it has fewer.
             number = number + chunk.num_new[:, None] - num_queries
-        total = total + _of_queries(q_QKGD, lse_QKG, k_PKSD, is_stored, chunk, number, scoring)
+        else:
+            num_seen = begin + size
+        num_unseen = num_new - num_seen
+        seen_PKSD = k_PKSD[:, :, : k_PKSD.shape[2] - num_unseen]
+        share = _of_queries(q_QKGD, lse_QKG, seen_PKSD, is_stored, chunk, number, scoring)
+        total = total + torch.nn.functional.pad(share, (0, num_unseen))
     return total
 
 
@@ -105,7 +111,8 @@ def _of_queries(
     q_PqKGD = gather(q_QKGD, token).unflatten(0, (num_rows, num_queries))
     lse_PqKG = gather(lse_QKG, token).unflatten(0, (num_rows, num_queries))
     q_PKXD, lse_PKX = q_PqKGD.transpose(1, 2).flatten(2, 3), lse_PqKG.transpose(1, 2).flatten(2, 3)
-    sees_new = (chunk.number[:, None] <= number[..., None]) & exists[..., None]
+    number_new = chunk.number[:, : k_PKSD.shape[2] - is_stored.shape[1]]
+    sees_new = (number_new[:, None] <= number[..., None]) & exists[..., None]
     sees = torch.cat([is_stored[:, None] & exists[..., None], sees_new], dim=-1)
     scores = soften(torch.matmul(q_PKXD, k_PKSD.transpose(2, 3)), scoring).float()
     sees = sees.repeat_interleave(group, dim=1)[:, None]

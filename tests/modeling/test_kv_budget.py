@@ -120,6 +120,30 @@ def test_a_chunk_longer_than_a_budget_of_a_whole_text_is_full_attention(zoo: Zoo
         assert all(head == everything for layer in seen.kept for head in layer)
 
 
+WHOLE: dict[str, Any] = {"kv_prompt": "whole", "kv_chunk": None, "max_num_batched_tokens": 80 + len(LENGTHS)}
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv:window=3,kernel=3", "streaming-llm", "local"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_chunk_rows": 1}, {"max_num_seqs": 2, "max_num_batched_tokens": 81}]
+)
+def test_whole_prompts_are_read_with_full_attention_and_cut_once(
+    zoo: Zoo, policy: str, options: dict[str, Any]
+) -> None:
+    seen = run_budget(load(zoo, "llama", policy, **{**WHOLE, **options}), prompts_of(), NUM_NEW)
+    assert_follows(zoo.load("llama")[0], seen, prompts_of(), policy=policy, budget=BUDGET, chunk=1 << 20)
+
+
+def test_a_whole_prompt_is_read_again_in_one_step_after_a_preemption(zoo: Zoo) -> None:
+    options = {"pattern": PATTERN, "num_blocks": 9, "max_model_len": 60}
+    prompts, preempted = prompts_of([19, 13, 22]), []
+    seen = run_budget(load(zoo, "llama_mha", "h2o", **WHOLE, **options), prompts, 16, preempted)
+    heads = [np.flatnonzero(~retrieves).tolist() for retrieves in MASK]
+    numbers = {"budget": BUDGET, "chunk": 1 << 20, "heads": heads}
+    assert_follows(zoo.load("llama_mha")[0], seen, prompts, policy="h2o", **numbers)
+    assert preempted
+
+
 @pytest.mark.parametrize("policy", ["h2o", "tova"])
 def test_heads_that_stream_under_a_pattern_have_the_budget_and_others_see_all(zoo: Zoo, policy: str) -> None:
     served = load(
@@ -209,6 +233,10 @@ def test_positions_of_a_running_request_can_be_asked_for(zoo: Zoo) -> None:
         ({"kv_policy": "strided:stride=14"}, "at least 19 tokens, got 9"),
         ({"kv_policy": "fixed:stride=4,columns=5"}, "columns <= stride"),
         ({"kv_policy": "strided:stride=0"}, "stride >= 1"),
+        ({"kv_prompt": "half"}, "'chunks' or 'whole', got 'half'"),
+        ({"kv_prompt": "whole"}, "has no chunks: got kv_prompt='whole' kv_chunk=6"),
+        ({**WHOLE, "max_num_batched_tokens": 84}, "max_num_batched_tokens of at least 85, .* got 84"),
+        ({**WHOLE, "enable_prefix_caching": True}, "takes up no cached prefix"),
     ],
 )
 def test_what_a_budget_does_not_serve_is_refused(zoo: Zoo, options: dict[str, Any], message: str) -> None:

@@ -11,13 +11,10 @@ from typing import Annotated
 
 import typer
 
+from hpu_duo.cli.arguments.kv_options import KVBudget, KVChunk, KVPolicyName, KVPrompt
 from hpu_duo.cli.arguments.model_names import model_option
+from hpu_duo.cli.arguments.panels import ENGINE, HEADS, LIMITS
 from hpu_duo.limit_config import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
-
-HEADS = "Heads"
-"""Name of a panel of the help, like the constants below."""
-ENGINE = "Engine"
-LIMITS = "Limits"
 
 Model = Annotated[
     Path | None,
@@ -222,32 +219,10 @@ class EngineOptions(SizeOptions):
     device_memory_utilization: DeviceMemoryUtilization = CacheConfig.device_memory_utilization
     enable_prefix_caching: EnablePrefixCaching = CacheConfig.enable_prefix_caching
     num_prefix_snapshots: NumPrefixSnapshots = None
-    kv_policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[:OPTION=VALUE,...]",
-            help="Which tokens heads keep that have a budget: h2o, tova, snapkv, streaming-llm, local, "
-            "fixed or strided; those that stream under --pattern, else all. See docs/kv-budget.md.",
-            show_default="all tokens",
-            rich_help_panel=HEADS,
-        ),
-    ] = None
-    kv_budget: Annotated[
-        float | None,
-        typer.Option(
-            help="Tokens that each of these heads keeps of a request; up to 1, a share of --max-model-len.",
-            show_default="none",
-            rich_help_panel=HEADS,
-        ),
-    ] = None
-    kv_chunk: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a prompt between the places at which they choose.",
-            show_default="512, or what a step holds",
-            rich_help_panel=HEADS,
-        ),
-    ] = None
+    kv_policy: KVPolicyName = None
+    kv_budget: KVBudget = None
+    kv_prompt: KVPrompt = CacheConfig.kv_prompt
+    kv_chunk: KVChunk = None
     attention_rule: Annotated[
         str | None,
         typer.Option(

@@ -1,0 +1,44 @@
+"""Options for heads with a KV budget."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hpu_duo.cli.arguments.panels import HEADS
+
+KVPolicyName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="Which tokens heads keep that have a budget: h2o, tova, snapkv, streaming-llm, local, "
+        "fixed or strided; those that stream under --pattern, else all. See docs/kv-budget.md.",
+        show_default="all tokens",
+        rich_help_panel=HEADS,
+    ),
+]
+KVBudget = Annotated[
+    float | None,
+    typer.Option(
+        help="Tokens that each of these heads keeps of a request; up to 1, a share of --max-model-len.",
+        show_default="none",
+        rich_help_panel=HEADS,
+    ),
+]
+KVPrompt = Annotated[
+    str,
+    typer.Option(
+        help="chunks: they choose at the end of each chunk of a prompt; whole: a prompt is read in one step "
+        "with full attention, and they choose at its end.",
+        rich_help_panel=HEADS,
+    ),
+]
+KVChunk = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a prompt between the places at which they choose.",
+        show_default="512, or what a step holds",
+        rich_help_panel=HEADS,
+    ),
+]
