@@ -85,6 +85,9 @@ class HeadConfig:
             ``hpu_duo.attention_rules``, such as "sink_band:sink=4,band=1024", or one for each KV head, with
             ";" between. It holds for the heads that stream under a pattern, which keep all tokens then, or
             for all heads without one; layers with a sliding window keep that. None = all of them.
+        max_ring_window: tokens of the longest sliding window that a layer keeps in rings, 0 or more. Layers
+            with a longer one keep all tokens, in blocks, and see as many: their prefix snapshots take
+            nothing, and a request takes more. None = any window is kept in rings.
         tie_break, balance: see ``HeadPattern.binarise``. Not "per_rank": ranks do not hold slices of
             neighbouring heads, see ``hpu_duo.sharded``.
     """
@@ -96,6 +99,7 @@ class HeadConfig:
     recent: int | None = None
     max_layer_kinds: int | None = None
     attention_rule: str | None = None
+    max_ring_window: int | None = None
     tie_break: Literal["stable", "reference"] = "stable"
     balance: Literal["global", "per_layer"] = "global"
 
@@ -108,6 +112,8 @@ class HeadConfig:
         self._check_cut()
         if self.max_layer_kinds is not None:
             check_at_least("max_layer_kinds", self.max_layer_kinds, 1)
+        if self.max_ring_window is not None:
+            check_at_least("max_ring_window", self.max_ring_window, 0)
         if self.pattern is None:
             given = [n for n in ("sparsity", "threshold", "sink", "recent") if getattr(self, n) is not None]
             if given:

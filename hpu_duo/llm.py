@@ -99,6 +99,7 @@ class HPUDuoModel(ContextModel, Uncopied):
         kv_prompt: str = CacheConfig.kv_prompt,
         kv_chunk: int | None = None,
         attention_rule: str | None = None,
+        max_ring_window: int | None = None,
         graphs: str | CaptureBackend = "default",
         buckets: BucketTable | str | Path | None = None,
         on_miss: str = "error",
@@ -138,7 +139,7 @@ class HPUDuoModel(ContextModel, Uncopied):
                 ranker: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, enable_prefix_caching, num_prefix_snapshots,
                 device_memory_utilization, kv_policy, kv_budget, kv_prompt, kv_chunk: see ``CacheConfig``.
-            attention_rule: see ``HeadConfig``.
+            attention_rule, max_ring_window: see ``HeadConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
                 backend of your own; "default" is "auto" on HPU and "eager" elsewhere. None of them falls
                 back to another one.
@@ -186,6 +187,7 @@ class HPUDuoModel(ContextModel, Uncopied):
                 recent=recent,
                 max_layer_kinds=max_layer_kinds,
                 attention_rule=attention_rule,
+                max_ring_window=max_ring_window,
                 tie_break=tie_break,
                 balance=balance,
             ),

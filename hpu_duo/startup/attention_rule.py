@@ -1,4 +1,4 @@
-"""Resolution of a user's attention rules."""
+"""Resolution of a user's attention rules, and of the windows that are served as one."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ def resolve_attention_rules(config: EngineConfig, device: torch.device) -> HeadR
         if is_asked:
             raise ValueError(f"attention_rule={text!r} is served with {expected} only")
     return rules
+
+
+def resolve_max_ring_window(config: EngineConfig) -> int | None:
+    """Return the longest window of a layer that is kept in rings; None = any.
+
+    Raises:
+        ValueError: several ranks would share the layers.
+    """
+    longest = config.heads.max_ring_window
+    if longest is not None and config.parallel.tensor_parallel_size > 1:
+        raise ValueError(f"max_ring_window={longest} is served with tensor_parallel_size of 1 only")
+    return longest
 
 
 def rules_by_head(rules: HeadRules, num_kv_heads: int) -> HeadRules:

@@ -20,7 +20,12 @@ from hpu_duo.limit_config import HPU_LAYER_KINDS
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.startup.attention_rule import HeadRules, resolve_attention_rules, rules_by_head
+from hpu_duo.startup.attention_rule import (
+    HeadRules,
+    resolve_attention_rules,
+    resolve_max_ring_window,
+    rules_by_head,
+)
 from hpu_duo.startup.kv_budget import resolve_kv_budget
 from kernels_ref import Budget, HeadGroup
 
@@ -37,6 +42,55 @@ class HeadAssignment(NamedTuple):
 
     layout: HeadLayout
     groups: tuple[HeadGroup, ...]
+
+
+class Kinds(NamedTuple):
+    """Kinds of the heads that do not see all tokens.
+
+    Attributes:
+        slack: slots of a ring beside those of its window.
+        budget: kind of the heads that would stream under the pattern, or of all heads without one.
+        rules: of the same heads, which keep all tokens then.
+        max_ring_window: longest window of a layer that is kept in rings; None = any.
+    """
+
+    slack: int
+    budget: Budget | None = None
+    rules: HeadRules | None = None
+    max_ring_window: int | None = None
+
+    @property
+    def are_of_all_heads(self) -> bool:
+        """Whether all heads are of such a kind where there is no pattern."""
+        return self.budget is not None or self.rules is not None
+
+    def of_window(self, num_heads: int, length: int) -> tuple[HeadGroup, ...]:
+        """Return the one group of a layer whose heads all have a sliding window."""
+        window = Window(0, length)
+        if self.max_ring_window is not None and length > self.max_ring_window:
+            return ruled_groups([window] * num_heads)[1]
+        return head_groups(0, num_heads, window, self.slack)
+
+    def of_layer(
+        self, streams: np.ndarray, window: Window | None
+    ) -> tuple[np.ndarray, tuple[HeadGroup, ...]]:
+        """Return the number of each head's group, and the groups, of another layer.
+
+        Args:
+            streams: heads that do not see all tokens, bool ``[KV heads]``.
+            window: of the pattern.
+        """
+        numbers, num_streaming = streams.astype(np.int32), int(streams.sum())
+        num_retrieval = len(streams) - num_streaming
+        if self.budget is not None:
+            return numbers, budget_groups(num_retrieval, num_streaming, self.budget)
+        if self.rules is None:
+            return numbers, head_groups(num_retrieval, num_streaming, window, self.slack)
+        of_heads = rules_by_head(self.rules, len(streams))
+        found, groups = ruled_groups(
+            [rule if is_ruled else None for rule, is_ruled in zip(of_heads, streams)]
+        )
+        return np.array(found, np.int32), groups
 
 
 class ChosenHeads(NamedTuple):
@@ -72,8 +126,8 @@ def choose_heads(
         config.block_size,
         caches_prefixes=config.cache.enable_prefix_caching,
     )
-    rules = resolve_attention_rules(config, device)
-    return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, slack, budget, rules)))
+    kinds = Kinds(slack, budget, resolve_attention_rules(config, device), resolve_max_ring_window(config))
+    return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, kinds)))
 
 
 def resolve_pattern(
@@ -199,42 +253,25 @@ def assign_heads(
     layers: tuple[DecoderLayer, ...],
     pattern: HeadPattern | None,
     max_len: int,
-    slack: int,
-    budget: Budget | None = None,
-    rules: HeadRules | None = None,
+    kinds: Kinds,
 ) -> list[HeadAssignment]:
     """The groups of heads of each layer, and their order.
 
     A sliding-window layer streams with all heads and no sink, whatever the pattern says of it;
     unless its window is no shorter than any request, for then it is a layer of full attention.
-
-    Args:
-        slack: slots of a ring beside those of its window.
-        budget: kind of the heads that would stream under the pattern, or of all heads without one.
-        rules: of the same heads, which keep all tokens then.
     """
     assigned: list[HeadAssignment] = []
     for index, layer in enumerate(layers):
         call = layer.call
-        streams, window = np.zeros(call.num_kv_heads, np.bool_), None
+        group_of = np.zeros(call.num_kv_heads, np.int32)
         if _has_window(layer, max_len):
             assert call.sliding_window is not None
-            streams, window = ~streams, Window(0, call.sliding_window)
-        elif pattern is not None:
-            streams = ~pattern.mask[index]
-            window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
-        elif budget is not None or rules is not None:
-            streams = ~streams
-        num_streaming, group_of = int(streams.sum()), streams.astype(np.int32)
-        if budget is not None and not _has_window(layer, max_len):
-            groups = budget_groups(call.num_kv_heads - num_streaming, num_streaming, budget)
-        elif rules is not None and not _has_window(layer, max_len):
-            of_heads = rules_by_head(rules, call.num_kv_heads)
-            numbers, groups = ruled_groups(
-                [rule if is_ruled else None for rule, is_ruled in zip(of_heads, streams)]
-            )
-            group_of = np.array(numbers, np.int32)
+            groups = kinds.of_window(call.num_kv_heads, call.sliding_window)
         else:
-            groups = head_groups(call.num_kv_heads - num_streaming, num_streaming, window, slack)
+            streams, window = np.full(call.num_kv_heads, kinds.are_of_all_heads), None
+            if pattern is not None:
+                streams = ~pattern.mask[index]
+                window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
+            group_of, groups = kinds.of_layer(streams, window)
         assigned.append(HeadAssignment(HeadLayout.by_group(group_of, call.num_heads), groups))
     return assigned

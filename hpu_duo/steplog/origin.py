@@ -61,6 +61,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
             "kv_prompt": config.cache.kv_prompt,
             "kv_chunk": config.cache.kv_chunk,
             "attention_rule": config.heads.attention_rule,
+            "max_ring_window": config.heads.max_ring_window,
         },
         "buckets": [str(bucket) for bucket in graphs.table] if runner.executor.uses_table else None,
         "heads": _heads(engine.pattern),

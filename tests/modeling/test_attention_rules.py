@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,31 @@ def test_what_is_no_rule_or_does_not_go_with_one_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         load(zoo, "llama", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [*product(["mistral_sliding", "gemma3", "gpt_oss"], ["reference", "sdpa"]), ("gemma2", "reference")],
+)
+def test_long_windows_may_be_kept_in_blocks(zoo: Zoo, name: str, attention: str) -> None:
+    model, path = zoo.load(name)
+    served = HPUDuoModel.from_pretrained(
+        path,
+        max_num_seqs=len(LENGTHS),
+        max_num_batched_tokens=23,
+        max_model_len=80,
+        block_size=BLOCK,
+        max_ring_window=WINDOW - 1,
+        attention=attention,
+    )
+    kinds = {group.kind for spec in served.engine.runner.model.specs for group in spec.groups}
+    assert kinds <= {Blocks(), Blocks(Window(0, WINDOW))}
+    assert Blocks(Window(0, WINDOW)) in kinds
+    for _ in range(2):  # computed, then taken up
+        prompts = prompts_of()
+        for prompt, (new, logits) in zip(prompts, greedy_logits(served.engine, prompts, NUM_NEW)):
+            with torch.inference_mode():
+                expected = model(torch.tensor([[*prompt, *new]])).logits[0, -NUM_NEW - 1 : -1]
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert served.stats().prefixes.num_hit_tokens > 0
+    assert served.stats().prefixes.num_lost_to_snapshots == 0

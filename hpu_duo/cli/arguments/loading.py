@@ -94,6 +94,7 @@ def load_cold(
         kv_prompt=options.kv_prompt,
         kv_chunk=options.kv_chunk,
         attention_rule=options.attention_rule,
+        max_ring_window=options.max_ring_window,
         tensor_parallel_size=options.tensor_parallel_size,
         retrieval_parallel=options.retrieval_parallel,
         retrieval_parallel_context=options.retrieval_parallel_context,

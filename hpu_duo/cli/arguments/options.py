@@ -232,6 +232,14 @@ class EngineOptions(SizeOptions):
             rich_help_panel=HEADS,
         ),
     ] = None
+    max_ring_window: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest sliding window of a layer that is kept in rings; longer ones are kept in blocks.",
+            show_default="any",
+            rich_help_panel=HEADS,
+        ),
+    ] = None
     tensor_parallel_size: Annotated[
         int,
         typer.Option(

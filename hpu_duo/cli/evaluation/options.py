@@ -146,7 +146,7 @@ class OneScoringEngine(opt.EngineOptions):
 _STEP = ("device", "dtype", "graphs", "attention", "softmax")
 _SIZES = (
     *("max_num_batched_tokens", "block_size", "device_memory_utilization", "enable_prefix_caching"),
-    *("kv_policy", "kv_budget", "kv_prompt", "kv_chunk", "attention_rule"),
+    *("kv_policy", "kv_budget", "kv_prompt", "kv_chunk", "attention_rule", "max_ring_window"),
 )
 Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
 Scoring = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_SIZES, "decode_len")]
@@ -190,6 +190,7 @@ class Choice:
             "kv_prompt": self.engine.kv_prompt,
             "kv_chunk": self.engine.kv_chunk,
             "attention_rule": self.engine.attention_rule,
+            "max_ring_window": self.engine.max_ring_window,
         }
 
     def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:
