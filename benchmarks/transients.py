@@ -89,11 +89,13 @@ KINDS = (
 )
 
 
-def small_executor(path: Path, attention: str, pattern: HeadPattern | None, max_len: int) -> Executor:
+def small_executor(
+    path: Path, attention: str, pattern: HeadPattern | None, max_len: int, attention_rule: str | None = None
+) -> Executor:
     """An executor of the small model, with stores for two requests of ``max_len`` tokens."""
     config = EngineConfig(
         model=ModelConfig(path=path, device="cpu", dtype="bfloat16", attention=attention, pack_weights=False),
-        heads=HeadConfig(pattern=pattern),
+        heads=HeadConfig(pattern=pattern, attention_rule=attention_rule),
         cache=CacheConfig(block_size=BLOCK, num_blocks=2 * -(-max_len // BLOCK), enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=CHUNK + 1, max_model_len=max_len),
     )

@@ -17,6 +17,7 @@ from kernels_ref.hpu.operators import FusedOperators
 from kernels_ref.hpu.parts import FusedKernels
 from kernels_ref.loops import How, as_operator, loop, run_body
 from kernels_ref.partial import Partial, empty
+from kernels_ref.ruled import MASK_BYTES
 from kernels_ref.scoring import Scoring
 from kernels_ref.slices import QUERY_STEP, even_size, num_parts
 from kernels_ref.step import StepParts, StepTensors
@@ -85,7 +86,8 @@ class LoopedKernels:
         num_queries, num_kv, group, _ = q_QKGD.shape
         slots, key_bytes = units.layout.num_slots, units.k[0].numel() * units.k.element_size()
         if self.fused.fuses(scoring):
-            size = scoring.chunks.masked(num_queries, slots, key_bytes, q_QKGD.element_size())
+            element_bytes = q_QKGD.element_size() + (0 if rule is None else MASK_BYTES)
+            size = scoring.chunks.masked(num_queries, slots, key_bytes, element_bytes)
         else:
             size = scoring.chunks.shared(num_queries * num_kv * group, slots, key_bytes)
         num_blocks = t.shared_block.shape[0]

@@ -11,6 +11,9 @@ from bias_builders import Rule, Window
 from kernels_ref.index import gather
 from kernels_ref.slices import QUERY_STEP
 
+MASK_BYTES = 16
+"""Bytes of each pair of a query and a key while a rule is worked out: distances, remainders and booleans."""
+
 
 def reached_keys(rule: Rule | None, begin: int, end: int, tile: int = QUERY_STEP) -> list[slice]:
     """Places of the new keys that the new queries ``[begin, end)`` may see, by their distance alone.

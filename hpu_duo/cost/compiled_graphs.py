@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from graphs import BatchShape, Phase
 from hpu_duo.cost.attention_counts import AttentionRuns, GroupSizes, count_attention
+from kernels_ref import Blocks
 from kernels_ref.bodies import slices_reached
 from kernels_ref.chunks import MOST_INLINE
 from kernels_ref.slices import QUERY_STEP, even_size, num_parts
@@ -60,7 +61,7 @@ def num_compiled(layers: Iterable[Sequence[GroupSizes]], bucket: BatchShape) -> 
             cut = cut_loops(runs, phase)
             pieces += len(cut) - sum(both <= cut for both in _SIDE_BY_SIDE)
             bodies.update((sizes, name) for name in cut)
-            if "band_slices" in cut and _has_sinks_before(sizes, bucket.query_len):
+            if {"band_slices", "causal_slices"} & cut and _has_sinks_before(sizes, bucket.query_len):
                 bodies.add((sizes, "band_sinks"))
             if phase.causal and phase.shared and sizes.heads.kind.keeps_scratch:
                 copied.add(sizes)
@@ -68,9 +69,10 @@ def num_compiled(layers: Iterable[Sequence[GroupSizes]], bucket: BatchShape) -> 
 
 
 def _has_sinks_before(sizes: GroupSizes, query_len: int) -> bool:
-    window = sizes.window
-    if window is None or not window.sink:
+    kind = sizes.heads.kind
+    rule = kind.rule if isinstance(kind, Blocks) else sizes.window
+    if rule is None or not rule.sink:
         return False
     size = even_size(query_len, sizes.query_slice, QUERY_STEP)
     num_slices = num_parts(query_len, size)
-    return num_slices > slices_reached(window, size, num_slices) + 1
+    return num_slices > slices_reached(rule, size, num_slices) + 1

@@ -13,6 +13,8 @@ from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
 from kernels_ref.index import write_indices
 from kernels_ref.partial import Partial, unfold
+from kernels_ref.ruled import MASK_BYTES
+from kernels_ref.slices import QUERY_SLICE
 from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
 from kernels_ref.units import KVUnits, UnitLayout
 
@@ -104,15 +106,39 @@ class Blocks(GroupKind):
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
         """Scores of one chunk of blocks, and the keys and values gathered for it."""
-        return max(causal_bytes(heads, sizes), _shared_bytes(heads, sizes), _unique_bytes(heads, sizes))
+        rule = 0 if self.rule is None else _rule_bytes(heads, sizes)
+        return rule + max(
+            causal_bytes(heads, sizes), _shared_bytes(heads, sizes), _unique_bytes(heads, sizes)
+        )
+
+
+def _rule_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
+    """The mask of a rule for one slice or chunk, and what it is worked out from."""
+    parts, block_size = sizes.parts, sizes.block_size
+    causal = parts.causal * min(QUERY_SLICE, sizes.query_len) * sizes.query_len
+    shared = parts.shared * sizes.query_len * _shared_chunk(heads, sizes) * block_size
+    num_blocks = max(_unique_chunk(heads, sizes), sizes.num_rows * tails_per_row(sizes.decode_len))
+    unique = parts.unique * num_blocks * sizes.decode_len * block_size
+    return MASK_BYTES * max(causal, shared, unique)
+
+
+def _shared_chunk(heads: HeadSizes, sizes: PartSizes) -> int:
+    query_heads, block_size = sizes.query_len * heads.num_query_heads, sizes.block_size
+    most = sizes.chunks.shared(query_heads, block_size, heads.unit_bytes(block_size))
+    return min(sizes.num_shared_blocks, most)
+
+
+def _unique_chunk(heads: HeadSizes, sizes: PartSizes) -> int:
+    row_heads, block_size = sizes.decode_len * heads.num_query_heads, sizes.block_size
+    key_bytes = heads.unit_bytes(block_size)
+    most = sizes.chunks.unique(sizes.num_rows, row_heads, block_size, heads.head_dim, key_bytes)
+    return min(sizes.num_unique_blocks, most)
 
 
 def _shared_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
     if not (sizes.parts.shared and sizes.num_shared_blocks):
         return 0
-    query_heads = sizes.query_len * heads.num_query_heads
-    most = sizes.chunks.shared(query_heads, sizes.block_size, heads.unit_bytes(sizes.block_size))
-    chunk = min(sizes.num_shared_blocks, most)
+    query_heads, chunk = sizes.query_len * heads.num_query_heads, _shared_chunk(heads, sizes)
     scores = SCORE_COPIES * chunk * query_heads * sizes.block_size * FLOAT32
     return scores + _gathered_bytes(chunk, heads, sizes)
 
@@ -124,8 +150,7 @@ def _unique_bytes(heads: HeadSizes, sizes: PartSizes) -> int:
     rows, block_size = sizes.num_rows, sizes.block_size
     row_heads = sizes.decode_len * heads.num_query_heads
     per_slot = row_heads * FLOAT32
-    most = sizes.chunks.unique(rows, row_heads, block_size, heads.head_dim, heads.unit_bytes(block_size))
-    chunk = min(sizes.num_unique_blocks, most)
+    chunk = _unique_chunk(heads, sizes)
     blocks = chunk * per_slot * (SCORE_COPIES * block_size + rows + 3 * heads.head_dim)
     num_tails = rows * tails_per_row(sizes.decode_len)
     tails = SCORE_COPIES * num_tails * per_slot * block_size + _gathered_bytes(num_tails, heads, sizes)

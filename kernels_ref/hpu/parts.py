@@ -18,6 +18,7 @@ from kernels_ref.hpu.attention import attend_dense
 from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.index import write_kv
 from kernels_ref.partial import Partial, attend, finish
+from kernels_ref.ruled import MASK_BYTES
 from kernels_ref.scoring import Scoring
 from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
@@ -57,7 +58,8 @@ class FusedKernels:
         if not self.fuses(scoring):
             return reference.shared_blocks(q_QKGD, units, t, scoring, rule)
         key_bytes = units.k[0].numel() * units.k.element_size()
-        chunk = scoring.chunks.masked(len(q_QKGD), units.layout.num_slots, key_bytes, q_QKGD.element_size())
+        element_bytes = q_QKGD.element_size() + (0 if rule is None else MASK_BYTES)
+        chunk = scoring.chunks.masked(len(q_QKGD), units.layout.num_slots, key_bytes, element_bytes)
         return reference.shared_blocks(q_QKGD, units, t, scoring, rule, self.dense, chunk)
 
     def shared_rings(

@@ -9,6 +9,7 @@ Shapes: as in ``kernels_ref.reference``; ``rule`` in numbers (``encode_rule``), 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ from bias_builders import Leading, Rule, Tile, decode_rule, leading_visible, see
 from kernels_ref.by_owner import merge_by_owner
 from kernels_ref.partial import Partial, empty, merge
 from kernels_ref.reference import own_units, side_by_side
-from kernels_ref.ruled import slot_positions, tails_visible, whole_visible
+from kernels_ref.ruled import picked, slot_positions, tails_visible, whole_visible
 from kernels_ref.scoring import Scoring, soften
 from kernels_ref.sdpa.flash import flash
 from kernels_ref.sdpa.prefill import prompt_rows
@@ -58,21 +59,24 @@ def ruled_causal(
     for row in prompt_rows(row_start, row_num_new, row_query_start, causal_row):
         k, v = k_QKD[row.begin : row.end], v_QKD[row.begin : row.end]
         position = torch.arange(row.start, row.start + len(k), dtype=torch.int32)
-
-        def keys_of(
-            tiles: _Ints, k: torch.Tensor = k, v: torch.Tensor = v, position: torch.Tensor = position
-        ) -> _Tiles:
-            ranges = [slice(tile * KEY_TILE, (tile + 1) * KEY_TILE) for tile in tiles.tolist()]
-            return _Tiles(*(torch.cat([x[each] for each in ranges]) for x in (k, v, position)))
-
         for begin in range(0, len(k), band_queries):
             end = min(begin + band_queries, len(k))
+            keys = _Tiles(k[:end], v[:end], position[:end])
             first = np.arange(0, end, KEY_TILE) + row.start
             last = np.minimum(first + KEY_TILE, row.start + end) - 1
             place = slice(row.begin + begin, row.begin + end)
             seen = Partial(*(x[place] for x in total))
+            keys_of = partial(_new_keys, keys)
             _attend_tiles(seen, q_QKGD[place], position[begin:end], read, (first, last), keys_of, len(first))
     return total
+
+
+def _new_keys(keys: _Tiles, tiles: _Ints) -> _Tiles:
+    """Some tiles of new keys: a view if they lie side by side."""
+    first = tiles[np.flatnonzero(np.diff(tiles, prepend=-2) > 1)].tolist()
+    last = tiles[np.flatnonzero(np.diff(tiles, append=tiles[-1] + 2) > 1)].tolist()
+    places = [slice(a * KEY_TILE, (b + 1) * KEY_TILE) for a, b in zip(first, last)]
+    return _Tiles(*(picked(x, places) for x in keys))
 
 
 def ruled_shared(
@@ -99,18 +103,7 @@ def ruled_shared(
             continue
         block, used = shared_block[index], visible_RX[number][index]
         first = shared_start[index].numpy().astype(np.int64)
-        slots = slot_positions(shared_start[index], num_slots)
-        slots = torch.where(slots < (shared_start[index] + used)[:, None], slots, -1)
-
-        def keys_of(tiles: _Ints, block: torch.Tensor = block, slots: torch.Tensor = slots) -> _Tiles:
-            some = torch.from_numpy(tiles)
-            k, v = (x.index_select(0, block[some]).transpose(1, 2).flatten(0, 1) for x in (k_XKBD, v_XKBD))
-            place = slots[some].flatten()
-            if bool((place < 0).any()):
-                # An unused slot may hold anything, and NaN times a weight of 0 is NaN.
-                k, v = (torch.where((place >= 0)[:, None, None], x, 0) for x in (k, v))
-            return _Tiles(k, v, place)
-
+        blocks = _Blocks(k_XKBD, v_XKBD, block, shared_start[index], used)
         for begin in range(0, num_new, band_queries):
             end = min(begin + band_queries, num_new)
             place = slice(row_begin + begin, row_begin + end)
@@ -118,8 +111,32 @@ def ruled_shared(
             seen = Partial(*(x[place] for x in total))
             ends = first, first + used.numpy() - 1
             is_whole = used.numpy() == num_slots
+            keys_of = partial(_block_keys, blocks)
             _attend_tiles(seen, q_QKGD[place], position, read, ends, keys_of, context_blocks, is_whole)
     return total
+
+
+class _Blocks(NamedTuple):
+    """Blocks that a row reads: their ids, the positions of their first slots, and the slots that it sees."""
+
+    k_XKBD: torch.Tensor
+    v_XKBD: torch.Tensor
+    block: torch.Tensor
+    start: torch.Tensor
+    used: torch.Tensor
+
+
+def _block_keys(blocks: _Blocks, tiles: _Ints) -> _Tiles:
+    """Some of the blocks, gathered."""
+    some, num_slots = torch.from_numpy(tiles), blocks.k_XKBD.shape[2]
+    block, start, used = (x[some] for x in blocks[2:])
+    k, v = (x.index_select(0, block).transpose(1, 2).flatten(0, 1) for x in blocks[:2])
+    slots = slot_positions(start, num_slots)
+    position = torch.where(slots < (start + used)[:, None], slots, -1).flatten()
+    if bool((used < num_slots).any()):
+        # An unused slot may hold anything, and NaN times a weight of 0 is NaN.
+        k, v = (torch.where((position >= 0)[:, None, None], x, 0) for x in (k, v))
+    return _Tiles(k, v, position)
 
 
 def ruled_unique(
@@ -144,14 +161,19 @@ def ruled_unique(
     )
     visible = seen_mask(Leading(tail_visible), num_slots) & tails_visible(read, end, tail_start, num_slots)
     total = own_units(q_NKHD, k, v, visible, scoring)
-    visible_XMB = whole_visible(read, end, owner, owner_start, num_slots)
-    seen = ((owner < num_rows) & visible_XMB.flatten(1).any(dim=1)).nonzero().flatten()
-    for some in seen.split(max(1, decode_slots // num_slots)) if len(seen) else ():
-        of = owner[some]
-        k, v = k_XKBD.index_select(0, some), v_XKBD.index_select(0, some)
+    group = q_NKHD.shape[2] // end.shape[1]
+    # A part at a time, so that what is worked out does not grow with the context.
+    size = max(1, decode_slots // num_slots)
+    for begin in range(0, len(owner), size):
+        of, start = owner[begin : begin + size], owner_start[begin : begin + size]
+        visible_XMB = whole_visible(read, end, of, start, num_slots)
+        some = ((of < num_rows) & visible_XMB.flatten(1).any(dim=1)).nonzero().flatten()
+        if not len(some):
+            continue
+        of_heads = visible_XMB[some].repeat_interleave(group, dim=1)[:, None]
+        place, of = begin + some, of[some]
+        k, v = k_XKBD.index_select(0, place), v_XKBD.index_select(0, place)
         scores = soften(torch.matmul(q_NKHD.index_select(0, of), k.transpose(2, 3)), scoring)
-        heads = q_NKHD.shape[2] // visible_XMB.shape[1]
-        of_heads = visible_XMB[some].repeat_interleave(heads, dim=1)[:, None]
         total = merge_by_owner(total, scores, v, of, of_heads)
     return total
 

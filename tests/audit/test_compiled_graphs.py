@@ -23,13 +23,13 @@ BUCKETS = (
 )
 
 
-def build(path: Path, attention: str, retrieval: list[list[bool]]) -> Structure:
+def build(path: Path, attention: str, retrieval: list[list[bool]], rule: str | None = None) -> Structure:
     kept = np.array(retrieval)
     pattern = HeadPattern(kept.astype(np.float32), sink=128, recent=256, retrieval=kept)
     return build_structure(
         EngineConfig(
             model=ModelConfig(path=path, attention=attention),
-            heads=HeadConfig(pattern=pattern),
+            heads=HeadConfig(pattern=pattern, attention_rule=rule),
             cache=CacheConfig(block_size=128, num_blocks=4096),
             scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192),
         ),
@@ -53,5 +53,19 @@ def test_as_many_graphs_are_counted_as_are_compiled(
     path = config_dir(tmp_path, GROUPED)
     structure = build(path, attention, [[True, True, False, False], [True] * 4])
     work = work_of(structure, read_model(path), kernels_of(attention))
+    counted = {text: work.compiled(BatchShape.parse(text)).num_recipes for text in shapes}
+    assert counted == {text: len(lower_bucket(structure, BatchShape.parse(text))) for text in shapes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["reference", "hpu"])
+@pytest.mark.parametrize("rule", ["sink_band:sink=8,band=600", "fixed:stride=512,summary=64"])
+def test_as_many_graphs_are_counted_under_a_rule_as_are_compiled(
+    tmp_path: Path, attention: str, rule: str
+) -> None:
+    path = config_dir(tmp_path, GROUPED)
+    structure = build(path, attention, [[True, True, False, False], [True] * 4], rule)
+    work = work_of(structure, read_model(path), kernels_of(attention))
+    shapes = BUCKETS[1:2] + BUCKETS[4:5] + BUCKETS[7:8] + BUCKETS[-1:]
     counted = {text: work.compiled(BatchShape.parse(text)).num_recipes for text in shapes}
     assert counted == {text: len(lower_bucket(structure, BatchShape.parse(text))) for text in shapes}

@@ -49,13 +49,17 @@ def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+RULES = (None, "sink_band:sink=8,band=600|strided:stride=64")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_measured_step_needs_no_more_after_a_longer_context(
-    weights_dir: Path, kind: StepKind, attention: str
+    weights_dir: Path, kind: StepKind, attention: str, rule: str | None
 ) -> None:
     half = HeadPattern(np.eye(1, 2), sink=8, recent=24, retrieval=np.array([[True, False]]))
-    executor = small_executor(weights_dir, attention, half, CONTEXTS[-1])
+    executor = small_executor(weights_dir, attention, half, CONTEXTS[-1], rule)
     set_sizes(executor.model.model, Slices(context_blocks=4, decode_slots=4 * BLOCK))
     exact = [measure(executor, kind.rows(context)) for context in CONTEXTS]
     longest = kind.rows(CONTEXTS[-1])
@@ -67,13 +71,14 @@ def test_a_measured_step_needs_no_more_after_a_longer_context(
     assert exact[-1] == padded[-1]
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_loops_outside_of_layers_need_no_more_after_a_longer_context(
-    weights_dir: Path, kind: StepKind, monkeypatch: pytest.MonkeyPatch
+    weights_dir: Path, kind: StepKind, rule: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     half = HeadPattern(np.eye(1, 2), sink=8, recent=24, retrieval=np.array([[True, False]]))
-    executor = small_executor(weights_dir, "reference", half, CONTEXTS[-1])
+    executor = small_executor(weights_dir, "reference", half, CONTEXTS[-1], rule)
     set_sizes(executor.model.model, Slices(8), SMALL_CHUNKS._replace(most_inline=0))
     peaks = [measure(executor, kind.rows(context)) for context in CONTEXTS]
     assert max(peaks) == peaks[0] > 0

@@ -227,7 +227,7 @@ class EngineOptions(SizeOptions):
         str | None,
         typer.Option(
             metavar="NAME[:OPTION=VALUE,...]",
-            help="Which tokens they see instead, of all: sink_band or another of docs/attention-rules.md.",
+            help="Sparse attention of the same heads: sink_band, strided, ...; see docs/attention-rules.md.",
             show_default="all",
             rich_help_panel=HEADS,
         ),
