@@ -1,6 +1,16 @@
 """Attention as partial triples: reference implementations and the composition of one layer."""
 
-from kernels_ref.groups import Blocks, Budget, GroupKind, HeadGroup, KVPolicy, Owner, Rings, SlotView
+from kernels_ref.groups import (
+    Blocks,
+    Budget,
+    FutureQueries,
+    GroupKind,
+    HeadGroup,
+    KVPolicy,
+    Owner,
+    Rings,
+    SlotView,
+)
 from kernels_ref.hpu.operators import FusedOperators
 from kernels_ref.impl import Implementation
 from kernels_ref.partial import FLOOR, Partial, empty, merge, normalise
@@ -23,6 +33,7 @@ __all__ = [
     "Blocks",
     "Budget",
     "FusedOperators",
+    "FutureQueries",
     "GroupKind",
     "HeadGroup",
     "Implementation",

@@ -22,11 +22,11 @@ from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import read_layers
-from hpu_duo.modeling.rope import served_len
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.blueprint import Blueprint, fix_served_len
 from hpu_duo.startup.heads import check_pattern
 from hpu_duo.startup.kernels import ChosenKernels
+from hpu_duo.startup.rotary import request_len
 from kernels_ref import FusedOperators, Implementation, Softmax
 from kernels_ref.hpu.operators import LINE_BYTES
 
@@ -96,7 +96,7 @@ def build_structure(config: EngineConfig, hardware: Hardware) -> Structure:
     path = Path(config.model.path)
     hf_config = read_config(path, needs_weights=False)
     dtype = resolve_dtype(config.model.dtype, hf_config, HPU.type)
-    served_len(hf_config.get_text_config(), config.scheduler.max_model_len)  # refused before it is built
+    request_len(config, hf_config.get_text_config())  # refused before it is built
     check_pattern(config.heads, path)
     model = build_without_weights(path, hf_config, dtype)
     fix_served_len(model, config)

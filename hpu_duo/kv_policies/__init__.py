@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from hpu_duo.kv_policies.expected_attention import ExpectedAttention
 from hpu_duo.kv_policies.h2o import HeavyHitters
 from hpu_duo.kv_policies.local import Local
 from hpu_duo.kv_policies.snapkv import SnapKV
@@ -14,6 +15,7 @@ from kernels_ref import KVPolicy
 __all__ = [
     "KV_POLICIES",
     "TOVA",
+    "ExpectedAttention",
     "Fixed",
     "HeavyHitters",
     "Local",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 KV_POLICIES: dict[str, Callable[..., KVPolicy]] = {
+    "expected-attention": ExpectedAttention,
     "fixed": Fixed,
     "h2o": HeavyHitters,
     "local": Local,

@@ -16,7 +16,7 @@ from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.modeling.loading import dtype_note, load_model, read_config, resolve_dtype
 from hpu_duo.modeling.probe import probe
-from hpu_duo.modeling.rope import frequencies_note, served_len
+from hpu_duo.modeling.rope import frequencies_note
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len
@@ -25,6 +25,7 @@ from hpu_duo.startup.heads import check_pattern
 from hpu_duo.startup.place import Place
 from hpu_duo.startup.ranker import read_ranker
 from hpu_duo.startup.retrieval_choice import settled
+from hpu_duo.startup.rotary import request_len
 from hpu_duo.startup.sharding import build_led
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def assemble(
     make_policy(config.scheduler.scheduling_policy)  # refused before weights are read
     hf_config = read_config(config.model.path)
     read_ranker(config.scheduler, hf_config.get_text_config().vocab_size)
-    served_len(hf_config.get_text_config(), config.scheduler.max_model_len)  # and so is this
+    request_len(config, hf_config.get_text_config())  # and so is this
     pattern_notes = check_pattern(config.heads, config.model.path)
     if config.parallel.tensor_parallel_size > 1:
         side = build_led(config)

@@ -16,11 +16,12 @@ from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.modeling.rope import fix_frequencies, served_len
+from hpu_duo.modeling.rope import fix_frequencies
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads
 from hpu_duo.startup.kernels import ChosenKernels, chunk_bounds
 from hpu_duo.startup.memory import plan_memory
+from hpu_duo.startup.rotary import request_len, with_frequencies
 from hpu_duo.startup.tables import StepTables
 from kernels_ref import HeadGroup, LayerSpec
 from kernels_ref.chunks import ChunkBounds
@@ -76,10 +77,11 @@ class Blueprint:
             ValueError: the head pattern does not fit the model.
         """
         text_config = model.config.get_text_config()
-        max_len = served_len(text_config, config.scheduler.max_model_len)
+        max_len = request_len(config, text_config)
         if chosen is None:
             chosen = choose_heads(config, layers, max_len, device)
         pattern, heads, own = chosen
+        heads = with_frequencies(model, layers, heads)
         chunks = chunk_bounds(config.model.score_bytes, device, kernels.impl)
         specs = tuple(_layer_spec(layer, each.groups, kernels, chunks) for layer, each in zip(layers, heads))
         return cls(
@@ -120,7 +122,7 @@ def fix_served_len(model: PreTrainedModel, config: EngineConfig) -> None:
     Raises:
         ValueError: the model does not serve ``max_model_len``.
     """
-    fix_frequencies(model, served_len(model.config.get_text_config(), config.scheduler.max_model_len))
+    fix_frequencies(model, request_len(config, model.config.get_text_config()))
 
 
 def _layer_spec(

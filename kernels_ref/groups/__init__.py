@@ -3,7 +3,7 @@
 from kernels_ref.groups.blocks import Blocks, BlockStep
 from kernels_ref.groups.budget import Budget, BudgetStep
 from kernels_ref.groups.kind import GroupInputs, GroupKind, HeadGroup, Owner
-from kernels_ref.groups.kv_policy import KVPolicy, SlotView
+from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView
 from kernels_ref.groups.rings import Rings, RingStep
 from kernels_ref.groups.transients import HeadSizes, PartSizes
 
@@ -12,6 +12,7 @@ __all__ = [
     "Blocks",
     "Budget",
     "BudgetStep",
+    "FutureQueries",
     "GroupInputs",
     "GroupKind",
     "HeadGroup",

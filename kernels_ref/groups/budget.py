@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from bias_builders import Leading, Window
+from bias_builders import NOWHERE, Leading, Window, seen_mask
+from kernels_ref.by_place import attend_by_place
 from kernels_ref.groups.budget_chunks import Held, Kept, keep_chunk
 from kernels_ref.groups.budget_decodes import DecodeSlots, take_in
+from kernels_ref.groups.budget_turns import BudgetTurns, budget_turns
 from kernels_ref.groups.column_sums import SUMMED_QUERIES, ChunkStep
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.kv_policy import KVPolicy
@@ -21,9 +23,10 @@ from kernels_ref.groups.rings import RingStep
 from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
 from kernels_ref.index import gather, index_dtype
 from kernels_ref.partial import Partial
+from kernels_ref.rotary import turned
 from kernels_ref.slices import QUERY_SLICE
 from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
-from kernels_ref.units import KVUnits, SlotState, UnitLayout
+from kernels_ref.units import KVUnits, Scratch, SlotState, UnitLayout
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
@@ -45,6 +48,7 @@ class BudgetStep(NamedTuple):
             int32 ``[Q]``.
         decode_row: units of decode rows, the trash for others, int32 ``[N]``.
         chunk: the prompt rows.
+        turns: rotations of queries.
     """
 
     ring: RingStep
@@ -52,6 +56,7 @@ class BudgetStep(NamedTuple):
     place: torch.Tensor
     decode_row: torch.Tensor
     chunk: ChunkStep
+    turns: BudgetTurns
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,14 @@ class Budget(GroupKind):
         budget: slots of a head (C).
         chunk: most new tokens of a prompt row in a step (T).
         max_chunk_rows: most prompt rows of a step (P).
+        frequencies: of the rotary embedding, for policies that need them.
     """
 
     policy: KVPolicy
     budget: int
     chunk: int
     max_chunk_rows: int = 1
+    frequencies: tuple[float, ...] = ()
     name: ClassVar[str] = "budget"
     owner: ClassVar[Owner] = Owner.ROW
 
@@ -87,7 +94,7 @@ class Budget(GroupKind):
     @property
     def key(self) -> tuple[Hashable, ...]:
         """Numbers of the kind and of its policy."""
-        return self.name, self.budget, self.chunk, self.policy.key
+        return self.name, self.budget, self.chunk, self.policy.key, self.frequencies
 
     @property
     def reach(self) -> int | None:
@@ -137,7 +144,8 @@ class Budget(GroupKind):
             slot = torch.arange(self.budget, dtype=place.dtype, device=place.device)
             chunk_position = torch.where(slot < chunk.start[:, None], slot, -1)
         seen = Leading(torch.clamp(end, max=self.budget)[:, None, None])
-        plan = BudgetStep(RingStep(nothing, seen, chunk_position), end, place, decode_row, chunk)
+        turns = budget_turns(self.policy, self.frequencies, self.budget, t, chunk)
+        plan = BudgetStep(RingStep(nothing, seen, chunk_position), end, place, decode_row, chunk, turns)
         return dict.fromkeys(layouts, plan)
 
     def _chunk(self, t: StepTensors, place: torch.Tensor) -> tuple[ChunkStep, torch.Tensor]:
@@ -167,8 +175,7 @@ class Budget(GroupKind):
             of_tokens.append(run.causal(inputs.q, inputs.new, step.tensors, None, inputs.scoring))
             if parts.shared:
                 assert units.scratch is not None, "prompts with context read a scratch"
-                scratch, scoring = units.scratch, inputs.scoring
-                of_tokens.append(run.shared_rings(inputs.q, scratch, step.tensors, plan.ring, _ALL, scoring))
+                of_tokens += self._of_slots(run, inputs, units.scratch, plan, step.tensors)
             kept = self._keep(of_tokens, inputs, units, plan, has_context=parts.shared)
         if parts.unique:
             taken = take_in(self.policy, units.state, layout, plan.end, plan.decode_row)
@@ -184,6 +191,22 @@ class Budget(GroupKind):
                 store.index_copy_(0, row, new.flatten(1))
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
+    def _of_slots(
+        self, run: Kernels, inputs: GroupInputs, scratch: Scratch, plan: BudgetStep, t: StepTensors
+    ) -> list[Partial]:
+        """Attention of prompt rows over what they have kept."""
+        q, ring, first = inputs.q, plan.ring, self.policy.num_placed
+        if not first:
+            return [run.shared_rings(q, scratch, t, ring, _ALL, inputs.scoring)]
+        slot = torch.arange(self.budget, dtype=torch.int32, device=q.device)
+        others = ring._replace(chunk_position=torch.where(slot < first, NOWHERE, ring.chunk_position))
+        placed = ring._replace(chunk_position=ring.chunk_position[:, :first].contiguous())
+        leading = Scratch(*(each[:, :, :first].contiguous() for each in scratch))
+        return [
+            run.shared_rings(q, scratch, t, others, _ALL, inputs.scoring),
+            run.shared_rings(_placed(q, plan), leading, t, placed, _ALL, inputs.scoring),
+        ]
+
     def _keep(
         self,
         of_tokens: list[Partial],
@@ -195,9 +218,9 @@ class Budget(GroupKind):
     ) -> Kept:
         shape = (len(plan.chunk.row), units.layout.num_heads, self.budget)
         state = SlotState(*(gather(x, plan.chunk.row).view(shape) for x in units.state or ()))
-        k = units.scratch.k if has_context and units.scratch is not None else None
-        held = Held(state, k, plan.ring.chunk_position >= 0)
-        return keep_chunk(self.policy, self.budget, held, plan.chunk, inputs, of_tokens)
+        stored = units.scratch if has_context else None
+        held = Held(state, stored, plan.ring.chunk_position >= 0)
+        return keep_chunk(self.policy, self.budget, held, plan.chunk, inputs, of_tokens, plan.turns)
 
     def _decode(
         self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step, taken: DecodeSlots
@@ -205,6 +228,14 @@ class Budget(GroupKind):
         """Attention of decode rows, and their new scores."""
         q_NKGD, slots = of_rows(inputs.q, step), taken.slots
         plan: BudgetStep = step.plans[self.key, units.layout]
+        if first := self.policy.num_placed:
+            num_rows, placed = len(q_NKGD), of_rows(_placed(inputs.q, plan), step)
+            assert isinstance(plan.ring.seen, Leading), "slots of a budget are seen from the first one on"
+            visible, kv = (
+                seen_mask(plan.ring.seen, self.budget)[:, :, 0],
+                (units.k[:num_rows], units.v[:num_rows]),
+            )
+            return attend_by_place(q_NKGD, placed, first, kv, visible, inputs.scoring), slots.score
         if self.policy.num_observed == 0:
             return run.unique_rings(q_NKGD, units, plan.ring, inputs.scoring), slots.score
         partial, mass = run.unique_weighed(q_NKGD, units, plan.ring, inputs.scoring, inputs.sinks)
@@ -242,4 +273,16 @@ class Budget(GroupKind):
         scores = max(causal_bytes(heads, sizes), SCORE_COPIES * max(num_scores, num_decoding) * per_slot)
         keys = 4 * heads.unit_bytes(num_candidates + num_decoding)
         candidates = _CANDIDATE_COPIES * (num_candidates + num_decoding) * heads.num_heads * FLOAT32
-        return scores + keys + candidates
+        return scores + keys + candidates + self._future_bytes(heads, num_rows * chunk, num_rows)
+
+    def _future_bytes(self, heads: HeadSizes, num_tokens: int, num_rows: int) -> int:
+        """Queries that are turned, apart from their mean, and covariances."""
+        if not self.policy.needs_rotary:
+            return 0
+        per_head = 3 * num_tokens + 4 * num_rows * heads.head_dim * (self.policy.num_ahead > 0)
+        return per_head * heads.num_query_heads * heads.head_dim * FLOAT32
+
+
+def _placed(q_QKGD: torch.Tensor, plan: BudgetStep) -> torch.Tensor:
+    """Queries at their places among kept tokens."""
+    return turned(q_QKGD, plan.turns.tokens.of_heads(2)).to(q_QKGD.dtype)

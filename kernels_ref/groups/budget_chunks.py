@@ -11,12 +11,14 @@ from typing import NamedTuple
 import torch
 
 from kernels_ref.groups.budget_slots import assign_slots, kept_tokens, look_up
+from kernels_ref.groups.budget_turns import BudgetTurns
 from kernels_ref.groups.column_sums import ChunkStep, column_sums, log_sum_exp
+from kernels_ref.groups.future_queries import future_queries
 from kernels_ref.groups.kind import GroupInputs
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.index import gather
 from kernels_ref.partial import Partial
-from kernels_ref.units import SlotState
+from kernels_ref.units import Scratch, SlotState
 
 
 class Kept(NamedTuple):
@@ -36,12 +38,12 @@ class Held(NamedTuple):
 
     Attributes:
         state: positions and scores, ``[P, K, C]`` each.
-        k: keys, ``[P, K, C, D]``; None where no row holds any.
+        kv: keys and values, ``[P, K, C, D]`` each; None where no row holds any.
         is_stored: occupied slots, bool ``[P, C]``.
     """
 
     state: SlotState
-    k: torch.Tensor | None
+    kv: Scratch | None
     is_stored: torch.Tensor
 
 
@@ -52,19 +54,21 @@ def keep_chunk(
     chunk: ChunkStep,
     inputs: GroupInputs,
     partials: list[Partial],
+    turns: BudgetTurns,
 ) -> Kept:
     """Choose what stays of slots and new tokens, and the slots of the latter.
 
     Args:
         inputs: of the step; the new tokens of the rows are among them.
         partials: attention of all tokens over new and stored keys.
+        turns: rotations of queries.
     """
     old = held.state
     num_heads = old.score.shape[1]
     new_position = (chunk.start[:, None] + chunk.number)[:, None].expand(-1, num_heads, -1)
     new_score = torch.zeros(new_position.shape, dtype=torch.float32, device=new_position.device)
     # Rows without context need no candidates among their slots.
-    num_held = 0 if held.k is None else num_slots
+    num_held = 0 if held.kv is None else num_slots
     slots = SlotView(
         torch.cat([old.score[..., :num_held], new_score], dim=-1),
         torch.cat([old.position[..., :num_held], new_position], dim=-1),
@@ -73,7 +77,10 @@ def keep_chunk(
         num_slots,
         is_chunk=True,
     )
-    if policy.num_observed != 0:
+    if policy.num_ahead:
+        queries = future_queries(inputs.q, chunk, policy.first_query, *turns)
+        slots = slots._replace(score=policy.expect(slots, queries, *_candidates(held, chunk, inputs)))
+    elif policy.num_observed != 0:
         slots = slots._replace(score=policy.observe(slots, _mass(policy, held, chunk, inputs, partials)))
     if slots.score.shape[-1] > num_slots:
         keeps = kept_tokens(policy, slots)
@@ -94,11 +101,19 @@ def _mass(
     policy: KVPolicy, held: Held, chunk: ChunkStep, inputs: GroupInputs, partials: list[Partial]
 ) -> torch.Tensor:
     """Weights of the observed queries on slots and new tokens, ``[P, K, S]``."""
-    k_PKSD = gather(inputs.new.k, chunk.token.view(-1)).unflatten(0, chunk.token.shape).transpose(1, 2)
-    is_stored = held.is_stored[:, :0]
-    if held.k is not None:
-        is_stored = held.is_stored
-        # Free slots may hold anything.
-        k_PKSD = torch.cat([torch.where(is_stored[:, None, :, None], held.k, 0), k_PKSD], dim=2)
+    k_PKSD, _ = _candidates(held, chunk, inputs)
+    is_stored = held.is_stored[:, :0] if held.kv is None else held.is_stored
     lse = log_sum_exp(partials, inputs.sinks)
     return column_sums(inputs.q, lse, k_PKSD, is_stored, chunk, policy.num_observed, inputs.scoring)
+
+
+def _candidates(held: Held, chunk: ChunkStep, inputs: GroupInputs) -> Scratch:
+    """Keys and values of slots and new tokens, ``[P, K, S, D]`` each, finite."""
+    new = (
+        gather(x, chunk.token.view(-1)).unflatten(0, chunk.token.shape).transpose(1, 2) for x in inputs.new
+    )
+    if held.kv is None:
+        return Scratch(*new)
+    is_stored = held.is_stored[:, None, :, None]
+    # Free slots may hold anything.
+    return Scratch(*(torch.cat([torch.where(is_stored, x, 0), y], dim=2) for x, y in zip(held.kv, new)))

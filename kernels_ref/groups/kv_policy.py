@@ -32,6 +32,20 @@ class SlotView(NamedTuple):
     is_chunk: bool = False
 
 
+class FutureQueries(NamedTuple):
+    """Queries that are expected behind a chunk, as if normally distributed.
+
+    They are scaled as queries of attention are, and rotated by the mean of the rotations to some positions.
+
+    Attributes:
+        mean: of each query head, G of a key/value head, float32 ``[X, K, G, D]``.
+        covariance: float32 ``[X, K, G, D, D]``.
+    """
+
+    mean: torch.Tensor
+    covariance: torch.Tensor
+
+
 class KVPolicy(ABC):
     """Says which tokens a head keeps; a frozen dataclass of plain numbers.
 
@@ -55,6 +69,33 @@ class KVPolicy(ABC):
         """Last queries of a chunk whose weights it is told; None = all of them, 0 = it looks at none."""
         return 0
 
+    @property
+    def num_ahead(self) -> int:
+        """Positions behind a chunk for which queries are expected; 0 = it asks for no such statistics.
+
+        With any, ``expect`` makes the scores of a chunk, and not ``observe``.
+        """
+        return 0
+
+    @property
+    def first_query(self) -> int:
+        """Position of the first query that counts for such statistics."""
+        return 0
+
+    @property
+    def num_placed(self) -> int:
+        """Leading tokens, which it protects, that queries see at their place among kept tokens; 0 = none.
+
+        All others are the newest ones, so that their distances are the same in the text. A key keeps its
+        rotation: queries are turned a second time.
+        """
+        return 0
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether it has to know the frequencies of the rotary embedding."""
+        return self.num_ahead > 0 or self.num_placed > 0
+
     def check(self, num_slots: int) -> None:
         """Raise ValueError if it cannot work with so many slots: one token at least must be free to go."""
         if num_slots < 1:
@@ -77,6 +118,16 @@ class KVPolicy(ABC):
                 sums to the number of observed queries times the query heads of a key/value head.
         """
         return slots.score
+
+    def expect(
+        self, slots: SlotView, queries: FutureQueries, k_PKSD: torch.Tensor, v_PKSD: torch.Tensor
+    ) -> torch.Tensor:
+        """Return new scores from keys, values and the queries to come, as ``observe`` does behind a chunk.
+
+        Args:
+            k_PKSD, v_PKSD: of each slot and new token, finite.
+        """
+        raise NotImplementedError(f"kv_policy {self.name!r} asks for no queries to come")
 
     def protects(self, slots: SlotView) -> torch.Tensor | None:
         """Tokens that must not go, bool, broadcast against the scores; None = any may.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
+
+from tests.modeling.turned_vectors import Vectors
 
 NAME = "budget_oracle"
 
@@ -74,6 +76,9 @@ RULES = {
     ),
     "h2o": Rule(_summed, lambda position, end, budget: end - position <= budget // 2),
     "h2o:recent=0": Rule(_summed),
+    "streaming-llm:positions=cache": Rule(_same, lambda position, end, budget: position < 4),
+    "streaming-llm:sink=5,positions=cache": Rule(_same, lambda position, end, budget: position < 5),
+    "expected-attention:sink=2,future=20": Rule(_same, lambda position, end, budget: position < 2),
     "snapkv:window=3,kernel=3": Rule(
         partial(_snapped, 3, 3), lambda position, end, budget: end - position <= 3
     ),
@@ -124,6 +129,8 @@ class BudgetOracle:
             for head in mine:
                 if end - start == 1:
                     self._make_room(held[head], end, self.budget - 1)
+                if "positions=cache" in self.policy:
+                    self._renumber(scores, range(head * group, (head + 1) * group), held[head], start, end)
                 for number in range(group):
                     for query in range(start, end):
                         sees = [*held[head], *range(start, query + 1)]
@@ -145,6 +152,8 @@ class BudgetOracle:
             for head in mine:
                 old = {**held[head], **dict.fromkeys(range(start, end), 0.0)}
                 held[head] = RULES[self.policy].update(old, weights[head], everyone, end - start)
+                if self.policy.startswith("expected"):
+                    held[head] = self._expected(head, old, start, end)
                 self._make_room(held[head], end, self.budget)
         self.kept[layer] = [sorted(held[head]) for head in mine]
         return mask
@@ -155,7 +164,27 @@ class BudgetOracle:
             free = [(score, p) for p, score in scores.items() if not protects(p, end, self.budget)]
             del scores[min(free)[1]]
 
+    def _renumber(
+        self, scores: torch.Tensor, heads: Iterable[int], held: dict[int, float], start: int, end: int
+    ) -> None:
+        """Put scores of a chunk's queries in place, with positions counted among what is kept."""
+        assert self.vectors is not None
+        for head in heads:
+            places = [*sorted(held), *range(start, end)]
+            for pair, score in self.vectors.scores_by_place(head, places, end - start).items():
+                scores[(head, *pair)] = score
+
+    def _expected(self, head: int, old: dict[int, float], start: int, end: int) -> dict[int, float]:
+        """Scores of expected attention; a decoded token gets the highest one."""
+        assert self.vectors is not None
+        if end - start == 1:
+            return {**old, start: max(old.values())}
+        positions = list(old)
+        return dict(zip(positions, self.vectors.expected(head, positions, start, end, 2, 20)))
+
     num_kv: int = 0
+    rotary_share: float = 1.0
+    vectors: Vectors | None = None
 
 
 def _attention(
@@ -179,6 +208,7 @@ def _attention(
         scores = torch.tanh(scores / softcap) * softcap
     sinks = None if s_aux is None else s_aux.double()
     oracle.num_kv = key.shape[1]
+    oracle.vectors = Vectors(*(x[0].double() for x in (query, key, value)), scaling, oracle.rotary_share)
     if sliding_window is None:
         mask = oracle.visible(module.layer_idx, scores, sinks)
     else:

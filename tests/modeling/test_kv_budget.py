@@ -27,6 +27,8 @@ POLICIES = [
     "tova:protect=3",
     "snapkv:window=3,kernel=3",
     "snapkv:window=8,kernel=1",
+    "streaming-llm:positions=cache",
+    "expected-attention:sink=2,future=20",
 ]
 BUDGET, CHUNK, NUM_NEW = 9, 6, 12
 MASK = np.array([[1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0]], np.bool_)

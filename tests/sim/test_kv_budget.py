@@ -11,9 +11,12 @@ from tests.sim.workload import LIMITS, Workload
 pytestmark = pytest.mark.usefixtures("device")
 
 
+ROTARY = [("streaming-llm:positions=cache", None), ("expected-attention", None)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "pattern"), [("h2o", None), ("tova", PATTERN), ("snapkv:window=4", None)], ids=str
+    ("policy", "pattern"), [("h2o", None), ("tova", PATTERN), ("snapkv:window=4", None), *ROTARY], ids=str
 )
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
     tiny: Tiny, policy: str, pattern: HeadPattern | None
