@@ -7,6 +7,7 @@ from hpu_duo.sharded.head_exchange import HeadExchange
 from hpu_duo.sharded.heads import RankHeads, placed
 from hpu_duo.sharded.loading import load_share
 from hpu_duo.sharded.modules import connect, wide_norms
+from hpu_duo.sharded.share_check import check_share
 
 __all__ = [
     "DealtBlocks",
@@ -15,6 +16,7 @@ __all__ = [
     "HeadExchanges",
     "RankHeads",
     "StepExchanges",
+    "check_share",
     "connect",
     "head_exchanges",
     "load_share",

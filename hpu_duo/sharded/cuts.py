@@ -17,9 +17,13 @@ from hpu_duo.sharded.heads import RankHeads
 Span = tuple[int, int]
 
 _LAYER = re.compile(r"\.(\d+)\.")
+_EXPERTS = frozenset(("experts", "shared_experts", "shared_expert", "shared_mlp", "block_sparse_moe"))
+"""Modules of routed experts, and of those that every token takes."""
 _EXPERT_ROWS = ("w1", "w3", "gate_proj", "up_proj")
-"""Projections of single experts, which a plan for experts in one tensor does not name, as the next one."""
-_EXPERT_COLUMNS = ("w2", "down_proj")
+"""Projections of experts, which a plan for experts in one tensor does not name, as the next ones."""
+_EXPERT_COLUMNS = ("w2", "down_proj", "output_linear")
+_EXPERT_PACKED = ("input_linear",)
+"""Gate and up projection in one tensor."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,9 @@ class Cutter:
             return self._of_tokens(shape) if leaf in self._vocabulary else None
         if self._attention in path:
             return self._of_heads(leaf, is_bias, shape, self._heads[int(layer[1])])
-        if "experts" in path or leaf in self._style:
-            return self._of_width(leaf, is_bias, shape, is_expert="experts" in path)
+        is_expert = not _EXPERTS.isdisjoint(path)
+        if is_expert or leaf in self._style:
+            return self._of_width(leaf, is_bias, shape, is_expert=is_expert)
         return None
 
     def is_added_once(self, key: str) -> bool:
@@ -122,7 +127,7 @@ class Cutter:
             return False
         if self._attention in path:
             return path[-1] in OUTPUTS
-        return self._is_columns(path[-1], "experts" in path)
+        return self._is_columns(path[-1], not _EXPERTS.isdisjoint(path))
 
     def _of_tokens(self, shape: Sequence[int]) -> Cut | None:
         if not shape or shape[0] != self._vocab_size:
@@ -162,7 +167,8 @@ class Cutter:
         if self._is_columns(leaf, is_expert):
             return None if is_bias else Cut(first + 1, self._even(shape[first + 1]))
         style = self._style.get(leaf, "")
-        if leaf == "gate_up_proj" or style == "packed_colwise":
+        is_packed = leaf == "gate_up_proj" or (is_expert and leaf in _EXPERT_PACKED)
+        if is_packed or style == "packed_colwise":
             half = shape[first] // 2
             (begin, end) = self._even(half)[0]
             return Cut(first, merged([(begin, end), (half + begin, half + end)]))

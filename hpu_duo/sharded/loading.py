@@ -87,7 +87,8 @@ def read_share(path: str | Path, cutter: Cutter, ranks: Ranks) -> dict[str, torc
                 for key in list(tensors.keys()):
                     piece = tensors.get_slice(key)
                     cut = cutter.cut(key, piece.get_shape())
-                    state[key] = piece[:].clone() if cut is None else cut.of(piece)
+                    # A slice of a tensor without dimensions cannot be read by a subscript.
+                    state[key] = tensors.get_tensor(key) if cut is None else cut.of(piece)
                     if ranks.rank and cutter.is_added_once(key):
                         state[key].zero_()
         except SafetensorError as error:

@@ -62,11 +62,14 @@ class RMSNormOverRanks(nn.Module):
         inner: the rank's share; only its weight and its epsilon are used.
         num_ranks: number of ranks.
         group: name of their process group.
+
+    Raises:
+        ValueError: it is another norm.
     """
 
     def __init__(self, inner: nn.Module, num_ranks: int, group: str) -> None:
         super().__init__()
-        self.weight, self.epsilon = inner.get_parameter("weight"), float(getattr(inner, "variance_epsilon"))  # noqa: B009
+        self.weight, self.epsilon = inner.get_parameter("weight"), _epsilon(inner)
         self.num_ranks, self.group = num_ranks, group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,12 +84,36 @@ def wide_norms(layer: DecoderLayer) -> tuple[str, ...]:
 
     Args:
         layer: of the whole model.
+
+    Raises:
+        ValueError: one of them is no root-mean-square norm with a known epsilon.
     """
-    own = (layer.call.head_dim,)
+    wide = []
+    for name, norm in layer.attention.named_children():
+        # Without a weight there is nothing to cut: it is a norm of each head.
+        weight = getattr(norm, "weight", None) if name in (*QUERY_NORMS, *KV_NORMS) else None
+        if weight is not None and weight.ndim == 1 and tuple(weight.shape) != (layer.call.head_dim,):
+            _epsilon(norm)
+            wide.append(name)
+    return tuple(wide)
+
+
+def _epsilon(norm: nn.Module) -> float:
+    epsilon = getattr(norm, "variance_epsilon", None)
+    if epsilon is None:
+        raise ValueError(
+            f"{type(norm).__name__} over all heads together cannot be served by several ranks: expected a "
+            "root-mean-square norm with variance_epsilon, got none"
+        )
+    return float(epsilon)
+
+
+def summed_children(layer: DecoderLayer) -> tuple[tuple[str, nn.Module], ...]:
+    """Return the children of a layer, by name, whose outputs ranks sum: attention, MLP and experts."""
     return tuple(
-        name
-        for name, norm in layer.attention.named_children()
-        if name in (*QUERY_NORMS, *KV_NORMS) and norm.weight.ndim == 1 and norm.weight.shape != own
+        (name, child)
+        for name, child in layer.module.named_children()
+        if any(isinstance(part, nn.Linear) or _holds_experts(part) for part in child.modules())
     )
 
 
@@ -111,9 +138,8 @@ def connect(
         for name in wide_norms:
             norm = getattr(layer.attention, name)
             setattr(layer.attention, name, RMSNormOverRanks(norm, ranks.size, group))
-        for name, child in list(layer.module.named_children()):
-            if any(isinstance(part, nn.Linear) or _holds_experts(part) for part in child.modules()):
-                setattr(layer.module, name, SummedOverRanks(child, group))
+        for name, child in summed_children(layer):
+            setattr(layer.module, name, SummedOverRanks(child, group))
     table = model.get_input_embeddings()
     assert isinstance(table, nn.Embedding), "tokens are embedded by a table"
     first = ranks.rank * table.num_embeddings

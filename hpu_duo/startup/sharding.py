@@ -18,7 +18,7 @@ from hpu_duo.engine.orders import follow
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
 from hpu_duo.modeling.rope import served_len
-from hpu_duo.sharded import RankHeads, load_share, narrowed_config, wide_norms
+from hpu_duo.sharded import RankHeads, check_share, load_share, narrowed_config, wide_norms
 from hpu_duo.sharded.config import check_plan
 from hpu_duo.startup.agreement import check_alike, check_same_pattern
 from hpu_duo.startup.blueprint import fix_served_len
@@ -73,12 +73,19 @@ def build_led(config: EngineConfig) -> DeviceSide:
 
 def _check_shared(config: EngineConfig) -> None:
     """Refuse what cannot be shared before processes start."""
-    hf_config = read_config(config.model.path)
+    path, ranks = config.model.path, Ranks(0, config.parallel.tensor_parallel_size)
+    hf_config = read_config(path)
     check_plan(hf_config)
-    call = read_layers(build_without_weights(config.model.path, hf_config, torch.float32))[0].call
-    narrowed_config(hf_config, call.head_dim, config.parallel.tensor_parallel_size)
+    whole = build_without_weights(path, hf_config, torch.float32)
+    layers = read_layers(whole)
+    call = layers[0].call
+    # Before heads are counted: it names the number that ranks cannot share.
+    narrowed_config(hf_config, call.head_dim, ranks.size)
+    # A pattern changes which heads a rank has, and not how many.
+    heads = [RankHeads.of([range(each.call.num_kv_heads)], each.call.num_heads, ranks) for each in layers]
+    check_share(path, hf_config, torch.float32, whole, layers, heads, ranks)
     if config.parallel.deals_blocks:
-        check_dealt(call.num_kv_heads, config.parallel.tensor_parallel_size)
+        check_dealt(call.num_kv_heads, ranks.size)
         if not captures_exchanges(config):
             raise ValueError(
                 "expected graphs other than 'compile' on a CPU for retrieval_parallel='context': torch's "
@@ -166,36 +173,10 @@ def load_rank(
     chosen = choose_heads(config, whole_layers, max_len, device)
     shares = Shares(ranks, group, deals_blocks=config.parallel.deals_blocks)
     heads = [shares.heads(each, layer) for layer, each in zip(whole_layers, chosen.heads)]
-    narrow = narrowed_config(hf_config, whole_layers[0].call.head_dim, ranks.size)
-    # Before weights are read.
-    for number, layer in enumerate(read_layers(build_without_weights(path, narrow, dtype))):
-        _check_same(type(whole).__name__, number, whole_layers[number], layer, heads[number])
+    check_share(path, hf_config, dtype, whole, whole_layers, heads, ranks)
     model = load_share(path, hf_config, dtype, whole, whole_layers, heads, ranks)
     fix_served_len(model, config)
     layers = probe(model)
     assigned = tuple(shares.assignment(each, layer) for each, layer in zip(chosen.heads, layers))
     own = None if chosen.pattern is None else chosen.pattern.of_heads([each.kv for each in heads])
     return RankShare(model, layers, chosen._replace(heads=assigned, own=own), wide_norms(whole_layers[0]))
-
-
-def _check_same(name: str, number: int, whole: DecoderLayer, share: DecoderLayer, heads: RankHeads) -> None:
-    """Refuse a family whose attention depends on the number of heads in other ways than its sizes do."""
-    first, second = whole.call, share.call
-    expected = (
-        len(heads.query),
-        len(heads.kv),
-        first.head_dim,
-        first.scale,
-        first.sliding_window,
-        first.softcap,
-    )
-    got = (
-        *(second.num_heads, second.num_kv_heads, second.head_dim),
-        *(second.scale, second.sliding_window, second.softcap),
-    )
-    if expected != got or first.has_sinks:
-        raise ValueError(
-            f"{name}, layer {number}, cannot be served by several ranks: expected attention with (query "
-            f"heads, key/value heads, head size, scale, window, soft cap) {expected} in a share, got {got}"
-            + (" and attention sinks" if first.has_sinks else "")
-        )

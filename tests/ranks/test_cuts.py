@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
 
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.sharded.cuts import Cut, Cutter, merged
 from hpu_duo.sharded.heads import RankHeads
+from hpu_duo.sharded.loading import read_share
+from hpu_duo.sharded.modules import RMSNormOverRanks, wide_norms
 
 DIM = 2
 
@@ -92,6 +99,9 @@ def cutters(num_heads: int, num_kv: int, size: int, vocab: int = 7) -> list[Cutt
         ("mlp.experts.2.w1.weight", (6, 3), 0),
         ("mlp.experts.2.w2.weight", (3, 6), 1),
         ("mlp.experts.down_proj", (5, 3, 6), 2),
+        ("mlp.shared_experts.up_proj.weight", (6, 3), 0),
+        ("mlp.shared_mlp.down_proj.weight", (3, 6), 1),
+        ("block_sparse_moe.output_linear.weight", (5, 3, 6), 2),
     ],
 )
 def test_slices_make_up_the_whole(name: str, shape: tuple[int, ...], dim: int) -> None:
@@ -102,7 +112,9 @@ def test_slices_make_up_the_whole(name: str, shape: tuple[int, ...], dim: int) -
     assert torch.equal(torch.cat(pieces, dim), whole)
 
 
-@pytest.mark.parametrize("name", ["mlp.gate_up_proj.weight", "mlp.experts.gate_up_proj"])
+@pytest.mark.parametrize(
+    "name", ["mlp.gate_up_proj.weight", "mlp.experts.gate_up_proj", "shared_mlp.input_linear.weight"]
+)
 def test_both_halves_of_a_packed_projection_are_cut(name: str) -> None:
     shape = (12, 3) if "experts" not in name else (5, 12, 3)
     whole = torch.arange(torch.Size(shape).numel()).view(shape).float()
@@ -119,6 +131,38 @@ def test_a_fused_projection_is_cut_by_head() -> None:
     )
     assert first == Cut(0, ((0, 4), (8, 10), (12, 14)))
     assert second == Cut(0, ((4, 8), (10, 12), (14, 16)))
+
+
+def test_tensors_without_dimensions_are_read_whole(tmp_path: Path) -> None:
+    save_file({"model.layers.0.mlp.act_fn.alpha_p": torch.tensor(0.8)}, tmp_path / "model.safetensors")
+    state = read_share(tmp_path, cutters(4, 2, 2)[1], Ranks(1, 2))
+    assert torch.equal(state["model.layers.0.mlp.act_fn.alpha_p"], torch.tensor(0.8))
+
+
+class Norm(nn.Module):
+    """A norm of four channels, of heads of two."""
+
+    def __init__(self, weight: torch.Tensor | None) -> None:
+        super().__init__()
+        if weight is not None:
+            self.weight = nn.Parameter(weight)
+
+
+def layer_with(norm: nn.Module) -> Any:
+    attention = nn.Module()
+    attention.q_norm = norm
+    return SimpleNamespace(attention=attention, call=SimpleNamespace(head_dim=DIM))
+
+
+def test_norms_over_all_heads_have_an_epsilon_and_others_need_none() -> None:
+    wide = Norm(torch.ones(4))
+    with pytest.raises(ValueError, match=r"^Norm over all heads together cannot be served by several ranks"):
+        wide_norms(layer_with(wide))
+    with pytest.raises(ValueError, match=r"^Norm over all heads together cannot be served by several ranks"):
+        RMSNormOverRanks(wide, 2, "")
+    wide.variance_epsilon = 1e-6  # type: ignore[assignment]
+    assert wide_norms(layer_with(wide)) == ("q_norm",)
+    assert wide_norms(layer_with(Norm(None))) == wide_norms(layer_with(Norm(torch.ones(2)))) == ()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ REFUSED = {
     "gpt2": "'gpt2' cannot be served by several ranks: transformers has no tensor-parallel plan",
     "gpt_oss": "'gpt_oss' cannot be served by several ranks: transformers has no tensor-parallel plan",
     # Derives the size of a head from the number of heads.
-    "gpt_neox": "GPTNeoXForCausalLM, layer 0, cannot be served by several ranks: expected attention with",
+    "gpt_neox": "'gpt_neox' cannot be served by several ranks: expected slices of gpt_neox.layers.0",
 }
 BY_FOUR = ("llama", "llama_mqa", "phi3", "olmo2", "gemma3", "qwen3_moe")
 """Families by four ranks: fewer key/value heads than ranks, fused projections, wide norms, experts."""

@@ -1,0 +1,56 @@
+"""Families beyond the zoo: several ranks give the tokens of one, or refuse them before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hpu_duo.device import run_processes
+from hpu_duo.llm import HPUDuoModel
+from hpu_duo.sampling import SamplingParams
+from tests.modeling.families import prompts_of, save_random
+from tests.ranks.more_families import REFUSED, SERVED, is_known, tiny
+from tests.ranks.work import Answer, Case, serve, serve_here
+
+LENGTHS = (1, 9, 21)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    root = tmp_path_factory.mktemp("more")
+    greedy = [SamplingParams(max_tokens=6, temperature=0)] * len(LENGTHS)
+    known = [name for name in SERVED if is_known(name)]
+    for name in known:
+        save_random(tiny(name, SERVED[name]), root / name)
+    return {name: Case(root / name, prompts_of(LENGTHS), greedy) for name in known}
+
+
+@pytest.fixture(scope="module")
+def answers(cases: dict[str, Case]) -> dict[str, Answer]:
+    return run_processes(serve, (cases,), [{}] * 2, 600)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_two_ranks_give_the_tokens_of_one(
+    name: str, cases: dict[str, Case], answers: dict[str, Answer]
+) -> None:
+    if name not in cases:
+        pytest.skip(f"the installed transformers has no {name}")
+    assert answers[name].error == ""
+    assert answers[name].tokens == serve_here(cases[name]).tokens
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_cannot_be_shared_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    if not is_known(name):
+        pytest.skip(f"the installed transformers has no {name}")
+    changes, module = REFUSED[name]
+    tiny(name, changes).save_pretrained(tmp_path)
+    # Nobody reads it, neither this process nor another one.
+    save_file({"none": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"^'{name}' cannot be served by several ranks: .*{module}"):
+        HPUDuoModel.from_pretrained(tmp_path, tensor_parallel_size=2, num_blocks=16)
