@@ -51,11 +51,11 @@ class Subject:
     decode_s: list[float] = field(default_factory=list)
 
     @classmethod
-    def load(cls, path: Path, rule: str, args: argparse.Namespace) -> Subject:
+    def load(cls, path: Path, rule: str, dtype: str, args: argparse.Namespace) -> Subject:
         """Load the model."""
         model = HPUDuoModel.from_pretrained(
             path,
-            dtype=args.dtype,
+            dtype=dtype,
             attention=args.attention,
             max_num_seqs=1,
             max_num_batched_tokens=args.chunk,
@@ -88,14 +88,16 @@ class Subject:
         return "1" if not stats else f"{stats[0].tiles.num_tiles / stats[0].tiles.num_dense_tiles:.2f}"
 
 
-def measure(path: Path, args: argparse.Namespace) -> list[str]:
+def measure(path: Path, dtype: str, args: argparse.Namespace) -> list[str]:
     """Run all, and return a table."""
-    subjects = [Subject.load(path, rule, args) for rule in RULES]
+    subjects = [Subject.load(path, rule, dtype, args) for rule in RULES]
     for _ in range(args.rounds):
         for subject in subjects:
             subject.run(args)
     full = subjects[0]
     lines = [
+        f"{dtype}:",
+        "",
         "| rule | tiles left | prompt, s | of full | decode, ms | of full |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
@@ -107,7 +109,7 @@ def measure(path: Path, args: argparse.Namespace) -> list[str]:
             f"| `{subject.rule}` | {subject.tiles} | {prefill:.2f} | {of_prefill:.2f} | "
             f"{1e3 * decode:.1f} | {of_decode:.2f} |"
         )
-    return lines
+    return [*lines, ""]
 
 
 def main() -> None:
@@ -117,7 +119,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--decodes", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -128,19 +130,18 @@ def main() -> None:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
         LlamaForCausalLM(config).save_pretrained(directory)
-        lines = measure(Path(directory), args)
+        lines = [line for dtype in args.dtypes for line in measure(Path(directory), dtype, args)]
     text = "\n".join(
         [
             "# Attention rules beside full attention",
             "",
             f"{args.context} tokens in chunks of {args.chunk}, then {args.decodes} decodes; 2 layers of",
-            f"8 heads, 2 KV heads of 64, {args.dtype}, `{args.attention}`; medians of {args.rounds} rounds",
-            "side by side, CPU time of one thread.",
+            f"8 heads, 2 KV heads of 64, `{args.attention}`; medians of {args.rounds} rounds side by side,",
+            "CPU time of one thread.",
             f"{platform.processor() or platform.machine()}, torch {torch.__version__}, "
             f"transformers {transformers.__version__}, {date.today()}.",
             "",
             *lines,
-            "",
         ]
     )
     print(text)

@@ -24,6 +24,7 @@ from kernels_ref.ruled import picked, slot_positions, tails_visible, whole_visib
 from kernels_ref.scoring import Scoring, soften
 from kernels_ref.sdpa.flash import flash
 from kernels_ref.sdpa.prefill import prompt_rows
+from kernels_ref.x86 import attention as tiled
 
 KEY_TILE = 128
 """New keys that are read or skipped together."""
@@ -204,6 +205,9 @@ def _attend_tiles(
         for begin in range(0, len(tiles), num_together):
             k, v, key_position = keys_of(tiles[begin : begin + num_together])
             visible = None
+            if not masked and tiled.fits(q_SKGD, k):
+                tiled.attend(seen, q_SKGD, k, v)
+                continue
             if masked:
                 visible = rule.sees(position_S[:, None], key_position[None]) & (key_position >= 0)[None]
             for whole, merged in zip(seen, merge(seen, flash(q_SKGD, k, v, visible=visible))):

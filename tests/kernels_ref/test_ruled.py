@@ -18,8 +18,8 @@ from kernels_ref.chunks import ChunkBounds
 from kernels_ref.ruled import reached_keys
 from kernels_ref.slices import Slices
 from tests.bias_builders.plain_rules import plain, rules, tables
-from tests.kernels_ref.choices import ALL, ON_HPU, REFERENCE, Choice
-from tests.kernels_ref.scenario import Scenario, World, scenarios
+from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, REFERENCE, Choice
+from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 from tests.kernels_ref.test_unified import QUICK
 from tests.triton_interpreter import replacing_once
 
@@ -83,10 +83,31 @@ def test_soft_caps_apply_under_a_rule(choice: Choice, scenario: Scenario, softca
     torch.testing.assert_close(out[: len(expected)].double(), expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "choice", [*CHOICES.values(), Choice(Implementation.TRITON)], ids=[*CHOICES, "triton"]
+)
+@pytest.mark.parametrize("rule", [RuleUnion((Window(2, 6), Dilated(9, 4))), Window(0, 45)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_close_to_the_exact_result_of_the_same_inputs(
+    choice: Choice, dtype: torch.dtype, rule: Rule
+) -> None:
+    if choice.impl is Implementation.TRITON:
+        pytest.importorskip("triton")
+    rows = (RowSpec(40, 1), RowSpec(30, 12), RowSpec(0, 20), RowSpec(33, 1, 2))
+    scenario = Scenario(rows, 8, Window(4, 8), 2, 0, 3, 32, (2, 1, 1, 1), False, 11, rule=rule)
+    world = World(scenario, dtype)
+    expected = world.dense()
+    with replacing_once():
+        error = (choice.attend(world)[: len(expected)].double() - expected).abs()
+    # Values are of size 1 and weights sum to 1: a few roundings of half an epsilon each.
+    assert error.max() < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("choice", [REFERENCE, CHOICES["sdpa"]], ids=["reference", "sdpa"])
 @settings(QUICK, max_examples=25)
-@given(ruled_scenarios(tables()))
-def test_a_table_of_blocks_is_served_by_the_reference(scenario: Scenario) -> None:
-    assert_equals_dense(REFERENCE, scenario)
+@given(scenario=ruled_scenarios(tables()))
+def test_a_table_of_blocks_is_served_on_a_cpu(choice: Choice, scenario: Scenario) -> None:
+    assert_equals_dense(choice, scenario)
 
 
 @given(rules(), st.integers(0, 30), st.integers(1, 8), st.integers(1, 7))
