@@ -39,7 +39,12 @@ def assert_exact(
     assert_follows(zoo.load("llama_mha")[0], seen, prompts, **numbers)
 
 
-@pytest.mark.parametrize(("policy", "pattern"), [("h2o", None), ("tova", None), ("h2o", PATTERN)], ids=str)
+ROTARY = [("streaming-llm:positions=cache", None), ("expected-attention:sink=2,future=20", None)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "pattern"), [("h2o", None), ("tova", None), ("h2o", PATTERN), *ROTARY], ids=str
+)
 def test_a_later_request_takes_up_chunks_and_keeps_what_it_would_keep_alone(
     zoo: Zoo, policy: str, pattern: HeadPattern | None
 ) -> None:
