@@ -1,5 +1,7 @@
 """Executables by bucket, what to do when no bucket fits, and counts of both."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -23,6 +25,19 @@ class MissPolicy(Enum):
     ERROR = "error"
     CAPTURE = "capture"
     EAGER = "eager"
+
+    @classmethod
+    def parse(cls, name: str) -> MissPolicy:
+        """Return the policy of a name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        try:
+            return cls(name)
+        except ValueError:
+            known = ", ".join(policy.value for policy in cls)
+            raise ValueError(f"expected on_miss to be one of {known}, got {name!r}") from None
 
 
 class GraphMissError(LookupError):
@@ -132,7 +147,7 @@ class GraphCache:
         """Buckets that a sealed cache has captured, those that misses have added included, and how often."""
         return MappingProxyType(dict(self._captured_late))
 
-    def with_table(self, table: BucketTable, policy: MissPolicy) -> "GraphCache":
+    def with_table(self, table: BucketTable, policy: MissPolicy) -> GraphCache:
         """A cache that has captured nothing, with the same backend and limit."""
         return GraphCache(self.backend, table, policy, self.max_captured_tokens)
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, check_utilization
+
+if TYPE_CHECKING:
+    from hpu_duo.kv_plan import KVPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class CacheConfig:
             with options behind it: ``h2o:recent=0.25``. These are the heads that stream under a head pattern,
             or all heads without one; layers with a sliding window keep it. None = no head has a budget.
         kv_budget: tokens that each of them keeps of a request, or, up to 1, their share of ``max_model_len``.
+        kv_plan: instead, what each head keeps: a plan, or its file (``hpu_duo.kv_plan``). Layers with a
+            sliding window keep it whatever the plan says.
         kv_prompt: ``"chunks"``: they choose what stays at the end of each chunk of a prompt, so they never
             hold more than their budget and a chunk. ``"whole"``: a prompt is read in one step, with full
             attention, and they choose once, at its end.
@@ -47,6 +53,7 @@ class CacheConfig:
     device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
     kv_policy: str | None = None
     kv_budget: float | None = None
+    kv_plan: KVPlan | str | Path | None = None
     kv_prompt: str = "chunks"
     kv_chunk: int | None = None
 
@@ -76,6 +83,9 @@ class CacheConfig:
                 f"expected kv_policy and kv_budget or neither, got kv_policy={self.kv_policy!r} "
                 f"kv_budget={self.kv_budget!r}"
             )
+        has_budgets = self.kv_policy is not None or self.kv_plan is not None
+        if self.kv_policy is not None and self.kv_plan is not None:
+            raise ValueError(f"expected kv_policy or kv_plan, got kv_policy={self.kv_policy!r} and a plan")
         budget = self.kv_budget
         if budget is not None:
             is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
@@ -86,13 +96,13 @@ class CacheConfig:
                 )
         if self.kv_prompt not in ("chunks", "whole"):
             raise ValueError(f"expected kv_prompt to be 'chunks' or 'whole', got {self.kv_prompt!r}")
-        if self.kv_prompt == "whole" and self.kv_policy is None:
+        if self.kv_prompt == "whole" and not has_budgets:
             raise ValueError("kv_prompt='whole' needs a kv_policy, got none")
         if self.kv_prompt == "whole" and self.kv_chunk is not None:
             raise ValueError(f"a whole prompt has no chunks: got kv_prompt='whole' kv_chunk={self.kv_chunk}")
         if self.kv_chunk is not None:
             check_at_least("kv_chunk", self.kv_chunk, 2)
-            if self.kv_policy is None:
+            if not has_budgets:
                 raise ValueError(f"kv_chunk={self.kv_chunk} needs a kv_policy, got none")
 
 

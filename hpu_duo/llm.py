@@ -46,6 +46,7 @@ from hpu_duo.warmup import (
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
+    from hpu_duo.kv_plan import KVPlan
 
 
 class HPUDuoModel(ContextModel, Uncopied):
@@ -96,6 +97,7 @@ class HPUDuoModel(ContextModel, Uncopied):
         device_memory_utilization: float = CacheConfig.device_memory_utilization,
         kv_policy: str | None = None,
         kv_budget: float | None = None,
+        kv_plan: KVPlan | str | Path | None = None,
         kv_prompt: str = CacheConfig.kv_prompt,
         kv_chunk: int | None = None,
         attention_rule: str | None = None,
@@ -138,7 +140,8 @@ class HPUDuoModel(ContextModel, Uncopied):
             max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len, scheduling_policy,
                 ranker: see ``SchedulerConfig``.
             block_size, num_blocks, kv_cache_bytes, enable_prefix_caching, num_prefix_snapshots,
-                device_memory_utilization, kv_policy, kv_budget, kv_prompt, kv_chunk: see ``CacheConfig``.
+                device_memory_utilization, kv_policy, kv_budget, kv_plan, kv_prompt, kv_chunk: see
+                ``CacheConfig``.
             attention_rule, max_ring_window: see ``HeadConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
                 backend of your own; "default" is "auto" on HPU and "eager" elsewhere. None of them falls
@@ -200,6 +203,7 @@ class HPUDuoModel(ContextModel, Uncopied):
                 device_memory_utilization=device_memory_utilization,
                 kv_policy=kv_policy,
                 kv_budget=kv_budget,
+                kv_plan=kv_plan,
                 kv_prompt=kv_prompt,
                 kv_chunk=kv_chunk,
             ),
@@ -216,7 +220,7 @@ class HPUDuoModel(ContextModel, Uncopied):
             graph=GraphConfig(
                 backend=graphs,
                 table=given.table,
-                on_miss=_miss_policy(on_miss),
+                on_miss=MissPolicy.parse(on_miss),
                 max_captured_tokens=max_captured_tokens,
                 memory_bytes=graph_memory_bytes,
                 fail_on_recompile=fail_on_recompile,
@@ -340,11 +344,3 @@ class HPUDuoModel(ContextModel, Uncopied):
     def stats(self) -> EngineStats:
         """Steps by phase string, padding, bytes held and bytes of a full cache, blocks and rows in use."""
         return self.engine.stats()
-
-
-def _miss_policy(name: str) -> MissPolicy:
-    try:
-        return MissPolicy(name)
-    except ValueError:
-        known = ", ".join(policy.value for policy in MissPolicy)
-        raise ValueError(f"expected on_miss to be one of {known}, got {name!r}") from None

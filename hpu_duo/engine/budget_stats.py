@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BudgetStats:
-    """A snapshot of the heads that have a budget.
+    """A snapshot of the heads that have one kind of budget.
 
     Attributes:
         policy: name of the policy.
@@ -43,23 +44,38 @@ class BudgetStats:
     held_bytes: int
 
     @classmethod
-    def of(cls, num_given_up: int, leases: KVLeases, memory: MemoryPlan) -> BudgetStats | None:
-        """Collect it; None where no head has a budget.
+    def of(
+        cls, num_given_up: Mapping[int, int], leases: KVLeases, memory: MemoryPlan
+    ) -> tuple[BudgetStats, ...]:
+        """Collect one of each kind.
 
         Args:
-            num_given_up: tokens that one head has given up.
+            num_given_up: tokens that one head has given up, by its budget.
         """
-        found = list(budgets_of(memory))
-        if not found:
-            return None
-        kind = found[0][2]
+        groups: dict[Budget, list[tuple[LayerKV, int]]] = {}
+        for layer, num_heads, kind in budgets_of(memory):
+            groups.setdefault(kind, []).append((layer, num_heads))
+        return tuple(
+            cls._of_kind(kind, found, num_given_up.get(kind.budget, 0), leases.rows.num_used, memory)
+            for kind, found in groups.items()
+        )
+
+    @classmethod
+    def _of_kind(
+        cls,
+        kind: Budget,
+        found: Sequence[tuple[LayerKV, int]],
+        num_given_up: int,
+        num_rows: int,
+        memory: MemoryPlan,
+    ) -> BudgetStats:
         row_bytes = sum(
             kind.unit_bytes(
                 heads, layer.elements_per_head * memory.dtype_bytes + kind.state_bytes, memory.block_size
             )
-            for layer, heads, kind in found
+            for layer, heads in found
         )
-        num_heads = sum(heads for _, heads, _ in found)
+        num_heads = sum(heads for _, heads in found)
         return cls(
             policy=kind.policy.name,
             num_slots=kind.budget,
@@ -67,7 +83,7 @@ class BudgetStats:
             num_heads=num_heads,
             num_evictions=num_given_up * num_heads,
             bytes_per_request=row_bytes,
-            held_bytes=leases.rows.num_used * row_bytes,
+            held_bytes=num_rows * row_bytes,
         )
 
 
@@ -79,12 +95,14 @@ def budgets_of(memory: MemoryPlan) -> Iterator[tuple[LayerKV, int, Budget]]:
                 yield layer, group.num_heads, group.kind
 
 
-def num_given_up(plan: StepPlan, memory: MemoryPlan) -> int:
-    """Tokens that each head with a budget gives up in a step: those beyond it."""
-    slots = next((kind.budget for _, _, kind in budgets_of(memory)), None)
-    if slots is None:
-        return 0
-    return sum(max(0, row.end - slots) - max(0, row.start - slots) for row in plan.rows)
+def num_given_up(plan: StepPlan, memory: MemoryPlan) -> Counter[int]:
+    """Tokens that each head with a budget gives up in a step, those beyond it, by its budget."""
+    return Counter(
+        {
+            slots: sum(max(0, row.end - slots) - max(0, row.start - slots) for row in plan.rows)
+            for slots in {kind.budget for _, _, kind in budgets_of(memory)}
+        }
+    )
 
 
 def positions_of(
@@ -92,7 +110,8 @@ def positions_of(
 ) -> tuple[tuple[npt.NDArray[np.int32], ...], ...]:
     """Return the positions that each head with a KV budget holds of a running request, layer by layer.
 
-    Ascending; those of a layer are in the order of its heads that have the budget. Waits for the device.
+    Ascending; those of a layer are in the order of its heads that have a budget, kind after kind.
+    Waits for the device.
 
     Raises:
         ValueError: no such request runs, or no head has a budget.

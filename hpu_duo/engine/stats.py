@@ -84,7 +84,7 @@ class EngineStats:
     notes: tuple[str, ...] = ()
     drift: Drift | None = None
     prefixes: PrefixStats | None = None
-    budget: BudgetStats | None = None
+    budgets: tuple[BudgetStats, ...] = ()
     attention_rules: tuple[RuleStats, ...] = ()
     ranks: RankStats | None = None
 
@@ -131,7 +131,7 @@ class EngineStats:
             drift=telemetry.shapes.drift,
             prefixes=PrefixStats.of(leases, memory),
             ranks=RankStats.of(runner.executor),
-            budget=BudgetStats.of(counters.num_given_up, leases, memory),
+            budgets=BudgetStats.of(counters.num_given_up, leases, memory),
             attention_rules=RuleStats.all_of(counters.tiles, memory),
         )
 
@@ -157,7 +157,7 @@ class StepCounters:
     num_query_tokens: int = 0
     num_preemptions: int = 0
     num_unrecorded_steps: int = 0
-    num_given_up: int = 0
+    num_given_up: Counter[int] = field(default_factory=Counter)
     tiles: dict[Rule, TileCounts] = field(default_factory=dict)
     peak_cached_tokens: int = 0
     peak_held_bytes: int = 0
@@ -178,7 +178,7 @@ class StepCounters:
         self.num_query_tokens += result.bucket.query_len
         self.num_padded_tokens += result.bucket.query_len - result.shape.query_len
         self.num_preemptions += len(plan.preempted)
-        self.num_given_up += num_given_up(plan, memory)
+        self.num_given_up.update(num_given_up(plan, memory))
         add_tiles(self.tiles, plan, memory)
         if cached >= self.peak_cached_tokens:
             self.peak_cached_tokens = cached

@@ -27,7 +27,8 @@ from hpu_duo.startup.attention_rule import (
     rules_by_head,
 )
 from hpu_duo.startup.kv_budget import resolve_kv_budget
-from kernels_ref import Budget, HeadGroup
+from hpu_duo.startup.kv_plan import planned_groups, resolve_kv_plan
+from kernels_ref import Budget, GroupKind, HeadGroup
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +53,14 @@ class Kinds(NamedTuple):
         budget: kind of the heads that would stream under the pattern, or of all heads without one.
         rules: of the same heads, which keep all tokens then.
         max_ring_window: longest window of a layer that is kept in rings; None = any.
+        planned: instead of budget and rules, the kind of each head of each layer.
     """
 
     slack: int
     budget: Budget | None = None
     rules: HeadRules | None = None
     max_ring_window: int | None = None
+    planned: tuple[tuple[GroupKind, ...], ...] | None = None
 
     @property
     def are_of_all_heads(self) -> bool:
@@ -126,7 +129,13 @@ def choose_heads(
         config.block_size,
         caches_prefixes=config.cache.enable_prefix_caching,
     )
-    kinds = Kinds(slack, budget, resolve_attention_rules(config, device), resolve_max_ring_window(config))
+    kinds = Kinds(
+        slack,
+        budget,
+        resolve_attention_rules(config, device),
+        resolve_max_ring_window(config),
+        resolve_kv_plan(config, layers, max_len, slack, device),
+    )
     return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, kinds)))
 
 
@@ -267,6 +276,8 @@ def assign_heads(
         if _has_window(layer, max_len):
             assert call.sliding_window is not None
             groups = kinds.of_window(call.num_kv_heads, call.sliding_window)
+        elif kinds.planned is not None:
+            group_of, groups = planned_groups(kinds.planned[index])
         else:
             streams, window = np.full(call.num_kv_heads, kinds.are_of_all_heads), None
             if pattern is not None:

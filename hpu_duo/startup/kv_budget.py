@@ -23,16 +23,29 @@ def resolve_kv_budget(config: EngineConfig, max_len: int) -> Budget | None:
         ValueError: the policy is unknown, the budget too small for it, chunks do not fit a step, or the
             engine is asked for something that budgets do not serve.
     """
-    cache, scheduler = config.cache, config.scheduler
+    cache = config.cache
     if cache.kv_policy is None or cache.kv_budget is None:
         return None
-    policy = make_kv_policy(cache.kv_policy)
-    _check_supported(config)
-    budget = cache.kv_budget
+    return make_budget(config, max_len, cache.kv_policy, cache.kv_budget)
+
+
+def make_budget(config: EngineConfig, max_len: int, name: str, budget: float) -> Budget:
+    """Return the kind of heads with a policy and a budget.
+
+    Args:
+        name: of the policy, with options.
+        budget: tokens, or, up to 1, a share of ``max_len``.
+
+    Raises:
+        ValueError: see ``resolve_kv_budget``.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    policy = make_kv_policy(name)
+    _check_supported(config, name)
     num_slots = math.ceil(budget * max_len) if budget <= 1 else int(budget)
     if num_slots < (needed := policy.num_needed(max_len)):
         raise ValueError(
-            f"kv_policy={cache.kv_policy!r} keeps up to {needed} tokens of max_model_len={max_len}: expected "
+            f"kv_policy={name!r} keeps up to {needed} tokens of max_model_len={max_len}: expected "
             f"a kv_budget of at least {needed} tokens, got {num_slots}"
         )
     chunk = _whole_prompt(config, max_len) if cache.kv_prompt == "whole" else _chunk(config)
@@ -84,7 +97,7 @@ def chunk_grid(specs: Iterable[LayerSpec]) -> int:
     return next((kind.chunk for kind in kinds if isinstance(kind, Budget)), 0)
 
 
-def _check_supported(config: EngineConfig) -> None:
+def _check_supported(config: EngineConfig, name: str) -> None:
     """Refuse what heads with a budget do not serve."""
     refused = {
         "tensor_parallel_size of 1": config.parallel.tensor_parallel_size > 1,
@@ -93,4 +106,4 @@ def _check_supported(config: EngineConfig) -> None:
     }
     for expected, is_asked in refused.items():
         if is_asked:
-            raise ValueError(f"kv_policy={config.cache.kv_policy!r} is served with {expected} only")
+            raise ValueError(f"kv_policy={name!r} is served with {expected} only")

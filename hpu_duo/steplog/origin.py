@@ -14,6 +14,7 @@ from graphs.backends import BACKEND_NAMES
 from hpu_duo.config import EngineConfig
 from hpu_duo.engine.engine import Engine
 from hpu_duo.heads import HeadPattern
+from hpu_duo.kv_plan import KVPlan
 from hpu_duo.modeling.model_files import model_fingerprint
 from hpu_duo.warmup import configuration_of
 from hpu_duo.warmup.configuration import versions_of
@@ -58,6 +59,7 @@ def origin_of(engine: Engine, config: EngineConfig) -> dict[str, Any]:
             "num_prefix_snapshots": limits.num_snapshots if limits.caches_prefixes else None,
             "kv_policy": config.cache.kv_policy,
             "kv_budget": config.cache.kv_budget,
+            "kv_plan": _plan(config.cache.kv_plan),
             "kv_prompt": config.cache.kv_prompt,
             "kv_chunk": config.cache.kv_chunk,
             "attention_rule": config.heads.attention_rule,
@@ -103,6 +105,8 @@ def options_of(origin: Mapping[str, Any]) -> dict[str, Any]:
             )
             # These are the heads that the engine had in the end.
             options["max_layer_kinds"] = len(mask)
+        if options.get("kv_plan") is not None:
+            options["kv_plan"] = KVPlan.from_dict(options["kv_plan"])
         return options
     except (KeyError, TypeError) as error:
         raise ValueError(f"expected recorded steps to say how they are replayed, got {error}") from error
@@ -133,6 +137,13 @@ def _heads(pattern: HeadPattern | None) -> dict[str, Any] | None:
     if pattern is None:
         return None
     return {"sink": pattern.sink, "recent": pattern.recent, "retrieval": pattern.mask.astype(int).tolist()}
+
+
+def _plan(plan: KVPlan | str | Path | None) -> dict[str, Any] | None:
+    """Return the plan, and not the file, which may have changed when steps are replayed."""
+    if plan is None:
+        return None
+    return (plan if isinstance(plan, KVPlan) else KVPlan.load(plan)).as_dict()
 
 
 def _text(value: Any) -> str:

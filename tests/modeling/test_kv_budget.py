@@ -193,7 +193,7 @@ def test_stores_take_what_the_memory_plan_says_and_no_more_than_the_budget(zoo: 
     assert store.num_bytes == store.plan.total_bytes == expected
     assert store.plan.row_bytes == slots * (2 * dim * 4 + 8)
     served.generate(prompts_of([30]), max_new_tokens=5, eos_token_id=None)
-    stats, num_heads = served.stats().budget, int((~MASK).sum())
+    (stats,), num_heads = served.stats().budgets, int((~MASK).sum())
     assert stats is not None
     assert (stats.policy, stats.num_slots, stats.num_heads) == ("h2o", BUDGET, num_heads)
     assert (stats.bytes_per_request, stats.held_bytes) == (store.plan.row_bytes, 0)

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from hpu_duo import HeadPattern, sim
+from hpu_duo import sim
+from hpu_duo.kv_plan import Keep, KVPlan
 from tests.engine.tiny import PATTERN, Tiny
 from tests.sim.workload import LIMITS, Workload
 
 pytestmark = pytest.mark.usefixtures("device")
 
 
-ROTARY = [("streaming-llm:positions=cache", None), ("expected-attention", None)]
+PLAN = KVPlan(
+    (
+        (Keep("h2o", 10), Keep("ring:sink=2,recent=6")),
+        (Keep("tova", 6), Keep("all")),
+    )
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "pattern"), [("h2o", None), ("tova", PATTERN), ("snapkv:window=4", None), *ROTARY], ids=str
+    "options",
+    [
+        {"kv_policy": "h2o", "kv_budget": 10},
+        {"kv_policy": "tova", "kv_budget": 10, "pattern": PATTERN},
+        {"kv_policy": "snapkv:window=4", "kv_budget": 10},
+        {"kv_policy": "streaming-llm:positions=cache", "kv_budget": 10},
+        {"kv_policy": "expected-attention", "kv_budget": 10},
+        {"kv_plan": PLAN},
+    ],
+    ids=["h2o", "tova-beside-blocks", "snapkv", "streaming-llm", "expected-attention", "plan"],
 )
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
-    tiny: Tiny, policy: str, pattern: HeadPattern | None
+    tiny: Tiny, options: dict[str, Any]
 ) -> None:
     work = Workload.random(40, seed=3)
-    budget = {"kv_policy": policy, "kv_budget": 10, "kv_chunk": 8, "enable_prefix_caching": False}
-    options = {**LIMITS, **budget, "pattern": pattern}
+    options = {**LIMITS, "kv_chunk": 8, "enable_prefix_caching": False, **options}
     served = tiny.load(device="hpu-sim", **options)
     runner = served.engine.runner
     assert served.warmup().num_captured == len(runner.graphs.table)

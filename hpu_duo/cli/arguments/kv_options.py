@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +24,15 @@ KVBudget = Annotated[
     float | None,
     typer.Option(
         help="Tokens that each of these heads keeps of a request; up to 1, a share of --max-model-len.",
+        show_default="none",
+        rich_help_panel=HEADS,
+    ),
+]
+KVPlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="What each head keeps, instead of --pattern and --kv-policy; see docs/kv-budget.md.",
         show_default="none",
         rich_help_panel=HEADS,
     ),

@@ -91,6 +91,7 @@ def load_cold(
         num_prefix_snapshots=options.num_prefix_snapshots,
         kv_policy=options.kv_policy,
         kv_budget=options.kv_budget,
+        kv_plan=options.kv_plan,
         kv_prompt=options.kv_prompt,
         kv_chunk=options.kv_chunk,
         attention_rule=options.attention_rule,

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from hpu_duo.cli.arguments.kv_options import KVBudget, KVChunk, KVPolicyName, KVPrompt
+from hpu_duo.cli.arguments.kv_options import KVBudget, KVChunk, KVPlanFile, KVPolicyName, KVPrompt
 from hpu_duo.cli.arguments.model_names import model_option
 from hpu_duo.cli.arguments.panels import ENGINE, HEADS, LIMITS
 from hpu_duo.limit_config import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
@@ -221,6 +221,7 @@ class EngineOptions(SizeOptions):
     num_prefix_snapshots: NumPrefixSnapshots = None
     kv_policy: KVPolicyName = None
     kv_budget: KVBudget = None
+    kv_plan: KVPlanFile = None
     kv_prompt: KVPrompt = CacheConfig.kv_prompt
     kv_chunk: KVChunk = None
     attention_rule: Annotated[

@@ -146,7 +146,7 @@ class OneScoringEngine(opt.EngineOptions):
 _STEP = ("device", "dtype", "graphs", "attention", "softmax")
 _SIZES = (
     *("max_num_batched_tokens", "block_size", "device_memory_utilization", "enable_prefix_caching"),
-    *("kv_policy", "kv_budget", "kv_prompt", "kv_chunk", "attention_rule", "max_ring_window"),
+    *("kv_policy", "kv_budget", "kv_plan", "kv_prompt", "kv_chunk", "attention_rule", "max_ring_window"),
 )
 Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
 Scoring = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_SIZES, "decode_len")]
@@ -187,6 +187,7 @@ class Choice:
             "block_size": self.engine.block_size,
             "kv_policy": self.engine.kv_policy,
             "kv_budget": self.engine.kv_budget,
+            "kv_plan": None if self.engine.kv_plan is None else self.engine.kv_plan.name,
             "kv_prompt": self.engine.kv_prompt,
             "kv_chunk": self.engine.kv_chunk,
             "attention_rule": self.engine.attention_rule,
@@ -198,7 +199,7 @@ class Choice:
         from hpu_duo.eval import Subject
 
         engine = self.engine
-        if engine.kv_policy is not None and engine.decode_len > 1:
+        if (engine.kv_policy, engine.kv_plan) != (None, None) and engine.decode_len > 1:
             _tell(["heads with a KV budget decode one token at a time: --decode-len is 1"])
             engine = replace(engine, decode_len=1)
         loaded = load_model(self.model, self.heads, engine, num_requests)
@@ -220,7 +221,11 @@ class Choice:
     @property
     def load_full(self) -> Callable[[], Subject] | None:
         """Return a loader of the same model with full attention; None if no option lets heads stream."""
-        engine = replace(self.engine, kv_policy=None, kv_budget=None, kv_chunk=None, attention_rule=None)
+        kept = opt.EngineOptions.kv_prompt
+        engine = replace(
+            self.engine, kv_policy=None, kv_budget=None, kv_plan=None, kv_chunk=None, kv_prompt=kept
+        )
+        engine = replace(engine, attention_rule=None)
         if self.heads.pattern is None and not self.heads.is_cut and engine == self.engine:
             return None
         return replace(self, heads=opt.HeadOptions(), engine=engine).load

@@ -24,8 +24,7 @@ def run_table(report: RunReport) -> Table:
     table.add_row("steps", steps or "none")
     table.add_row("padding", f"{stats.padding:.1%} of the query tokens")
     table.add_row("KV at peak", _kv(stats.peak_held_bytes, stats.peak_full_attention_bytes))
-    if stats.budget is not None:
-        budget = stats.budget
+    for budget in stats.budgets:
         table.add_row(
             "KV budget",
             f"{budget.policy}: {budget.num_slots} tokens of a request in {budget.num_heads} heads, "

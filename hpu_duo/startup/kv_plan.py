@@ -1,0 +1,95 @@
+"""Resolution of a user's KV plan to kinds of heads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from bias_builders import Window
+from hpu_duo.config import EngineConfig
+from hpu_duo.kv_plan import ALL, RING, Keep, KVPlan
+from hpu_duo.limit_config import HPU_LAYER_KINDS
+from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.named import call_with_options
+from hpu_duo.startup.kv_budget import make_budget
+from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Rings
+
+_log = logging.getLogger(__name__)
+_ORDER = (Blocks.name, Rings.name, Budget.name)
+
+
+def resolve_kv_plan(
+    config: EngineConfig, layers: Sequence[DecoderLayer], max_len: int, slack: int, device: torch.device
+) -> tuple[tuple[GroupKind, ...], ...] | None:
+    """Return the kind of each KV head of each layer; None where there is no plan.
+
+    Args:
+        max_len: most tokens of a request.
+        slack: slots of a ring beside those of its window.
+        device: where layers will run; kinds of layers are counted on HPU.
+
+    Raises:
+        ValueError: the plan does not fit the model, names no policy, or the engine is asked for something
+            that plans do not go with.
+    """
+    given = config.cache.kv_plan
+    if given is None:
+        return None
+    plan = given if isinstance(given, KVPlan) else KVPlan.load(given)
+    refused = {
+        "tensor_parallel_size of 1": config.parallel.tensor_parallel_size > 1,
+        "no head pattern, which a plan replaces": config.heads.pattern is not None,
+        "attention_rule=None": config.heads.attention_rule is not None,
+        "kv_chunk=None and kv_prompt='chunks', without a budget": not plan.has_budgets
+        and (config.cache.kv_chunk is not None or config.cache.kv_prompt != "chunks"),
+    }
+    for expected, is_asked in refused.items():
+        if is_asked:
+            raise ValueError(f"kv_plan is served with {expected} only")
+    expected_shape = (len(layers), *{layer.call.num_kv_heads for layer in layers})
+    if (len(plan.layers), plan.num_kv_heads) != expected_shape:
+        raise ValueError(
+            f"expected a kv_plan of {expected_shape[0]} layers with {expected_shape[1:]} KV heads, got "
+            f"{len(plan.layers)} layers with {plan.num_kv_heads}"
+        )
+
+    def ring(sink: int = 4, recent: int = 252) -> GroupKind:
+        return Rings(Window(sink, recent).validate().clipped(max_len), slack)
+
+    kinds: dict[Keep, GroupKind] = {}
+    for keep in dict.fromkeys(keep for heads in plan.layers for keep in heads):
+        kinds[keep] = _kind(config, max_len, keep, ring)
+    found = tuple(tuple(kinds[keep] for keep in heads) for heads in plan.layers)
+    _check_num_kinds(config, found, device)
+    return found
+
+
+def planned_groups(kinds: Sequence[GroupKind]) -> tuple[np.ndarray, tuple[HeadGroup, ...]]:
+    """Return the number of each head's group, and the groups of a layer: blocks, rings, budgets."""
+    distinct = sorted(dict.fromkeys(kinds), key=lambda kind: (_ORDER.index(kind.name), str(kind.key)))
+    numbers = [distinct.index(kind) for kind in kinds]
+    groups = tuple(HeadGroup(numbers.count(number), kind) for number, kind in enumerate(distinct))
+    return np.array(numbers, np.int32), groups
+
+
+def _kind(config: EngineConfig, max_len: int, keep: Keep, ring: Callable[..., GroupKind]) -> GroupKind:
+    if keep.budget is not None:
+        return make_budget(config, max_len, keep.what, keep.budget)
+    return call_with_options("what a head keeps", keep.what, {ALL: Blocks, RING: ring})
+
+
+def _check_num_kinds(
+    config: EngineConfig, kinds: tuple[tuple[GroupKind, ...], ...], device: torch.device
+) -> None:
+    """Compare the kinds of layers, each of which is compiled for every bucket, with the most there may be."""
+    num_kinds = len({planned_groups(heads)[1] for heads in kinds})
+    most = config.heads.max_layer_kinds
+    if most is not None and num_kinds > most:
+        raise ValueError(
+            f"expected a kv_plan of at most max_layer_kinds={most} kinds of layers, got {num_kinds}"
+        )
+    if device.type == "hpu" and num_kinds > HPU_LAYER_KINDS:
+        _log.warning("the kv_plan makes %d kinds of layers, each compiled for every bucket", num_kinds)
