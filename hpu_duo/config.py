@@ -193,8 +193,8 @@ class ParallelConfig:
             waits for the rank that has one, at four exchanges a layer instead of two. "auto": as decodes are
             predicted to be faster (``hpu_duo.startup.retrieval_choice``).
         retrieval_parallel_context: tokens of a request that "auto" predicts for; None = ``max_model_len``.
-        timeout_s: most seconds of a rank that gives no sign of life before all ranks end, and, with 5 more,
-            of an exchange inside a step.
+        timeout_s: most seconds of a rank that gives no sign of life before all ranks end, of a step, what it
+            compiles included, and, with 5 more, of an exchange inside a step.
         launcher: who starts the ranks. "own": rank 0, all on its machine. "torchrun": torchrun, on one
             machine or several; this process is then one of them, as torchrun's variables say.
     """

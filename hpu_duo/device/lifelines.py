@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpu_duo.device.blame import Report, Signs
+from hpu_duo.device.lateness import Lateness, waits_for_others
 
 BEAT_S = 0.5
 _LOOK_S = 0.1
@@ -44,6 +45,7 @@ class _Line:
     unread: bytes = b""
     silent_s: float = 0.0
     num_done: int = 0
+    is_waiting: bool = False
 
 
 class Lifelines:
@@ -53,6 +55,9 @@ class Lifelines:
         host: name or address of this machine that the others reach it by.
         size: number of ranks.
         store: that ranks meet at.
+
+    Attributes:
+        lateness: of the other ranks, which it is told the orders of.
     """
 
     def __init__(self, host: str, size: int, store: dist.Store) -> None:
@@ -68,6 +73,8 @@ class Lifelines:
         self._gone: set[int] = set()
         self._ended: set[int] = set()
         self._looked_at, self._beat_at = time.monotonic(), 0.0
+        self.lateness = Lateness()
+        self._late_s: dict[int, float] = {}
         port = self._listener.getsockname()[1]
         store.set(_ADDRESS, json.dumps([host, port, self._token]))
 
@@ -93,6 +100,8 @@ class Lifelines:
         passed, self._looked_at = min(now - self._looked_at, 2 * BEAT_S), now
         for line in self._lines.values():
             line.silent_s += passed
+        num_done = {rank: line.num_done for rank, line in self._lines.items() if rank not in self._ended}
+        self._late_s = self.lateness.look(num_done, passed)
         if now - self._beat_at > BEAT_S:
             self._beat_at = now
             for line in self._lines.values():
@@ -103,7 +112,9 @@ class Lifelines:
         """Return what is known of the other ranks."""
         silent = {rank: line.silent_s for rank, line in self._lines.items() if rank not in self._ended}
         num_done = {rank: line.num_done for rank, line in self._lines.items()}
-        return Signs(self._size, tuple(self._reports), frozenset(self._gone), silent, num_done)
+        waiting = frozenset(rank for rank, line in self._lines.items() if line.is_waiting)
+        gone = frozenset(self._gone)
+        return Signs(self._size, tuple(self._reports), gone, silent, num_done, self._late_s, waiting)
 
     def close(self) -> None:
         """End: ranks that are still there end themselves."""
@@ -153,7 +164,7 @@ class Lifelines:
         elif "ended" in told:
             self._ended.add(line.rank)
         else:
-            line.num_done = told["done"]
+            line.num_done, line.is_waiting = told["done"], bool(told.get("waits"))
         return True
 
 
@@ -177,6 +188,8 @@ class Lifeline:
         self._timeout_s = timeout_s
         self._is_closed = self._has_reported = False
         self.num_done = 0
+        # Who connects is who carries out orders.
+        self._thread_id = threading.get_ident()
         self._tell({"rank": rank, "token": token})
         for work in (self._beat, self._follow_rank_0):
             threading.Thread(target=work, name="hpu-duo-life", daemon=True).start()
@@ -208,7 +221,7 @@ class Lifeline:
 
     def _beat(self) -> None:
         while not self._is_closed:
-            self._tell({"done": self.num_done})
+            self._tell({"done": self.num_done, "waits": waits_for_others(self._thread_id)})
             time.sleep(BEAT_S)
 
     def _follow_rank_0(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from hpu_duo.device.blame import Report, Signs, blamed
 from hpu_duo.device.lifelines import Lifeline, Lifelines, may_follow
 from hpu_duo.device.ranks import MEETING_S, Membership, RankError, Ranks, Sent, joined
-from hpu_duo.engine.orders import Order, Stop
+from hpu_duo.engine.orders import Execute, Order, Stop
 from hpu_duo.startup.launches import Launch, until
 
 _SETTLE_S = 0.3
@@ -37,8 +38,8 @@ class LedRanks:
     Args:
         launch: of their processes.
         size: number of ranks.
-        timeout_s: most seconds of a rank without a sign of life, and, with some more, of an exchange inside a
-            step.
+        timeout_s: most seconds of a rank without a sign of life, of a step, and, with some more, of an
+            exchange inside a step.
 
     Attributes:
         membership: of rank 0, once it has joined.
@@ -99,6 +100,7 @@ class LedRanks:
             raise self._broken
         assert self.membership is not None, "ranks have joined"
         try:
+            self._lifelines.lateness.tell(is_step=isinstance(order, Execute))
             self.membership.link.send(order)
         except Exception as error:
             raise self.failed(error) from error
@@ -110,7 +112,8 @@ class LedRanks:
         words = f"{type(error).__name__}: {error}"
         if may_follow(error):
             # Who fails first tells of it, while others see only that its connection is closed.
-            self._own = Report(0, words, "", may_follow=True)
+            trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            self._own = Report(0, words, trace, may_follow=True)
             until(lambda: self._broken is not None, 2 * _NAMING_S)
         return self._break(f"rank 0 failed: {words}")
 
@@ -167,6 +170,7 @@ class LedRanks:
                     return
                 signs = self._lifelines.signs().with_report(self._own)
                 if not signs.are_bad(self._timeout_s):
+                    bad_since = None
                     continue
                 now = time.monotonic()
                 bad_since = now if bad_since is None else bad_since

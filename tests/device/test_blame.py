@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,6 +59,52 @@ def test_of_ranks_that_wait_for_orders_and_one_that_carries_one_out_the_latter_h
     assert blamed(Signs(4, (follows(1),), num_done={1: 7, 2: 6, 3: 7}), TIMEOUT_S, is_all=True) == (
         0,
         "hangs: rank 1 waited for it in vain (RuntimeError: Connection closed by peer)",
+    )
+
+
+def test_an_error_that_no_exchange_raises_is_its_ranks_own_even_where_rank_0_lives() -> None:
+    mismatch = Report(1, "RuntimeError: shape mismatch: [2] and [3]", "Traceback", may_follow=True)
+    expected = (1, "failed: RuntimeError: shape mismatch: [2] and [3]\nTraceback")
+    signs = Signs(2, (mismatch,), frozenset({1}), {}, {1: 7})
+    assert blamed(signs, TIMEOUT_S, is_all=True) == expected
+    # Others that see it end come later, or first.
+    for reports in ((mismatch, follows(0)), (follows(0), mismatch)):
+        assert blamed(Signs(2, reports, frozenset({1})), TIMEOUT_S, is_all=True) == expected
+    assert blamed(Signs(2, (mismatch,)), TIMEOUT_S, is_all=False) is None, "a rank may have died before"
+    assert blamed(Signs(3, (mismatch,), frozenset({2})), TIMEOUT_S, is_all=False) == (2, None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer",
+        "RuntimeError: Timed out waiting 3000ms for recv operation to complete",
+        "torch.distributed.DistBackendError: NCCL error in ProcessGroupNCCL.cpp:2251",
+    ],
+)
+def test_a_rank_that_was_left_alone_is_not_blamed_though_it_ends(message: str) -> None:
+    report = Report(1, message, "Traceback of rank 1", may_follow=True)
+    found = blamed(
+        Signs(3, (report,), frozenset({1}), {}, {1: 7, 2: 6}, {}, frozenset({0})), 4.0, is_all=True
+    )
+    assert found == (2, f"hangs: rank 1 waited for it in vain ({message})\nTraceback of rank 1")
+
+
+def test_the_rank_at_a_step_that_waits_for_nobody_hangs() -> None:
+    late = {1: 4.5, 2: 4.5, 3: 4.4}
+    signs = Signs(4, num_done={1: 6, 2: 6, 3: 6}, late_s=late, waiting=frozenset({1, 3}))
+    assert signs.are_bad(TIMEOUT_S)
+    assert blamed(signs, TIMEOUT_S, is_all=False) == (2, "hangs: it has been at a step for 4 s")
+    assert not Signs(4, late_s={1: 3.9}).are_bad(TIMEOUT_S)
+
+
+def test_late_ranks_of_which_the_first_is_not_known_have_some_seconds_to_tell_more() -> None:
+    signs = Signs(4, num_done={1: 7, 2: 6, 3: 6}, late_s={1: 4.5, 2: 4.5, 3: 4.5})
+    assert blamed(signs, TIMEOUT_S, is_all=True) is None
+    later = replace(signs, late_s={1: 14.5, 2: 14.5, 3: 14.5})
+    assert blamed(later, TIMEOUT_S, is_all=True) == (
+        2,
+        "hangs: it has been at a step for 14 s, as has rank 3, 1",
     )
 
 

@@ -19,7 +19,7 @@ from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.launches import OwnLaunch
 from hpu_duo.startup.ranks import LedRanks
 from tests.modeling.families import BLOCK, Zoo, prompts_of
-from tests.ranks.work import Hang
+from tests.ranks.work import Hang, Nap
 
 LONG = SamplingParams(max_tokens=150, temperature=0)
 
@@ -87,6 +87,19 @@ def test_a_rank_that_lives_and_hangs_is_named(zoo: Zoo) -> None:
     ranks_of(model).tell(Hang())  # type: ignore[arg-type]
     model.engine.add_request(prompts_of()[0], LONG)
     with pytest.raises(RankError, match="rank 1 hangs: rank 0 waited for it in vain"):
+        step_on(model, [])
+    ranks_of(model).stop()
+
+
+@pytest.mark.slow
+def test_a_rank_that_lives_and_does_not_end_its_step_is_named_before_exchanges_time_out(zoo: Zoo) -> None:
+    model = load(zoo, rank_timeout_s=2.0)
+    model.engine.add_request(prompts_of()[0], LONG)
+    model.engine.step()
+    ranks_of(model).tell(Nap(None))  # type: ignore[arg-type]
+    with pytest.raises(
+        RankError, match=r"rank 1 hangs: it has been at a step for [23] s; all ranks have ended"
+    ):
         step_on(model, [])
     ranks_of(model).stop()
 

@@ -46,6 +46,15 @@ class Hang:
 
 
 @dataclass(frozen=True)
+class Nap(Execute):
+    """A step in which every rank but 0 sleeps, while its thread of signs of life goes on."""
+
+    def carry_out(self, runner: object) -> None:
+        """Sleep."""
+        time.sleep(600)
+
+
+@dataclass(frozen=True)
 class Case:
     """A model, and how it is served.
 

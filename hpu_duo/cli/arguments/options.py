@@ -268,7 +268,7 @@ class EngineOptions(SizeOptions):
         float,
         typer.Option(
             "--rank-timeout-seconds",
-            help="Seconds without a sign of life of a device's process, before all of them end.",
+            help="Seconds of a step, or without a sign of life of a device's process, before all end.",
             rich_help_panel=ENGINE,
         ),
     ] = 300.0
