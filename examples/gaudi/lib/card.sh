@@ -37,12 +37,12 @@ generation() {
   esac
 }
 
-# Chooses the visible card with the least memory in use, or as many as share the model, and names them for this
-# process and its children.
+# Chooses the visible card with the least memory in use, or as many as there are ranks of all replicas, and names
+# them for this process and its children.
 choose_card() {
   local card used total least="" found
-  ((${#CARDS[@]} >= TENSOR_PARALLEL_SIZE)) ||
-    stop "TENSOR_PARALLEL_SIZE=$TENSOR_PARALLEL_SIZE, and ${#CARDS[@]} cards are visible: make more visible, or take the env file of one card"
+  ((${#CARDS[@]} >= NUM_CARDS)) ||
+    stop "TENSOR_PARALLEL_SIZE=$TENSOR_PARALLEL_SIZE and REPLICAS=$REPLICAS take $NUM_CARDS cards, and ${#CARDS[@]} are visible: make more visible, or take the env file of one card"
   for card in "${CARDS[@]}"; do
     found=$(generation "$(card_field "$card" name)")
     [[ -z $found || $found == "$HARDWARE" ]] ||
@@ -55,7 +55,7 @@ choose_card() {
   total=$(card_field "$CARD" memory.total)
   ((least * 4 <= total)) ||
     stop "every visible card has more than a quarter of its memory in use ($least of $total MiB at best): end the process that 'sudo hl-smi' shows, or make another card visible"
-  if ((TENSOR_PARALLEL_SIZE > 1)); then
+  if ((NUM_CARDS > 1)); then
     choose_cards
     return
   fi
@@ -72,13 +72,13 @@ choose_cards() {
   local card modules=() used
   [[ -z ${HABANA_VISIBLE_MODULES:-} ]] || return 0
   [[ -z ${HLS_MODULE_ID:-} ]] ||
-    stop "HLS_MODULE_ID=$HLS_MODULE_ID names one card for $TENSOR_PARALLEL_SIZE processes: name them in HABANA_VISIBLE_MODULES, or none"
+    stop "HLS_MODULE_ID=$HLS_MODULE_ID names one card for $NUM_CARDS processes: name them in HABANA_VISIBLE_MODULES, or none"
   while IFS= read -r card; do
     used=$(card_field "$card" memory.used)
     ((used * 4 <= $(card_field "$card" memory.total))) ||
-      stop "card $(card_field "$card" index) is one of the $TENSOR_PARALLEL_SIZE with the most free memory, and has more than a quarter in use ($used MiB): end the process that 'sudo hl-smi' shows"
+      stop "card $(card_field "$card" index) is one of the $NUM_CARDS with the most free memory, and has more than a quarter in use ($used MiB): end the process that 'sudo hl-smi' shows"
     modules+=("$(card_field "$card" module_id)")
-  done < <(by_free_memory | head -n "$TENSOR_PARALLEL_SIZE")
+  done < <(by_free_memory | head -n "$NUM_CARDS")
   HABANA_VISIBLE_MODULES=$(printf '%s\n' "${modules[@]}" | sort -n | paste -s -d ,)
   export HABANA_VISIBLE_MODULES
   say "takes modules $HABANA_VISIBLE_MODULES of ${#CARDS[@]} cards, those with the most free memory"

@@ -44,6 +44,7 @@ def choose(asked: argparse.Namespace) -> list[str]:
     serving = Serving(
         find_hardware(asked.hardware),
         num_devices=asked.num_devices,
+        retrieval_parallel=asked.retrieval_parallel,
         block_size=asked.block_size,
         max_num_seqs=asked.most_num_seqs,
         max_num_batched_tokens=asked.max_num_batched_tokens,
@@ -141,6 +142,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--pattern", type=Path)
     # No defaults: those of a deployment stand in settings.sh.
     parser.add_argument("--kv-cache-dtype", required=True)
+    parser.add_argument("--retrieval-parallel", required=True)
     for name in ("sparsity", "device-memory-utilization"):
         parser.add_argument(f"--{name}", type=float, required=True)
     for name in (

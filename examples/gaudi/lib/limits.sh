@@ -27,7 +27,7 @@ limit_inputs() {
   printf '%s\n' "MODEL=$MODEL" "HARDWARE=$HARDWARE" "PATTERN=$PATTERN" "SPARSITY=$SPARSITY" "MAX_MODEL_LEN=$MAX_MODEL_LEN" \
     "MAX_NUM_SEQS=$MAX_NUM_SEQS" "MAX_NUM_BATCHED_TOKENS=$MAX_NUM_BATCHED_TOKENS" "BLOCK_SIZE=$BLOCK_SIZE" \
     "NUM_BLOCKS=$NUM_BLOCKS" "DEVICE_MEMORY_UTILIZATION=$DEVICE_MEMORY_UTILIZATION" "TYPICAL_LEN=$TYPICAL_LEN" \
-    "PREFIX_CACHING=$PREFIX_CACHING" "TENSOR_PARALLEL_SIZE=$TENSOR_PARALLEL_SIZE" \
+    "PREFIX_CACHING=$PREFIX_CACHING" "TENSOR_PARALLEL_SIZE=$TENSOR_PARALLEL_SIZE" "RETRIEVAL_PARALLEL=$RETRIEVAL_PARALLEL" \
     "LONG_NUM_SEQS=$LONG_NUM_SEQS" "MOST_NUM_SEQS=$MOST_NUM_SEQS"
 }
 
@@ -42,7 +42,7 @@ choose_limits() {
   local heads arguments
   mapfile -t heads < <(head_options)
   arguments=(--long-num-seqs "$LONG_NUM_SEQS" --most-num-seqs "$MOST_NUM_SEQS" --typical-len "$TYPICAL_LEN"
-    --num-devices "$TENSOR_PARALLEL_SIZE")
+    --num-devices "$TENSOR_PARALLEL_SIZE" --retrieval-parallel "$RETRIEVAL_PARALLEL")
   [[ -z $MAX_MODEL_LEN ]] || arguments+=(--max-model-len "$MAX_MODEL_LEN")
   [[ -z $MAX_NUM_SEQS ]] || arguments+=(--max-num-seqs "$MAX_NUM_SEQS")
   [[ -z $NUM_BLOCKS ]] || arguments+=(--num-blocks "$NUM_BLOCKS")

@@ -17,7 +17,13 @@ step_serve() {
   [[ -z $API_KEY_FILE ]] || arguments+=(--api-key-file "$API_KEY_FILE")
   [[ -z $MAX_QUEUE ]] || arguments+=(--max-queue "$MAX_QUEUE")
   [[ -z $LOG_REQUESTS ]] || arguments+=(--log-requests "$LOG_REQUESTS")
-  [[ $RECORD_SHAPES == 0 ]] || arguments+=(--record-shapes "$(shapes_file)")
+  if ((REPLICAS > 1)); then
+    arguments+=(--replicas "$REPLICAS")
+    [[ -z $ROUTER ]] || arguments+=(--router "$ROUTER")
+    [[ $RECORD_SHAPES == 0 ]] || say "note: replicas record no shapes; plan with the recording of one server"
+  elif [[ $RECORD_SHAPES == 1 ]]; then
+    arguments+=(--record-shapes "$(shapes_file)")
+  fi
   [[ -z $PROFILE_STEPS ]] || arguments+=(--profile-steps "$PROFILE_STEPS" --profile-dir "$PROFILE_DIR")
   read -r -a extra <<<"$SERVE_ARGS"
   local command=(hpu-duo serve "${arguments[@]}" "${extra[@]}")
@@ -26,7 +32,7 @@ step_serve() {
     say "would run: $(quoted "${BOUND[@]}" "${command[@]}")"
     return
   fi
-  if [[ $RECORD_SHAPES == 1 ]]; then begin_recording; fi
+  if [[ $RECORD_SHAPES == 1 ]] && ((REPLICAS == 1)); then begin_recording; fi
   say "$(quoted "${BOUND[@]}" "${command[@]}")"
   # The server takes this process's place, so a SIGTERM is its own.
   exec "${BOUND[@]}" "${command[@]}"
@@ -37,8 +43,8 @@ bind_cores() {
   local cores
   BOUND=()
   [[ $DEVICE == hpu && $BIND_CORES == 1 ]] || return 0
-  # Processes that share a model bind themselves, each to cores of its own.
-  ((TENSOR_PARALLEL_SIZE == 1)) || return 0
+  # Several processes bind themselves, each to cores of its own.
+  ((NUM_CARDS == 1)) || return 0
   if [[ -z ${CARD:-} ]]; then
     read_cards
     choose_card

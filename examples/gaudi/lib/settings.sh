@@ -10,6 +10,9 @@ readonly DEFAULTS=(
   SERVED_MODEL_NAME=
   DTYPE=auto
   TENSOR_PARALLEL_SIZE=1
+  RETRIEVAL_PARALLEL=heads
+  REPLICAS=1
+  ROUTER=
   PATTERN=
   SPARSITY=
   MAX_MODEL_LEN=
@@ -53,11 +56,11 @@ readonly PASSED_ON=(
 )
 
 readonly WHOLE=(
-  TENSOR_PARALLEL_SIZE MAX_MODEL_LEN MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS BLOCK_SIZE NUM_BLOCKS TYPICAL_LEN LONG_NUM_SEQS MOST_NUM_SEQS
+  TENSOR_PARALLEL_SIZE REPLICAS MAX_MODEL_LEN MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS BLOCK_SIZE NUM_BLOCKS TYPICAL_LEN LONG_NUM_SEQS MOST_NUM_SEQS
   GRAPHS_BUDGET WARMUP_SECONDS MIN_FREE_GIB RECIPE_CACHE_MB MIN_HUGE_PAGES PORT MAX_QUEUE DRAIN_SECONDS PROFILE_STEPS
 )
 readonly POSITIVE=(
-  TENSOR_PARALLEL_SIZE MAX_MODEL_LEN MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS BLOCK_SIZE NUM_BLOCKS TYPICAL_LEN LONG_NUM_SEQS MOST_NUM_SEQS
+  TENSOR_PARALLEL_SIZE REPLICAS MAX_MODEL_LEN MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS BLOCK_SIZE NUM_BLOCKS TYPICAL_LEN LONG_NUM_SEQS MOST_NUM_SEQS
   GRAPHS_BUDGET WARMUP_SECONDS RECIPE_CACHE_MB PROFILE_STEPS
 )
 
@@ -114,6 +117,8 @@ check_settings() {
   one_of RECORD_SHAPES 0 1
   one_of PREFIX_CACHING 0 1
   one_of BIND_CORES 0 1
+  # auto would be settled at load, and limits are chosen before.
+  one_of RETRIEVAL_PARALLEL heads context
   for name in "${WHOLE[@]}"; do
     [[ ${!name} =~ ^[0-9]*$ ]] || stop "expected $name to be a whole number, got '${!name}'"
   done
@@ -121,7 +126,7 @@ check_settings() {
     [[ ! ${!name} =~ ^0+$ ]] || stop "expected $name to be at least 1, got '${!name}'"
   done
   for name in TYPICAL_LEN LONG_NUM_SEQS MOST_NUM_SEQS MAX_NUM_BATCHED_TOKENS BLOCK_SIZE GRAPHS_BUDGET WARMUP_SECONDS \
-    MIN_FREE_GIB RECIPE_CACHE_MB MIN_HUGE_PAGES PORT DRAIN_SECONDS MODEL STATE_DIR HOST TENSOR_PARALLEL_SIZE; do
+    MIN_FREE_GIB RECIPE_CACHE_MB MIN_HUGE_PAGES PORT DRAIN_SECONDS MODEL STATE_DIR HOST TENSOR_PARALLEL_SIZE REPLICAS; do
     [[ -n ${!name} ]] || stop "expected a value of $name, got none: leave the line out for its default"
   done
   [[ $STATE_DIR == /* && $STATE_DIR != *[,[:space:]]* ]] ||
@@ -129,6 +134,8 @@ check_settings() {
   # Limits would be chosen as if heads streamed, and none does.
   [[ $SPARSITY =~ ^[0.]*$ || -n $PATTERN ]] ||
     stop "SPARSITY=$SPARSITY needs PATTERN, the directory that says which heads stream"
+  [[ -z $ROUTER || $REPLICAS -gt 1 ]] || stop "ROUTER=$ROUTER chooses among replicas: set REPLICAS to 2 or more, or leave it out"
+  NUM_CARDS=$((TENSOR_PARALLEL_SIZE * REPLICAS))
   [[ -z $PROFILE_STEPS || -n $PROFILE_DIR ]] || stop "PROFILE_STEPS=$PROFILE_STEPS needs PROFILE_DIR, a directory for the trace"
   if [[ $DEVICE == hpu ]]; then
     export PT_HPU_RECIPE_CACHE_CONFIG=${PT_HPU_RECIPE_CACHE_CONFIG:-$STATE_DIR/recipes,false,$RECIPE_CACHE_MB}

@@ -101,7 +101,9 @@ engine_options() {
   printf '%s\n' --model "$(model_path)" --device "$DEVICE" --dtype "$DTYPE" --graphs "$GRAPHS" \
     --device-memory-utilization "$DEVICE_MEMORY_UTILIZATION"
   limit_options
-  if ((TENSOR_PARALLEL_SIZE > 1)); then printf '%s\n' --tensor-parallel-size "$TENSOR_PARALLEL_SIZE"; fi
+  if ((TENSOR_PARALLEL_SIZE > 1)); then
+    printf '%s\n' --tensor-parallel-size "$TENSOR_PARALLEL_SIZE" --retrieval-parallel "$RETRIEVAL_PARALLEL"
+  fi
   if [[ $PREFIX_CACHING == 0 ]]; then printf '%s\n' --no-enable-prefix-caching; fi
   if [[ -n $PATTERN ]]; then printf '%s\n' --pattern "$PATTERN"; fi
   if [[ -n $SPARSITY ]]; then printf '%s\n' --sparsity "$SPARSITY"; fi

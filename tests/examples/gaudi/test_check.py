@@ -69,12 +69,16 @@ def test_as_many_cards_as_share_the_model_are_taken_those_with_the_most_free_mem
     done = server.launch(*ENV, "check", TENSOR_PARALLEL_SIZE="2", **SMALL)
     assert done.returncode == 0, done.stderr
     assert "takes modules 5,7 of 3 cards" in done.stderr
+    done = server.launch(*ENV, "check", REPLICAS="2", **SMALL)
+    assert "takes modules 5,7 of 3 cards" in done.stderr
 
 
 def test_fewer_cards_than_share_the_model_and_cards_in_use_are_refused(server: Server) -> None:
     server.has_cards(GAUDI3, BUSY)
     said = refusal(server.launch(*ENV, "check", TENSOR_PARALLEL_SIZE="8", **SMALL))
-    assert "TENSOR_PARALLEL_SIZE=8, and 2 cards are visible" in said
+    assert "TENSOR_PARALLEL_SIZE=8 and REPLICAS=1 take 8 cards, and 2 are visible" in said
+    said = refusal(server.launch(*ENV, "check", REPLICAS="2", TENSOR_PARALLEL_SIZE="2", **SMALL))
+    assert "take 4 cards, and 2 are visible" in said
     said = refusal(server.launch(*ENV, "check", TENSOR_PARALLEL_SIZE="2", **SMALL))
     assert "card 1 is one of the 2 with the most free memory, and has more than a quarter in use" in said
     said = refusal(server.launch(*ENV, "check", TENSOR_PARALLEL_SIZE="0", **SMALL))

@@ -20,7 +20,7 @@ from tests.examples.gaudi.tools import run_tool
 
 DOCKERFILE = (GAUDI / "Dockerfile").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load((GAUDI / "compose.yaml").read_text(encoding="utf-8"))
-FOR_CARDS = ("gaudi2.env", "gaudi2-8.env", "gaudi3.env", "gaudi3-8.env")
+FOR_CARDS = tuple(f"gaudi{number}{kind}.env" for number in (2, 3) for kind in ("", "-8", "-replicas"))
 SERVICE = COMPOSE["services"]["server"]
 
 

@@ -37,11 +37,14 @@ def pod(resources: list[Resource]) -> dict[str, Any]:
 
 def num_cards(overlay: Path) -> int:
     """Cards of a pod, by the name of the overlay."""
-    return int(overlay.name.partition("-")[2] or 1)
+    return 8 if "-" in overlay.name else 1
 
 
 def test_there_is_an_overlay_for_each_generation_and_for_one_card_and_eight() -> None:
-    assert [path.name for path in OVERLAYS] == ["gaudi2", "gaudi2-8", "gaudi3", "gaudi3-8"]
+    assert [path.name for path in OVERLAYS] == [
+        *("gaudi2", "gaudi2-8", "gaudi2-replicas"),
+        *("gaudi3", "gaudi3-8", "gaudi3-replicas"),
+    ]
 
 
 def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(overlay: Path) -> None:
@@ -64,7 +67,8 @@ def test_a_manifest_that_is_wrong_is_found_by_the_schemas(overlay: Path) -> None
 def test_cards_and_huge_pages_for_each_are_asked_for_by_both_containers(overlay: Path) -> None:
     resources = build(overlay)
     spec, cards = pod(resources), num_cards(overlay)
-    assert only(resources, "ConfigMap")["data"].get("TENSOR_PARALLEL_SIZE", "1") == str(cards)
+    settings = only(resources, "ConfigMap")["data"]
+    assert int(settings.get("TENSOR_PARALLEL_SIZE", 1)) * int(settings.get("REPLICAS", 1)) == cards
     for container in (*spec["initContainers"], *spec["containers"]):
         assert container["resources"]["limits"]["habana.ai/gaudi"] == cards
         assert container["resources"]["limits"]["hugepages-2Mi"] == f"{4400 * cards}Mi"

@@ -94,6 +94,31 @@ def test_a_server_with_a_card_is_bound_to_the_cores_beside_it(server: Server) ->
 
 
 @pytest.mark.slow
+def test_replicas_and_ranks_are_asked_of_every_command_that_has_to_know(server: Server) -> None:
+    variables = {"REPLICAS": "2", "ROUTER": "least-loaded", "TENSOR_PARALLEL_SIZE": "2"}
+    done = server.launch(*ENV, "--dry-run", RETRIEVAL_PARALLEL="context", **variables)
+    assert done.returncode == 0, done.stderr
+    shared = "--tensor-parallel-size 2 --retrieval-parallel context"
+    (warmup,) = re.findall(r"would run: (hpu-duo warmup .*)", done.stderr)
+    (serve,) = re.findall(r"would run: (hpu-duo serve .*)", done.stderr)
+    assert shared in warmup
+    assert shared in serve
+    assert "--replicas 2 --router least-loaded" in serve
+    assert "--replicas" not in warmup
+    assert "--record-shapes" not in serve
+    assert "note: replicas record no shapes" in done.stderr
+    for settings, message in (
+        ({"ROUTER": "e2"}, "ROUTER=e2 chooses among replicas: set REPLICAS to 2 or more"),
+        (
+            {"RETRIEVAL_PARALLEL": "auto"},
+            "expected RETRIEVAL_PARALLEL to be one of heads context, got 'auto'",
+        ),
+        ({"REPLICAS": "0"}, "expected REPLICAS to be at least 1"),
+    ):
+        assert message in refusal(server.launch(*ENV, "--dry-run", "check", **settings))
+
+
+@pytest.mark.slow
 def test_a_bare_machine_serves_its_first_token_and_stops_at_sigterm(server: Server) -> None:
     command = [str(GAUDI / "launch.sh"), *ENV]
     variables = {"PORT": "0", "DRAIN_SECONDS": "5", "LOG_REQUESTS": str(server.state / "calls.jsonl")}

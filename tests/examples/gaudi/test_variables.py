@@ -127,7 +127,9 @@ def test_the_page_is_made_of_the_list() -> None:
     [
         ("gaudi2.env", "gaudi3.env", {"HARDWARE"}),
         ("gaudi2-8.env", "gaudi3-8.env", {"HARDWARE"}),
-        ("gaudi3.env", "gaudi3-8.env", {"TENSOR_PARALLEL_SIZE"}),
+        ("gaudi2-replicas.env", "gaudi3-replicas.env", {"HARDWARE"}),
+        ("gaudi3.env", "gaudi3-8.env", {"TENSOR_PARALLEL_SIZE", "RETRIEVAL_PARALLEL"}),
+        ("gaudi3.env", "gaudi3-replicas.env", {"TENSOR_PARALLEL_SIZE", "REPLICAS", "ROUTER"}),
     ],
 )
 def test_env_files_differ_in_what_the_cards_differ_in(first: str, second: str, expected: set[str]) -> None:
@@ -137,3 +139,4 @@ def test_env_files_differ_in_what_the_cards_differ_in(first: str, second: str, e
     both = settings[0] | settings[1]
     assert {name for name in both if settings[0].get(name) != settings[1].get(name)} == expected
     assert settings[1].get("TENSOR_PARALLEL_SIZE", "1") == ("8" if "-8" in second else "1")
+    assert settings[1].get("REPLICAS", "1") == ("8" if "-replicas" in second else "1")
