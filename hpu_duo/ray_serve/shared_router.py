@@ -64,9 +64,11 @@ class SharedRouter:
         """
         with self._lock:
             known = [each for each in offered if each in self._router.replicas]
+            if ticket is not None:
+                # Before it is asked whether it is over: a call that ends meanwhile ends here, too.
+                ticket.router = self
             if ticket is None or ticket.is_over or (ticket.only is None and not known):
                 return sorted(known, key=self._router.num_open) or list(offered)
-            ticket.router = self
             if ticket.only is not None:
                 return [each for each in offered if each == ticket.only]
             chosen = self._choose(ticket, known)

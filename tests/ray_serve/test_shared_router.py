@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -151,3 +153,30 @@ def test_whatever_ray_does_a_call_is_open_once_and_none_is_left(
         # Ray sends what it has begun to send.
         router.sent(one, "a")
     assert set(num_open(router).values()) <= {0}
+
+
+def test_a_call_that_ends_while_it_is_routed_leaves_nothing_open() -> None:
+    router = new_router()
+
+    class Ending(Ticket):
+        """Ends in another thread as soon as it is asked whether it is over, and says that it is not."""
+
+        over = False
+
+        @property
+        def is_over(self) -> bool:
+            was_over = self.over
+            if not was_over and threading.current_thread() is threading.main_thread():
+                threading.Thread(target=self.end).start()
+                time.sleep(0.1)
+            return was_over
+
+        @is_over.setter
+        def is_over(self, value: bool) -> None:
+            self.over = value
+
+    router.rank(Ending(ticket(1).call), NAMES)
+    deadline = time.monotonic() + 30
+    while sum(num_open(router).values()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sum(num_open(router).values()) == 0
