@@ -14,6 +14,7 @@ from tests.sim.workload import LIMITS, Workload
 pytestmark = pytest.mark.usefixtures("device")
 
 
+WHOLE = {"kv_prompt": "whole", "kv_chunk": None, "max_num_batched_tokens": 67}
 PLAN = KVPlan(
     (
         (Keep("h2o", 10), Keep("ring:sink=2,recent=6")),
@@ -32,8 +33,9 @@ PLAN = KVPlan(
         {"kv_policy": "streaming-llm:positions=cache", "kv_budget": 10},
         {"kv_policy": "expected-attention", "kv_budget": 10},
         {"kv_plan": PLAN},
+        {"kv_policy": "h2o", "kv_budget": 10, **WHOLE},
     ],
-    ids=["h2o", "tova-beside-blocks", "snapkv", "streaming-llm", "expected-attention", "plan"],
+    ids=["h2o", "tova-beside-blocks", "snapkv", "streaming-llm", "expected-attention", "plan", "whole"],
 )
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(
     tiny: Tiny, options: dict[str, Any]
