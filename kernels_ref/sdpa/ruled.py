@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bias_builders import Leading, Rule, Tile, decode_rule, leading_visible, seen_mask
+from bias_builders import NOWHERE, Leading, Rule, Tile, decode_rule, leading_visible, seen_mask
 from kernels_ref.by_owner import merge_by_owner
 from kernels_ref.partial import Partial, empty, merge
 from kernels_ref.reference import own_units, side_by_side
@@ -155,28 +155,44 @@ def ruled_unique(
     decode_slots: int,
 ) -> Partial:
     """Decode rows against the blocks of which a token sees some slots, ``decode_slots`` at a time."""
-    read, num_rows, num_slots = _read(rule), len(q_NKHD), k_XKBD.shape[2]
-    scoring = Scoring(softcap or None)
+    read, scoring, num_slots = _read(rule), Scoring(softcap or None), k_XKBD.shape[2]
     k, v = (
         side_by_side(x.index_select(0, tail_block.view(-1)), tail_block.shape[1]) for x in (k_XKBD, v_XKBD)
     )
     visible = seen_mask(Leading(tail_visible), num_slots) & tails_visible(read, end, tail_start, num_slots)
     total = own_units(q_NKHD, k, v, visible, scoring)
     group = q_NKHD.shape[2] // end.shape[1]
-    # A part at a time, so that what is worked out does not grow with the context.
-    size = max(1, decode_slots // num_slots)
-    for begin in range(0, len(owner), size):
-        of, start = owner[begin : begin + size], owner_start[begin : begin + size]
-        visible_XMB = whole_visible(read, end, of, start, num_slots)
-        some = ((of < num_rows) & visible_XMB.flatten(1).any(dim=1)).nonzero().flatten()
-        if not len(some):
-            continue
-        of_heads = visible_XMB[some].repeat_interleave(group, dim=1)[:, None]
-        place, of = begin + some, of[some]
-        k, v = k_XKBD.index_select(0, place), v_XKBD.index_select(0, place)
+    seen = _blocks_seen(read, owner.numpy(), owner_start.numpy(), end.numpy(), num_slots)
+    for some in seen.split(max(1, decode_slots // num_slots)) if len(seen) else ():
+        of = owner[some]
+        visible_XMB = whole_visible(read, end, of, owner_start[some], num_slots)
+        of_heads = visible_XMB.repeat_interleave(group, dim=1)[:, None]
+        k, v = _units(k_XKBD, some), _units(v_XKBD, some)
         scores = soften(torch.matmul(q_NKHD.index_select(0, of), k.transpose(2, 3)), scoring)
         total = merge_by_owner(total, scores, v, of, of_heads)
     return total
+
+
+def _blocks_seen(
+    rule: Rule,
+    owner: npt.NDArray[np.int32],
+    start: npt.NDArray[np.int32],
+    end_NM: npt.NDArray[np.int32],
+    num_slots: int,
+) -> torch.Tensor:
+    """Whole blocks of which the tokens of the row that owns them may see some slots, ascending."""
+    num_rows = len(end_NM)
+    row = np.minimum(owner, num_rows - 1)
+    # An owner has a token, and tokens that it has not end at 0.
+    first, last = np.where(end_NM > 0, end_NM, NOWHERE).min(axis=1), end_NM.max(axis=1)
+    tile = Tile(first[row] - 1, last[row] - 1, start, start + num_slots - 1)
+    return torch.from_numpy(np.flatnonzero((owner < num_rows) & rule.may_see(tile)))
+
+
+def _units(x_XKBD: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
+    """Some units, ascending: a view if they lie side by side."""
+    first, last = int(some[0]), int(some[-1])
+    return x_XKBD[first : last + 1] if last - first + 1 == len(some) else x_XKBD.index_select(0, some)
 
 
 def _attend_tiles(
