@@ -187,6 +187,21 @@ async def kill_at_random(
     return seen, kills
 
 
+def unnamed(kills: Sequence[Kill], told: Sequence[str]) -> list[str]:
+    """Return what was done where the run's errors do not name the rank; rank 0 is gone and names nobody.
+
+    Args:
+        told: by the run that each kill has ended, on standard error.
+    """
+    missed = []
+    for kill, words in zip(kills, told, strict=True):
+        rank, number, _ = KINDS[kill.what]
+        end = "gave no sign of life" if number == signal.SIGSTOP else "ended with exit code -9"
+        if rank and f"rank {rank} {end}" not in words:
+            missed.append(kill.what)
+    return missed
+
+
 def page(seen: Seen, kills: list[Kill], supervisor: Supervisor, seconds: float) -> str:
     """The page."""
     silent = sum(num for name, num in seen.outcomes.items() if "SILENTLY" in name)
@@ -208,12 +223,11 @@ def page(seen: Seen, kills: list[Kill], supervisor: Supervisor, seconds: float) 
         "| ready again, at most |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for what, (rank, number, _) in KINDS.items():
+    for what, (rank, _, _) in KINDS.items():
         of_kind = [(kill, told) for kill, told in zip(kills, supervisor.told) if kill.what == what]
         if not of_kind:
             continue
-        words = "gave no sign of life" if number == signal.SIGSTOP else "ended with exit code -9"
-        named = sum(f"rank {rank} {words}" in told for _, told in of_kind)
+        named = len(of_kind) - len(unnamed([kill for kill, _ in of_kind], [told for _, told in of_kind]))
         ready = sorted(kill.ready_s for kill, _ in of_kind)
         lines.append(
             f"| {what} | {len(of_kind)} | {named if rank else 'it is gone'} | "
@@ -258,13 +272,18 @@ def main() -> None:
     asked.out.write_text(page(seen, kills, supervisor, time.monotonic() - began), encoding="utf-8")
     print(asked.out.read_text(encoding="utf-8"))
     codes = supervisor.exit_codes[: len(kills)]
+    missed = unnamed(kills, supervisor.told[: len(kills)])
     if (
         seen.wrong
         or 0 in codes
+        or missed
         or any("SILENTLY" in name for name in seen.outcomes)
         or max(each.ready_s for each in kills) > BACK_S
     ):
-        raise SystemExit("\n".join(seen.wrong) or "silence, an exit code of 0, or service not back in time")
+        named = [f"{what}: no error names the rank" for what in missed]
+        raise SystemExit(
+            "\n".join([*seen.wrong, *named]) or "silence, an exit code of 0, or service not back in time"
+        )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import NamedTuple
 _WORDS_OF_EXCHANGES = re.compile(
     r"connection|peer|timed? ?out|broken pipe|socket|gloo|nccl|hccl|collective|\bDist\w*Error", re.IGNORECASE
 )
+_ALIVE_S = 1.5
+"""Most seconds without a sign of life of a rank that is taken to live."""
 UNKNOWN_S = 10.0
 """Seconds that late ranks have in addition where it is not known which of them the others wait for."""
 
@@ -133,7 +135,12 @@ def blamed(signs: Signs, timeout_s: float, *, is_all: bool) -> Blamed | None:
 
 def _late(signs: Signs, timeout_s: float) -> Blamed | None:
     """Return the rank whose step does not end, if that is known, or nobody has said more for some time."""
-    late = {rank: late_s for rank, late_s in signs.late_s.items() if late_s > timeout_s}
+    late = {
+        rank: late_s
+        for rank, late_s in signs.late_s.items()
+        # Of one that is silent as well, silence is told in a moment.
+        if late_s > timeout_s and signs.silent_s.get(rank, 0.0) <= _ALIVE_S
+    }
     busy = sorted(late.keys() - signs.waiting)
     if len(busy) != 1 and max(late.values(), default=0.0) <= timeout_s + UNKNOWN_S:
         return None

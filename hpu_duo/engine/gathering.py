@@ -55,10 +55,10 @@ class SpreadLogits:
 
     def _greedy(self, own: torch.Tensor) -> torch.Tensor:
         first = self._ranks.rank * own.shape[1]
-        own = own[:, : self._vocab_size - first]
-        place = most_likely(own)
+        # Where ranks are many and tokens few, the last ranks hold padding alone.
+        own = own[:, : max(0, self._vocab_size - first)]
         # Both are exact in float32: token ids are below 2**24.
-        found = self._gather(torch.stack([take_column(own, place).float(), (place + first).float()]))
+        found = self._gather(_best(own, first) if own.shape[1] else _none(own))
         best_NT, token_NT = found.view(self._ranks.size, 2, -1).permute(1, 2, 0)
         # The lowest rank among equals has the lowest token.
         return take_column(token_NT, most_likely(best_NT)).to(torch.int32)
@@ -66,3 +66,15 @@ class SpreadLogits:
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         self.gathered_bytes += own.nbytes
         return gather_from_ranks(own, self._ranks.size, self._group)
+
+
+def _best(own: torch.Tensor, first: int) -> torch.Tensor:
+    """The largest logit of each row, and its token, ``[2, N]``."""
+    place = most_likely(own)
+    return torch.stack([take_column(own, place).float(), (place + first).float()])
+
+
+def _none(own: torch.Tensor) -> torch.Tensor:
+    """The candidates of a rank without tokens, ``[2, N]``, which lose: the first rank has tokens."""
+    best = torch.full((own.shape[0],), float("-inf"), dtype=torch.float32, device=own.device)
+    return torch.stack([best, torch.zeros_like(best)])

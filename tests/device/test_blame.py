@@ -98,6 +98,13 @@ def test_the_rank_at_a_step_that_waits_for_nobody_hangs() -> None:
     assert not Signs(4, late_s={1: 3.9}).are_bad(TIMEOUT_S)
 
 
+def test_a_late_rank_that_gives_no_sign_of_life_is_silent() -> None:
+    signs = Signs(2, silent_s={1: 3.8}, late_s={1: 4.2})
+    assert blamed(signs, TIMEOUT_S, is_all=True) is None
+    found = blamed(replace(signs, silent_s={1: 4.1}, late_s={1: 4.5}), TIMEOUT_S, is_all=True)
+    assert found == (1, "gave no sign of life for 4 s")
+
+
 def test_late_ranks_of_which_the_first_is_not_known_have_some_seconds_to_tell_more() -> None:
     signs = Signs(4, num_done={1: 7, 2: 6, 3: 6}, late_s={1: 4.5, 2: 4.5, 3: 4.5})
     assert blamed(signs, TIMEOUT_S, is_all=True) is None
