@@ -31,6 +31,7 @@ def differing(cases: dict[str, Case], answers: dict[str, Answer]) -> list[str]:
         for name, case in cases.items()
         if (found := answers[name]).tokens != serve_here(case).tokens
         or found.seen["broadcasts"] != found.seen["steps"]
+        or len({each.broadcasts for each in found.of_ranks}) != 1
     ]
 
 

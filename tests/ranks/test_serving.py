@@ -12,7 +12,7 @@ from hpu_duo.device import run_processes
 from hpu_duo.heads import HeadPattern
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import BASE, Zoo, make_config, prompts_of, save_random
-from tests.ranks.work import Case, serve, serve_here
+from tests.ranks.work import Answer, Case, serve, serve_here
 
 GREEDY = SamplingParams(max_tokens=14, temperature=0)
 LENGTHS = (3, 40, 9, 25, 61, 17)
@@ -82,7 +82,10 @@ def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
     assert seen["promoted"]["promoted"] == (1, whole[1] // 2)
     assert seen["preempted"]["preemptions"] > 0
     assert seen["prefixes"]["cached"] > 0
-    assert seen["pattern"]["kv_bytes"] * 2 == ones["pattern"].seen["kv_bytes"]
+    for own in answers["pattern"].of_ranks:
+        assert own.kv_bytes * 2 == ones["pattern"].seen["kv_bytes"]
+    assert all(len(answer.of_ranks) == 2 for answer in answers.values())
+    assert all(own.misses == own.late == 0 for answer in answers.values() for own in answer.of_ranks)
     # What ranks sum: the residual stream behind the embeddings, and twice a layer; nothing else.
     hidden_bytes = 4 * BASE["hidden_size"]
     for name in ("pattern", "sampled"):
@@ -111,6 +114,14 @@ def counted_alike(seen: dict[str, Any], *, is_counted: bool) -> None:
     assert before.reduced_bytes == before.gathered_bytes == before.scattered_bytes == 0
 
 
+def captured_ahead(answer: Answer) -> None:
+    """Check that both ranks captured the same buckets in warm-up, and compiled nothing afterwards."""
+    assert len(answer.of_ranks) == 2
+    for own in answer.of_ranks:
+        assert (own.misses, own.late, own.recompiles) == (0, 0, 0)
+        assert own.captures == answer.seen["captures"] > 0
+
+
 @pytest.mark.slow
 def test_simulated_hpus_capture_everything_ahead(zoo: Zoo) -> None:
     mha = zoo.load("llama_mha")[1]
@@ -127,5 +138,5 @@ def test_simulated_hpus_capture_everything_ahead(zoo: Zoo) -> None:
     )
     answer = run_processes(serve, ({"sim": case},), [{}] * 2, 600)[0]["sim"]
     assert answer.tokens == serve_here(Case(mha, prompts, [GREEDY] * 3, heads=case.heads)).tokens
-    assert (answer.seen["misses"], answer.seen["late"]) == (0, 0)
-    assert answer.seen["captures"] > 0
+    captured_ahead(answer)
+    assert {own.kv_bytes for own in answer.of_ranks} == {answer.seen["kv_bytes"]}

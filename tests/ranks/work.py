@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from hpu_duo.device.ranks import Membership, RankError, Ranks, Sent, joined
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.message import StepMessage
 from hpu_duo.engine.orders import Execute, Stop, follow
+from hpu_duo.engine.runner import Runner
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.assembly import assemble, engine_around
 from hpu_duo.startup.place import Place
@@ -95,12 +96,46 @@ class Answer:
     Attributes:
         tokens: of each request.
         error: in place of them.
-        seen: further facts.
+        seen: further facts, of rank 0.
+        of_ranks: what each rank has counted by itself, rank 0 first; see ``Own``.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
     error: str = ""
     seen: dict[str, Any] = field(default_factory=dict)
+    of_ranks: tuple[Own, ...] = ()
+
+
+@dataclass(frozen=True)
+class Own:
+    """Counts of one rank.
+
+    Attributes:
+        misses, late, captures: steps that no bucket held, captures outside the warm-up, and all captures.
+        recompiles: graphs of a device or of Dynamo that were compiled more than once, since the warm-up.
+        kv_bytes: of its store.
+        broadcasts: sent or received.
+    """
+
+    misses: int
+    late: int
+    captures: int
+    recompiles: int
+    kv_bytes: int
+    broadcasts: int
+
+    @classmethod
+    def of(cls, runner: Runner, membership: Membership) -> Own:
+        """Read the counters."""
+        counters = runner.graphs.counters
+        return cls(
+            counters.misses,
+            counters.late_captures,
+            counters.captures,
+            runner.watch.snapshot().num_recompiles,
+            runner.store.num_bytes,
+            membership.link.sent.num_broadcasts,
+        )
 
 
 class Sums(TorchDispatchMode):
@@ -130,12 +165,11 @@ class Told:
     """Followers that are members of the same test."""
 
     def __init__(self, membership: Membership) -> None:
-        self._link, self.num_told = membership.link, 0
+        self._link = membership.link
         self.messages: list[StepMessage] = []
 
     def tell(self, order: Any) -> None:
         """Send it."""
-        self.num_told += 1
         if isinstance(order, Execute):
             self.messages.append(order.message)
         self._link.send(order)
@@ -189,10 +223,11 @@ def _serve(case: Case, member: Member, membership: Membership) -> Answer:
         return Answer(error=error)
     if member.rank:
         follow(membership.link, side.runner)
+        membership.collect(Own.of(side.runner, membership))
         return Answer()
     answer = _answer(engine_around(side, config, frozenset()), case)
     membership.link.send(Stop())
-    return answer
+    return replace(answer, of_ranks=tuple(membership.collect(Own.of(side.runner, membership))))
 
 
 def _answer(engine: Engine, case: Case) -> Answer:
@@ -213,7 +248,9 @@ def _answer(engine: Engine, case: Case) -> Answer:
         "captures": engine.runner.graphs.counters.captures,
         "misses": stats.num_graph_misses,
         "late": stats.num_late_captures,
-        "broadcasts": getattr(engine.runner.executor.followers, "num_told", 0),
+        "broadcasts": 0
+        if before is None or stats.ranks is None
+        else stats.ranks.num_broadcasts - before.num_broadcasts,
         "steps": stats.num_steps,
         "query_tokens": stats.num_query_tokens,
         "ranks": (before, stats.ranks),
