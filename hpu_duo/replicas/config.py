@@ -17,16 +17,21 @@ class FrontConfig:
             well.
         num_replicas: servers to run.
         router: name of the router, with options; see ``hpu_duo.routing.make_router``.
+        load_timeout_s: seconds in which a replica has to have read its model; one that has not is killed and
+            started again.
 
     Raises:
-        ValueError: no replica, or no such router.
+        ValueError: no replica, no such router, or no time to load.
     """
 
     server: ServerConfig
     num_replicas: int
     router: str = "e2"
+    load_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
             raise ValueError(f"expected 1 replica or more, got {self.num_replicas}")
         make_router(self.router)
+        if not self.load_timeout_s > 0:
+            raise ValueError(f"expected load_timeout_s above 0, got {self.load_timeout_s}")

@@ -69,7 +69,9 @@ class Front:
         self.upstream = Upstream()
         for number, command in enumerate(self._commands):
             name = str(number)
-            self.replicas[name] = Replica(name, command, self.upstream, self._joined, self._left)
+            self.replicas[name] = Replica(
+                name, command, self.upstream, self._joined, self._left, self.config.load_timeout_s
+            )
             self.replicas[name].start()
 
     async def stop(self) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import socket
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -82,6 +85,7 @@ class ReplicaProcess:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it now."""
-        if self.is_alive:
-            self._process.kill()
+        """End it now, and the processes that it has started: ranks that share its model."""
+        # It leads a group of its own, which outlives it as long as one of them does.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)

@@ -38,6 +38,8 @@ class Replica:
         command: starts it.
         upstream: for health checks.
         on_ready, on_lost: called when it may be sent calls, and when it may not any more.
+        load_timeout_s: seconds in which a process has to answer for the first time; warming up may take
+            longer.
 
     Attributes:
         state: see ``ReplicaState``.
@@ -53,9 +55,11 @@ class Replica:
         upstream: Upstream,
         on_ready: Callable[[Replica], None],
         on_lost: Callable[[Replica], None],
+        load_timeout_s: float,
     ) -> None:
         self.name, self._command, self._upstream = name, command, upstream
         self._on_ready, self._on_lost = on_ready, on_lost
+        self._load_timeout_s = load_timeout_s
         self.state = ReplicaState.DOWN
         self.num_restarts = 0
         self.was_ready = False
@@ -127,7 +131,8 @@ class Replica:
             try:
                 self.exit_code = await process.ended()
             finally:
-                process.kill()  # where this task was cancelled
+                # Where this task was cancelled, and for ranks that would still hold their devices.
+                process.kill()
                 watching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await watching
@@ -140,7 +145,15 @@ class Replica:
 
     async def _watch(self, process: ReplicaProcess) -> None:
         """Wait until it is ready, and kill it when it says that it cannot serve, or says nothing."""
+        loop, has_answered = asyncio.get_running_loop(), False
+        deadline = loop.time() + self._load_timeout_s
         while not await self._says_yes(process, "/ready"):
+            has_answered = has_answered or await self._says_yes(process, "/health")
+            if not has_answered and loop.time() > deadline:
+                limit_s = self._load_timeout_s
+                _log.error("replica %s has not loaded within %g s; it is ended", self.name, limit_s)
+                process.kill()
+                return
             await asyncio.sleep(_READY_LOOK_S)
         self.state, self.was_ready = ReplicaState.READY, True
         self._on_ready(self)

@@ -34,7 +34,12 @@ class LiveFront:
     """
 
     def __init__(
-        self, directory: Path, *programs: Path, router: str = "least-loaded", **settings: Any
+        self,
+        directory: Path,
+        *programs: Path,
+        router: str = "least-loaded",
+        load_timeout_s: float = FrontConfig.load_timeout_s,
+        **settings: Any,
     ) -> None:
         self.notes = directory / "notes"
         self.notes.touch()
@@ -44,7 +49,7 @@ class LiveFront:
             ReplicaCommand([sys.executable, "-S", str(file), str(number), str(self.notes)], dict(os.environ))
             for number, file in enumerate(files)
         ]
-        self.front = Front(FrontConfig(config, len(files), router), commands)
+        self.front = Front(FrontConfig(config, len(files), router, load_timeout_s), commands)
         bound = bind(HOST, 0)
         self.url = f"http://{HOST}:{bound.getsockname()[1]}"
         self.server = DrainingServer(create_front_app(self.front), self.front)

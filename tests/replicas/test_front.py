@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hpu_duo.routing import D2LPM
 from hpu_duo.server.running.admission import Stage
-from tests.replicas.fronts import LiveFront, live_front
+from tests.replicas.fronts import STUB, LiveFront, live_front
 from tests.server.live import wait_until
 
 
@@ -208,3 +208,25 @@ def test_no_replica_is_answered_with_503_until_one_is_ready(tmp_path: Path) -> N
     finally:
         front.signal()
         assert front.join()
+
+
+def test_a_replica_that_hangs_while_it_loads_is_started_again_and_no_process_of_it_is_left(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "hanging.py"
+    program.write_text(
+        "import os, pathlib, subprocess, sys, time\n"
+        "notes = pathlib.Path(sys.argv[2])\n"
+        "if 'rank' not in notes.read_text():\n"
+        "    rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    notes.write_text(f'rank {rank.pid}\\n')\n"
+        "    time.sleep(600)\n"
+        f"os.execv(sys.executable, [sys.executable, '-S', {str(STUB)!r}, *sys.argv[1:]])\n"
+    )
+    with live_front(tmp_path, program, load_timeout_s=2.0) as front, front.http() as http:
+        assert ask(http, "hello").status_code == 200
+        (replica,) = front.front.replicas.values()
+        assert replica.num_restarts == 1
+        rank = Path("/proc") / front.notes.read_text().split()[1]
+        # A process that nobody has waited for yet keeps its number and has no memory left.
+        wait_until(lambda: not rank.exists() or " Z " in (rank / "stat").read_text())

@@ -18,7 +18,7 @@ _REPLICAS = "Replicas"
 
 _OF_THE_FRONT = frozenset(
     (
-        *("--replicas", "--router", "--host", "--port", "--fd", "--allowed-origin"),
+        *("--replicas", "--router", "--replica-load-seconds", "--host", "--port", "--fd", "--allowed-origin"),
         *("--ssl-certfile", "--ssl-keyfile", "--ssl-keyfile-password", "--ssl-ca-certs"),
     )
 )
@@ -52,6 +52,14 @@ class ServedReplicas:
             rich_help_panel=_REPLICAS,
         ),
     ] = None
+    replica_load_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds in which a replica has to have read its model, before it is started again.",
+            show_default="3600",
+            rich_help_panel=_REPLICAS,
+        ),
+    ] = None
 
     def check(self) -> None:
         """Refuse what cannot be.
@@ -61,6 +69,8 @@ class ServedReplicas:
         """
         if self.replicas is None and self.router is not None:
             raise ValueError("expected --router with --replicas")
+        if self.replicas is None and self.replica_load_seconds is not None:
+            raise ValueError("expected --replica-load-seconds with --replicas")
         if self.replicas is not None and find_spec("aiohttp") is None:
             raise ValueError("expected aiohttp for --replicas: pip install 'hpu-duo[serve]'")
 
@@ -81,7 +91,13 @@ class ServedReplicas:
         from hpu_duo.replicas.process import ReplicaCommand
 
         assert self.replicas is not None, "asked before"
-        front = FrontConfig(config, self.replicas, self.router or FrontConfig.router)
+        limit_s = self.replica_load_seconds
+        front = FrontConfig(
+            config,
+            self.replicas,
+            self.router or FrontConfig.router,
+            FrontConfig.load_timeout_s if limit_s is None else limit_s,
+        )
         arguments = [sys.executable, "-m", "hpu_duo.cli", *replica_arguments(sys.argv[1:])]
         is_of_the_host = device is not None and device.startswith(_OF_THE_HOST)
         environments = replica_environments(self.replicas, 0 if is_of_the_host else num_devices)
