@@ -92,10 +92,12 @@ def in_heads(served: HPUDuoModel, plan: KVPlan, layer: int, kept: list[list[int]
     return [found.get(head, []) for head in range(plan.num_kv_heads)]
 
 
-def assert_follows(zoo: Zoo, name: str, served: HPUDuoModel, plan: KVPlan, seen: list[Seen]) -> None:
+def assert_follows(
+    zoo: Zoo, name: str, served: HPUDuoModel, plan: KVPlan, seen: list[Seen], chunk: int = CHUNK
+) -> None:
     model, _ = zoo.load(name)
     for prompt, (new, logits, kept) in zip(prompts_of(), seen):
-        definition = PlanOracle("", 0, CHUNK, len(prompt))
+        definition = PlanOracle("", 0, chunk, len(prompt))
         definition.plan = plan
         expected = budget_logits(model, definition, [*prompt, *new[:-1]])[len(prompt) - 1 :]
         for layer, expected_kept in definition.kept.items():
@@ -124,6 +126,13 @@ def test_heads_of_several_kinds_in_one_layer_follow_their_definitions(
 def test_kernels_captures_and_limits_do_not_change_what_is_kept(zoo: Zoo, options: dict[str, Any]) -> None:
     served = load(zoo, "llama_mha", MIXED, **options)
     assert_follows(zoo, "llama_mha", served, MIXED, run_budget(served, prompts_of(), NUM_NEW))
+
+
+def test_whole_prompts_are_cut_once_by_every_budget(zoo: Zoo) -> None:
+    whole = {"kv_prompt": "whole", "kv_chunk": None, "max_num_batched_tokens": 80 + len(LENGTHS)}
+    served = load(zoo, "llama_mha", MIXED, **whole)
+    seen = run_budget(served, prompts_of(), NUM_NEW)
+    assert_follows(zoo, "llama_mha", served, MIXED, seen, chunk=1 << 20)
 
 
 def test_prefixes_are_taken_up_at_the_ends_of_chunks(zoo: Zoo) -> None:
