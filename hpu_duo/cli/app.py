@@ -18,6 +18,7 @@ from hpu_duo.cli.inspection.bench_steps import bench_steps
 from hpu_duo.cli.inspection.doctor import doctor
 from hpu_duo.cli.inspection.replay import replay
 from hpu_duo.cli.inspection.selftest import selftest
+from hpu_duo.cli.inspection.show_kept import show_kept
 from hpu_duo.cli.planning.capacity import capacity
 from hpu_duo.cli.planning.plan import plan
 from hpu_duo.cli.planning.warmup import warmup
@@ -57,6 +58,7 @@ app.command()(train_ranker)
 app.command()(identify)
 app.add_typer(pattern_app, name="pattern")
 app.command()(audit)
+app.command()(show_kept)
 app.add_typer(eval_app, name="eval")
 bench_app.command(name="steps")(bench_steps)
 app.add_typer(bench_app, name="bench")

@@ -39,6 +39,7 @@ AUTO_MAP = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel
 NEEDED = {
     ("generate",): ("--prompt", "Hi"),
     ("passkey",): (),
+    ("show-kept",): ("--prompt", "Hi"),
     ("capacity",): (),
     ("plan",): ("--num-blocks", "64"),
     ("warmup",): ("--max-model-len", "64"),

@@ -1,0 +1,166 @@
+"""``hpu-duo show-kept``: which tokens of a text each head has kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hpu_duo.cli.arguments import options as opt
+from hpu_duo.cli.arguments.loading import load_model
+from hpu_duo.cli.arguments.option_groups import grouped
+from hpu_duo.cli.arguments.prompts import encode, read_prompts, tokenizer_of
+from hpu_duo.cli.terminal.drawing import check_drawing
+from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.cli.terminal.streams import can_show
+from hpu_duo.writable import check_file
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hpu_duo.engine.engine import Engine
+    from hpu_duo.engine.kept_tokens import KeptTokens
+
+_SHADES, _PLAIN_SHADES = " ░▒▓█", " .:*#"
+"""Characters from no token of a stretch to all of them; the second row is for other encodings."""
+_WIDTH = 60
+SUFFIXES = (".svg", ".png")
+
+
+@grouped
+def show_kept(
+    *,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.")] = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="File with the prompt, - for standard input.")
+    ] = None,
+    model: opt.Model = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap it in the model's chat template.")] = False,
+    num_new_tokens: Annotated[
+        int, typer.Option(help="Tokens to decode before looking, whatever they are; 0 looks at the prompt.")
+    ] = 16,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Write positions by layer and head.", show_default="none"),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.svg|png", help="Also draw them; needs matplotlib.", show_default="no picture"
+        ),
+    ] = None,
+    as_json: opt.Json = False,
+    seed: opt.Seed = 0,
+    heads: opt.HeadOptions,
+    engine: opt.EngineOptions,
+) -> None:
+    """Read a prompt, decode some tokens, and show which positions each KV head holds then.
+
+    A line for each head, from the first token to the newest; a character is the share of its stretch that
+    is kept. Heads have the model's own numbers.
+    """
+    with user_errors():
+        if num_new_tokens < 0:
+            raise ValueError(f"expected --num-new-tokens of 0 or more, got {num_new_tokens}")
+        if out is not None:
+            check_file("--out", out)
+        if plot is not None:
+            check_drawing(plot, "--plot", SUFFIXES)
+        texts = read_prompts([] if prompt is None else [prompt], [] if file is None else [file])
+        if len(texts) > 1:
+            raise ValueError("expected --prompt or --file, got both")
+        loaded = load_model(model, heads, engine, 1, seed)
+        ids = encode(tokenizer_of(loaded), texts[0], chat)
+    from graphs import GraphMissError, RecompileError
+
+    with user_errors((RecompileError, GraphMissError)):
+        kept = _look(loaded.engine, ids, num_new_tokens)
+        if plot is not None:
+            from hpu_duo.cli.inspection.kept_plot import draw_kept
+
+            draw_kept(kept, len(ids), plot)
+        fields = _fields(kept, len(ids))
+        if out is not None:
+            _write(out, fields)
+    if as_json:
+        typer.echo(json.dumps(fields))
+    else:
+        _show(kept, len(ids))
+
+
+def _look(engine: Engine, ids: list[int], num_new_tokens: int) -> KeptTokens:
+    """Snapshot of the heads once the prompt and so many new tokens have been through the model."""
+    from hpu_duo.engine.kept_tokens import kept_tokens, num_computed
+    from hpu_duo.sampling import SamplingParams
+
+    # The last sampled token has not been through the model, and with one more the request still runs.
+    params = SamplingParams(temperature=0.0, max_tokens=num_new_tokens + 2, ignore_eos=True)
+    request_id, wanted = engine.add_request(ids, params), len(ids) + num_new_tokens
+    try:
+        while (num_computed(engine, request_id) or 0) < wanted:
+            if any(each.is_finished for each in engine.step()):
+                raise ValueError("expected the request to run, but it ended: see the log for its error")
+        return kept_tokens(engine, request_id)
+    finally:
+        engine.abort(request_id)
+
+
+def _fields(kept: KeptTokens, num_prompt_tokens: int) -> dict[str, Any]:
+    return {
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_tokens": kept.num_tokens,
+        "layers": [
+            [{"kind": head.kind, "positions": head.positions.tolist()} for head in heads]
+            for heads in kept.layers
+        ],
+    }
+
+
+def _write(out: Path, fields: dict[str, Any]) -> None:
+    try:
+        out.write_text(json.dumps(fields), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {out}: {error.strerror}") from error
+
+
+def _show(kept: KeptTokens, num_prompt_tokens: int) -> None:
+    console = Console()
+    levels, border = (_SHADES, "│") if can_show(_SHADES + "│", console) else (_PLAIN_SHADES, "|")
+    told = f"{num_prompt_tokens:,} tokens of the prompt and {kept.num_tokens - num_prompt_tokens:,} more"
+    console.print(f"{told}, from the first to the newest", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("layer", justify="right")
+    table.add_column("head", justify="right")
+    table.add_column("kept positions", no_wrap=True)
+    table.add_column("tokens", justify="right")
+    table.add_column("what it keeps")
+    for layer, heads in enumerate(kept.layers):
+        for number, head in enumerate(heads):
+            shades = heat_line(head.positions, kept.num_tokens, levels)
+            count = f"{len(head.positions):,}"
+            table.add_row(
+                str(layer) if number == 0 else "", str(number), border + shades + border, count, head.kind
+            )
+    console.print(table)
+
+
+def heat_line(positions: np.ndarray, num_tokens: int, levels: str = _SHADES, width: int = _WIDTH) -> str:
+    """Draw positions as characters, one for each stretch of the text.
+
+    Args:
+        positions: different ones, below ``num_tokens``.
+        levels: characters from no token to all tokens of a stretch; the last one is for all, and the
+            first for none only.
+        width: most characters; a shorter text has one for each token.
+    """
+    import numpy as np
+
+    edges = np.linspace(0, num_tokens, min(width, num_tokens) + 1).astype(int)
+    counts, sizes = np.histogram(positions, np.append(edges[:-1], num_tokens))[0], np.diff(edges)
+    most = len(levels) - 1
+    ranks = np.ceil(counts / sizes * (most - 1)).astype(int) + (counts == sizes)
+    return "".join(levels[rank] for rank in ranks)

@@ -1,0 +1,106 @@
+"""Positions that every head holds of a running request, of any kind, by the model's own head numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from hpu_duo.engine.budget_stats import kept_positions
+from hpu_duo.heads.permute import ORDER_ATTRIBUTE
+from hpu_duo.request import RequestStatus
+from kernels_ref import Budget, GroupKind, Rings
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class KeptByHead:
+    """A snapshot of what one KV head holds of a request.
+
+    Attributes:
+        kind: what the head keeps, in words.
+        positions: ascending, int32 ``[tokens kept]``.
+    """
+
+    kind: str
+    positions: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """A snapshot of what all KV heads hold of a request.
+
+    Attributes:
+        num_tokens: tokens of the request that have been through the model.
+        layers: by layer and KV head, both in the model's order.
+    """
+
+    num_tokens: int
+    layers: tuple[tuple[KeptByHead, ...], ...]
+
+
+def num_computed(engine: Engine, request_id: str, sample_index: int = 0) -> int | None:
+    """Return the tokens of a running request that have been through the model; None if it does not run."""
+    with engine.exclusive():
+        request = engine.scheduler.get(f"{request_id}#{sample_index}")
+        is_running = request is not None and request.status is RequestStatus.RUNNING
+        return request.num_computed_tokens if request is not None and is_running else None
+
+
+def kept_tokens(engine: Engine, request_id: str, sample_index: int = 0) -> KeptTokens:
+    """Return the positions that each KV head holds of a running request. Waits for the device.
+
+    Heads with a budget hold what their policy chose, those with a ring the sinks and the newest tokens of
+    its window, others all tokens.
+
+    Raises:
+        ValueError: no such request runs, or several ranks share the heads.
+    """
+    with engine.exclusive():
+        request = engine.scheduler.get(f"{request_id}#{sample_index}")
+        if request is None or request.status is not RequestStatus.RUNNING:
+            raise ValueError(f"expected the id of a running request, got {request_id!r}")
+        if engine.runner.executor.followers is not None:
+            raise ValueError("expected heads of one process, got heads that several ranks share")
+        num_tokens, store = request.num_computed_tokens, engine.runner.store
+        chosen = kept_positions(store, request.row, num_tokens)
+        orders = _orders(engine.runner.model.model)
+        layers = []
+        for number, (layer, of_layer) in enumerate(zip(store.plan.layers, chosen)):
+            budgets = iter(of_layer)
+            stored = [
+                _kept(group.kind, num_tokens, budgets)
+                for group in layer.groups
+                for _ in range(group.num_heads)
+            ]
+            order = orders.get(number, range(len(stored)))
+            layers.append(tuple(stored[place] for place in np.argsort(np.array(order)).tolist()))
+        return KeptTokens(num_tokens, tuple(layers))
+
+
+def _kept(kind: GroupKind, num_tokens: int, chosen: Iterator[npt.NDArray[np.int32]]) -> KeptByHead:
+    """Positions of the next head of a group of this kind; ``chosen`` has those of heads with a budget."""
+    every = np.arange(num_tokens, dtype=np.int32)
+    match kind:
+        case Budget():
+            return KeptByHead(kind.describe(), next(chosen))
+        case Rings():
+            seen = np.asarray(kind.window.sees(num_tokens - 1, every), dtype=bool)
+            return KeptByHead(kind.describe(), every[seen])
+        case _:
+            return KeptByHead(kind.describe(), every)
+
+
+def _orders(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Old head numbers in their new order, of each layer whose heads have been reordered."""
+    return {
+        int(vars(module)["layer_idx"]): getattr(module, ORDER_ATTRIBUTE)
+        for module in model.modules()
+        if hasattr(module, ORDER_ATTRIBUTE)
+    }
