@@ -43,6 +43,9 @@ def test_positions_of_heads_of_a_plan_have_the_models_own_numbers(
     every = list(range(65))
     assert found == [[[0, 1, *range(59, 65)], every], [every, [0, 1, 2, *range(61, 65)]]]
     assert result.stdout.count("│") == 8
+    # A terminal of 80 columns has room for every row.
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert [line.split(":")[0] for line in result.stdout.splitlines()[-3:]] == ["kind 1", "kind 2", "kind 3"]
 
 
 def test_a_budget_holds_as_many_tokens_of_each_head_and_json_tells_which(
@@ -86,6 +89,7 @@ def test_equal_runs_draw_equal_pictures(hpu_duo: Run, model_dir: Path, tmp_path:
         (("--file", "-"), "expected --prompt or --file, got both"),
         (("--plot", "a.pdf"), "ends in .svg or .png"),
         (("--out", "missing/kept.json"), "expected --out to be a file"),
+        (("--max-model-len", "2"), "at most 1 leave room"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _SHADES, _PLAIN_SHADES = " ░▒▓█", " .:*#"
 """Characters from no token of a stretch to all of them; the second row is for other encodings."""
-_WIDTH = 60
+_WIDTH, _NARROWEST, _BESIDE = 60, 10, 34
+"""Characters of a line, most and fewest, and those of the columns beside it."""
 SUFFIXES = (".svg", ".png")
 
 
@@ -75,10 +76,11 @@ def show_kept(
             raise ValueError("expected --prompt or --file, got both")
         loaded = load_model(model, heads, engine, 1, seed)
         ids = encode(tokenizer_of(loaded), texts[0], chat)
+        request_id = _add(loaded.engine, ids, num_new_tokens)
     from graphs import GraphMissError, RecompileError
 
     with user_errors((RecompileError, GraphMissError)):
-        kept = _look(loaded.engine, ids, num_new_tokens)
+        kept = _look(loaded.engine, request_id, len(ids) + num_new_tokens)
         if plot is not None:
             from hpu_duo.cli.inspection.kept_plot import draw_kept
 
@@ -92,14 +94,20 @@ def show_kept(
         _show(kept, len(ids))
 
 
-def _look(engine: Engine, ids: list[int], num_new_tokens: int) -> KeptTokens:
-    """Snapshot of the heads once the prompt and so many new tokens have been through the model."""
-    from hpu_duo.engine.kept_tokens import kept_tokens, num_computed
+def _add(engine: Engine, ids: list[int], num_new_tokens: int) -> str:
+    """Queue the prompt."""
     from hpu_duo.sampling import SamplingParams
 
     # The last sampled token has not been through the model, and with one more the request still runs.
-    params = SamplingParams(temperature=0.0, max_tokens=num_new_tokens + 2, ignore_eos=True)
-    request_id, wanted = engine.add_request(ids, params), len(ids) + num_new_tokens
+    return engine.add_request(
+        ids, SamplingParams(temperature=0.0, max_tokens=num_new_tokens + 2, ignore_eos=True)
+    )
+
+
+def _look(engine: Engine, request_id: str, wanted: int) -> KeptTokens:
+    """Snapshot of the heads once so many tokens of prompt and output have been through the model."""
+    from hpu_duo.engine.kept_tokens import kept_tokens, num_computed
+
     try:
         while (num_computed(engine, request_id) or 0) < wanted:
             if any(each.is_finished for each in engine.step()):
@@ -133,19 +141,19 @@ def _show(kept: KeptTokens, num_prompt_tokens: int) -> None:
     told = f"{num_prompt_tokens:,} tokens of the prompt and {kept.num_tokens - num_prompt_tokens:,} more"
     console.print(f"{told}, from the first to the newest", highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("layer", justify="right")
-    table.add_column("head", justify="right")
-    table.add_column("kept positions", no_wrap=True)
-    table.add_column("tokens", justify="right")
-    table.add_column("what it keeps")
+    for name in ("layer", "head", "kept positions", "tokens", "kind"):
+        table.add_column(name, justify="left" if name == "kept positions" else "right", no_wrap=True)
+    kinds = list(dict.fromkeys(head.kind for heads in kept.layers for head in heads))
+    width = max(_NARROWEST, min(_WIDTH, console.width - _BESIDE))
     for layer, heads in enumerate(kept.layers):
         for number, head in enumerate(heads):
-            shades = heat_line(head.positions, kept.num_tokens, levels)
+            shades = heat_line(head.positions, kept.num_tokens, levels, width)
+            place = (str(layer) if number == 0 else "", str(number))
             count = f"{len(head.positions):,}"
-            table.add_row(
-                str(layer) if number == 0 else "", str(number), border + shades + border, count, head.kind
-            )
+            table.add_row(*place, border + shades + border, count, str(kinds.index(head.kind) + 1))
     console.print(table)
+    for number, kind in enumerate(kinds, start=1):
+        console.print(f"kind {number}: {kind}", highlight=False, markup=False)
 
 
 def heat_line(positions: np.ndarray, num_tokens: int, levels: str = _SHADES, width: int = _WIDTH) -> str:
