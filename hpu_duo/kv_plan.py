@@ -43,7 +43,7 @@ class Keep:
             return
         is_number = isinstance(self.budget, int | float) and not isinstance(self.budget, bool)
         if not is_number or not (
-            0 < self.budget <= 1 or (self.budget > 1 and self.budget == int(self.budget))
+            0 < self.budget <= 1 or (self.budget > 1 and float(self.budget).is_integer())
         ):
             raise ValueError(
                 f"expected a budget to be a share above 0 and up to 1, or a whole number of tokens, "
@@ -220,7 +220,10 @@ def _numbers(where: str, value: object, count: int) -> list[int]:
     for part in str(value).split(","):
         first, dash, last = part.strip().partition("-")
         try:
-            found += range(int(first), int(last if dash else first) + 1)
+            run = range(int(first), int(last if dash else first) + 1)
+            if not run:
+                raise ValueError
+            found += run
         except ValueError:
             raise ValueError(f"expected {where} as 'all' or such as '0-3,7', got {value!r}") from None
     if not found or min(found) < 0 or max(found) >= count or len(set(found)) < len(found):
