@@ -17,14 +17,6 @@ namespace {
 constexpr int64_t kLeastTileRows = 2;  // one row is bound by memory, which vectors read a little faster
 constexpr int64_t kSums = 1 << 18;  // of a block, held between two parts of the inputs
 
-int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
-
-// The largest step up to `most` that cuts `total` into nearly equal parts, as a multiple of `unit`.
-int64_t even_step(int64_t total, int64_t most, int64_t unit) {
-  const int64_t parts = divide_up(total, std::max(most / unit * unit, unit));
-  return divide_up(divide_up(total, std::max<int64_t>(parts, 1)), unit) * unit;
-}
-
 struct Linear {
   const bf16 *x, *packed;
   const float *bias;

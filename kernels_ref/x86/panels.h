@@ -23,6 +23,14 @@ constexpr int kPanel = 32;  // outputs of a panel
 constexpr int kDepth = 32;  // inputs of a tile
 constexpr int kStepItems = kPanel * kDepth;  // of the weight, that one step over the inputs takes
 
+inline int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// The largest step up to `most` that cuts `total` into nearly equal parts, as a multiple of `unit`.
+inline int64_t even_step(int64_t total, int64_t most, int64_t unit) {
+  const int64_t parts = divide_up(total, std::max(most / unit * unit, unit));
+  return divide_up(divide_up(total, std::max<int64_t>(parts, 1)), unit) * unit;
+}
+
 // Memory of a thread that grows to what was asked for, aligned to cache lines.
 template <typename T>
 class Buffer {

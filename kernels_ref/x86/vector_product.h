@@ -29,36 +29,76 @@ class VectorProduct {
     int panel = 0;
     for (; panel + together <= panels; panel += together)
       if (together == 4)
-        multiply_rows<4>(weight + panel * panel_items, panel_items, panel, out);
+        multiply_panels<4>(weight + panel * panel_items, panel_items, panel, out);
       else
-        multiply_rows<2>(weight + panel * panel_items, panel_items, panel, out);
-    for (; panel < panels; ++panel) multiply_rows<1>(weight + panel * panel_items, panel_items, panel, out);
+        multiply_panels<2>(weight + panel * panel_items, panel_items, panel, out);
+    for (; panel < panels; ++panel) multiply_panels<1>(weight + panel * panel_items, panel_items, panel, out);
   }
 
  private:
+  static constexpr int kHeldRows = 64;   // most rows whose sums are held between parts of the inputs
+  static constexpr int kPart = 1 << 10;  // inputs of a part: two panels of it stay in the second-level cache, and the
+                                         // part that is fetched meanwhile beside it
+
+  // What a pass multiplies, and what it fetches meanwhile.
+  struct Part {
+    const bf16 *x, *weight;
+    int64_t panel_items, ahead;  // from a panel to the next one; from what is read to what is fetched
+    int inputs, panel;
+  };
+
+  // Neighbouring panels. Few rows take the inputs in parts, so that passes behind the first one read the cache.
+  template <int NP>
+  void multiply_panels(const bf16 *weight, int64_t panel_items, int panel, Outputs out) const {
+    const bool is_cut = !out.sums && rows_ <= kHeldRows && inputs_ > kPart;
+    if (!is_cut) return multiply_rows<NP>({x_, weight, panel_items, NP * panel_items, inputs_, panel}, out);
+    alignas(64) static thread_local float sums[kHeldRows * 4 * kPanel];
+    out.sums = sums - panel * kPanel, out.sums_stride = NP * kPanel;
+    const int step = (int)even_step(inputs_, kPart, kDepth);
+    for (int input = 0; input < inputs_; input += step) {
+      const int count = std::min(step, inputs_ - input);
+      out.is_first = !input, out.is_last = input + count == inputs_;
+      const int64_t ahead = out.is_last ? NP * panel_items - (int64_t)input * kPanel : (int64_t)step * kPanel;
+      multiply_rows<NP>({x_ + input, weight + (int64_t)input * kPanel, panel_items, ahead, count, panel}, out);
+    }
+  }
+
   // All rows, in passes of nearly equal size.
   template <int NP>
-  void multiply_rows(const bf16 *weight, int64_t panel_items, int panel, const Outputs &out) const {
+  void multiply_rows(const Part &part, const Outputs &out) const {
+    const int passes = (rows_ + kRowStep - 1) / kRowStep;
     int row = 0;
-    for (int passes = (rows_ + kRowStep - 1) / kRowStep; passes > 0; --passes) {
-      const int count = (rows_ - row + passes - 1) / passes;
+    for (int left = passes; left > 0; --left) {
+      const int count = (rows_ - row + left - 1) / left;
+      const unsigned fetched = share(2 * NP, passes, left);
       switch (count) {
-        case 1: pass<1, NP>(row, weight, panel_items, panel, out); break;
-        case 2: pass<2, NP>(row, weight, panel_items, panel, out); break;
-        case 3: pass<3, std::min(NP, 2)>(row, weight, panel_items, panel, out); break;
-        case 4: pass<4, std::min(NP, 2)>(row, weight, panel_items, panel, out); break;
-        case 5: pass<5, std::min(NP, 2)>(row, weight, panel_items, panel, out); break;
-        default: pass<6, std::min(NP, 2)>(row, weight, panel_items, panel, out);
+        case 1: pass<1, NP>(row, part, fetched, out); break;
+        case 2: pass<2, NP>(row, part, fetched, out); break;
+        case 3: pass<3, std::min(NP, 2)>(row, part, fetched, out); break;
+        case 4: pass<4, std::min(NP, 2)>(row, part, fetched, out); break;
+        case 5: pass<5, std::min(NP, 2)>(row, part, fetched, out); break;
+        default: pass<6, std::min(NP, 2)>(row, part, fetched, out);
       }
       row += count;
     }
   }
 
+  // Which vectors of a pair of inputs a pass fetches for later, a bit for each: the last passes share them.
+  static unsigned share(int vectors, int passes, int left) {
+    int sharing = 1;
+    while (2 * sharing <= std::min(passes, vectors)) sharing *= 2;
+    if (left > sharing) return 0;
+    const int count = vectors / sharing;
+    return ((1u << count) - 1) << (left - 1) * count;
+  }
+
   template <int MR, int NP>
-  inline __attribute__((always_inline)) void pass(int row, const bf16 *weight, int64_t panel_items, int panel,
+  inline __attribute__((always_inline)) void pass(int row, const Part &part, unsigned fetched,
                                                   const Outputs &out) const {
     constexpr int kVectors = 2 * NP;
-    const bf16 *x = x_ + row * stride_;
+    const bf16 *x = part.x + row * stride_, *weight = part.weight;
+    const int64_t panel_items = part.panel_items, ahead = part.ahead;
+    const int panel = part.panel;
     __m512 sum[MR][kVectors];
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m)
@@ -66,13 +106,14 @@ class VectorProduct {
       for (int n = 0; n < kVectors; ++n)
         sum[m][n] = out.is_first ? _mm512_setzero_ps()
                                  : _mm512_loadu_ps(out.sums_at(row + m, panel + n / 2) + n % 2 * kLanes);
-    for (int i = 0; i < inputs_; i += kDepth, weight += kStepItems)
+    for (int i = 0; i < part.inputs; i += kDepth, weight += kStepItems)
       for (int pair = 0; pair < kDepth / 2; ++pair) {
-        __m512bh part[kVectors];
+        __m512bh right[kVectors];
 #pragma GCC unroll 8
         for (int n = 0; n < kVectors; ++n) {
           const bf16 *from = weight + n / 2 * panel_items + n % 2 * (kStepItems / 2) + pair * 2 * kLanes;
-          part[n] = (__m512bh)_mm512_loadu_si512(from);
+          right[n] = (__m512bh)_mm512_loadu_si512(from);
+          if (fetched >> n & 1) _mm_prefetch((const char *)(from + ahead), _MM_HINT_T1);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < MR; ++m) {
@@ -80,7 +121,7 @@ class VectorProduct {
           std::memcpy(&both, x + m * stride_ + i + 2 * pair, sizeof(both));
           const __m512bh left = (__m512bh)_mm512_set1_epi32((int)both);
 #pragma GCC unroll 8
-          for (int n = 0; n < kVectors; ++n) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, part[n]);
+          for (int n = 0; n < kVectors; ++n) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, right[n]);
         }
       }
 #pragma GCC unroll 8

@@ -49,6 +49,18 @@ def test_inputs_that_are_summed_in_parts_give_the_bits_of_a_row_with_all_of_them
     assert torch.equal(linear.multiply(x, packed, None, 40, None, instructions), whole)
 
 
+@here
+@settings(deadline=None, max_examples=30)
+@given(inputs=st.integers(1000, 3000), outputs=st.integers(1, 200), rows=st.integers(1, 64))
+def test_few_rows_read_the_weight_in_parts_and_give_the_bits_of_many_rows(
+    inputs: int, outputs: int, rows: int
+) -> None:
+    x, weight = draw_inputs(65, outputs, inputs, rows)
+    packed = linear.pack(weight)
+    whole = linear.multiply(x, packed, None, outputs, None, "vectors")
+    assert torch.equal(linear.multiply(x[:rows], packed, None, outputs, None, "vectors"), whole[:rows])
+
+
 @pytest.mark.skipif(not has_tiles(), reason="needs a CPU with AMX")
 @settings(deadline=None, max_examples=40)
 @given(
