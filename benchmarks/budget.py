@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.budget --out benchmarks/results/budget.md
 
 Requests have a context of ``--context`` tokens. It is scheduled and not computed, so that only decodes are
-run; stores are written to once, since memory that was never written is read from a single page. Engines take turns; a row gives the median CPU time
-of a decode step, its ratio to full attention, and bytes held. Then every engine serves as many requests as
-the same bytes of keys and values hold.
+run; stores are written to once, since memory that was never written is read from a single page. Engines take
+turns; a row gives the median CPU time of a decode step, its ratio to full attention, and bytes held. Then
+every engine serves as many requests as the same bytes of keys and values hold.
 """
 
 from __future__ import annotations
