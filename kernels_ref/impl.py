@@ -16,6 +16,7 @@ from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
     from kernels_ref.groups import BlockStep, RingStep
+    from kernels_ref.groups.column_sums import ChunkStep
 
 
 class Implementation(str, Enum):
@@ -96,6 +97,19 @@ class Kernels(Protocol):
         sinks_KG: torch.Tensor | None,
     ) -> tuple[Partial, torch.Tensor]:
         """Decode rows against their own slots, with what each slot receives; see ``kernels_ref.weighed``."""
+        ...
+
+    def column_sums(
+        self,
+        q_QKGD: torch.Tensor,
+        lse_QKG: torch.Tensor,
+        k_QKD: torch.Tensor,
+        slots_PKCD: torch.Tensor | None,
+        chunk: ChunkStep,
+        num_observed: int | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Sums of the weights of prompt rows by slot and new key; see ``kernels_ref.groups.column_sums``."""
         ...
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:

@@ -25,6 +25,7 @@ from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
     from kernels_ref.groups import BlockStep, RingStep
+    from kernels_ref.groups.column_sums import ChunkStep
     from kernels_ref.impl import Kernels
 
 
@@ -154,6 +155,19 @@ class LoopedKernels:
     ) -> tuple[Partial, torch.Tensor]:
         """Decode rows against their own slots, with what each slot receives."""
         return self.inner.unique_weighed(q_NKGD, units, ring, scoring, sinks_KG)
+
+    def column_sums(
+        self,
+        q_QKGD: torch.Tensor,
+        lse_QKG: torch.Tensor,
+        k_QKD: torch.Tensor,
+        slots_PKCD: torch.Tensor | None,
+        chunk: ChunkStep,
+        num_observed: int | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Sums of the weights of prompt rows by slot and new key."""
+        return self.inner.column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, chunk, num_observed, scoring)
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place."""

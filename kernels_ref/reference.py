@@ -15,6 +15,7 @@ import torch
 
 from bias_builders import Rule, Window, causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.by_owner import AddBlocks, add_blocks, merge_by_owner
+from kernels_ref.groups.column_sums import column_sums
 from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import Partial, attend, empty, finish, merge
 from kernels_ref.ruled import picked, reached_keys, shared_visible, tails_visible, whole_visible
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "causal",
+    "column_sums",
     "finish",
     "shared_blocks",
     "shared_rings",

@@ -176,7 +176,7 @@ class Budget(GroupKind):
             if parts.shared:
                 assert units.scratch is not None, "prompts with context read a scratch"
                 of_tokens += self._of_slots(run, inputs, units.scratch, plan, step.tensors)
-            kept = self._keep(of_tokens, inputs, units, plan, has_context=parts.shared)
+            kept = self._keep(run, of_tokens, inputs, units, plan, has_context=parts.shared)
         if parts.unique:
             taken = take_in(self.policy, units.state, layout, plan.end, plan.decode_row)
         run.write_kv(units, self._write_index(layout, plan, kept, taken), inputs.new)
@@ -209,6 +209,7 @@ class Budget(GroupKind):
 
     def _keep(
         self,
+        run: Kernels,
         of_tokens: list[Partial],
         inputs: GroupInputs,
         units: KVUnits,
@@ -219,8 +220,8 @@ class Budget(GroupKind):
         shape = (len(plan.chunk.row), units.layout.num_heads, self.budget)
         state = SlotState(*(gather(x, plan.chunk.row).view(shape) for x in units.state or ()))
         stored = units.scratch if has_context else None
-        held = Held(state, stored, plan.ring.chunk_position >= 0)
-        return keep_chunk(self.policy, self.budget, held, plan.chunk, inputs, of_tokens, plan.turns)
+        held = Held(state, stored)
+        return keep_chunk(run, self.policy, self.budget, held, plan.chunk, inputs, of_tokens, plan.turns)
 
     def _decode(
         self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step, taken: DecodeSlots

@@ -6,19 +6,21 @@ G query heads of each, D head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kernels_ref.groups.budget_slots import assign_slots, kept_tokens, look_up
 from kernels_ref.groups.budget_turns import BudgetTurns
-from kernels_ref.groups.column_sums import ChunkStep, column_sums, log_sum_exp
+from kernels_ref.groups.column_sums import ChunkStep, candidates, log_sum_exp
 from kernels_ref.groups.future_queries import future_queries
 from kernels_ref.groups.kind import GroupInputs
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
-from kernels_ref.index import gather
 from kernels_ref.partial import Partial
 from kernels_ref.units import Scratch, SlotState
+
+if TYPE_CHECKING:
+    from kernels_ref.impl import Kernels
 
 
 class Kept(NamedTuple):
@@ -39,15 +41,14 @@ class Held(NamedTuple):
     Attributes:
         state: positions and scores, ``[P, K, C]`` each.
         kv: keys and values, ``[P, K, C, D]`` each; None where no row holds any.
-        is_stored: occupied slots, bool ``[P, C]``.
     """
 
     state: SlotState
     kv: Scratch | None
-    is_stored: torch.Tensor
 
 
 def keep_chunk(
+    run: Kernels,
     policy: KVPolicy,
     num_slots: int,
     held: Held,
@@ -59,6 +60,7 @@ def keep_chunk(
     """Choose what stays of slots and new tokens, and the slots of the latter.
 
     Args:
+        run: the kernels of the parts.
         inputs: of the step; the new tokens of the rows are among them.
         partials: attention of all tokens over new and stored keys.
         turns: rotations of queries.
@@ -72,16 +74,23 @@ def keep_chunk(
     slots = SlotView(
         torch.cat([old.score[..., :num_held], new_score], dim=-1),
         torch.cat([old.position[..., :num_held], new_position], dim=-1),
-        torch.cat([held.is_stored[:, :num_held], chunk.is_new], dim=-1)[:, None],
+        torch.cat([chunk.is_stored(num_slots)[:, :num_held], chunk.is_new], dim=-1)[:, None],
         (chunk.start + chunk.num_new)[:, None, None],
         num_slots,
         is_chunk=True,
     )
     if policy.num_ahead:
         queries = future_queries(inputs.q, chunk, policy.first_query, *turns)
-        slots = slots._replace(score=policy.expect(slots, queries, *_candidates(held, chunk, inputs)))
+        both = zip(inputs.new, held.kv or (None, None))
+        slots = slots._replace(
+            score=policy.expect(slots, queries, *(candidates(*each, chunk) for each in both))
+        )
     elif policy.num_observed != 0:
-        slots = slots._replace(score=policy.observe(slots, _mass(policy, held, chunk, inputs, partials)))
+        lse, stored = log_sum_exp(partials, inputs.sinks), None if held.kv is None else held.kv.k
+        mass = run.column_sums(
+            inputs.q, lse, inputs.new.k, stored, chunk, policy.num_observed, inputs.scoring
+        )
+        slots = slots._replace(score=policy.observe(slots, mass))
     if slots.score.shape[-1] > num_slots:
         keeps = kept_tokens(policy, slots)
     else:
@@ -95,25 +104,3 @@ def keep_chunk(
         torch.where(is_new, look_up(slots.score[..., num_held:], source), old_score),
     )
     return Kept(slot, state)
-
-
-def _mass(
-    policy: KVPolicy, held: Held, chunk: ChunkStep, inputs: GroupInputs, partials: list[Partial]
-) -> torch.Tensor:
-    """Weights of the observed queries on slots and new tokens, ``[P, K, S]``."""
-    k_PKSD, _ = _candidates(held, chunk, inputs)
-    is_stored = held.is_stored[:, :0] if held.kv is None else held.is_stored
-    lse = log_sum_exp(partials, inputs.sinks)
-    return column_sums(inputs.q, lse, k_PKSD, is_stored, chunk, policy.num_observed, inputs.scoring)
-
-
-def _candidates(held: Held, chunk: ChunkStep, inputs: GroupInputs) -> Scratch:
-    """Keys and values of slots and new tokens, ``[P, K, S, D]`` each, finite."""
-    new = (
-        gather(x, chunk.token.view(-1)).unflatten(0, chunk.token.shape).transpose(1, 2) for x in inputs.new
-    )
-    if held.kv is None:
-        return Scratch(*new)
-    is_stored = held.is_stored[:, None, :, None]
-    # Free slots may hold anything.
-    return Scratch(*(torch.cat([torch.where(is_stored, x, 0), y], dim=2) for x, y in zip(held.kv, new)))

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from bias_builders import leading_slots
 from kernels_ref.index import gather
-from kernels_ref.partial import FLOOR, Partial, merge
+from kernels_ref.partial import FLOOR, Partial
 from kernels_ref.scoring import Scoring, soften
 
 SUMMED_QUERIES = 128
@@ -26,7 +27,7 @@ class ChunkStep(NamedTuple):
 
     Attributes:
         row: unit of each, the trash where there is none, int32 ``[P]``.
-        start, num_new: tokens stored before, and new ones, 0 where there is none, int32 ``[P]``.
+        start, num_new: tokens that have come before, and new ones, 0 where there is none, int32 ``[P]``.
         token: flat index of each new token, any valid one behind them, int32 ``[P, T]``.
     """
 
@@ -45,36 +46,61 @@ class ChunkStep(NamedTuple):
         """Numbers of the new tokens of a row, int32 ``[1, T]``."""
         return torch.arange(self.token.shape[1], dtype=self.start.dtype, device=self.start.device)[None]
 
+    def is_stored(self, num_slots: int) -> torch.Tensor:
+        """Slots of each row that are occupied before the chunk, the leading ones, bool ``[P, C]``."""
+        return leading_slots(self.start, num_slots)
+
 
 def log_sum_exp(partials: list[Partial], sinks_KG: torch.Tensor | None) -> torch.Tensor:
     """The log-sum-exp of the scores of each query over all its keys, float32 ``[Q, K, G]``."""
-    total = partials[0]
+    largest, total = partials[0].max, partials[0].sum
     for partial in partials[1:]:
-        total = merge(total, partial)
+        new_largest = torch.maximum(largest, partial.max)
+        weight, other_weight = torch.exp(largest - new_largest), torch.exp(partial.max - new_largest)
+        largest, total = new_largest, total * weight + partial.sum * other_weight
     tiny = torch.finfo(torch.float32).tiny
-    lse = total.max + torch.log(torch.clamp(total.sum, min=tiny))
+    lse = largest + torch.log(torch.clamp(total, min=tiny))
     return lse if sinks_KG is None else torch.logaddexp(lse, sinks_KG.float())
+
+
+def candidates(x_QKD: torch.Tensor, slots_PKCD: torch.Tensor | None, chunk: ChunkStep) -> torch.Tensor:
+    """Keys, or values, of slots and of new tokens behind them, ``[P, K, S, D]``, finite.
+
+    Args:
+        x_QKD: of all new tokens.
+        slots_PKCD: of the slots, of which free ones may hold anything; None where no row has any.
+    """
+    new_PTKD = gather(x_QKD, chunk.token.view(-1)).unflatten(0, chunk.token.shape)
+    new_PKTD = new_PTKD.transpose(1, 2)
+    if slots_PKCD is None:
+        return new_PKTD
+    is_stored = chunk.is_stored(slots_PKCD.shape[2])[:, None, :, None]
+    return torch.cat([torch.where(is_stored, slots_PKCD, 0), new_PKTD], dim=2)
 
 
 def column_sums(
     q_QKGD: torch.Tensor,
     lse_QKG: torch.Tensor,
-    k_PKSD: torch.Tensor,
-    is_stored: torch.Tensor,
+    k_QKD: torch.Tensor,
+    slots_PKCD: torch.Tensor | None,
     chunk: ChunkStep,
     num_observed: int | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Weights that the last queries of each row put on each key, float32 ``[P, K, S]``.
+    """Weights that the last queries of each row put on each slot and each new key, float32 ``[P, K, S]``.
 
     Summed over these queries and over the query heads of a key/value head; 0 for keys that none of them sees.
 
     Args:
-        k_PKSD: stored keys, and new ones behind them, finite.
-        is_stored: stored keys that exist, bool ``[P, C]``.
+        lse_QKG: log-sum-exp of the scores of each query over all that it sees.
+        k_QKD: new keys of all tokens.
+        slots_PKCD: keys of the slots, of which free ones may hold anything; None where no row has any, then
+            C = 0.
         num_observed: queries that count, the last ones of each row; None = all.
     """
+    k_PKSD = candidates(k_QKD, slots_PKCD, chunk)
     num_new, device = chunk.token.shape[1], q_QKGD.device
+    is_stored = chunk.is_stored(k_PKSD.shape[2] - num_new)
     num_queries = num_new if num_observed is None else min(num_observed, num_new)
     total = torch.zeros(k_PKSD.shape[:3], dtype=torch.float32, device=device)
     for begin in range(0, num_queries, SUMMED_QUERIES):

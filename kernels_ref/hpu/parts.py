@@ -25,6 +25,7 @@ from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
     from kernels_ref.groups import BlockStep, RingStep
+    from kernels_ref.groups.column_sums import ChunkStep
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,19 @@ class FusedKernels:
     ) -> tuple[Partial, torch.Tensor]:
         """Decode rows against their own slots, with what each slot receives: fused operators hide weights."""
         return reference.unique_weighed(q_NKGD, units, ring, scoring, sinks_KG)
+
+    def column_sums(
+        self,
+        q_QKGD: torch.Tensor,
+        lse_QKG: torch.Tensor,
+        k_QKD: torch.Tensor,
+        slots_PKCD: torch.Tensor | None,
+        chunk: ChunkStep,
+        num_observed: int | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Sums of the weights of prompt rows by slot and new key: portable for the same reason."""
+        return reference.column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, chunk, num_observed, scoring)
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place."""

@@ -16,6 +16,7 @@ import torch
 from bias_builders import Held, Leading, Rule, Window, encode_rule, seen_mask
 from kernels_ref import reference
 from kernels_ref.groups import BlockStep, RingStep
+from kernels_ref.groups.column_sums import column_sums
 from kernels_ref.partial import Partial, finish
 from kernels_ref.scoring import Scoring
 from kernels_ref.sdpa import decode, prefill, ruled, shared, short
@@ -27,6 +28,7 @@ from kernels_ref.x86 import rows
 
 __all__ = [
     "causal",
+    "column_sums",
     "finish",
     "shared_blocks",
     "shared_rings",

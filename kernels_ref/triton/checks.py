@@ -46,14 +46,27 @@ def check_scratch(scratch: Scratch, q: torch.Tensor) -> None:
     _check_stores("scratch", *scratch, q)
 
 
+def check_rings(q: torch.Tensor, units: KVUnits) -> None:
+    """Queries of decode rows ``[N, K, *, D]``, and a ring for each row."""
+    check_queries("q_NKHD", q)
+    check_units(units, q)
+    if q.shape[0] > units.k.shape[0]:
+        raise ValueError(f"expected units.k to have at least {q.shape[0]} rings, got {units.k.shape[0]}")
+
+
+def check_store(name: str, store: torch.Tensor, num_units: Size, q: torch.Tensor) -> None:
+    """Keys or values of units alone, see ``check_units``."""
+    _check(name, store, (num_units, q.shape[1], None, q.shape[-1]), q)
+    dim, strides = store.shape[3], store.stride()
+    if strides[2:] != (dim, 1) or strides[0] % dim or strides[1] % dim:
+        raise ValueError(
+            f"expected the vectors of a head of {name} to lie side by side, got strides {strides}"
+        )
+
+
 def _check_stores(what: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> None:
     for name, store in ((f"{what}.k", k), (f"{what}.v", v)):
-        _check(name, store, (None, q.shape[1], None, q.shape[-1]), q)
-        dim, strides = store.shape[3], store.stride()
-        if strides[2:] != (dim, 1) or strides[0] % dim or strides[1] % dim:
-            raise ValueError(
-                f"expected the vectors of a head of {name} to lie side by side, got strides {strides}"
-            )
+        check_store(name, store, None, q)
     if k.shape != v.shape or k.stride() != v.stride():
         raise ValueError(
             f"expected {what}.v to lie like {what}.k, {list(k.shape)} with strides {k.stride()}, "
@@ -83,14 +96,18 @@ def check_triple(name: str, triple: Sequence[torch.Tensor], like: torch.Tensor, 
     """A partial of ``num`` tokens or rows over the heads of ``like [*, K, G, D]``: float32, contiguous."""
     for part, x in zip(("attn", "max", "sum"), triple):
         shape = (num, *like.shape[1:]) if part == "attn" else (num, *like.shape[1:-1])
-        _check_shape(f"{name}.{part}", x, shape)
+        check_numbers(f"{name}.{part}", x, shape, like.device)
         num = x.shape[0]
-        _check_device(f"{name}.{part}", x, like.device)
-        if x.dtype != torch.float32 or not x.is_contiguous():
-            raise ValueError(
-                f"expected {name}.{part} to be contiguous torch.float32, got {x.dtype} with strides "
-                f"{tuple(x.stride())}"
-            )
+
+
+def check_numbers(name: str, x: torch.Tensor, shape: Sequence[Size], device: torch.device) -> None:
+    """Results of other parts: float32, contiguous."""
+    _check_shape(name, x, shape)
+    _check_device(name, x, device)
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise ValueError(
+            f"expected {name} to be contiguous torch.float32, got {x.dtype} with strides {tuple(x.stride())}"
+        )
 
 
 def check_sinks(name: str, sinks: torch.Tensor, q: torch.Tensor) -> None:

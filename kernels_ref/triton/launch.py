@@ -129,6 +129,9 @@ MERGED_LINES = 16
 LISTED_BLOCKS = 256
 """Shared blocks that are put on lists at a time."""
 
+SHARED_SLOTS = 256
+"""Slots whose scores become weights at a time."""
+
 MERGE = Launch(rows=1, keys=MERGED_SLOTS, num_warps=4, num_stages=2)
 """Launch of kernels without products."""
 
@@ -163,6 +166,17 @@ def ruled(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
     if tiles.rows == MIN_TILE:
         return tiles
     return replace(tiles, rows=tiles.rows // 2, keys=max(MIN_TILE, tiles.keys // 2), num_stages=1)
+
+
+def columns(head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Launch:
+    """Tiles of the kernel that sums weights by key, of which a program has one tile.
+
+    Keys are fewer than queries, so tiles are small to make enough programs.
+    """
+    tiles = prefill(head_dim, dtype, limits)
+    if dtype == torch.float32:
+        return tiles
+    return replace(tiles, rows=64 if padded_dim(head_dim) <= 128 else 32, keys=64, num_warps=4)
 
 
 def strides(store_XKSD: torch.Tensor) -> dict[str, int]:

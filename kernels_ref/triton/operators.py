@@ -54,6 +54,25 @@ def _triple(queries: torch.Tensor, *_: object) -> Triple:
     return partials(queries, queries.shape[0])
 
 
+def _weighed(queries: torch.Tensor, keys: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+    triple = _triple(queries)
+    return *triple, triple[0].new_empty((*queries.shape[:2], keys.shape[2]))
+
+
+def _sums(
+    queries: torch.Tensor,
+    lse: torch.Tensor,
+    keys: torch.Tensor,
+    slots: torch.Tensor | None,
+    start: torch.Tensor,
+    num_new: torch.Tensor,
+    token: torch.Tensor,
+    *_: object,
+) -> torch.Tensor:
+    num_slots = 0 if slots is None else slots.shape[2]
+    return lse.new_empty((token.shape[0], queries.shape[1], num_slots + token.shape[1]))
+
+
 def _nothing(*_: object) -> None:
     return None
 
@@ -113,6 +132,19 @@ ruled_unique = register(
     _triple,
 )
 leading_rings = register("leading_rings", f"{_QKV}, Tensor visible, float softcap", _TRIPLE, _triple)
+weighed_rings = register(
+    "weighed_rings",
+    f"{_QKV}, Tensor visible, Tensor? sinks, float softcap",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _weighed,
+)
+column_sums = register(
+    "column_sums",
+    "Tensor q, Tensor lse, Tensor k, Tensor? slots, Tensor start, Tensor num_new, Tensor token, "
+    "int num_observed, float softcap",
+    "Tensor",
+    _sums,
+)
 held_rings = register(
     "held_rings",
     f"{_QKV}, Tensor position, Tensor begin, Tensor end, int sink, float softcap",

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import torch
 
-from bias_builders import Held, Rule, Window, encode_rule
+from bias_builders import Held, Leading, Rule, Window, encode_rule
 from kernels_ref.groups import BlockStep, RingStep
+from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial
 from kernels_ref.scoring import Scoring
 from kernels_ref.step import StepTensors
 from kernels_ref.triton import operators
 from kernels_ref.triton.checks import (
     check_flat,
+    check_numbers,
     check_plan,
     check_queries,
+    check_rings,
     check_scratch,
     check_sinks,
+    check_store,
     check_triple,
     check_units,
     check_vectors,
 )
 from kernels_ref.units import KVUnits, NewKV, Scratch
-from kernels_ref.weighed import unique_weighed
 
 __all__ = [
     "causal",
+    "column_sums",
     "finish",
     "shared_blocks",
     "shared_rings",
@@ -138,11 +142,8 @@ def unique_blocks(
 
 def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: Scoring) -> Partial:
     """Decode rows against their own ring."""
-    check_queries("q_NKHD", q_NKHD)
-    check_units(units, q_NKHD)
+    check_rings(q_NKHD, units)
     num_rows, device, seen = q_NKHD.shape[0], q_NKHD.device, ring.seen
-    if num_rows > units.k.shape[0]:
-        raise ValueError(f"expected units.k to have at least {num_rows} rings, got {units.k.shape[0]}")
     if not isinstance(seen, Held):
         check_plan("seen.visible", seen.visible, (num_rows, 1, 1), device)
         plan = (seen.visible, scoring.softcap or 0.0)
@@ -155,6 +156,57 @@ def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: 
     check_plan("seen.end", seen.end, tuple(seen.begin.shape), device)
     _check_tokens("seen.end", seen.end.shape[1], q_NKHD)
     return Partial(*operators.held_rings(q_NKHD, units.k, units.v, *seen, scoring.softcap or 0.0))
+
+
+def unique_weighed(
+    q_NKGD: torch.Tensor,
+    units: KVUnits,
+    ring: RingStep,
+    scoring: Scoring,
+    sinks_KG: torch.Tensor | None,
+) -> tuple[Partial, torch.Tensor]:
+    """Decode rows against their own slots, with what each slot receives."""
+    check_rings(q_NKGD, units)
+    if not isinstance(ring.seen, Leading):
+        raise ValueError(
+            f"expected slots that are seen from the first one on, got {type(ring.seen).__name__}"
+        )
+    visible = ring.seen.visible
+    check_plan("seen.visible", visible, (q_NKGD.shape[0], 1, 1), q_NKGD.device)
+    sinks = _checked_sinks(sinks_KG, q_NKGD)
+    *triple, mass = operators.weighed_rings(q_NKGD, units.k, units.v, visible, sinks, scoring.softcap or 0.0)
+    return Partial(*triple), mass
+
+
+def column_sums(
+    q_QKGD: torch.Tensor,
+    lse_QKG: torch.Tensor,
+    k_QKD: torch.Tensor,
+    slots_PKCD: torch.Tensor | None,
+    chunk: ChunkStep,
+    num_observed: int | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Sums of the weights of prompt rows by slot and new key; see ``kernels_ref.groups.column_sums``."""
+    check_queries("q_QKGD", q_QKGD)
+    num_queries, num_heads, group, dim = q_QKGD.shape
+    check_vectors("k_QKD", k_QKD, (num_queries, num_heads, dim), q_QKGD)
+    check_numbers("lse_QKG", lse_QKG, (num_queries, num_heads, group), q_QKGD.device)
+    num_rows, most_new = chunk.token.shape
+    for name in ("start", "num_new"):
+        check_plan(f"chunk.{name}", getattr(chunk, name), (num_rows,), q_QKGD.device)
+    check_plan("chunk.token", chunk.token, (num_rows, most_new), q_QKGD.device)
+    if slots_PKCD is not None:
+        check_store("slots_PKCD", slots_PKCD, num_rows, q_QKGD)
+    if num_observed is None:
+        num_observed = most_new
+    if num_observed < 1:
+        raise ValueError(f"expected num_observed of 1 query or more, got {num_observed}")
+    rows = (chunk.start, chunk.num_new, chunk.token, num_observed)
+    sums: torch.Tensor = operators.column_sums(
+        q_QKGD, lse_QKG, k_QKD, slots_PKCD, *rows, scoring.softcap or 0.0
+    )
+    return sums
 
 
 def write_kv(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
@@ -189,11 +241,17 @@ def finish(
         check_triple("of_tokens", partial, q_QKGD, q_QKGD.shape[0])
     if of_rows is not None:
         check_triple("of_rows", of_rows, q_QKGD, None)
-    if sinks_KG is not None:
-        sinks_KG = sinks_KG.contiguous()
-        check_sinks("sinks_KG", sinks_KG, q_QKGD)
+    sinks_KG = _checked_sinks(sinks_KG, q_QKGD)
     flat = [tensor for partial in of_tokens for tensor in partial]
     return operators.finish(q_QKGD, flat, list(of_rows or ()), decode_slot, sinks_KG)
+
+
+def _checked_sinks(sinks_KG: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """Sink logits side by side."""
+    if sinks_KG is None:
+        return None
+    check_sinks("sinks_KG", sinks_KG, q)
+    return sinks_KG.contiguous()
 
 
 def _check_tokens(name: str, num_tokens: int, q_NKHD: torch.Tensor) -> None:

@@ -119,6 +119,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     """Every launching function on a step of usual shapes: 8 heads of 4 query heads, blocks of 128 slots."""
     from kernels_ref.triton.causal import causal
+    from kernels_ref.triton.column_sums import column_sums
     from kernels_ref.triton.finish import finish
     from kernels_ref.triton.held_rings import held_rings
     from kernels_ref.triton.leading_rings import leading_rings
@@ -129,6 +130,7 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     from kernels_ref.triton.shared_rings import shared_rings
     from kernels_ref.triton.stream_k import stream_k
     from kernels_ref.triton.unique_blocks import split_unique_blocks
+    from kernels_ref.triton.weighed_rings import weighed_rings
     from kernels_ref.triton.write_kv import write_kv
 
     def ints(*shape: int) -> torch.Tensor:
@@ -148,6 +150,9 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     q_several = torch.zeros(rows, heads, 8 * group, dim, dtype=dtype)
     tokens_of_rows, held = ints(rows, 8), ints(rows, 1, window)
     rule = encode_rule(RuleUnion((RuleIntersection((Window(4, 256), Dilated(64, 2))), Fixed(128, 8))))
+    k_slots = v_slots = torch.zeros(rows + 1, heads, 4096, dim, dtype=dtype)
+    lse, sinks = torch.zeros(tokens, heads, group), torch.zeros(heads, group)
+    chunk = (row, row, ints(rows, tokens))
     ends, tails = ints(rows, 8), (several[0], several[0], several[1])
     return [
         lambda: ruled_causal(q, k, v, token, token, row, rule, 0.0),
@@ -164,9 +169,13 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
         lambda: stream_k(q_several, k_store, v_store, ints(blocks), *several, 0.0),
         lambda: stream_k(q_rows, k_store, v_store, ints(blocks), *one, 0.0),
         lambda: leading_rings(q_rows, k_ring, v_ring, one[1], 0.0),
+        lambda: weighed_rings(q_rows, k_ring, v_ring, one[1], sinks, 0.0),
+        lambda: weighed_rings(q_rows, k_slots, v_slots, one[1], sinks, 0.0),
+        lambda: column_sums(q, lse, k, k_ring[:rows], *chunk, tokens, 0.0),
+        lambda: column_sums(q, lse, k, None, *chunk, 1, 0.0),
         lambda: held_rings(q_several, k_ring, v_ring, held, tokens_of_rows, tokens_of_rows, 64, 0.0),
         lambda: write_kv(k_flat, v_flat, place, k, v),
-        lambda: finish(q, [*triple, *triple], list(row_triple), token, torch.zeros(heads, group)),
+        lambda: finish(q, [*triple, *triple], list(row_triple), token, sinks),
     ]
 
 

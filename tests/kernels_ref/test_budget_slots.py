@@ -136,8 +136,8 @@ def test_columns_sum_to_the_queries_and_are_those_of_the_matrix_of_weights(
     stored, lengths, first = (torch.tensor(x, dtype=torch.int32) for x in zip(*numbers))
     token = torch.clamp(first[:, None] + torch.arange(longest, dtype=torch.int32), max=num_queries - 1)
     chunk = ChunkStep(torch.arange(len(numbers), dtype=torch.int32), stored, lengths, token)
-    is_stored = torch.arange(num_slots) < stored[:, None]
-    keys = torch.cat([torch.cat([old, old[:1]]), new[token.long()].transpose(1, 2)], dim=2)
+    slots = torch.cat([old, old[:1]])
+    slots[(torch.arange(num_slots) >= stored[:, None])[:, None].expand(-1, num_heads, -1)] = math.nan
 
     expected = torch.zeros(len(numbers), num_heads, num_slots + longest)
     lse = torch.zeros(num_queries, num_heads, group)
@@ -155,7 +155,7 @@ def test_columns_sum_to_the_queries_and_are_those_of_the_matrix_of_weights(
                         weights = torch.exp(scores - total)
                         expected[row, head, :seen] += weights[:seen]
                         expected[row, head, num_slots : num_slots + query + 1] += weights[seen:]
-    found = column_sums(q, lse, keys, is_stored, chunk, num_observed, Scoring())
+    found = column_sums(q, lse, new, slots, chunk, num_observed, Scoring())
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     if not has_sinks:
         counted = [min(n, num_observed or n) * group for _, n, _ in numbers]

@@ -1,0 +1,89 @@
+"""Heads with a KV budget on Triton kernels keep what the definition of their policy keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphs import BucketTable
+from graphs.backends.compile import CompileBackend
+from hpu_duo import HeadPattern
+from kernels_ref import Implementation
+from tests.modeling.budget_driving import assert_follows, run_budget
+from tests.modeling.families import Zoo, prompts_of
+from tests.modeling.test_kv_budget import BUDGET, CHUNK, MASK, WHOLE, load
+from tests.triton_interpreter import replacing_once
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS, NUM_NEW = (1, 8, 19), 5
+TABLE = BucketTable.from_strings(["csu/q15/s0/u0/l3"])
+POLICIES = [
+    "h2o",
+    "tova",
+    "snapkv:window=3,kernel=3",
+    "streaming-llm",
+    "expected-attention:sink=2,future=20",
+    "local",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fast_interpreter() -> Iterator[None]:
+    with replacing_once():
+        yield
+
+
+def assert_served(
+    zoo: Zoo, name: str, policy: str, heads: list[list[int]] | None = None, **options: Any
+) -> None:
+    """Compare a run with the definition.
+
+    Args:
+        heads: those with the budget, by layer; None for all.
+    """
+    chosen = {"attention": "triton", "device": DEVICE, "dtype": "float32", "max_num_seqs": len(LENGTHS)}
+    chosen["max_num_batched_tokens"] = 2 * CHUNK + len(LENGTHS)
+    served = load(zoo, name, policy, **{**chosen, **options})
+    assert {spec.impl for spec in served.engine.runner.model.specs} == {Implementation.TRITON}
+    prompts, chunk = prompts_of(LENGTHS), options.get("kv_chunk", CHUNK) or 1 << 20
+    seen = run_budget(served, prompts, NUM_NEW)
+    oracle = {"policy": policy, "budget": BUDGET, "chunk": chunk}
+    assert_follows(zoo.load(name)[0], seen, prompts, **oracle, **({} if heads is None else {"heads": heads}))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_kept_sets_logits_and_tokens_are_those_of_the_definition(zoo: Zoo, policy: str) -> None:
+    assert_served(zoo, "llama", policy)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("llama_mha", "h2o"), ("llama_mqa", "tova"), ("qwen3", "h2o")])
+def test_groups_of_any_size_follow_the_definition(zoo: Zoo, name: str, policy: str) -> None:
+    assert_served(zoo, name, policy)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_soft_caps_and_sink_logits_take_their_part(zoo: Zoo, name: str) -> None:
+    assert_served(zoo, name, "h2o")
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv:window=3,kernel=3"])
+def test_whole_prompts_are_cut_once(zoo: Zoo, policy: str) -> None:
+    assert_served(zoo, "llama", policy, **WHOLE)
+
+
+@pytest.mark.parametrize("graphs", ["replay", CompileBackend("eager")])
+def test_captured_steps_follow_the_definition(zoo: Zoo, graphs: str | CompileBackend) -> None:
+    assert_served(zoo, "llama", "h2o", graphs=graphs, buckets=TABLE)
+
+
+def test_heads_with_a_budget_stand_beside_heads_that_see_all(zoo: Zoo) -> None:
+    pattern = HeadPattern(MASK.astype(np.float32), 2, 3, retrieval=MASK)
+    heads = [np.flatnonzero(~retrieves).tolist() for retrieves in MASK]
+    assert_served(zoo, "llama_mha", "h2o", heads=heads, pattern=pattern)
