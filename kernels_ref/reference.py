@@ -15,6 +15,7 @@ import torch
 
 from bias_builders import Rule, Window, causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.by_owner import AddBlocks, add_blocks, merge_by_owner
+from kernels_ref.by_place import unique_placed
 from kernels_ref.groups.column_sums import column_sums
 from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import Partial, attend, empty, finish, merge
@@ -34,6 +35,7 @@ __all__ = [
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
+    "unique_placed",
     "unique_rings",
     "unique_weighed",
     "write_kv",

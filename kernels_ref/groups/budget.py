@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from bias_builders import NOWHERE, Leading, Window, seen_mask
-from kernels_ref.by_place import attend_by_place
+from bias_builders import NOWHERE, Leading, Window
 from kernels_ref.groups.budget_chunks import Held, Kept, keep_chunk
 from kernels_ref.groups.budget_decodes import DecodeSlots, take_in
 from kernels_ref.groups.budget_turns import BudgetTurns, budget_turns
@@ -199,7 +198,8 @@ class Budget(GroupKind):
         if not first:
             return [run.shared_rings(q, scratch, t, ring, _ALL, inputs.scoring)]
         slot = torch.arange(self.budget, dtype=torch.int32, device=q.device)
-        others = ring._replace(chunk_position=torch.where(slot < first, NOWHERE, ring.chunk_position))
+        is_hidden = (slot < first) & (ring.chunk_position >= 0)
+        others = ring._replace(chunk_position=torch.where(is_hidden, NOWHERE, ring.chunk_position))
         placed = ring._replace(chunk_position=ring.chunk_position[:, :first].contiguous())
         leading = Scratch(*(each[:, :, :first].contiguous() for each in scratch))
         return [
@@ -230,13 +230,9 @@ class Budget(GroupKind):
         q_NKGD, slots = of_rows(inputs.q, step), taken.slots
         plan: BudgetStep = step.plans[self.key, units.layout]
         if first := self.policy.num_placed:
-            num_rows, placed = len(q_NKGD), of_rows(_placed(inputs.q, plan), step)
-            assert isinstance(plan.ring.seen, Leading), "slots of a budget are seen from the first one on"
-            visible, kv = (
-                seen_mask(plan.ring.seen, self.budget)[:, :, 0],
-                (units.k[:num_rows], units.v[:num_rows]),
-            )
-            return attend_by_place(q_NKGD, placed, first, kv, visible, inputs.scoring), slots.score
+            placed = of_rows(_placed(inputs.q, plan), step)
+            partial = run.unique_placed(q_NKGD, placed, first, units, plan.ring, inputs.scoring)
+            return partial, slots.score
         if self.policy.num_observed == 0:
             return run.unique_rings(q_NKGD, units, plan.ring, inputs.scoring), slots.score
         partial, mass = run.unique_weighed(q_NKGD, units, plan.ring, inputs.scoring, inputs.sinks)

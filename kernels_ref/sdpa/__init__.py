@@ -15,6 +15,7 @@ import torch
 
 from bias_builders import Held, Leading, Rule, Window, encode_rule, seen_mask
 from kernels_ref import reference
+from kernels_ref.by_place import unique_placed
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.groups.column_sums import column_sums
 from kernels_ref.partial import Partial, finish
@@ -33,6 +34,7 @@ __all__ = [
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
+    "unique_placed",
     "unique_rings",
     "unique_weighed",
     "write_kv",

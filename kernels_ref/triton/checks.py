@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from bias_builders import Leading
+from kernels_ref.groups import RingStep
 from kernels_ref.triton.availability import DTYPES, MAX_HEAD_DIM
 from kernels_ref.units import KVUnits, Scratch
 
@@ -52,6 +54,16 @@ def check_rings(q: torch.Tensor, units: KVUnits) -> None:
     check_units(units, q)
     if q.shape[0] > units.k.shape[0]:
         raise ValueError(f"expected units.k to have at least {q.shape[0]} rings, got {units.k.shape[0]}")
+
+
+def check_leading(ring: RingStep, q: torch.Tensor) -> torch.Tensor:
+    """Slots that queries ``[N, K, *, D]`` see from the first one on; returns how many, ``[N, 1, 1]``."""
+    if not isinstance(ring.seen, Leading):
+        raise ValueError(
+            f"expected slots that are seen from the first one on, got {type(ring.seen).__name__}"
+        )
+    check_plan("seen.visible", ring.seen.visible, (q.shape[0], 1, 1), q.device)
+    return ring.seen.visible
 
 
 def check_store(name: str, store: torch.Tensor, num_units: Size, q: torch.Tensor) -> None:

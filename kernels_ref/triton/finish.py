@@ -50,6 +50,9 @@ def finish_kernel(
     b_attn_ptr: tl.tensor,
     b_max_ptr: tl.tensor,
     b_sum_ptr: tl.tensor,
+    c_attn_ptr: tl.tensor,
+    c_max_ptr: tl.tensor,
+    c_sum_ptr: tl.tensor,
     row_attn_ptr: tl.tensor,
     row_max_ptr: tl.tensor,
     row_sum_ptr: tl.tensor,
@@ -78,6 +81,8 @@ def finish_kernel(
         acc, largest, total = _add(acc, largest, total, a_attn_ptr, a_max_ptr, a_sum_ptr, line, inside, D, P)
     if TOKEN_PARTS > 1:
         acc, largest, total = _add(acc, largest, total, b_attn_ptr, b_max_ptr, b_sum_ptr, line, inside, D, P)
+    if TOKEN_PARTS > 2:
+        acc, largest, total = _add(acc, largest, total, c_attn_ptr, c_max_ptr, c_sum_ptr, line, inside, D, P)
     if HAS_ROWS:
         row = tl.load(decode_slot_ptr + token, mask=inside, other=no_row)
         place = row.to(tl.int64) * HEADS + head
@@ -108,7 +113,7 @@ def finish(
 
     Args:
         like: queries ``[Q, K, G, D]``, for shape and type of the result.
-        of_tokens: up to two triples laid end to end.
+        of_tokens: up to three triples laid end to end.
         of_rows: one triple or none.
     """
     dim = like.shape[-1]
@@ -117,11 +122,10 @@ def finish(
     lines = launch.MERGED_LINES
     # An absent triple is never read, but Triton wants a pointer.
     absent = [decode_slot] * 3
-    a = of_tokens[:3] or absent
-    b = of_tokens[3:6] or absent
     finish_kernel[(launch.num_tiles(num_lines, lines),)](
-        *a,
-        *b,
+        *(of_tokens[:3] or absent),
+        *(of_tokens[3:6] or absent),
+        *(of_tokens[6:] or absent),
         *(of_rows or absent),
         decode_slot,
         decode_slot if sinks is None else sinks,

@@ -131,7 +131,12 @@ ruled_unique = register(
     _TRIPLE,
     _triple,
 )
-leading_rings = register("leading_rings", f"{_QKV}, Tensor visible, float softcap", _TRIPLE, _triple)
+leading_rings = register(
+    "leading_rings",
+    f"{_QKV}, Tensor visible, float softcap, Tensor? placed=None, int num_placed=0",
+    _TRIPLE,
+    _triple,
+)
 weighed_rings = register(
     "weighed_rings",
     f"{_QKV}, Tensor visible, Tensor? sinks, float softcap",

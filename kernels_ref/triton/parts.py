@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from bias_builders import Held, Leading, Rule, Window, encode_rule
+from bias_builders import Held, Rule, Window, encode_rule
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial
@@ -17,6 +17,7 @@ from kernels_ref.step import StepTensors
 from kernels_ref.triton import operators
 from kernels_ref.triton.checks import (
     check_flat,
+    check_leading,
     check_numbers,
     check_plan,
     check_queries,
@@ -37,6 +38,7 @@ __all__ = [
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
+    "unique_placed",
     "unique_rings",
     "unique_weighed",
     "write_kv",
@@ -145,8 +147,7 @@ def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: 
     check_rings(q_NKHD, units)
     num_rows, device, seen = q_NKHD.shape[0], q_NKHD.device, ring.seen
     if not isinstance(seen, Held):
-        check_plan("seen.visible", seen.visible, (num_rows, 1, 1), device)
-        plan = (seen.visible, scoring.softcap or 0.0)
+        plan = (check_leading(ring, q_NKHD), scoring.softcap or 0.0)
         return Partial(*operators.leading_rings(q_NKHD, units.k, units.v, *plan))
     num_heads = seen.position.shape[1] if seen.position.dim() == 3 else 1
     check_plan("seen.position", seen.position, (num_rows, num_heads, units.k.shape[2]), device)
@@ -167,15 +168,26 @@ def unique_weighed(
 ) -> tuple[Partial, torch.Tensor]:
     """Decode rows against their own slots, with what each slot receives."""
     check_rings(q_NKGD, units)
-    if not isinstance(ring.seen, Leading):
-        raise ValueError(
-            f"expected slots that are seen from the first one on, got {type(ring.seen).__name__}"
-        )
-    visible = ring.seen.visible
-    check_plan("seen.visible", visible, (q_NKGD.shape[0], 1, 1), q_NKGD.device)
+    visible = check_leading(ring, q_NKGD)
     sinks = _checked_sinks(sinks_KG, q_NKGD)
     *triple, mass = operators.weighed_rings(q_NKGD, units.k, units.v, visible, sinks, scoring.softcap or 0.0)
     return Partial(*triple), mass
+
+
+def unique_placed(
+    q_NKGD: torch.Tensor,
+    placed_NKGD: torch.Tensor,
+    num_placed: int,
+    units: KVUnits,
+    ring: RingStep,
+    scoring: Scoring,
+) -> Partial:
+    """Decode rows against their own slots, the first ones by other queries; see ``kernels_ref.by_place``."""
+    check_rings(q_NKGD, units)
+    visible = check_leading(ring, q_NKGD)
+    check_vectors("placed_NKGD", placed_NKGD, tuple(q_NKGD.shape), q_NKGD)
+    placed = (scoring.softcap or 0.0, placed_NKGD, num_placed)
+    return Partial(*operators.leading_rings(q_NKGD, units.k, units.v, visible, *placed))
 
 
 def column_sums(
@@ -234,8 +246,8 @@ def finish(
 ) -> torch.Tensor:
     """Merge what tokens and what rows have seen, add sink logits, normalise; see ``kernels_ref.partial``."""
     check_queries("q_QKGD", q_QKGD)
-    if len(of_tokens) > 2:
-        raise ValueError(f"expected of_tokens to have at most 2 partials, got {len(of_tokens)}")
+    if len(of_tokens) > 3:
+        raise ValueError(f"expected of_tokens to have at most 3 partials, got {len(of_tokens)}")
     check_plan("decode_slot", decode_slot, (q_QKGD.shape[0],), q_QKGD.device)
     for partial in of_tokens:
         check_triple("of_tokens", partial, q_QKGD, q_QKGD.shape[0])

@@ -77,15 +77,23 @@ def softened(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
+def exact_scores(d: Decodes, softcap: float | None) -> list[torch.Tensor]:
+    """Scores of each row against the slots that it sees, ``[K, G, seen]``."""
+    q, k = d.q.cpu().double(), d.k.cpu().double()
+    return [
+        softened(q[row] @ k[row, :, :seen].transpose(1, 2), softcap) for row, seen in enumerate(d.visible)
+    ]
+
+
 def exact_decodes(d: Decodes, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs without sinks and column sums with them, head by head."""
     outputs = torch.zeros(d.q.shape, dtype=torch.float64)
     mass = torch.zeros(*d.q.shape[:2], d.k.shape[2], dtype=torch.float64)
-    q, k, v = (x.cpu().double() for x in (d.q, d.k, d.v))
+    scores_of_rows, v = exact_scores(d, softcap), d.v.cpu().double()
     for row, seen in enumerate(d.visible):
-        for head in range(q.shape[1]):
-            for member in range(q.shape[2]) if seen else ():
-                scores = softened(k[row, head, :seen] @ q[row, head, member], softcap)
+        for head in range(mass.shape[1]):
+            for member in range(outputs.shape[2]) if seen else ():
+                scores = scores_of_rows[row][head, member]
                 outputs[row, head, member] = torch.softmax(scores, dim=0) @ v[row, head, :seen]
                 whole = torch.logsumexp(scores, dim=0)
                 if d.sinks is not None:

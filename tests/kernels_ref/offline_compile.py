@@ -168,6 +168,7 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
         lambda: split_unique_blocks(q_rows, k_store, v_store, ints(blocks), *one, 0.0),
         lambda: stream_k(q_several, k_store, v_store, ints(blocks), *several, 0.0),
         lambda: stream_k(q_rows, k_store, v_store, ints(blocks), *one, 0.0),
+        lambda: leading_rings(q_rows, k_ring, v_ring, one[1], 0.0, q_rows, 4),
         lambda: leading_rings(q_rows, k_ring, v_ring, one[1], 0.0),
         lambda: weighed_rings(q_rows, k_ring, v_ring, one[1], sinks, 0.0),
         lambda: weighed_rings(q_rows, k_slots, v_slots, one[1], sinks, 0.0),
@@ -175,7 +176,7 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
         lambda: column_sums(q, lse, k, None, *chunk, 1, 0.0),
         lambda: held_rings(q_several, k_ring, v_ring, held, tokens_of_rows, tokens_of_rows, 64, 0.0),
         lambda: write_kv(k_flat, v_flat, place, k, v),
-        lambda: finish(q, [*triple, *triple], list(row_triple), token, sinks),
+        lambda: finish(q, [*triple, *triple, *triple], list(row_triple), token, sinks),
     ]
 
 

@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_ref import Scoring, normalise
-from kernels_ref.by_place import attend_by_place
+from bias_builders import Leading
+from kernels_ref import Scoring, normalise, of_stores
+from kernels_ref.by_place import unique_placed
+from kernels_ref.groups import RingStep
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.groups.future_queries import future_queries
 from kernels_ref.rotary import Turn, turned, turns
@@ -85,7 +87,9 @@ def test_attention_from_two_places_is_that_of_each_slot_from_its_own(
     valid = (torch.arange(num_slots) < seen[:, None])[:, None]
     v[~valid.expand(-1, 2, -1)] = float("nan")
     placed = other if is_moved else q
-    partial = attend_by_place(q, placed, num_placed, (k, v), valid, Scoring())
+    nothing = torch.zeros(0, dtype=torch.int32)
+    ring = RingStep(nothing, Leading(seen[:, None, None]), nothing)
+    partial = unique_placed(q, placed, num_placed, of_stores(k, v), ring, Scoring())
     found = normalise(partial, torch.float32)
     if not is_moved:
         torch.testing.assert_close(

@@ -277,7 +277,7 @@ def test_bad_arguments_are_refused_by_name(
 
 
 FINISH_BAD: list[tuple[str, Any, str]] = [
-    ("of_tokens", lambda p: [p] * 3, "expected of_tokens to have at most 2 partials, got 3"),
+    ("of_tokens", lambda p: [p] * 4, "expected of_tokens to have at most 3 partials, got 4"),
     ("of_tokens", lambda p: [p._replace(attn=p.attn[1:])], r"expected of_tokens.attn .* \[5, 1, 2, 16\]"),
     (
         "of_tokens",

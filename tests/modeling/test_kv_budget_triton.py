@@ -29,6 +29,7 @@ POLICIES = [
     "tova",
     "snapkv:window=3,kernel=3",
     "streaming-llm",
+    "streaming-llm:positions=cache",
     "expected-attention:sink=2,future=20",
     "local",
 ]
@@ -43,7 +44,7 @@ def _fast_interpreter() -> Iterator[None]:
 def assert_served(
     zoo: Zoo, name: str, policy: str, heads: list[list[int]] | None = None, **options: Any
 ) -> None:
-    """Compare a run with the definition.
+    """Compare a run, in stores that hold NaN before, with the definition.
 
     Args:
         heads: those with the budget, by layer; None for all.
@@ -52,6 +53,9 @@ def assert_served(
     chosen["max_num_batched_tokens"] = 2 * CHUNK + len(LENGTHS)
     served = load(zoo, name, policy, **{**chosen, **options})
     assert {spec.impl for spec in served.engine.runner.model.specs} == {Implementation.TRITON}
+    for units in (units for layer in served.engine.runner.store.layers for units in layer):
+        for store in (units.k_flat, units.v_flat, *(units.scratch or ())):
+            store.fill_(torch.nan)
     prompts, chunk = prompts_of(LENGTHS), options.get("kv_chunk", CHUNK) or 1 << 20
     seen = run_budget(served, prompts, NUM_NEW)
     oracle = {"policy": policy, "budget": BUDGET, "chunk": chunk}
@@ -87,3 +91,7 @@ def test_heads_with_a_budget_stand_beside_heads_that_see_all(zoo: Zoo) -> None:
     pattern = HeadPattern(MASK.astype(np.float32), 2, 3, retrieval=MASK)
     heads = [np.flatnonzero(~retrieves).tolist() for retrieves in MASK]
     assert_served(zoo, "llama_mha", "h2o", heads=heads, pattern=pattern)
+
+
+def test_free_slots_among_the_sinks_are_not_read(zoo: Zoo) -> None:
+    assert_served(zoo, "llama", "streaming-llm:sink=5,positions=cache", kv_chunk=2)
