@@ -19,7 +19,8 @@ class VirtualTokenCounter(SchedulingPolicy):
 
     A user pays for the prompt when a request is first admitted, and for each token of the output. Tokens that
     the prefix cache has are paid for like others; see ``dlpm``. A user who comes back is lifted to the least
-    of those who wait, so that nobody saves up service by not asking.
+    of those who wait, and if nobody waits, to what the user has paid by now who was the last to wait. So
+    nobody saves up service by not asking.
 
     The service of two users who both always have a request waiting differs by ``2 * max(input_price * longest
     prompt, output_price * tokens that run at a time)`` at most, prompts and outputs together, if nobody is
@@ -54,7 +55,7 @@ class VirtualTokenCounter(SchedulingPolicy):
         self._queues = UserQueues()
         self._counters: dict[User, float] = {}
         self._waiting = LeastFirst()
-        self._last_to_leave: float = 0.0
+        self._last_to_leave: User = None
         # Requests that were queued and never admitted; tokens paid for in advance, and not had yet.
         self._new: set[Request] = set()
         self._unfinished: set[Request] = set()
@@ -83,7 +84,7 @@ class VirtualTokenCounter(SchedulingPolicy):
             self._new.add(request)
         if self._queues.add(request):
             if is_new:
-                floor = self._waiting.least if self._waiting else self._last_to_leave
+                floor = self._waiting.least if self._waiting else self.counter(self._last_to_leave)
                 self._counters[user] = max(self.counter(user), floor)
             self._waiting.put(user, self.counter(user))
             self._forget_idle()
@@ -96,7 +97,6 @@ class VirtualTokenCounter(SchedulingPolicy):
             if self._lengths is not None:
                 self._advance[request] = self._lengths.of(request)
                 cost += self._output_price * self._advance[request]
-            # Before the user leaves the queue, so that the last one to leave has paid.
             self._pay(request.params.user, cost)
         self._leave(request)
 
@@ -128,7 +128,7 @@ class VirtualTokenCounter(SchedulingPolicy):
         user = request.params.user
         if self._queues.discard(request):
             self._waiting.remove(user)
-            self._last_to_leave = self.counter(user)
+            self._last_to_leave = user
 
     def _forget_idle(self) -> None:
         """Forget counters that no user can be told by: whoever comes back would be lifted beyond them."""

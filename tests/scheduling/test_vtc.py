@@ -64,15 +64,37 @@ def test_a_user_who_comes_back_has_saved_up_nothing() -> None:
     assert served.count("ann") == served.count("bob") == 10
 
 
-def test_a_user_who_comes_when_nobody_waits_is_lifted_to_the_last_one_who_left() -> None:
+def test_a_user_who_comes_when_nobody_waits_is_lifted_to_what_the_last_one_who_left_has_paid_by_now() -> None:
     policy = VirtualTokenCounter()
     serving = Serving(policy)
     serving.add("a", 5, prompt=20, user="ann")
     serving.finish()
     assert policy.counter("ann") == 20 + 2 * 5
     serving.add("b", 1, user="bob")
-    # Ann left the queue when her request was admitted, and had paid for its prompt.
-    assert policy.counter("bob") == 20
+    assert policy.counter("bob") == 20 + 2 * 5
+
+
+def test_a_user_who_comes_after_a_long_request_of_the_only_other_one_takes_turns_with_it() -> None:
+    serving = Serving("vtc", replace(ALONE, max_model_len=320))
+    serving.add("long", 300, user="ann")
+    serving.finish()
+    for number in range(10):
+        serving.add(f"bob{number}", 2, user="bob")
+        serving.add(f"ann{number}", 2, user="ann")
+    served = [serving.step()[0][:3] for _ in range(20)]
+    assert served.count("ann") == served.count("bob") == 10
+
+
+def test_whoever_comes_when_nobody_waits_is_lifted_by_the_last_one_who_left_not_by_the_greediest() -> None:
+    policy = VirtualTokenCounter()
+    serving = Serving(policy)
+    serving.add("a", 50, prompt=20, user="ann")
+    serving.step()
+    serving.add("b", 1, prompt=3, user="bob")
+    assert policy.counter("bob") == policy.counter("ann")
+    serving.finish()
+    serving.add("c", 1, user="cid")
+    assert policy.counter("cid") == policy.counter("bob") < policy.counter("ann")
 
 
 def test_service_follows_the_weights(tmp_path: Path) -> None:
