@@ -173,13 +173,17 @@ class KVPlan:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, comments: Iterable[str] = ()) -> None:
         """Write a file, which must not exist.
+
+        Args:
+            comments: lines to begin it with, that say where the plan comes from, for readers.
 
         Raises:
             FileExistsError: it does.
         """
         with Path(path).open("x", encoding="utf-8") as file:
+            file.writelines(f"# {' '.join(line.split())}\n" for line in comments)
             yaml.safe_dump(self.as_dict(), file, sort_keys=False)
 
 

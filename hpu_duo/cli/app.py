@@ -11,6 +11,7 @@ from hpu_duo import __version__
 from hpu_duo.cli.arguments.many_values import ManyValues
 from hpu_duo.cli.arguments.paths import refuse_empty_paths
 from hpu_duo.cli.evaluation.eval import eval_app
+from hpu_duo.cli.heads.calibrate import calibrate
 from hpu_duo.cli.heads.identify import identify
 from hpu_duo.cli.heads.pattern import app as pattern_app
 from hpu_duo.cli.inspection.audit import audit
@@ -56,6 +57,7 @@ app.command()(warmup)
 app.command()(replay)
 app.command()(train_ranker)
 app.command()(identify)
+app.command()(calibrate)
 app.add_typer(pattern_app, name="pattern")
 app.command()(audit)
 app.command()(show_kept)

@@ -158,3 +158,20 @@ def with_sinks(scores: Tensor, weighing: Weighing) -> Tensor:
         return scores
     column = weighing.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, column], dim=-1)
+
+
+def causal_weights(q: Tensor, k: Tensor, positions: Tensor, weighing: Weighing) -> Tensor:
+    """Attention of some queries to all keys: float32 ``[B, H, C, S]``, 0 where a key comes later.
+
+    Args:
+        q: ``[B, H, C, D]``, queries at ``positions``.
+        k: ``[B, K, S, D]``, the first S keys.
+        positions: int64 ``[C]``.
+
+    Returns:
+        Rows that sum to 1, or to less with sink logits.
+    """
+    key = torch.arange(k.shape[2], device=k.device)
+    scores = block_scores(q, k, weighing)
+    scores = scores.masked_fill(key > positions.unsqueeze(1), torch.finfo(torch.float32).min)
+    return torch.softmax(with_sinks(scores, weighing), dim=-1)[..., : len(key)]

@@ -50,7 +50,7 @@ class GatedModel:
         kv_heads = sorted({layer.call.num_kv_heads for layer in layers})
         if len(kv_heads) != 1:
             raise ValueError(
-                f"a head pattern needs equally many key/value heads in every layer, got {kv_heads}"
+                f"head patterns and KV plans need equally many key/value heads in every layer, got {kv_heads}"
             )
         self.model = model
         self.layers = tuple(layers)

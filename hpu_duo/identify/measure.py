@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpu_duo.identify.attention import Band, Weighing, block_scores, with_sinks
+from hpu_duo.identify.attention import Band, Weighing, block_scores, causal_weights, with_sinks
 from hpu_duo.identify.dataset import PasskeyDataset
 from hpu_duo.identify.gated_model import GatedModel
 from hpu_duo.identify.gates import TeacherAttention, attend_as_model, weighing_of
@@ -38,11 +38,8 @@ def distant_mass(q: Tensor, k: Tensor, positions: Tensor, weighing: Weighing, ba
     key = torch.arange(k.shape[2], device=k.device)
     total = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
     for q_part, at in zip(q.split(_QUERIES_AT_ONCE, dim=2), positions.split(_QUERIES_AT_ONCE)):
-        query = at.unsqueeze(1)
-        hidden = torch.finfo(torch.float32).min
-        scores = block_scores(q_part, k, weighing).masked_fill(key > query, hidden)
-        weights = torch.softmax(with_sinks(scores, weighing), dim=-1)[..., : len(key)]
-        is_distant = (key >= band.sink) & (key <= query - band.recent)
+        weights = causal_weights(q_part, k, at, weighing)
+        is_distant = (key >= band.sink) & (key <= at.unsqueeze(1) - band.recent)
         total += (weights * is_distant).sum(dim=(0, 2, 3), dtype=torch.float64)
     return total / len(positions)
 

@@ -9,7 +9,7 @@ calibration prompts, since heads of a served model have fixed shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hpu_duo.kv_calibration.sizes import Quantised, quantised
+from hpu_duo.kv_calibration.token_classes import TokenClasses
 from hpu_duo.kv_plan import Keep, KVPlan
 
 
@@ -28,18 +29,6 @@ class Kind(IntEnum):
     WINDOW = 2
     HEAVY = 3
     FULL = 4
-
-
-@dataclass(frozen=True)
-class TokenClasses:
-    """Classes of the tokens of a prompt.
-
-    Attributes:
-        special, punctuation: bool ``[T]``.
-    """
-
-    special: Tensor
-    punctuation: Tensor
 
 
 @dataclass(frozen=True)
@@ -59,6 +48,70 @@ class FastGenChoice:
     num_recent: int
 
 
+@dataclass(frozen=True)
+class KindShares:
+    """What each kind recovers of one prompt's attention.
+
+    Attributes:
+        recovered: float64 ``[kinds, K]``, share of the attention on what it keeps, averaged over queries.
+        kept: int64 ``[kinds, K]``, tokens that it keeps at the end of the prompt.
+        num_recent: tokens of the window.
+    """
+
+    recovered: Tensor
+    kept: Tensor
+    num_recent: int
+
+
+Tiles = Callable[[], Iterable[tuple[Tensor, Tensor]]]
+"""Makes the weights ``[K, q, T]`` and positions ``[q]`` of all queries of a prompt, some at a time."""
+
+
+def kind_shares(tiles: Tiles, classes: TokenClasses, window: float = 0.3, heavy: float = 0.3) -> KindShares:
+    """Measure what each kind recovers of a prompt, in memory that grows with the tokens of a tile only.
+
+    The window is the last ``window`` of a prompt's tokens before a query, itself included. Heavy hitters are
+    the ``heavy`` of its tokens with the largest weights, summed over the queries.
+
+    Args:
+        tiles: weights averaged over the query heads of a KV head; what a query does not see is 0. Called
+            twice: heavy hitters are known after all queries.
+        classes: of the prompt's tokens.
+        window, heavy: shares of the prompt's tokens, in (0, 1].
+
+    Raises:
+        ValueError: a share out of range.
+    """
+    for name, value in (("window", window), ("heavy", heavy)):
+        check_share(name, value)
+    received = sum(weights.sum(dim=1, dtype=torch.float64) for weights, _ in tiles())
+    assert isinstance(received, Tensor), "a prompt has queries"
+    num_heads, num_tokens = received.shape
+    num_recent = math.ceil(window * num_tokens)
+    largest = received.sort(dim=1, descending=True, stable=True).indices
+    hit = torch.zeros(num_heads, num_tokens, dtype=torch.bool, device=received.device)
+    hit.scatter_(1, largest[:, : math.ceil(heavy * num_tokens)], True)
+    special, punctuation = (each.to(hit.device) for each in (classes.special, classes.punctuation))
+    key = torch.arange(num_tokens, device=hit.device)
+
+    def masks(at: Tensor) -> tuple[Tensor, ...]:
+        """What each kind keeps, later tokens among it: bool, to be broadcast to ``[K, q, T]``."""
+        marks, near = special | punctuation, key > at.unsqueeze(1) - num_recent
+        held = marks | near
+        return special, marks, held, held | hit.unsqueeze(1), torch.ones_like(special)
+
+    shares = torch.zeros(len(Kind), num_heads, dtype=torch.float64)
+    num_queries = 0
+    for weights, at in tiles():
+        total = weights.sum(dim=2, dtype=torch.float64).clamp_min(torch.finfo(torch.float64).tiny)
+        found = [((weights * mask).sum(dim=2, dtype=torch.float64) / total).sum(dim=1) for mask in masks(at)]
+        shares += torch.stack(found).cpu()
+        num_queries += len(at)
+    last = masks(torch.tensor([num_tokens - 1], device=hit.device))
+    kept = [mask.expand(num_heads, 1, num_tokens).sum(dim=(1, 2)) for mask in last]
+    return KindShares(shares / num_queries, torch.stack(kept).cpu(), num_recent)
+
+
 def choose_kinds(
     weights: Sequence[Tensor],
     queries: Sequence[Tensor],
@@ -67,14 +120,10 @@ def choose_kinds(
     window: float = 0.3,
     heavy: float = 0.3,
 ) -> tuple[FastGenChoice, ...]:
-    """Choose for each KV head of a layer.
-
-    The window is the last ``window`` of a prompt's tokens before a query, itself included. Heavy hitters are
-    the ``heavy`` of its tokens with the largest weights, summed over the queries.
+    """Choose for each KV head of a layer, from all weights at once; see ``kind_shares``.
 
     Args:
-        weights: of each prompt ``[K, Q, T]``, averaged over the query heads of a KV head; what a query does
-            not see is 0.
+        weights: of each prompt ``[K, Q, T]``.
         queries: positions of the queries of each prompt, int64 ``[Q]``.
         classes: of each prompt's tokens.
         threshold: share of the attention to be recovered, in (0, 1].
@@ -83,23 +132,37 @@ def choose_kinds(
     Raises:
         ValueError: no prompt, not equally many of everything, or a number out of range.
     """
-    if not weights or not len(weights) == len(queries) == len(classes):
+    if not len(weights) == len(queries) == len(classes):
         raise ValueError(
             f"expected weights, queries and classes of as many prompts, got {len(weights)}, {len(queries)} "
             f"and {len(classes)}"
         )
-    for name, value in (("threshold", threshold), ("window", window), ("heavy", heavy)):
-        if not 0 < value <= 1:
-            raise ValueError(f"expected {name} above 0 and up to 1, got {value}")
-    num_heads = weights[0].shape[0]
-    recovered = torch.zeros(len(Kind), num_heads, dtype=torch.float64)
-    kept = torch.zeros(len(Kind), num_heads, dtype=torch.int64)
-    num_recent = 0
-    for each, at, tokens in zip(weights, queries, classes):
-        share, count = _of_prompt(each.double().cpu(), at.cpu(), tokens, window, heavy)
-        recovered += share / len(weights)
-        kept = torch.maximum(kept, count)
-        num_recent = max(num_recent, math.ceil(window * each.shape[2]))
+
+    def tiles_of(each: Tensor, at: Tensor) -> Tiles:
+        return lambda: [(each, at)]
+
+    found = [
+        kind_shares(tiles_of(each, at), tokens, window, heavy)
+        for each, at, tokens in zip(weights, queries, classes)
+    ]
+    return cheapest_kinds(found, threshold)
+
+
+def cheapest_kinds(prompts: Sequence[KindShares], threshold: float) -> tuple[FastGenChoice, ...]:
+    """Choose for each KV head of a layer the cheapest kind that recovers enough, averaged over prompts.
+
+    Args:
+        threshold: share of the attention to be recovered, in (0, 1].
+
+    Raises:
+        ValueError: no prompt, or the threshold out of range.
+    """
+    check_share("threshold", threshold)
+    if not prompts:
+        raise ValueError("expected prompts to choose by, got none")
+    recovered = torch.stack([each.recovered for each in prompts]).mean(dim=0)
+    kept = torch.stack([each.kept for each in prompts]).amax(dim=0)
+    num_recent = max(each.num_recent for each in prompts)
     # A sum of all weights may differ from 1 by rounding.
     recovered[Kind.FULL] = 1.0
     chosen = (recovered >= threshold).int().argmax(dim=0).tolist()
@@ -114,27 +177,10 @@ def choose_kinds(
     )
 
 
-def _of_prompt(
-    weights: Tensor, queries: Tensor, classes: TokenClasses, window: float, heavy: float
-) -> tuple[Tensor, Tensor]:
-    """Recovered shares, float64, and kept tokens at the end, int64, by kind and head."""
-    num_heads, _, num_tokens = weights.shape
-    key, last = torch.arange(num_tokens), torch.tensor([num_tokens - 1])
-    at = torch.cat([queries, last]).unsqueeze(1)
-    largest = weights.sum(dim=1).sort(dim=1, descending=True, stable=True).indices
-    hit = torch.zeros(num_heads, num_tokens, dtype=torch.bool)
-    hit.scatter_(1, largest[:, : math.ceil(heavy * num_tokens)], True)
-    is_seen = (key <= at).expand(num_heads, -1, -1)
-    near = key > at - math.ceil(window * num_tokens)
-    special = classes.special.cpu().expand(num_heads, len(at), -1)
-    marks = special | classes.punctuation.cpu()
-    masks = [special, marks, marks | near, marks | near | hit.unsqueeze(1), torch.ones_like(special)]
-    total = weights.sum(dim=2).clamp_min(torch.finfo(torch.float64).tiny)
-    shares, counts = [], []
-    for mask in (each & is_seen for each in masks):
-        shares.append(((weights * mask[:, :-1]).sum(dim=2) / total).mean(dim=1))
-        counts.append(mask[:, -1].sum(dim=1))
-    return torch.stack(shares), torch.stack(counts)
+def check_share(name: str, value: float) -> None:
+    """Raise ValueError unless a number is above 0 and up to 1."""
+    if not 0 < value <= 1:
+        raise ValueError(f"expected {name} above 0 and up to 1, got {value}")
 
 
 def fastgen_plan(

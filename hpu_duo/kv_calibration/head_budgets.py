@@ -42,18 +42,47 @@ def head_budgets(weights: Sequence[Tensor], total: int, safeguard: float = 0.2) 
         )
     count = num_heads.pop()
     fewest = min(each.numel() for each in weights)
-    if not count <= total <= fewest or not 0 <= safeguard <= 1:
+    if not count <= total <= fewest:
         raise ValueError(
-            f"expected a total from {count}, the heads, to {fewest}, the weights of the shortest prompt, and "
-            f"a safeguard from 0 to 1, got {total} and {safeguard}"
+            f"expected a total from {count}, the heads, to {fewest}, the weights of the shortest prompt, "
+            f"got {total}"
         )
-    counts = torch.zeros(count, dtype=torch.float64)
-    for each in weights:
-        # Stable, so that of equal weights those of the first head count.
-        largest = each.double().flatten().sort(descending=True, stable=True).indices[:total]
-        counts += torch.bincount(largest.cpu() // each.shape[1], minlength=count).double()
-    wanted = (1 - safeguard) * counts / len(weights) + safeguard * total / count
-    return _whole(wanted.tolist(), total)
+    return budgets_of_counts([head_counts(each, total) for each in weights], safeguard)
+
+
+def head_counts(weights: Tensor, total: int) -> Tensor:
+    """Count by head the ``total`` largest weights ``[K, T]`` of a prompt: int64 ``[K]``, on the CPU."""
+    # Stable, so that of equal weights those of the first head count.
+    largest = weights.flatten().sort(descending=True, stable=True).indices[:total]
+    return torch.bincount(largest.cpu() // weights.shape[1], minlength=weights.shape[0])
+
+
+def budgets_of_counts(counts: Sequence[Tensor], safeguard: float = 0.2, fewest: int = 1) -> tuple[int, ...]:
+    """Share as many tokens as were counted among the KV heads of a layer.
+
+    Args:
+        counts: of each prompt, see ``head_counts``; of equal sums.
+        safeguard: share that is dealt out equally.
+        fewest: tokens of a head.
+
+    Returns:
+        K budgets of at least ``fewest``, whose sum is that of the counts.
+
+    Raises:
+        ValueError: sums that differ, or too small for so many tokens of each head, or a safeguard out of
+            range.
+    """
+    total = {int(each.sum()) for each in counts}
+    num_heads = len(counts[0]) if counts else 0
+    if len(total) != 1 or min(total) < fewest * num_heads or not 0 <= safeguard <= 1:
+        raise ValueError(
+            f"expected counts of one sum, {fewest} or more for each of {num_heads} heads, and a safeguard "
+            f"from 0 to 1, got {sorted(total)} and {safeguard}"
+        )
+    mean = torch.stack(list(counts)).double().mean(dim=0)
+    (tokens,) = total
+    wanted = (1 - safeguard) * mean + safeguard * tokens / num_heads
+    return _whole(wanted.tolist(), tokens, fewest)
 
 
 def plan_of_budgets(budgets: Sequence[Sequence[int]], policy: str) -> KVPlan:
@@ -67,11 +96,11 @@ def _keep(policy: str, budget: int) -> Keep:
     return Keep(policy, budget)
 
 
-def _whole(wanted: Sequence[float], total: int) -> tuple[int, ...]:
-    """Whole numbers of this sum, at least 1: rounded down, then the largest remainders get one more."""
-    found = [max(1, int(each)) for each in wanted]
+def _whole(wanted: Sequence[float], total: int, fewest: int) -> tuple[int, ...]:
+    """Whole numbers of this sum, at least ``fewest``: rounded down, then largest remainders get one more."""
+    found = [max(fewest, int(each)) for each in wanted]
     while sum(found) > total:
-        # Only where a head got one token for none.
+        # Only where a head got more tokens than it is due.
         found[max(range(len(found)), key=lambda head: found[head])] -= 1
     order = sorted(range(len(found)), key=lambda head: (found[head] - wanted[head], head))
     for head in order[: total - sum(found)]:

@@ -44,6 +44,7 @@ NEEDED = {
     ("plan",): ("--num-blocks", "64"),
     ("warmup",): ("--max-model-len", "64"),
     ("identify",): ("--output", "{tmp}/found"),
+    ("calibrate",): ("--output", "{tmp}/plan.yaml"),
     ("audit",): (),
     ("pattern", "show"): ("{pattern}",),
     ("eval", "ruler"): (),

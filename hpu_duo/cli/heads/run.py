@@ -54,10 +54,8 @@ def identify(member: Member | None, request: IdentifyRequest, threads: int | Non
         Refused: the request cannot be carried out.
         KeyboardInterrupt: interrupted; the state of an optimisation has been saved.
     """
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".* is in beta and the API may change", category=UserWarning)
-    with _cpu_set_up(threads), joined_workers(member) as workers:
+    quiet()
+    with cpu_set_up(threads), joined_workers(member) as workers:
         with _refusing(ValueError):
             run = Identification(request, workers)
         view = IdentifyView(Console(stderr=True), run.total, is_silent=not workers.is_first)
@@ -87,8 +85,15 @@ def _refusing(kind: type[Exception]) -> Iterator[None]:
         raise Refused(str(error)) from None
 
 
+def quiet() -> None:
+    """Keep other libraries from the terminal."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".* is in beta and the API may change", category=UserWarning)
+
+
 @contextmanager
-def _cpu_set_up(threads: int | None) -> Iterator[None]:
+def cpu_set_up(threads: int | None) -> Iterator[None]:
     """Set the number of threads, and flush subnormal numbers to zero: CPUs are many times slower on them."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if threads is None else threads)
