@@ -9,7 +9,7 @@ from hpu_duo.kv_plan import Keep, KVPlan
 
 @dataclass(frozen=True)
 class PlannedHead:
-    """What one KV head keeps.
+    """Choice for one KV head.
 
     Attributes:
         kind: the reason: FastGen's set, the policy's name, or the layer's own window.
@@ -26,7 +26,7 @@ class PlannedHead:
 
 @dataclass(frozen=True)
 class CalibratedPlan:
-    """What all KV heads keep, by layer and head in the model's order."""
+    """Choices of all KV heads, by layer and head in the model's order."""
 
     layers: tuple[tuple[PlannedHead, ...], ...]
 

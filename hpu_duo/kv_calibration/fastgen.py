@@ -50,7 +50,7 @@ class FastGenChoice:
 
 @dataclass(frozen=True)
 class KindShares:
-    """What each kind recovers of one prompt's attention.
+    """Shares of one prompt's attention that each kind recovers.
 
     Attributes:
         recovered: float64 ``[kinds, K]``, share of the attention on what it keeps, averaged over queries.
@@ -95,7 +95,7 @@ def kind_shares(tiles: Tiles, classes: TokenClasses, window: float = 0.3, heavy:
     key = torch.arange(num_tokens, device=hit.device)
 
     def masks(at: Tensor) -> tuple[Tensor, ...]:
-        """What each kind keeps, later tokens among it: bool, to be broadcast to ``[K, q, T]``."""
+        """Masks of what each kind keeps, later tokens among it: bool, to be broadcast to ``[K, q, T]``."""
         marks, near = special | punctuation, key > at.unsqueeze(1) - num_recent
         held = marks | near
         return special, marks, held, held | hit.unsqueeze(1), torch.ones_like(special)

@@ -13,7 +13,7 @@ PlannedLayers = tuple[tuple[PlannedHead, ...], ...]
 
 
 class Measurement(ABC):
-    """What has been measured so far, of the layers without a window; sums and counts, no attention."""
+    """Sums and counts of what has been measured, of layers without a window; no attention."""
 
     @abstractmethod
     def take(self, layer: int, attention: LayerAttention, classes: TokenClasses | None) -> None:

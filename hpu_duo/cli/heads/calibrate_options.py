@@ -28,7 +28,7 @@ class MethodName(str, Enum):
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """What heads keep, and by what it is chosen."""
+    """Choice of what heads keep, and of what it is chosen by."""
 
     budget: Annotated[
         float | None,
