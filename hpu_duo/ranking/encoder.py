@@ -28,7 +28,7 @@ class EncoderRanker(Ranker):
         max_tokens: first tokens of a prompt that are looked at; at most what the model has positions for.
 
     Raises:
-        ValueError: the configuration is not one of a model.
+        ValueError: the configuration is not one of a model, or its positions hold no token.
 
     Source: Fu et al. 2024 (arXiv:2408.15792), where it is OPT-125M with 2,048 tokens.
     """
@@ -42,11 +42,16 @@ class EncoderRanker(Ranker):
         known = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
         made = AutoConfig.for_model(config["model_type"], **known)
         self._config = made.to_diff_dict() | {"model_type": config["model_type"]}
-        positions = getattr(made, "max_position_embeddings", max_tokens)
-        self._max_tokens = min(max_tokens, positions)
         self.model: PreTrainedModel = AutoModel.from_config(
             made, trust_remote_code=False, attn_implementation="eager"
         )
+        positions = getattr(made, "max_position_embeddings", None)
+        if positions is not None:
+            unused = _num_unused_positions(self.model)
+            if positions <= unused:
+                raise ValueError(f"expected max_position_embeddings above {unused}, got {positions}")
+            max_tokens = min(max_tokens, positions - unused)
+        self._max_tokens = max_tokens
         self.head = nn.Linear(made.hidden_size, 1)
         self.vocab_size = made.vocab_size
 
@@ -93,3 +98,12 @@ class EncoderRanker(Ranker):
         hidden = self.model(input_ids=token_ids, attention_mask=mask).last_hidden_state
         mean = (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
         return self.head(mean).squeeze(1)
+
+
+def _num_unused_positions(model: nn.Module) -> int:
+    """Return the position of the first token: in the manner of RoBERTa that is one behind padding's."""
+    for name, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding) and name.endswith("position_embeddings")
+        if is_table and module.padding_idx is not None:
+            return int(module.padding_idx) + 1
+    return 0
