@@ -42,6 +42,16 @@ class PrefixNode:
             node = node.parent
 
 
+class PrefixRoot(PrefixNode):
+    """The empty prefix of a namespace."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable) -> None:
+        super().__init__(None, b"", NO_BLOCK)
+        self.namespace = namespace
+
+
 class PrefixTree:
     """Prefixes of whole blocks, in namespaces that share nothing.
 
@@ -53,7 +63,8 @@ class PrefixTree:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._roots: dict[Hashable, PrefixNode] = {}
+        # Of namespaces that hold a block: others would stay for ever.
+        self._roots: dict[Hashable, PrefixRoot] = {}
         self._num_nodes = 0
         self._time = 0
         # Leaves by last use; an entry is out of date if its node is not a leaf or was used since.
@@ -75,12 +86,15 @@ class PrefixTree:
         """Uses so far."""
         return self._time
 
+    @property
+    def num_namespaces(self) -> int:
+        """Namespaces that hold a block."""
+        return len(self._roots)
+
     def root(self, namespace: Hashable) -> PrefixNode:
-        """Return the empty prefix of a namespace."""
+        """Return the empty prefix of a namespace, which enters the tree with its first block."""
         root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = PrefixNode(None, b"", NO_BLOCK)
-        return root
+        return PrefixRoot(namespace) if root is None else root
 
     def key(self, tokens: npt.NDArray[np.int32], ordinal: int) -> bytes:
         """Return the key of a full block of a text."""
@@ -88,7 +102,7 @@ class PrefixTree:
 
     def match(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> list[PrefixNode]:
         """Return the longest known prefix of a text, as its nodes from the shallowest on."""
-        node = self._roots.get(namespace)
+        node: PrefixNode | None = self._roots.get(namespace)
         path: list[PrefixNode] = []
         if node is None:
             return path
@@ -103,10 +117,12 @@ class PrefixTree:
         """Add a prefix that is one block longer than its parent.
 
         Raises:
-            ValueError: it is known.
+            ValueError: it is known, or the parent is an empty prefix that another one has come before.
         """
         if key in parent.children:
             raise ValueError(f"the prefix of {parent.depth + 1} blocks is in the tree already")
+        if isinstance(parent, PrefixRoot) and self._roots.setdefault(parent.namespace, parent) is not parent:
+            raise ValueError(f"namespace {parent.namespace!r} has another empty prefix in the tree")
         node = parent.children[key] = PrefixNode(parent, key, block)
         self._num_nodes += 1
         self.use(node)
@@ -132,8 +148,8 @@ class PrefixTree:
         self._num_nodes -= 1
         if parent.parent is not None:
             self._enlist(parent)
-        elif not parent.children:
-            self._forget(parent)
+        elif isinstance(parent, PrefixRoot) and not parent.children:
+            del self._roots[parent.namespace]
 
     def least_used(self, may_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
         """Return the least recently used leaf that may be evicted; None if there is none."""
@@ -160,9 +176,6 @@ class PrefixTree:
             heappush(self._leaves, (node.last_used, self._num_entries, node))
             if len(self._leaves) > 2 * self._num_nodes + 64:
                 self._leaves = sorted(_current(self._leaves, self._holds))
-
-    def _forget(self, root: PrefixNode) -> None:
-        self._roots = {name: each for name, each in self._roots.items() if each is not root}
 
 
 def _current(

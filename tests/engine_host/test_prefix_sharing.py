@@ -104,3 +104,28 @@ def test_a_step_reads_no_more_of_the_store_beside_a_full_cache() -> None:
 def test_few_moves_in_a_step_come_to_the_same_in_time(max_block_moves: int) -> None:
     assert _longest_slices(True, max_block_moves)[-1] in (12, 13)
     assert _longest_slices(True, 0)[-1] > 40
+
+
+@pytest.mark.parametrize("uses_rows", [False, True])
+@pytest.mark.parametrize("length", [1, 3])
+def test_prompts_shorter_than_a_block_leave_nothing_of_their_salts(length: int, uses_rows: bool) -> None:
+    scheduler = Scheduler(replace(WARM, uses_rows=uses_rows, num_snapshots=4 if uses_rows else 0))
+    for number in range(20):
+        scheduler.add(make_request(str(number), [1] * length, max_tokens=1, cache_salt=f"salt {number}"))
+        while scheduler.has_unfinished:
+            stepped(scheduler)
+    cache = scheduler.leases.prefixes
+    assert cache is not None
+    assert cache.tree.num_namespaces == len(cache.tree) == 0
+
+
+def test_salts_of_evicted_prompts_are_forgotten() -> None:
+    scheduler = Scheduler(WARM)
+    for number in range(100):
+        scheduler.add(make_request(str(number), TEXT, max_tokens=1, cache_salt=f"salt {number}"))
+        while scheduler.has_unfinished:
+            stepped(scheduler)
+    cache = scheduler.leases.prefixes
+    assert cache is not None
+    assert cache.counters.num_evicted_blocks > 100
+    assert 1 < cache.tree.num_namespaces <= cache.num_blocks

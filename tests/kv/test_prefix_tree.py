@@ -55,6 +55,41 @@ def test_leaves_go_in_order_of_use_and_those_that_may_not_go_stay(
     assert set(tree) == stays
 
 
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from("abcd"), st.lists(st.integers(0, 1), max_size=4), st.booleans())
+    ),
+    size=st.integers(1, 3),
+)
+def test_a_namespace_is_known_as_long_as_it_holds_a_block(
+    steps: list[tuple[str, list[int], bool]], size: int
+) -> None:
+    tree, ends = PrefixTree(size), dict[tuple[str, bytes], PrefixNode]()
+    for namespace, text, enters in steps:
+        if enters:
+            end = _enter(tree, text, size, namespace)
+            for node in end.path:
+                ends[namespace, b"".join(each.key for each in reversed(list(node.path)))] = node
+        else:
+            while leaves := [
+                place for place, node in ends.items() if place[0] == namespace and not node.children
+            ]:
+                tree.remove(ends.pop(leaves[0]))
+        assert tree.num_namespaces == len({namespace for namespace, _ in ends})
+        assert set(tree) == set(ends.values())
+        for (known, key), node in ends.items():
+            assert tree.match(known, np.frombuffer(key, np.int32))[-1] is node
+
+
+def test_two_beginnings_of_one_namespace_do_not_become_two_trees() -> None:
+    tree = PrefixTree(1)
+    one, other = tree.root("a"), tree.root("a")
+    tree.add(one, b"1", 0)
+    with pytest.raises(ValueError, match="namespace 'a' has another empty prefix"):
+        tree.add(other, b"2", 1)
+    assert tree.root("a") is one
+
+
 def test_what_longer_texts_begin_with_is_not_removed() -> None:
     tree = PrefixTree(1)
     end = _enter(tree, [1, 2], 1)
