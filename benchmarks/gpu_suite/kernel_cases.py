@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -35,6 +36,17 @@ STREAM_K = "Triton, Stream-K"
 TRITON = "Triton"
 
 
+class Weighed(NamedTuple):
+    """Attention, or None, with the weights that each key receives of it, ``[N, K, S]``."""
+
+    partial: Partial | None
+    mass: torch.Tensor
+
+
+Result: TypeAlias = Partial | Weighed
+"""Results of our implementations."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention problem.
@@ -49,7 +61,7 @@ class Case:
     """
 
     name: str
-    ours: dict[str, Callable[[], Partial]]
+    ours: dict[str, Callable[[], Result]]
     num_bytes: int
     flops: int
     dense: Dense | None = None
@@ -75,7 +87,7 @@ def make_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterat
 
 def _ours(
     device: torch.device, portable: Callable[[], Partial], **triton: Callable[[], Partial]
-) -> tuple[dict[str, Callable[[], Partial]], dict[str, str]]:
+) -> tuple[dict[str, Callable[[], Result]], dict[str, str]]:
     """Implementations, and why those that cannot run here do not."""
     names = {"split": SPLIT, "stream_k": STREAM_K, "triton": TRITON}
     problem = availability.problem(device)

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 
 import torch
 
+from benchmarks.gpu_suite.budget_cases import make_budget_cases
 from benchmarks.gpu_suite.clock import Clock
-from benchmarks.gpu_suite.kernel_cases import REFERENCE, Case, make_cases
+from benchmarks.gpu_suite.kernel_cases import Case, Result, Weighed, make_cases
 from benchmarks.gpu_suite.results import Key, Point, Results
 from benchmarks.gpu_suite.rivals import rivals
 from benchmarks.gpu_suite.shapes import Sizes
@@ -29,21 +30,27 @@ def measure_kernels(clock: Clock, sizes: Sizes, dtype: torch.dtype, results: Res
         measure_case(case, clock, results)
 
 
-def measure_case(case: Case, clock: Clock, results: Results) -> None:
+def measure_budget(clock: Clock, sizes: Sizes, dtype: torch.dtype, results: Results) -> None:
+    """Time heads with a budget and what they stand against, as ``measure_kernels`` does."""
+    for case in make_budget_cases(sizes, dtype, clock.device):
+        measure_case(case, clock, results, "budget")
+
+
+def measure_case(case: Case, clock: Clock, results: Results, section: str = "kernels") -> None:
     """Time the implementations of one case that have not been timed yet."""
-    works: dict[str, Callable[[], torch.Tensor | Partial] | str] = {**case.ours, **case.notes}
+    works: dict[str, Callable[[], torch.Tensor | Result] | str] = {**case.ours, **case.notes}
     if case.dense is not None:
         works |= rivals(case.dense)
     expected: torch.Tensor | None = None
     for system, work in works.items():
-        key = Key("kernels", case.name, system)
+        key = Key(section, case.name, system)
         if results.is_measured(key):
             continue
         if isinstance(work, str):
             results.add(Point(key, note=work))
             continue
         if expected is None:
-            expected = _outputs(case.ours[REFERENCE]())
+            expected = _outputs(next(iter(case.ours.values()))())
         cannot = _cannot() if system in case.ours else (*_cannot(), *_RIVALS_CANNOT)
         results.add(_measure(key, work, expected, case, clock, cannot))
 
@@ -59,7 +66,7 @@ def _cannot() -> tuple[type[Exception], ...]:
 
 def _measure(
     key: Key,
-    work: Callable[[], torch.Tensor | Partial],
+    work: Callable[[], torch.Tensor | Result],
     expected: torch.Tensor,
     case: Case,
     clock: Clock,
@@ -79,8 +86,11 @@ def _measure(
     return Point(key, {**values, "chosen": float(key.system == case.chosen)})
 
 
-def _outputs(result: torch.Tensor | Partial) -> torch.Tensor:
-    """Attention outputs as float32 ``[Q, H, D]``, whoever computed them."""
+def _outputs(result: torch.Tensor | Result) -> torch.Tensor:
+    """Attention outputs as float32 ``[Q, H, D]``, whoever computed them; with weights a list of numbers."""
+    if isinstance(result, Weighed):
+        outputs = [] if result.partial is None else [_outputs(result.partial)]
+        return torch.cat([each.flatten() for each in (*outputs, result.mass)])
     if isinstance(result, Partial):
         return normalise(result, torch.float32).flatten(1, 2)
     return result[0].transpose(0, 1).float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 
+from benchmarks.gpu_suite.budget_cases import BASELINES
 from benchmarks.gpu_suite.machine import COPY, PRODUCT, bandwidth, matrix_rate
 from benchmarks.gpu_suite.memory import DUO, FULL
 from benchmarks.gpu_suite.results import Key, Point, Results
@@ -34,6 +35,7 @@ def write_report(
         *(f"| {name} | {value} |" for name, value in results.environment.items()),
         *_machine(results),
         *_kernels(results),
+        *_budget(results),
         *_curve(results, sizes, "decode", "at", "context"),
         *_curve(results, sizes, "prefill", "in chunks of", "chunk size"),
         *_balance(results),
@@ -87,6 +89,24 @@ def _kernel_row(point: Point, results: Results) -> str:
         for amount, rate in (("bytes", bandwidth(results)), ("flops", matrix_rate(results)))
     ]
     return f"| {point.key.system}{mark} | {_spread(point)} | {' | '.join(shares)} |"
+
+
+def _budget(results: Results) -> list[str]:
+    """Tables of heads with a budget, each time beside that of the case's baseline."""
+    lines: list[str] = []
+    points = results.of("budget")
+    for case in dict.fromkeys(point.key.case for point in points):
+        base = next((each for name in BASELINES if (each := results.get(Key("budget", case, name)))), None)
+        rows = [
+            f"| {point.key.system} | {_spread(point)} | {_times(base, point, time_of)} |"
+            for point in points
+            if point.key.case == case
+        ]
+        name = "the first that is no portable torch" if base is None else base.key.system
+        lines += _table(f"### {case}", ("what", "time", f"times faster than {name}"), rows)
+    if not lines:
+        return []
+    return ["", "## Heads with a budget", *lines]
 
 
 def _curve(results: Results, sizes: Sizes, section: str, joint: str, axis: str) -> list[str]:

@@ -77,6 +77,8 @@ class Sizes:
         causal: prompt tokens of the causal part.
         chunk, shared_context: queries and context of the shared part.
         ring_rows: rows of the unique rings.
+        budget_context, budget_slots: of decodes with full attention, and of heads with a budget beside them.
+        budget_rows: numbers of rows of these decodes.
         decode_contexts, decode_steps: of the decode curves.
         prefill_chunks: of the prefill curves.
         prefill_context: instead of the published one, None for that.
@@ -92,6 +94,9 @@ class Sizes:
     chunk: int
     shared_context: int
     ring_rows: int
+    budget_context: int
+    budget_slots: int
+    budget_rows: tuple[int, ...]
     decode_contexts: tuple[int, ...]
     decode_steps: int
     prefill_chunks: tuple[int, ...]
@@ -116,6 +121,9 @@ REAL = Sizes(
     chunk=2 * _K,
     shared_context=32 * _K,
     ring_rows=32,
+    budget_context=16 * _K,
+    budget_slots=3277,
+    budget_rows=(1, 16),
     decode_contexts=(
         *(n * _K for n in (4, 16, 32, 64)),
         100_000,
@@ -136,6 +144,9 @@ TOY = Sizes(
     chunk=16,
     shared_context=32,
     ring_rows=2,
+    budget_context=80,
+    budget_slots=16,
+    budget_rows=(2,),
     decode_contexts=(64, 160),
     decode_steps=2,
     prefill_chunks=(24, 48),

@@ -203,6 +203,7 @@ def column_sums(
     check_queries("q_QKGD", q_QKGD)
     num_queries, num_heads, group, dim = q_QKGD.shape
     check_vectors("k_QKD", k_QKD, (num_queries, num_heads, dim), q_QKGD)
+    lse_QKG = lse_QKG.contiguous()
     check_numbers("lse_QKG", lse_QKG, (num_queries, num_heads, group), q_QKGD.device)
     num_rows, most_new = chunk.token.shape
     for name in ("start", "num_new"):

@@ -14,8 +14,9 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_suite import kernels, rivals
+from benchmarks.gpu_suite.budget_cases import FULL_DECODE, PLAIN_DECODE, PORTABLE, WEIGHED_DECODE
 from benchmarks.gpu_suite.clock import Clock
-from benchmarks.gpu_suite.kernel_cases import REFERENCE, Case
+from benchmarks.gpu_suite.kernel_cases import REFERENCE, Case, Weighed
 from benchmarks.gpu_suite.kernels import measure_case
 from benchmarks.gpu_suite.memory import DUO, FULL
 from benchmarks.gpu_suite.report import best_ratio, time_of, write_report
@@ -48,7 +49,7 @@ def test_a_toy_run_has_points_in_every_section_and_reports_them(folder: Path) ->
     text = (folder / "gpu-toy-2001-02-03.md").read_text()
     assert "Toy sizes" in text
     for point in points:
-        if point["key"][0] == "kernels":
+        if point["key"][0] in ("kernels", "budget"):
             assert point["key"][1] in text
     for model in TOY.models:
         assert f"### {model.name}, {model.retrieval_share:.0%} retrieval heads" in text
@@ -58,13 +59,35 @@ def test_a_toy_run_has_points_in_every_section_and_reports_them(folder: Path) ->
 def test_every_implementation_that_can_run_here_gives_the_reference_s_result(folder: Path) -> None:
     for point in stored(folder):
         assert "wrong result" not in point["note"], point
-        if point["key"][0] == "kernels" and not point["values"]:
+        if point["key"][0] in ("kernels", "budget") and not point["values"]:
             # Triton is missing only where neither a GPU nor its interpreter is there.
             # Older torch has fused attention for grouped heads on GPUs only.
             reasons = ("CUDA", "GPU", "not installed", "No available kernel")
             assert any(reason in point["note"] for reason in reasons), point
         if point["key"][0] in ("decode", "prefill"):
             assert point["values"], point
+
+
+@pytest.mark.slow
+def test_decodes_with_a_budget_stand_beside_full_attention(folder: Path) -> None:
+    points = {(p["key"][1], p["key"][2]): p for p in stored(folder) if p["key"][0] == "budget"}
+    text = (folder / "gpu-toy-2001-02-03.md").read_text()
+    for model in TOY.models:
+        name = f"{model.name}, {TOY.budget_rows[0]} rows at {TOY.budget_context}, {TOY.budget_slots} slots"
+        systems = (FULL_DECODE, WEIGHED_DECODE, PLAIN_DECODE)
+        bytes_read = [points[name, f"{system}{PORTABLE}"]["values"]["bytes"] for system in systems]
+        assert bytes_read[0] * TOY.budget_slots == bytes_read[1] * TOY.budget_context
+        assert bytes_read[1] == bytes_read[2]
+        for system in systems:
+            assert f"| {system}{PORTABLE} |" in text.split(f"### {name}")[1]
+
+
+def test_weights_that_differ_are_a_wrong_result(tmp_path: Path) -> None:
+    results = Results(tmp_path / "points.json", {})
+    good, bad = (Weighed(_partial(1.0), torch.full((1, 1, 4), value)) for value in (0.25, 0.75))
+    case = Case("case", {"portable": lambda: good, "same": lambda: good, "other": lambda: bad}, 1, 1)
+    measure_case(case, Clock(torch.device("cpu"), rounds=1, warm_up=0), results, "budget")
+    assert [point.is_measured for point in results.of("budget")] == [True, True, False]
 
 
 @pytest.mark.slow
