@@ -23,7 +23,7 @@ from hpu_duo.kv_policies import TOVA, ExpectedAttention, SnapKV, make_kv_policy
 from kernels_ref import KVPolicy
 
 _QUERIES = 32
-"""Measured for a policy that itself looks at none of them."""
+"""Last queries, as published. Over all queries a head that sees its neighbours only would look broad."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AdaKV(CalibrationMethod):
         budget: tokens of a head on average, or, up to 1, their share of the longest prompt, rounded up.
         policy: KV policy of all heads, with options.
         safeguard: share of each layer's budget that its heads share equally.
-        queries: last tokens whose attention is measured; None for as many as the policy looks at.
+        queries: last tokens whose attention is measured; None for the window of snapkv, or 32.
 
     Raises:
         ValueError: a number out of range, or a policy that does not choose by attention.
@@ -65,10 +65,15 @@ class AdaKV(CalibrationMethod):
 
     @property
     def num_queries(self) -> int | None:
-        """As many as the policy looks at, unless told."""
+        """The window of snapkv, or 32, unless told."""
         if self.queries is not None:
             return self.queries
-        return _QUERIES if self._policy.num_ahead else self._policy.num_observed
+        policy = self._policy
+        match policy:
+            case SnapKV():
+                return policy.window
+            case _:
+                return _QUERIES
 
     def budget_of(self, lengths: Sequence[int]) -> int:
         """Tokens of a head on average."""

@@ -102,7 +102,7 @@ def test_budgets_and_shares_are_those_of_whole_matrices(zoo: Zoo, name: str, pol
     method = AdaKV(budget=14, policy=policy, safeguard=0.3)
     found = planned(zoo, name, method, random_classes())
     matrices = [dense(zoo, name, ids) for ids in texts()]
-    queries = {"h2o": 1000, "tova": 1, "expected-attention": 32}.get(policy, 6)
+    queries = 6 if policy.startswith("snapkv") else 32
     newest = 6 if policy.startswith("snapkv") else 0
     for layer, heads in enumerate(found):
         scores, masses = [], []

@@ -83,7 +83,7 @@ class MethodOptions:
         int | None,
         typer.Option(
             help="Last tokens of a prompt whose attention is measured.",
-            show_default="all, or with ada-kv as many as the policy looks at",
+            show_default="all, or with ada-kv the window of snapkv, or 32",
             rich_help_panel=_METHOD,
         ),
     ] = None
