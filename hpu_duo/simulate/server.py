@@ -83,9 +83,11 @@ class SimulatedServer:
         """The same with a prefix cache.
 
         Args:
-            num_snapshots: states of streaming heads that it keeps; None is as many as requests run. Models
-                whose heads all keep blocks need none.
+            num_snapshots: states of streaming heads that it keeps; None is what the limits say if they have
+                a cache, else as many as requests run. Models whose heads all keep blocks need none.
         """
+        if num_snapshots is None and self.limits.caches_prefixes:
+            return self
         wanted = self.limits.max_num_seqs if num_snapshots is None else num_snapshots
         kept = wanted if self.limits.uses_rows else 0
         return replace(self, limits=replace(self.limits, caches_prefixes=True, num_snapshots=kept))

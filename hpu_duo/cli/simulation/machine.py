@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpu_duo.cli.arguments.model_names import model_option
-from hpu_duo.cli.arguments.options import LIMITS, EnablePrefixCaching, NumPrefixSnapshots
+from hpu_duo.cli.arguments.options import LIMITS
 from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions
 from hpu_duo.limit_config import CARD_LIMITS, CacheConfig, SchedulerConfig
 
@@ -92,8 +92,23 @@ class ServedLimits:
             rich_help_panel=LIMITS,
         ),
     ] = None
-    enable_prefix_caching: EnablePrefixCaching = CacheConfig.enable_prefix_caching
-    num_prefix_snapshots: NumPrefixSnapshots = None
+    enable_prefix_caching: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Keep the KV blocks of ended requests for later ones that begin alike.",
+            show_default="on, or as the measured engine has it",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    num_prefix_snapshots: Annotated[
+        int | None,
+        typer.Option(
+            help="States of streaming heads to keep with them.",
+            show_default="as many as requests run, in an eighth of the memory; those of the measured engine",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
     buckets: Annotated[
         Path | None,
         typer.Option(
@@ -119,8 +134,6 @@ class ServedLimits:
         """
         if (machine.model is None) == (machine.step_times is None):
             raise ValueError("expected --model or --step-times, one of them")
-        if self.num_prefix_snapshots is not None and not self.enable_prefix_caching:
-            raise ValueError("expected --num-prefix-snapshots with --enable-prefix-caching")
         from graphs.bucket_file import read_table
 
         server = self._measured(machine.step_times) if machine.step_times else self._priced(machine, served)
@@ -142,9 +155,9 @@ class ServedLimits:
             )
         names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_chunk_rows", "num_blocks")
         server = server.with_limits(self._replaced(server.limits, *names))
-        if not self.enable_prefix_caching:
-            return server.without_prefixes()
-        return server.caching_prefixes(self.num_prefix_snapshots)
+        if self._caches_prefixes(unless_told=server.limits.caches_prefixes):
+            return server.caching_prefixes(self.num_prefix_snapshots)
+        return server.without_prefixes()
 
     def _priced(self, machine: MachineOptions, served: HardwareOptions) -> SimulatedServer:
         from hpu_duo.cost.read_model import read_model
@@ -154,7 +167,7 @@ class ServedLimits:
         size = read_model(machine.model)
         served = replace(
             served,
-            enable_prefix_caching=self.enable_prefix_caching,
+            enable_prefix_caching=self._caches_prefixes(unless_told=CacheConfig.enable_prefix_caching),
             num_prefix_snapshots=self.num_prefix_snapshots,
         )
         serving = served.on(
@@ -169,6 +182,12 @@ class ServedLimits:
         # The other limits are among what decides how much fits.
         server = SimulatedServer.on(deployment)
         return server.with_limits(self._replaced(server.limits, "max_chunk_rows", "num_blocks"))
+
+    def _caches_prefixes(self, *, unless_told: bool) -> bool:
+        caches = unless_told if self.enable_prefix_caching is None else self.enable_prefix_caching
+        if self.num_prefix_snapshots is not None and not caches:
+            raise ValueError("expected --num-prefix-snapshots with --enable-prefix-caching")
+        return caches
 
     def _replaced(self, limits: StepLimits, *names: str) -> StepLimits:
         """The limits with those of the names that were given."""
