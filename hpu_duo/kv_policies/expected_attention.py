@@ -53,8 +53,13 @@ class ExpectedAttention(KVPolicy):
 
     @property
     def num_observed(self) -> int | None:
-        """One, so that a decoded token gets a score; what it attends to is not looked at."""
+        """One, so that a decoded token gets a score."""
         return 1
+
+    @property
+    def weighs_decodes(self) -> bool:
+        """No: the score of a decoded token does not depend on what it attends to."""
+        return False
 
     @property
     def num_ahead(self) -> int:

@@ -233,10 +233,13 @@ class Budget(GroupKind):
             placed = of_rows(_placed(inputs.q, plan), step)
             partial = run.unique_placed(q_NKGD, placed, first, units, plan.ring, inputs.scoring)
             return partial, slots.score
+        if self.policy.weighs_decodes:
+            partial, mass = run.unique_weighed(q_NKGD, units, plan.ring, inputs.scoring, inputs.sinks)
+            return partial, self.policy.observe(slots, mass)
+        partial = run.unique_rings(q_NKGD, units, plan.ring, inputs.scoring)
         if self.policy.num_observed == 0:
-            return run.unique_rings(q_NKGD, units, plan.ring, inputs.scoring), slots.score
-        partial, mass = run.unique_weighed(q_NKGD, units, plan.ring, inputs.scoring, inputs.sinks)
-        return partial, self.policy.observe(slots, mass)
+            return partial, slots.score
+        return partial, self.policy.observe(slots, torch.zeros_like(slots.score))
 
     def _write_index(
         self, layout: UnitLayout, plan: BudgetStep, kept: Kept | None, taken: DecodeSlots | None

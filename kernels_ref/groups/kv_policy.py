@@ -70,6 +70,11 @@ class KVPolicy(ABC):
         return 0
 
     @property
+    def weighs_decodes(self) -> bool:
+        """Whether it looks at the weights of decodes; otherwise it is told zeros, which cost nothing."""
+        return self.num_observed != 0
+
+    @property
     def num_ahead(self) -> int:
         """Positions behind a chunk for which queries are expected; 0 = it asks for no such statistics.
 
@@ -115,7 +120,8 @@ class KVPolicy(ABC):
             slots: with the new tokens, before this attention.
             mass: weights of the observed queries on each token, summed over them and over the query heads of
                 each key/value head, float32 ``[X, K, S]``; 0 where ``valid`` is not set. Each row and head
-                sums to the number of observed queries times the query heads of a key/value head.
+                sums to the number of observed queries times the query heads of a key/value head. All 0 behind
+                a decode unless ``weighs_decodes``.
         """
         return slots.score
 

@@ -233,3 +233,40 @@ def test_bad_chunks_are_refused_by_name(change: Callable[[Chunks], Chunks], mess
         change(chunks).sums(RUN, None)
     with pytest.raises(ValueError, match="expected num_observed of 1 query or more, got 0"):
         chunks.sums(RUN, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [(torch.bfloat16, 128), (torch.float16, 80), (torch.float32, 64), (torch.bfloat16, 256)],
+    ids=str,
+)
+def test_large_steps_are_as_exact(dtype: torch.dtype, dim: int) -> None:
+    for visible in ([3277], [3277, 1500, 0, 1] * 12):
+        assert_decodes_exact(scaled(some_decodes(visible, 3277, (4, 4, dim), dtype, has_sinks=True)))
+    for num_observed in (None, 1, 32):
+        options = {"num_slots": 1024, "heads": (2, 4, dim), "dtype": dtype, "softcap": 20.0}
+        assert_sums_exact([(5000, 300), (100, 77)], num_observed, **options)
+
+
+def scaled(d: Decodes) -> Decodes:
+    """Queries as models have them, so that many slots receive something."""
+    return d._replace(q=d.q * d.q.shape[-1] ** -0.5)
+
+
+@pytest.mark.gpu
+def test_captured_graphs_follow_their_inputs() -> None:
+    visible = [400, 33, 0]
+    worlds = [some_decodes(visible, 400, (2, 4, 64), torch.bfloat16, seed) for seed in (1, 2)]
+    expected = [world.attend(RUN)[1].clone() for world in worlds]
+    fixed = worlds[0]._replace(q=worlds[0].q.clone(), k=worlds[0].k.clone(), v=worlds[0].v.clone())
+    units, ring = fixed.units, fixed.ring
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, mass = RUN.unique_weighed(fixed.q, units, ring, Scoring(), None)
+    for world, wanted in zip(worlds, expected):
+        fixed.q.copy_(world.q)
+        units.k.copy_(world.k)
+        units.v.copy_(world.v)
+        graph.replay()
+        assert torch.equal(mass, wanted)

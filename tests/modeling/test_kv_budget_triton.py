@@ -95,3 +95,14 @@ def test_heads_with_a_budget_stand_beside_heads_that_see_all(zoo: Zoo) -> None:
 
 def test_free_slots_among_the_sinks_are_not_read(zoo: Zoo) -> None:
     assert_served(zoo, "llama", "streaming-llm:sink=5,positions=cache", kv_chunk=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["eager", "compile", "cuda"])
+@pytest.mark.parametrize("policy", ["h2o", "tova", "streaming-llm:positions=cache"])
+def test_half_precision_serves_many_requests_on_a_gpu(zoo: Zoo, policy: str, graphs: str) -> None:
+    options = {"attention": "triton", "device": "cuda", "dtype": "bfloat16", "graphs": graphs}
+    served = load(zoo, "llama", policy, **options)
+    done = served.generate(prompts_of() * 4, max_new_tokens=24, eos_token_id=None)
+    assert len(done) == 4 * len(prompts_of())
+    assert all(budget is not None and budget.num_evictions > 0 for budget in served.stats().budgets)
