@@ -142,5 +142,11 @@ class GatedModel:
                     module.forward = forward
 
 
+def check_device(name: str) -> None:
+    """Raise ValueError for the simulated HPU, which runs the engine's steps and no other use of a model."""
+    if name == "hpu-sim":
+        raise ValueError(f"expected device auto, cpu, cuda or hpu to run a whole model on, got {name!r}")
+
+
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)

@@ -18,7 +18,7 @@ from hpu_duo.heads.pattern_files import CONFIG_FILE, SCORES_FILE
 from hpu_duo.identify.attention import Band
 from hpu_duo.identify.dataset import DatasetSettings, PasskeyDataset
 from hpu_duo.identify.encoding import Encoder
-from hpu_duo.identify.gated_model import GatedModel
+from hpu_duo.identify.gated_model import GatedModel, check_device
 from hpu_duo.identify.measure import MEAN_QK_TOKENS, mean_qk_scores, measured, profile_scores
 from hpu_duo.identify.objective import Gates
 from hpu_duo.identify.optimise import GateTraining, TrainingSettings
@@ -80,6 +80,7 @@ class IdentifyRequest:
                 f"expected sink >= 0, recent >= 1 and num_samples >= 1, got {self.sink}, {self.recent} and "
                 f"{self.num_samples}"
             )
+        check_device(self.device)
 
 
 @dataclass(frozen=True)

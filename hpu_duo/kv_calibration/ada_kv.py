@@ -146,7 +146,7 @@ class _Counting(Measurement):
         free = weights.gather(1, order).cumsum(dim=1)
         kept = weights[:, num_tokens - newest :].sum(dim=1, keepdim=True)
         curve = F.pad(free, (1, 0)) + kept
-        self._add(layer, (curve / curve[:, -1:].clamp_min(torch.finfo(torch.float64).tiny)).cpu())
+        self._add(layer, curve / curve[:, -1:].clamp_min(torch.finfo(torch.float64).tiny))
 
     def _add(self, layer: int, curve: Tensor) -> None:
         """Add the shares that each number of tokens behind the newest recovers; all tokens recover all."""

@@ -11,6 +11,7 @@ import torch
 
 from hpu_duo.device import resolve_device
 from hpu_duo.identify import GatedModel, Progress
+from hpu_duo.identify.gated_model import check_device
 from hpu_duo.kv_calibration.ada_kv import AdaKV
 from hpu_duo.kv_calibration.calibrated import CalibratedPlan, PlannedHead
 from hpu_duo.kv_calibration.collect import LayerAttention, collect
@@ -44,6 +45,7 @@ class CalibrationRequest:
     def __post_init__(self) -> None:
         if self.num_sizes < 1:
             raise ValueError(f"expected 1 size of budgets or more, got {self.num_sizes}")
+        check_device(self.device)
 
 
 class Calibration:

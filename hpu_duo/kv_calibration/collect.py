@@ -54,10 +54,11 @@ class LayerAttention:
             yield F.pad(weights[0].unflatten(0, (num_heads, -1)).mean(dim=1), (0, num_tokens - seen)), at
 
     def received(self) -> Tensor:
-        """Weight that each token receives by KV head, averaged over queries: float64 ``[K, T]``."""
-        total = torch.zeros(self.k.shape[1:3], dtype=torch.float64, device=self.k.device)
+        """Mean weight that each token receives by KV head: float64 ``[K, T]`` on the CPU."""
+        total = torch.zeros(self.k.shape[1:3], dtype=torch.float64)
         for weights, _ in self.tiles():
-            total += weights.sum(dim=1, dtype=torch.float64)
+            # An HPU has no float64.
+            total += weights.sum(dim=1).cpu().double()
         return total / len(self.positions)
 
 

@@ -84,15 +84,20 @@ def kind_shares(tiles: Tiles, classes: TokenClasses, window: float = 0.3, heavy:
     """
     for name, value in (("window", window), ("heavy", heavy)):
         check_share(name, value)
-    received = sum(weights.sum(dim=1, dtype=torch.float64) for weights, _ in tiles())
-    assert isinstance(received, Tensor), "a prompt has queries"
+    received: Tensor | None = None
+    device = classes.special.device
+    for weights, _ in tiles():
+        # Summed up on the CPU: an HPU has no float64.
+        added, device = weights.sum(dim=1).cpu().double(), weights.device
+        received = added if received is None else received + added
+    assert received is not None, "a prompt has queries"
     num_heads, num_tokens = received.shape
     num_recent = math.ceil(window * num_tokens)
     largest = received.sort(dim=1, descending=True, stable=True).indices
-    hit = torch.zeros(num_heads, num_tokens, dtype=torch.bool, device=received.device)
-    hit.scatter_(1, largest[:, : math.ceil(heavy * num_tokens)], True)
-    special, punctuation = (each.to(hit.device) for each in (classes.special, classes.punctuation))
-    key = torch.arange(num_tokens, device=hit.device)
+    hit = torch.zeros(num_heads, num_tokens, dtype=torch.bool)
+    hit = hit.scatter_(1, largest[:, : math.ceil(heavy * num_tokens)], True).to(device)
+    special, punctuation = (each.to(device) for each in (classes.special, classes.punctuation))
+    key = torch.arange(num_tokens, device=device)
 
     def masks(at: Tensor) -> tuple[Tensor, ...]:
         """Masks of what each kind keeps, later tokens among it: bool, to be broadcast to ``[K, q, T]``."""
@@ -103,11 +108,11 @@ def kind_shares(tiles: Tiles, classes: TokenClasses, window: float = 0.3, heavy:
     shares = torch.zeros(len(Kind), num_heads, dtype=torch.float64)
     num_queries = 0
     for weights, at in tiles():
-        total = weights.sum(dim=2, dtype=torch.float64).clamp_min(torch.finfo(torch.float64).tiny)
-        found = [((weights * mask).sum(dim=2, dtype=torch.float64) / total).sum(dim=1) for mask in masks(at)]
-        shares += torch.stack(found).cpu()
+        total = weights.sum(dim=2).clamp_min(torch.finfo(torch.float32).tiny)
+        found = [((weights * mask).sum(dim=2) / total).sum(dim=1) for mask in masks(at)]
+        shares += torch.stack(found).cpu().double()
         num_queries += len(at)
-    last = masks(torch.tensor([num_tokens - 1], device=hit.device))
+    last = masks(torch.tensor([num_tokens - 1], device=device))
     kept = [mask.expand(num_heads, 1, num_tokens).sum(dim=(1, 2)) for mask in last]
     return KindShares(shares / num_queries, torch.stack(kept).cpu(), num_recent)
 

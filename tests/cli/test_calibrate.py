@@ -76,6 +76,7 @@ def test_equal_calls_write_equal_files_and_another_seed_another_one(hpu_duo: Run
         (("--prompts", "none.jsonl"), "cannot read the prompts none.jsonl"),
         (("--form", "verse"), "expected --form to be one of ordinals, names"),
         (("--device", "tpu"), "got 'tpu'"),
+        (("--device", "hpu-sim"), "auto, cpu, cuda or hpu to run a whole model on, got 'hpu-sim'"),
         (("--threads", "0"), "expected --threads of at least 1"),
         (("--num-tokens", "30"), "expected a length of at least"),
         (("--model", "{model}", "--num-tokens", "5000"), "at most 4096 tokens, the positions of the model"),

@@ -166,6 +166,7 @@ def test_the_directory_of_a_checkpoint_is_no_place_for_a_pattern(
         (("--haystack", "none.txt"), "cannot read the haystack 'none.txt'"),
         (("--method", "profile", "--resume"), "--resume with the method 'optimise' only"),
         (("--device", "tpu"), "got 'tpu'"),
+        (("--device", "hpu-sim"), "auto, cpu, cuda or hpu to run a whole model on, got 'hpu-sim'"),
         (("--recent", "0"), "recent >= 1"),
         (("--steps", "0"), "num_steps >= 1"),
         (("--threads", "0"), "expected --threads of at least 1, got 0"),
