@@ -124,6 +124,15 @@ class Kernels(Protocol):
         """Sums of the weights of prompt rows by slot and new key; see ``kernels_ref.groups.column_sums``."""
         ...
 
+    def first_to_go(
+        self,
+        score_NKC: torch.Tensor | None,
+        position_NKC: torch.Tensor,
+        is_protected: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The slot of each head that is given up; see ``kernels_ref.first_to_go``."""
+        ...
+
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place; see ``kernels_ref.index.write_kv``."""
         ...

@@ -17,6 +17,7 @@ from bias_builders import Rule, Window, causal_mask, leading_slots, ring_mask, s
 from kernels_ref.by_owner import AddBlocks, add_blocks, merge_by_owner
 from kernels_ref.by_place import unique_placed
 from kernels_ref.groups.column_sums import column_sums
+from kernels_ref.first_to_go import first_to_go
 from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import Partial, attend, empty, finish, merge
 from kernels_ref.ruled import picked, reached_keys, shared_visible, tails_visible, whole_visible
@@ -32,6 +33,7 @@ __all__ = [
     "causal",
     "column_sums",
     "finish",
+    "first_to_go",
     "shared_blocks",
     "shared_rings",
     "unique_blocks",

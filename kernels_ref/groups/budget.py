@@ -177,7 +177,7 @@ class Budget(GroupKind):
                 of_tokens += self._of_slots(run, inputs, units.scratch, plan, step.tensors)
             kept = self._keep(run, of_tokens, inputs, units, plan, has_context=parts.shared)
         if parts.unique:
-            taken = take_in(self.policy, units.state, layout, plan.end, plan.decode_row)
+            taken = take_in(self.policy, units.state, layout, plan.end, plan.decode_row, run.first_to_go)
         run.write_kv(units, self._write_index(layout, plan, kept, taken), inputs.new)
         dtype = index_dtype(plan.end.device)
         if taken is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from bias_builders import leading_slots
-from kernels_ref.groups.budget_slots import slot_to_write
+from kernels_ref.groups.budget_slots import FirstToGo, slot_to_write
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.index import index_dtype
 from kernels_ref.units import SlotState, UnitLayout
@@ -29,7 +29,12 @@ class DecodeSlots(NamedTuple):
 
 
 def take_in(
-    policy: KVPolicy, state: SlotState, layout: UnitLayout, end: torch.Tensor, unit: torch.Tensor
+    policy: KVPolicy,
+    state: SlotState,
+    layout: UnitLayout,
+    end: torch.Tensor,
+    unit: torch.Tensor,
+    first_to_go: FirstToGo,
 ) -> DecodeSlots:
     """Give the new token of each decode row a slot, and write its position and a score of 0 there.
 
@@ -37,13 +42,14 @@ def take_in(
         state: of all units, those of decode rows first; written in place.
         end: position behind the new token, 0 for rows without one, int32 ``[N]``.
         unit: unit of each row, the trash for rows without a token, int32 ``[N]``.
+        first_to_go: of the implementation.
     """
     num_heads, num_slots = layout.num_heads, layout.num_slots
     shape = (num_heads, num_slots)
     num_stored = torch.clamp(end - 1, min=0, max=num_slots)
     valid = leading_slots(num_stored, num_slots)[:, None]
     before = _view(state, shape, valid, end)
-    written = slot_to_write(policy, before, num_stored)
+    written = slot_to_write(policy, before, num_stored, first_to_go)
     dtype = index_dtype(end.device)
     head = torch.arange(0, num_heads * num_slots, num_slots, dtype=dtype, device=end.device)
     place = (unit.to(dtype)[:, None] * (num_heads * num_slots) + head + written).view(-1)

@@ -6,29 +6,27 @@ Values are sorted and never indices, so that nothing wider than int32 arises; no
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 
+from kernels_ref.first_to_go import first_to_go, ranks
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.partial import FLOOR
 
-_BEYOND = 1 << 30
-"""Above any position and any number of slots."""
+FirstToGo: TypeAlias = Callable[[torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""``kernels_ref.first_to_go``, or another implementation of it."""
 
 
 def priorities(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
     """Rank of each token, float32 ``[X, K, S]``: the lowest goes first; ``FLOOR`` where there is no token."""
-    return torch.where(slots.valid, _ranks(policy, slots), FLOOR)
+    return torch.where(slots.valid, ranks(slots.score, policy.protects(slots)), FLOOR)
 
 
-def _ranks(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
-    protected = policy.protects(slots)
-    # Sums, where a choice would do: on a CPU they take a twentieth of its time.
-    return slots.score if protected is None else torch.add(slots.score, protected, alpha=-FLOOR)
-
-
-def slot_to_write(policy: KVPolicy, slots: SlotView, num_stored: torch.Tensor) -> torch.Tensor:
+def slot_to_write(
+    policy: KVPolicy, slots: SlotView, num_stored: torch.Tensor, first_to_go: FirstToGo = first_to_go
+) -> torch.Tensor:
     """Find the slot of each head that the next token of a row gets, int32 ``[N, K]``.
 
     The first free one; in a full store that of the token that the policy gives up.
@@ -36,19 +34,13 @@ def slot_to_write(policy: KVPolicy, slots: SlotView, num_stored: torch.Tensor) -
     Args:
         slots: before the token is there; ``end`` counts it.
         num_stored: occupied slots, int32 ``[N]``; occupied ones come first.
+        first_to_go: of the implementation.
     """
-    # In a full store every slot is valid, and in another one ranks do not matter.
-    if policy.num_observed == 0:
-        passed_over = policy.protects(slots)
-    else:
-        rank = _ranks(policy, slots)
-        passed_over = rank != rank.amin(dim=-1, keepdim=True)
-    position = slots.position
-    if passed_over is not None:
-        position = torch.add(position, passed_over, alpha=_BEYOND)
-    oldest = position.argmin(dim=-1).to(torch.int32)
+    # In a full store every slot is valid, and in another one it does not matter who would go.
+    score = None if policy.num_observed == 0 else slots.score
+    given_up = first_to_go(score, slots.position, policy.protects(slots))
     num_stored = num_stored[:, None]
-    return torch.where(num_stored == slots.num_slots, oldest, num_stored)
+    return torch.where(num_stored == slots.num_slots, given_up, num_stored)
 
 
 def kept_tokens(policy: KVPolicy, slots: SlotView) -> torch.Tensor:

@@ -130,6 +130,15 @@ class FusedKernels:
         """Sums of the weights of prompt rows by slot and new key: portable for the same reason."""
         return reference.column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, chunk, num_observed, scoring)
 
+    def first_to_go(
+        self,
+        score_NKC: torch.Tensor | None,
+        position_NKC: torch.Tensor,
+        is_protected: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The slot of each head that is given up."""
+        return reference.first_to_go(score_NKC, position_NKC, is_protected)
+
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place."""
         write_kv(units, index, new)

@@ -25,12 +25,13 @@ from kernels_ref.sdpa.operators import register
 from kernels_ref.sdpa.store import write_kv
 from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
-from kernels_ref.x86 import rows
+from kernels_ref.x86 import rows, slots
 
 __all__ = [
     "causal",
     "column_sums",
     "finish",
+    "first_to_go",
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
@@ -187,6 +188,14 @@ def unique_weighed(
         return rows.attend_weighed(q_NKGD, units.k, units.v, visible, sinks_KG)
     *partial, mass = _weighed_rings(q_NKGD, units.k, units.v, visible, sinks_KG, scoring.softcap or 0.0)
     return Partial(*partial), mass
+
+
+def first_to_go(
+    score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
+) -> torch.Tensor:
+    """The slot of each head that is given up."""
+    run = slots.first_to_go if slots.fits(position_NKC) else reference.first_to_go
+    return run(score_NKC, position_NKC, is_protected)
 
 
 def _row_plan(t: StepTensors) -> tuple[torch.Tensor, ...]:

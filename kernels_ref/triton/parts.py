@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Held, Rule, Window, encode_rule
+from kernels_ref.first_to_go import first_to_go
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial
@@ -35,6 +36,7 @@ __all__ = [
     "causal",
     "column_sums",
     "finish",
+    "first_to_go",
     "shared_blocks",
     "shared_rings",
     "unique_blocks",

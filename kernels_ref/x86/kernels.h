@@ -36,6 +36,9 @@ struct RowPlan {
 void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &plan, float *attn, float *largest,
                  float *total, const int64_t *strides, const int *sizes, int num_threads);
 
+void first_to_go(const float *score, const int *position, const bool *is_protected, int *slot, int64_t num_lines,
+                 int num_slots, int num_threads);
+
 int64_t attend_workspace(int num_keys, int dim);
 
 void attend(const bf16 *q, const bf16 *k, const bf16 *v, float *attn, float *largest, float *total, bf16 *workspace,

@@ -85,7 +85,12 @@ def _load() -> bool:
     for name, shapes in (("linear", _linear), *attention):
         torch.library.register_fake(f"hpu_duo_x86::{name}", shapes)
     torch.library.register_fake("hpu_duo_x86::attend_weighed", _with_mass)
+    torch.library.register_fake("hpu_duo_x86::first_to_go", _one_of_each)
     return True
+
+
+def _one_of_each(_: object, position: torch.Tensor, is_protected: object) -> torch.Tensor:
+    return position.new_empty(position.shape[:2])
 
 
 def _with_mass(q: torch.Tensor, k: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:

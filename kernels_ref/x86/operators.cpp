@@ -152,6 +152,19 @@ Triple attend_held(const Tensor &q, const Tensor &k, const Tensor &v, const Tens
   return attend_units(q, k, v, plan, tokens);
 }
 
+Tensor first_to_go(const std::optional<Tensor> &score, const Tensor &position,
+                   const std::optional<Tensor> &is_protected) {
+  TORCH_CHECK_VALUE(position.dim() == 3, "expected position [N, K, C], got ", position.sizes());
+  const Tensor held = position.contiguous();
+  Tensor scores, mask, slot = at::empty({position.size(0), position.size(1)}, position.options());
+  if (score) scores = plan_of("score", *score, position.sizes());
+  if (is_protected) mask = is_protected->expand(position.sizes()).contiguous();
+  hpu_duo::first_to_go(score ? data<float>(scores) : nullptr, data<int>(held),
+                       is_protected ? data<bool>(mask) : nullptr, data<int>(slot), slot.numel(),
+                       (int)position.size(2), at::get_num_threads());
+  return slot;
+}
+
 void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, const Tensor &query, const Tensor &keys,
             const Tensor &values, bool is_causal, int64_t sink, int64_t recent, std::string_view instructions) {
   const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values);
@@ -181,6 +194,7 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
         " -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("attend_held(Tensor q, Tensor k, Tensor v, Tensor position, Tensor begin, Tensor end, int sink)"
         " -> (Tensor, Tensor, Tensor)");
+  m.def("first_to_go(Tensor? score, Tensor position, Tensor? is_protected) -> Tensor");
   m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
         " bool is_causal, int sink, int recent, str instructions='best') -> ()");
 }
@@ -191,5 +205,6 @@ TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {
   m.impl("attend_rings", attend_rings);
   m.impl("attend_weighed", attend_weighed);
   m.impl("attend_held", attend_held);
+  m.impl("first_to_go", first_to_go);
   m.impl("attend", attend);
 }

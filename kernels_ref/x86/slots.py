@@ -1,0 +1,27 @@
+"""The slot of each head of a budget that is given up, in one pass.
+
+Shapes: N rows, K heads, C slots.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels_ref.x86.library import is_available, require
+
+
+def fits(position_NKC: torch.Tensor) -> bool:
+    """Whether slots lie where the kernel can read them. Compiled code takes the answer as fixed."""
+    return position_NKC.device.type == "cpu" and is_available()
+
+
+def first_to_go(
+    score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
+) -> torch.Tensor:
+    """See ``kernels_ref.first_to_go``.
+
+    Raises:
+        ValueError: shapes that differ, other dtypes, or no such kernel here.
+    """
+    require()
+    return torch.ops.hpu_duo_x86.first_to_go.default(score_NKC, position_NKC, is_protected)
