@@ -6,12 +6,13 @@ from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy
 from graphs.cost import CostFunction, SkippingCost, StepCost
 from graphs.exponential import ExponentialRule
 from graphs.launches import Launches
-from graphs.limits import StepLimits
+from graphs.limits import CARD_STEP_TOKENS, StepLimits
 from graphs.recompile import RecompileError
 from graphs.shape import BatchShape, Phase
 from graphs.table import BucketTable, Miss
 
 __all__ = [
+    "CARD_STEP_TOKENS",
     "BatchShape",
     "BucketTable",
     "CaptureBackend",

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from graphs.shape import BatchShape, Phase
 
+CARD_STEP_TOKENS = 400
+"""``step_tokens`` of a Gaudi: by the cost model, one of an 8B model on a Gaudi 2, padding included."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimits:
@@ -24,6 +27,8 @@ class StepLimits:
         decode_len: most tokens of a row that decodes.
         uses_blocks: False for a model whose heads are all streaming: both block counts are then 0.
         uses_rows: False for a model whose heads all keep blocks.
+        step_tokens: query tokens that a full step computes in the time of an almost empty one. A prefix that
+            is short beside them is computed again where a request would have to wait for it.
         uses_block_positions: steps tell where the blocks of the unique part begin, for heads with a rule.
         caches_prefixes: requests take up what earlier ones with the same beginning have computed.
         num_snapshots: ring rows behind those of requests, for states that prefixes are taken up with.
@@ -51,6 +56,7 @@ class StepLimits:
     num_snapshots: int = 0
     max_block_moves: int = 0
     chunk_grid: int = 0
+    step_tokens: int = 0
     uses_block_positions: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +76,7 @@ class StepLimits:
                 + (f" times decode_len={self.decode_len}" if self.decode_len > 1 else "")
                 + f", got {self.max_num_batched_tokens}"
             )
-        for name in ("num_snapshots", "max_block_moves"):
+        for name in ("num_snapshots", "max_block_moves", "step_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
         if self.chunk_grid:

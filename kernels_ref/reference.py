@@ -16,8 +16,8 @@ import torch
 from bias_builders import Rule, Window, causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.by_owner import AddBlocks, add_blocks, merge_by_owner
 from kernels_ref.by_place import unique_placed
-from kernels_ref.groups.column_sums import column_sums
 from kernels_ref.first_to_go import first_to_go
+from kernels_ref.groups.column_sums import column_sums
 from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import Partial, attend, empty, finish, merge
 from kernels_ref.ruled import picked, reached_keys, shared_visible, tails_visible, whole_visible

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphs import BatchShape, Phase, StepCost, StepLimits
+from graphs import CARD_STEP_TOKENS, BatchShape, Phase, StepCost, StepLimits
 from graphs.planner import GraphBudget
 from hpu_duo.cost.deployment import Deployment, Serving
 from hpu_duo.cost.fitted import FITTED
@@ -159,6 +159,7 @@ def step_limits(deployment: Deployment, max_chunk_rows: int = SchedulerConfig.ma
         max_block_moves=moves if serving.enable_prefix_caching and num_blocks else 0,
         decode_len=1,
         max_chunk_rows=max_chunk_rows,
+        step_tokens=CARD_STEP_TOKENS,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
 
+from graphs import StepLimits
 from hpu_duo.engine.prefix_holding import PrefixHolding
 from hpu_duo.engine.step_plan import StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
@@ -25,18 +27,26 @@ class PrefixSharing:
     cached blocks than it can use, and when a waiting request begins like one that gets a row. A chunk ends
     there once, so that the next request with the same beginning can use all of it.
 
+    A request with a cached prefix takes a chunk row, of which a step has few, and a step costs much even if
+    it is almost empty. So a prefix is not waited for, and no chunk ends behind it, if it costs less to
+    compute it again than a chunk row's share of an almost empty step.
+
     All methods do nothing if prefixes are not cached.
 
     Args:
+        limits: of steps.
         leases: with the prefix cache.
         holding: of prefixes that stay.
     """
 
-    def __init__(self, leases: KVLeases, holding: PrefixHolding) -> None:
+    def __init__(self, limits: StepLimits, leases: KVLeases, holding: PrefixHolding) -> None:
         self._leases, self._cache, self._holding = leases, leases.prefixes, holding
         self._block_size, self._grid = leases.block_size, leases.chunk_grid
         # Requests may part at borders of blocks, or of chunks where these decide what is kept.
         self._part_size = self._grid or self._block_size
+        self._recomputed = limits.step_tokens // limits.max_chunk_rows
+        # Half of the snapshots are kept for places where texts part.
+        self._most_stops = max(1, limits.num_snapshots // 2)
 
     def keep(self, plan: StepPlan) -> None:
         """Keep what a step has computed, once its tokens are committed and before anything is given back."""
@@ -76,16 +86,32 @@ class PrefixSharing:
             hit: what is cached of it.
             waiting: requests that wait, it may be among them.
         """
-        if self._cache is None or hit is None or not self._cache.needs_snapshots:
+        if self._cache is None or hit is None or not self._takes_snapshots:
             return ()
-        known = hit.num_usable * self._block_size
-        points = {len(hit.path) * self._block_size // self._part_size * self._part_size}
-        points |= {
+        known = hit.num_usable * self._block_size + self._recomputed
+        parted = len(hit.path) * self._block_size // self._part_size * self._part_size
+        shared = Counter(
             self.num_shared(request, other)
             for other in islice(waiting, _MOST_COMPARED)
             if other is not request
-        }
-        return tuple(sorted(point for point in points if point > known))
+        )
+        points = sorted((p for p in shared if p > known), key=lambda p: shared[p] * (p - known))
+        return tuple(sorted({*points[-self._most_stops :], *([parted] if parted > known else [])}))
+
+    def instead_of_waiting(self, request: Request, hit: PrefixHit | None) -> PrefixHit | None:
+        """Return what a request begins with rather than wait for a chunk row, which a hit takes.
+
+        Returns:
+            Nothing of a short hit, so that the request needs no chunk row; None if it has to wait.
+        """
+        if hit is None or not hit.num_usable or request.context is not None:
+            return None
+        return PrefixHit() if hit.num_usable * self._block_size <= self._recomputed else None
+
+    @property
+    def _takes_snapshots(self) -> bool:
+        """Whether heads keep rings, and there is a place for another snapshot of them."""
+        return self._cache is not None and self._cache.needs_snapshots and self._cache.has_place
 
     def comes_soon(
         self, request: Request, hit: PrefixHit | None, running: Iterable[Request], step: StepDraft
@@ -101,6 +127,9 @@ class PrefixSharing:
         """
         if self._cache is None or hit is None:
             return False
+        needs_stop = self._cache.needs_snapshots
+        if needs_stop and not self._takes_snapshots:
+            return False
         known = hit.num_usable * self._block_size
         for other in running:
             if other.num_uncomputed_tokens == 1:
@@ -108,12 +137,22 @@ class PrefixSharing:
             shared = self.num_shared(request, other)
             if shared <= max(known, other.num_computed_tokens):
                 continue
-            if not self._cache.needs_snapshots or shared in other.stops:
-                return True
-            if shared >= other.num_computed_tokens + step.share(other):
-                other.stops = tuple(sorted((*other.stops, shared)))
+            if not needs_stop or (
+                shared > known + self._recomputed and self._will_stop(other, shared, known, step)
+            ):
                 return True
         return False
+
+    def _will_stop(self, other: Request, shared: int, known: int, step: StepDraft) -> bool:
+        """Whether a running request ends a chunk at the end of a shared prefix, or of enough of it."""
+        computed = other.num_computed_tokens
+        if shared in other.stops:
+            return True
+        to_come = [stop for stop in other.stops if stop > computed]
+        if shared >= computed + step.share(other) and len(to_come) < self._most_stops:
+            other.stops = tuple(sorted((*other.stops, shared)))
+            return True
+        return any(known + self._recomputed < stop < shared for stop in to_come)
 
     def num_shared(self, request: Request, other: Request) -> int:
         """Return the tokens of whole blocks that two requests begin with, of which either may be reused.

@@ -55,7 +55,7 @@ class Scheduler:
         self.leases = KVLeases.of(limits)
         self._unfinished: dict[str, Request] = {}
         self.holding = PrefixHolding(self.leases, self._unfinished)
-        self._prefixes = PrefixSharing(self.leases, self.holding)
+        self._prefixes = PrefixSharing(limits, self.leases, self.holding)
         self._waiting = Waiting(self.policy, self.leases.find)
         self._running = ArrivalOrder()
         self._siblings = Siblings(self.leases, limits.decode_len)
@@ -293,7 +293,14 @@ class Scheduler:
             stops = self._prefixes.stops(request, hit, self._waiting.arrivals)
             start, blocks = self.leases.num_cached_tokens(hit), self.leases.cached_blocks(hit)
             if not step.has_room(request, start, blocks, stops):
-                return
+                hit = self._prefixes.instead_of_waiting(request, hit)
+                if (
+                    hit is None
+                    or not step.fits_whole(request)
+                    or not self._admission.has_room(request, hit, step)
+                ):
+                    return
+                stops = ()
             request.stops = stops
             self._open(request, hit)
             self._schedule(request, step)

@@ -186,6 +186,11 @@ class StepDraft:
         num_new, is_cut = self._share(request, start, stops, context)
         return num_new > 0 and (not is_cut or self.may_cut(request))
 
+    def fits_whole(self, request: Request) -> bool:
+        """Whether a request that does not run yet could compute all its tokens, with nothing in the cache."""
+        num_new = self._share(request, 0, (), b"")[0]
+        return num_new >= max(1, request.num_prefilled_tokens if self._grid else request.num_tokens)
+
     def _share(
         self, request: Request, start: int, stops: tuple[int, ...], context: bytes
     ) -> tuple[int, bool]:

@@ -117,6 +117,11 @@ class PrefixCache:
         """Whether a request can go on only behind a snapshot."""
         return self._uses_rows
 
+    @property
+    def has_place(self) -> bool:
+        """Whether a further snapshot could be taken."""
+        return self._snapshots.has_place(self.holds.ends_at)
+
     def find(self, request: Request) -> PrefixHit:
         """Return what the cache has of a request; nothing changes."""
         most = request.num_reusable_tokens
@@ -142,6 +147,8 @@ class PrefixCache:
         self.counters.num_queried_tokens += request.num_tokens
         self.counters.num_hit_tokens += hit.num_usable * self._block_size
         self.counters.num_lost_to_snapshots += (len(hit.path) - hit.num_usable) * self._block_size
+        if hit.path:
+            hit.path[-1].is_shared = True
         if not hit.num_usable:
             return 0
         end = hit.path[hit.num_usable - 1]
@@ -150,6 +157,7 @@ class PrefixCache:
         if self._uses_rows:
             assert end.snapshot is not None, f"no snapshot behind {end.depth} blocks"
             self._add_copy(RowCopy(end.snapshot, request.row))
+        end.is_shared = True
         self.tree.use(end)
         self._ends[request] = end
         return hit.num_usable * self._block_size

@@ -22,9 +22,10 @@ class PrefixNode:
         depth: blocks of the prefix.
         children: prefixes that are one block longer, by the key of that block.
         last_used: time of the last use.
+        is_shared: whether another text was found to begin with it, and with nothing longer.
     """
 
-    __slots__ = ("block", "children", "depth", "key", "last_used", "parent", "snapshot")
+    __slots__ = ("block", "children", "depth", "is_shared", "key", "last_used", "parent", "snapshot")
 
     def __init__(self, parent: PrefixNode | None, key: bytes, block: int) -> None:
         self.parent, self.key, self.block = parent, key, block
@@ -32,6 +33,7 @@ class PrefixNode:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, PrefixNode] = {}
         self.last_used = 0
+        self.is_shared = False
 
     @property
     def path(self) -> Iterator[PrefixNode]:

@@ -34,7 +34,9 @@ class Snapshots:
     """Hands out the rows of snapshots; if none is free, the least valuable snapshot goes.
 
     The value of a snapshot is the number of tokens that it saves, those between it and the next shorter one,
-    divided by the time since its last use. All snapshots take equally many bytes.
+    divided by the time since its last use. All snapshots take equally many bytes. Those of prefixes
+    that were asked for have half of the rows, which others do not take: most texts come once, however long
+    they are.
 
     Args:
         rows: numbers of the rows, behind those of running requests.
@@ -60,6 +62,10 @@ class Snapshots:
         """Prefixes with a snapshot."""
         return tuple(self._nodes.values())
 
+    def has_place(self, is_held: Callable[[PrefixNode], bool]) -> bool:
+        """Whether ``place`` would give a prefix a row."""
+        return bool(self._free) or any(not is_held(each) for each in self._nodes.values())
+
     def place(
         self, node: PrefixNode, tree: PrefixTree, is_held: Callable[[PrefixNode], bool]
     ) -> PrefixNode | None:
@@ -73,11 +79,17 @@ class Snapshots:
             others = [each for each in self._nodes.values() if not is_held(each)]
             if not others:
                 return None
-            lost = min(others, key=lambda each: _value(each, tree.time))
+            lost = self._least_valuable(others, tree.time)
             self.remove(lost)
         node.snapshot = self._free.pop()
         self._nodes[node.snapshot] = node
         return lost
+
+    def _least_valuable(self, nodes: list[PrefixNode], now: int) -> PrefixNode:
+        nodes = sorted(nodes, key=lambda each: _value(each, now))
+        shared = [each for each in nodes if each.is_shared]
+        kept = {*shared[-(len(self._rows) // 2) :]} if len(self._rows) > 1 else {*()}
+        return next((each for each in nodes if each not in kept), nodes[0])
 
     def remove(self, node: PrefixNode) -> None:
         """Take the row of a prefix back, if it has one."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphs import (
+    CARD_STEP_TOKENS,
     BatchShape,
     BucketTable,
     CaptureBackend,
@@ -68,6 +69,7 @@ class StepTables:
             self._max_len,
             caches_prefixes=self.config.cache.enable_prefix_caching,
             reads_slice=self._specs[0].impl is not Implementation.SDPA,
+            is_card=self._is_planned,
             chunk_grid=chunk_grid(self._specs),
         )
 
@@ -133,6 +135,7 @@ def resolve_limits(
     *,
     caches_prefixes: bool = False,
     reads_slice: bool = True,
+    is_card: bool = False,
     chunk_grid: int = 0,
 ) -> StepLimits:
     """Resolve the limits of steps, from the user's settings and the sizes of the stores.
@@ -142,6 +145,7 @@ def resolve_limits(
         caches_prefixes: whether blocks are kept for later requests.
         reads_slice: whether a step costs what the slice of the store costs up to the last block it reads, so
             that blocks have to lie densely.
+        is_card: whether a step of few tokens takes long: on all devices but CPUs.
         chunk_grid: see ``StepLimits``.
 
     Raises:
@@ -160,6 +164,7 @@ def resolve_limits(
         num_snapshots=memory.num_snapshots,
         max_block_moves=moves if caches_prefixes and reads_slice and memory.uses_blocks else 0,
         max_chunk_rows=scheduler.max_chunk_rows,
+        step_tokens=CARD_STEP_TOKENS if is_card else 0,
         decode_len=scheduler.decode_len,
         chunk_grid=chunk_grid,
         uses_block_positions=memory.uses_block_positions,

@@ -129,3 +129,83 @@ def test_salts_of_evicted_prompts_are_forgotten() -> None:
     assert cache is not None
     assert cache.counters.num_evicted_blocks > 100
     assert 1 < cache.tree.num_namespaces <= cache.num_blocks
+
+
+def _steps(texts: list[list[int]], **limits: int) -> tuple[int, int]:
+    """Steps until requests that come together have ended, and tokens that they took up."""
+    few = {"num_snapshots": 4, "max_num_batched_tokens": 64, "num_blocks": 200, "max_model_len": 60}
+    scheduler = Scheduler(replace(WARM, uses_rows=True, max_num_seqs=16, **{**few, **limits}))
+    for index, text in enumerate(texts):
+        scheduler.add(make_request(f"r{index}", text, max_tokens=1))
+    number = 0
+    while scheduler.has_unfinished:
+        stepped(scheduler)
+        number += 1
+    assert scheduler.leases.prefixes is not None
+    return number, scheduler.leases.prefixes.counters.num_hit_tokens
+
+
+def test_a_prefix_is_computed_again_where_that_is_sooner_than_to_wait_for_a_chunk_row() -> None:
+    """With one chunk row each request that takes the prefix up has a step for itself."""
+    texts = [[*TEXT, index, index] for index in range(1, 7)]
+    assert _steps(texts, step_tokens=0) == (7, 5 * 8)
+    assert _steps(texts, step_tokens=8) == (1, 0)
+    assert _steps(texts, step_tokens=15, max_chunk_rows=2) == (4, 5 * 8)
+
+
+def test_a_short_hit_takes_a_chunk_row_that_is_free_and_else_none() -> None:
+    scheduler = _scheduler(uses_rows=True, num_snapshots=4, step_tokens=8, max_num_batched_tokens=64)
+    for name in "ab":
+        scheduler.add(make_request(name, [*TEXT, 1, 2], max_tokens=1))
+    assert stepped(scheduler) == [("a", 8, 2), ("b", 0, 10)]
+    assert not scheduler.has_unfinished
+
+
+def test_nobody_waits_for_a_snapshot_that_has_no_place() -> None:
+    texts = [[*TEXT, index, index] for index in range(1, 7)]
+    assert _steps(texts, num_snapshots=0) == (1, 0)
+
+
+def test_a_chunk_ends_at_no_more_places_than_snapshots_are_kept_for() -> None:
+    text = [index % 9 + 1 for index in range(40)]
+    parting = [text, *([*text[: 4 * index], 10, 10] for index in range(1, 10))]
+    for num_snapshots, most in ((2, 1), (4, 2), (40, 9)):
+        scheduler = Scheduler(
+            replace(
+                WARM,
+                uses_rows=True,
+                max_num_seqs=16,
+                num_snapshots=num_snapshots,
+                max_num_batched_tokens=64,
+                num_blocks=200,
+                max_model_len=60,
+            )
+        )
+        first = make_request("first", parting[0], max_tokens=1)
+        scheduler.add(first)
+        for index, other in enumerate(parting[1:]):
+            scheduler.add(make_request(f"r{index}", other, max_tokens=1))
+        ends = []
+        while not first.num_output_tokens:
+            ends += [start for name, start, _ in stepped(scheduler) if name == "first"]
+        assert len(ends) - 1 == most
+
+
+@pytest.mark.parametrize("num_between", [1, 4])
+def test_one_off_prompts_do_not_throw_a_shared_beginning_out(num_between: int) -> None:
+    """From the third request on all of it is taken up, whatever comes in between."""
+    limits = replace(WARM, uses_rows=True, num_snapshots=4, max_model_len=60, num_blocks=200)
+    scheduler = Scheduler(replace(limits, max_num_batched_tokens=64))
+    taken = []
+    for number in range(8):
+        shared = make_request(f"r{number}", [*TEXT, number + 1, 10, 10], max_tokens=1)
+        others = [
+            make_request(f"o{number} {other}", [number + 1, other + 1] * 20, max_tokens=1)
+            for other in range(num_between)
+        ]
+        for request in (shared, *others):
+            scheduler.add(request)
+            while scheduler.has_unfinished:
+                stepped(scheduler)
+        taken.append(shared.num_cached_tokens)
+    assert taken[2:] == [len(TEXT)] * 6
