@@ -1,4 +1,4 @@
-"""Which slot of a full store is given up: the portable part for heads with a budget.
+"""The slot of a full store that is given up: the portable part for heads with a budget.
 
 Shapes: N rows, K key/value heads, C slots.
 """
