@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpu_duo.engine.step_plan import StepDraft
 from hpu_duo.kv.leases import KVLeases
-from hpu_duo.kv.prefix import PrefixHit
+from hpu_duo.kv.prefix_hit import PrefixHit
 from hpu_duo.request import Request
 from hpu_duo.sampling import FieldError
 from hpu_duo.scheduling import ArrivalOrder, SchedulingPolicy

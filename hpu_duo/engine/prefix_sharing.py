@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,11 +13,23 @@ from graphs import StepLimits
 from hpu_duo.engine.prefix_holding import PrefixHolding
 from hpu_duo.engine.step_plan import StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
-from hpu_duo.kv.prefix import PrefixHit
+from hpu_duo.kv.prefix_hit import PrefixHit
 from hpu_duo.request import Request, RequestStatus
 
 _MOST_COMPARED = 64
 """Requests of a queue that one is compared with."""
+
+
+class Begin(NamedTuple):
+    """The beginning of a request.
+
+    Attributes:
+        hit: what it takes up from the cache, None without one.
+        stops: branch points at which its chunks end, in tokens.
+    """
+
+    hit: PrefixHit | None
+    stops: tuple[int, ...] = ()
 
 
 class PrefixSharing:
@@ -79,13 +92,26 @@ class PrefixSharing:
         if self._cache is not None:
             self._cache.clear()
 
-    def stops(self, request: Request, hit: PrefixHit | None, waiting: Iterable[Request]) -> tuple[int, ...]:
-        """Return the branch points of a request that gets a row, in tokens.
+    def begin(
+        self, request: Request, hit: PrefixHit | None, step: StepDraft, waiting: Iterable[Request]
+    ) -> Begin | None:
+        """Return how a waiting request begins if it gets a row; None if the step has no share for it.
+
+        It begins without a short hit that would have to wait for a chunk row, if the whole text does not.
 
         Args:
             hit: what is cached of it.
             waiting: requests that wait, it may be among them.
         """
+        stops = self._stops(request, hit, waiting)
+        start, blocks = self._leases.num_cached_tokens(hit), self._leases.cached_blocks(hit)
+        if step.has_room(request, start, blocks, stops):
+            return Begin(hit, stops)
+        is_short = 0 < start <= self._recomputed and request.context is None
+        return Begin(PrefixHit()) if is_short and step.fits_whole(request) else None
+
+    def _stops(self, request: Request, hit: PrefixHit | None, waiting: Iterable[Request]) -> tuple[int, ...]:
+        """Return the branch points of a request that gets a row, in tokens; see ``begin``."""
         if self._cache is None or hit is None or not self._takes_snapshots:
             return ()
         known = hit.num_usable * self._block_size + self._recomputed
@@ -97,16 +123,6 @@ class PrefixSharing:
         )
         points = sorted((p for p in shared if p > known), key=lambda p: shared[p] * (p - known))
         return tuple(sorted({*points[-self._most_stops :], *([parted] if parted > known else [])}))
-
-    def instead_of_waiting(self, request: Request, hit: PrefixHit | None) -> PrefixHit | None:
-        """Return what a request begins with rather than wait for a chunk row, which a hit takes.
-
-        Returns:
-            Nothing of a short hit, so that the request needs no chunk row; None if it has to wait.
-        """
-        if hit is None or not hit.num_usable or request.context is not None:
-            return None
-        return PrefixHit() if hit.num_usable * self._block_size <= self._recomputed else None
 
     @property
     def _takes_snapshots(self) -> bool:

@@ -15,7 +15,7 @@ from hpu_duo.engine.prefix_sharing import PrefixSharing
 from hpu_duo.engine.siblings import Siblings
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
-from hpu_duo.kv.prefix import PrefixHit
+from hpu_duo.kv.prefix_hit import PrefixHit
 from hpu_duo.request import FinishReason, Request, RequestStatus
 from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPolicy, Waiting
 
@@ -288,21 +288,11 @@ class Scheduler:
             for other in self._admission.displaced_for(request, hit, step):
                 self._preempt(other, step)
                 hit = self.leases.find(request)  # a snapshot of the other may have taken the room of the hit
-            if not self._admission.has_room(request, hit, step):
+            begin = self._prefixes.begin(request, hit, step, self._waiting.arrivals)
+            if begin is None or not self._admission.has_room(request, begin.hit, step):
                 return
-            stops = self._prefixes.stops(request, hit, self._waiting.arrivals)
-            start, blocks = self.leases.num_cached_tokens(hit), self.leases.cached_blocks(hit)
-            if not step.has_room(request, start, blocks, stops):
-                hit = self._prefixes.instead_of_waiting(request, hit)
-                if (
-                    hit is None
-                    or not step.fits_whole(request)
-                    or not self._admission.has_room(request, hit, step)
-                ):
-                    return
-                stops = ()
-            request.stops = stops
-            self._open(request, hit)
+            request.stops = begin.stops
+            self._open(request, begin.hit)
             self._schedule(request, step)
             self._admission.admitted(request)
 

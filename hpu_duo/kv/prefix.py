@@ -3,51 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from hpu_duo.kv.copies import Copy, RowCopy
 from hpu_duo.kv.holds import Adoption, PrefixHold, PrefixHolds
 from hpu_duo.kv.pool import BlockMove, BlockPool
+from hpu_duo.kv.prefix_hit import PrefixCounters, PrefixHit
 from hpu_duo.kv.prefix_tree import NO_BLOCK, PrefixNode, PrefixTree
 from hpu_duo.kv.snapshots import Snapshots
 from hpu_duo.request import Request
-
-
-@dataclass(frozen=True)
-class PrefixHit:
-    """Cached blocks that a request begins with.
-
-    Attributes:
-        path: the cached blocks that the request begins with, the first one first.
-        num_usable: leading ones of them behind which a request can go on: all of them where no head keeps a
-            ring, else those up to the last one with a snapshot.
-    """
-
-    path: tuple[PrefixNode, ...] = ()
-    num_usable: int = 0
-
-    @property
-    def is_limited_by_snapshots(self) -> bool:
-        """Whether some cached blocks lie behind the last snapshot, and so cannot be used."""
-        return self.num_usable < len(self.path)
-
-
-@dataclass
-class PrefixCounters:
-    """Totals of the prefix cache.
-
-    Attributes:
-        num_queried_tokens: known tokens of requests when they got a row.
-        num_hit_tokens: those of them that were taken up from the cache.
-        num_lost_to_snapshots: those that lay in cached blocks, but behind the last snapshot.
-        num_evicted_blocks, num_evicted_snapshots: given up to make room.
-    """
-
-    num_queried_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_lost_to_snapshots: int = 0
-    num_evicted_blocks: int = 0
-    num_evicted_snapshots: int = 0
 
 
 class PrefixCache:
