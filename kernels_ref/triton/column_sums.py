@@ -135,14 +135,8 @@ def column_sums(
         *q_QKGD.stride()[:3],
         *k_QKD.stride()[:2],
         **({"UNIT": 0, "HEAD": 0} if slots_RKCD is None else launch.strides(slots_RKCD)),
-        NUM_HEADS=num_heads,
-        GROUP=group,
+        **tiles.constants(q_QKGD),
         SLOTS=num_slots,
-        D=dim,
-        P=launch.padded_dim(dim),
-        M=tiles.rows,
-        T=tiles.keys,
         SOFTCAP=softcap,
-        **tiles.options,
     )
     return mass

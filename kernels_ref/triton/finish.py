@@ -10,36 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels_ref.triton import launch
-from kernels_ref.triton.softmax import FLOOR, LOG2E, SEEN
-
-
-@triton.jit
-def _add(
-    acc: tl.tensor,
-    largest: tl.tensor,
-    total: tl.tensor,
-    attn_ptr: tl.tensor,
-    max_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    line: tl.tensor,
-    inside: tl.tensor,
-    D: tl.constexpr,
-    P: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The triple merged with lines of another one, empty where not ``inside``."""
-    column = tl.arange(0, P)
-    kept = inside[:, None] & (column < D)[None, :]
-    attn = tl.load(attn_ptr + line[:, None] * D + column[None, :], mask=kept, other=0.0)
-    other_max = tl.load(max_ptr + line, mask=inside, other=FLOOR)
-    other_sum = tl.load(sum_ptr + line, mask=inside, other=0.0)
-    new_largest = tl.maximum(largest, other_max)
-    shrink = tl.exp2((largest - new_largest) * LOG2E)
-    weight = tl.where(other_max > SEEN, tl.exp2((other_max - new_largest) * LOG2E), 0.0)
-    return (
-        acc * shrink[:, None] + attn * weight[:, None],
-        new_largest,
-        total * shrink + other_sum * weight,
-    )
+from kernels_ref.triton.softmax import LOG2E, add_lines, nothing_seen
 
 
 @triton.jit(do_not_specialize=["num_lines", "no_row"])
@@ -74,19 +45,23 @@ def finish_kernel(
     inside = line < num_lines
     token, head = line // HEADS, line % HEADS
     line = line.to(tl.int64)
-    acc = tl.zeros([LINES, P], dtype=tl.float32)
-    largest = tl.full([LINES], FLOOR, dtype=tl.float32)
-    total = tl.zeros([LINES], dtype=tl.float32)
+    acc, largest, total = nothing_seen(LINES, P)
     if TOKEN_PARTS > 0:
-        acc, largest, total = _add(acc, largest, total, a_attn_ptr, a_max_ptr, a_sum_ptr, line, inside, D, P)
+        acc, largest, total = add_lines(
+            acc, largest, total, a_attn_ptr, a_max_ptr, a_sum_ptr, line, inside, D, P
+        )
     if TOKEN_PARTS > 1:
-        acc, largest, total = _add(acc, largest, total, b_attn_ptr, b_max_ptr, b_sum_ptr, line, inside, D, P)
+        acc, largest, total = add_lines(
+            acc, largest, total, b_attn_ptr, b_max_ptr, b_sum_ptr, line, inside, D, P
+        )
     if TOKEN_PARTS > 2:
-        acc, largest, total = _add(acc, largest, total, c_attn_ptr, c_max_ptr, c_sum_ptr, line, inside, D, P)
+        acc, largest, total = add_lines(
+            acc, largest, total, c_attn_ptr, c_max_ptr, c_sum_ptr, line, inside, D, P
+        )
     if HAS_ROWS:
         row = tl.load(decode_slot_ptr + token, mask=inside, other=no_row)
         place = row.to(tl.int64) * HEADS + head
-        acc, largest, total = _add(
+        acc, largest, total = add_lines(
             acc, largest, total, row_attn_ptr, row_max_ptr, row_sum_ptr, place, row < no_row, D, P
         )
     if HAS_SINKS:

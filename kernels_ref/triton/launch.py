@@ -36,6 +36,16 @@ class Launch:
         """The same with query tiles no larger than ``num_lines`` lines need."""
         return replace(self, rows=min(self.rows, max(MIN_TILE, next_power_of_two(num_lines))))
 
+    def for_keys(self, num_keys: int) -> Launch:
+        """The same with tiles of keys no larger than ``num_keys`` keys need."""
+        return replace(self, keys=min(self.keys, max(MIN_TILE, next_power_of_two(num_keys))))
+
+    def constants(self, queries: torch.Tensor) -> dict[str, int | bool]:
+        """Sizes that a model fixes and tiles, for queries ``[*, K, G, D]``, with ``options``, by name."""
+        num_heads, group, dim = queries.shape[1:]
+        sizes = {"NUM_HEADS": num_heads, "GROUP": group, "D": dim, "P": padded_dim(dim)}
+        return {**sizes, "M": self.rows, "T": self.keys, **self.options}
+
     @property
     def options(self) -> dict[str, int | bool]:
         """Options for Triton's compiler, as keywords of a launch."""

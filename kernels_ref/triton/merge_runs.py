@@ -1,10 +1,14 @@
-"""Add up the triples that ``unique_blocks`` left in its workspace, row by row."""
+"""Workspace of decodes that are cut over blocks, and the sums of its triples, row by row."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from kernels_ref.triton import launch
 from kernels_ref.triton.softmax import FLOOR, LOG2E, SEEN
 
 
@@ -70,3 +74,51 @@ def merge_runs_kernel(
     tl.store(attn_ptr + out * D + column, acc, mask=kept)
     tl.store(max_ptr + out, largest)
     tl.store(sum_ptr + out, total)
+
+
+class Runs(NamedTuple):
+    """Room for the triples that programs over ranges of blocks leave.
+
+    Attributes:
+        triple: run ``r`` of range ``c`` at ``r * num_ranges + c``, and behind all of them the rows' tails.
+        run_row: row of each of these runs, int32.
+        num_runs: runs of each range, int32.
+        num_ranges, per_range: ranges, and blocks of each.
+    """
+
+    triple: launch.Triple
+    run_row: torch.Tensor
+    num_runs: torch.Tensor
+    num_ranges: int
+    per_range: int
+
+
+def plan_runs(q_NKHD: torch.Tensor, owner: torch.Tensor) -> Runs:
+    """Cut the blocks that ``owner`` tells of into ranges."""
+    num_rows, num_heads = q_NKHD.shape[:2]
+    limits = launch.device_limits(q_NKHD.device)
+    per_range = launch.blocks_per_program(owner.shape[0], num_heads, limits)
+    num_ranges = launch.num_tiles(owner.shape[0], per_range)
+    triple = launch.partials(q_NKHD, per_range * num_ranges + num_rows)
+    run_row, num_runs = owner.new_empty(per_range * num_ranges), owner.new_empty(num_ranges)
+    return Runs(triple, run_row, num_runs, num_ranges, per_range)
+
+
+def merge_runs(q_NKHD: torch.Tensor, runs: Runs) -> launch.Triple:
+    """Launch the kernel; returns the triples of all rows."""
+    num_rows, num_heads, group, dim = q_NKHD.shape
+    out = launch.partials(q_NKHD, num_rows)
+    merge_runs_kernel[(num_heads * group, num_rows)](
+        *runs.triple,
+        runs.run_row,
+        runs.num_runs,
+        *out,
+        runs.num_ranges,
+        runs.per_range,
+        NUM_QUERY_HEADS=num_heads * group,
+        D=dim,
+        P=launch.padded_dim(dim),
+        RANGES=launch.MERGED_SLOTS,
+        **launch.MERGE.options,
+    )
+    return out

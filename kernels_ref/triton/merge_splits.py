@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels_ref.triton import launch
-from kernels_ref.triton.softmax import FLOOR, LOG2E, SEEN
+from kernels_ref.triton.softmax import add_lines, nothing_seen, store_partial
 
 
 @triton.jit(do_not_specialize=["num_lines", "num_splits"])
@@ -26,25 +26,13 @@ def merge_splits_kernel(
     """Grid ``(tiles of LINES lines,)``; a line is one query head of one token or row, of ``num_lines``."""
     line = (tl.program_id(0) * LINES + tl.arange(0, LINES)).to(tl.int64)
     inside = line < num_lines
-    column = tl.arange(0, P)
-    kept = inside[:, None] & (column < D)[None, :]
-    acc = tl.zeros([LINES, P], dtype=tl.float32)
-    largest = tl.full([LINES], FLOOR, dtype=tl.float32)
-    total = tl.zeros([LINES], dtype=tl.float32)
+    acc, largest, total = nothing_seen(LINES, P)
     for split in tl.range(0, num_splits):
         source = line + split * num_lines.to(tl.int64)
-        split_max = tl.load(split_max_ptr + source, mask=inside, other=FLOOR)
-        split_sum = tl.load(split_sum_ptr + source, mask=inside, other=0.0)
-        split_attn = tl.load(split_attn_ptr + source[:, None] * D + column[None, :], mask=kept, other=0.0)
-        new_largest = tl.maximum(largest, split_max)
-        shrink = tl.exp2((largest - new_largest) * LOG2E)
-        weight = tl.where(split_max > SEEN, tl.exp2((split_max - new_largest) * LOG2E), 0.0)
-        acc = acc * shrink[:, None] + split_attn * weight[:, None]
-        total = total * shrink + split_sum * weight
-        largest = new_largest
-    tl.store(attn_ptr + line[:, None] * D + column[None, :], acc, mask=kept)
-    tl.store(max_ptr + line, largest, mask=inside)
-    tl.store(sum_ptr + line, total, mask=inside)
+        acc, largest, total = add_lines(
+            acc, largest, total, split_attn_ptr, split_max_ptr, split_sum_ptr, source, inside, D, P
+        )
+    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, line, inside, D, P)
 
 
 def merge_splits(parts: launch.Triple, num_splits: int) -> launch.Triple:

@@ -40,13 +40,7 @@ def plan_rings(q_NKGD: torch.Tensor, k_RKWD: torch.Tensor) -> RingLaunch:
         (num_rows, launch.num_tiles(tiles, splits) * chosen.keys, *q_NKGD.stride()[:3]),
         {
             **launch.strides(k_RKWD),
-            "NUM_HEADS": num_heads,
-            "GROUP": group,
             "SLOTS": num_slots,
-            "D": dim,
-            "P": launch.padded_dim(dim),
-            "M": chosen.rows,
-            "T": chosen.keys,
-            **chosen.options,
+            **chosen.constants(q_NKGD),
         },
     )

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from kernels_ref.triton import launch
+from kernels_ref.triton.query_tiles import load_queries, store_lines
 from kernels_ref.triton.rules import attend_seen, program, sees
-from kernels_ref.triton.softmax import load_vectors, nothing_seen, store_partial
+from kernels_ref.triton.softmax import nothing_seen
 
 
 @triton.jit(do_not_specialize=["num_queries", "no_row"])
@@ -53,16 +54,13 @@ def ruled_causal_kernel(
     """Grid ``(query tiles, NUM_HEADS)``. Heavy tiles, the last, start first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    line = tile * M + tl.arange(0, M)
-    query = line // GROUP
-    exists = query < num_queries
-    query_row = tl.load(row_ptr + query, mask=exists, other=no_row)
-    query_position = tl.load(position_ptr + query, mask=exists, other=0)
-    takes_part = query_row < no_row
+    q, line, query_row = load_queries(
+        q_ptr, row_ptr, tile, head, num_queries, no_row, stride_qq, stride_qk, stride_qg, GROUP, D, P, M
+    )
+    query, takes_part = line // GROUP, query_row < no_row
+    query_position = tl.load(position_ptr + query, mask=query < num_queries, other=0)
     # No key that is loaded has row -2, so a query that takes no part sees none.
     seeing_row = tl.where(takes_part, query_row, -2)
-    place = query.to(tl.int64) * stride_qq + head * stride_qk + (line % GROUP) * stride_qg
-    q = load_vectors(q_ptr, place, 1, takes_part, D, P)
     k_head, v_head = k_ptr + head * stride_kk, v_ptr + head * stride_vk
     acc, largest, total = nothing_seen(M, P)
 
@@ -81,8 +79,10 @@ def ruled_causal_kernel(
                 q, acc, largest, total, k_head, v_head, token.to(tl.int64), stride_kq, stride_vq, visible,
                 D, P, SKIPS, SOFTCAP,
             )  # fmt: skip
-    out = (query.to(tl.int64) * NUM_HEADS + head) * GROUP + line % GROUP
-    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, exists, D, P)
+    store_lines(
+        acc, largest, total, attn_ptr, max_ptr, sum_ptr, line, head, 0, num_queries,
+        NUM_HEADS, GROUP, D, P,
+    )  # fmt: skip
 
 
 def ruled_causal(
@@ -112,14 +112,8 @@ def ruled_causal(
         *q_QKGD.stride()[:3],
         *k_QKD.stride()[:2],
         *v_QKD.stride()[:2],
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        D=dim,
-        P=launch.padded_dim(dim),
-        M=tiles.rows,
-        T=tiles.keys,
+        **tiles.constants(q_QKGD),
         SOFTCAP=softcap,
         **program(rule, k_QKD.dtype, dim),
-        **tiles.options,
     )
     return out

@@ -16,8 +16,9 @@ import triton.language as tl
 
 from kernels_ref.triton import launch
 from kernels_ref.triton.merge_splits import merge_splits
+from kernels_ref.triton.query_tiles import load_queries, store_lines
 from kernels_ref.triton.rules import attend_seen, program, sees
-from kernels_ref.triton.softmax import load_vectors, nothing_seen, store_partial
+from kernels_ref.triton.softmax import nothing_seen
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_blocks", "no_row"])
@@ -56,14 +57,11 @@ def ruled_shared_kernel(
 ) -> None:
     """Grid ``(query tiles, NUM_HEADS, splits)``; split ``i`` writes to ``attn[i]`` and so on."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    line = tile * M + tl.arange(0, M)
-    query = line // GROUP
-    exists = query < num_queries
-    row = tl.load(row_ptr + query, mask=exists, other=no_row)
+    q, line, row = load_queries(
+        q_ptr, row_ptr, tile, head, num_queries, no_row, stride_qq, stride_qk, stride_qg, GROUP, D, P, M
+    )
     takes_part = row < no_row
-    query_position = tl.load(position_ptr + query, mask=takes_part, other=0)
-    place = query.to(tl.int64) * stride_qq + head * stride_qk + (line % GROUP) * stride_qg
-    q = load_vectors(q_ptr, place, 1, takes_part, D, P)
+    query_position = tl.load(position_ptr + line // GROUP, mask=takes_part, other=0)
     acc, largest, total = nothing_seen(M, P)
 
     TILES: tl.constexpr = (SLOTS + T - 1) // T
@@ -84,8 +82,10 @@ def ruled_shared_kernel(
         acc, largest, total = attend_seen(
             q, acc, largest, total, k_ptr, v_ptr, vector, D, D, visible, D, P, SKIPS, SOFTCAP
         )
-    out = ((split.to(tl.int64) * num_queries + query) * NUM_HEADS + head) * GROUP + line % GROUP
-    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, exists, D, P)
+    store_lines(
+        acc, largest, total, attn_ptr, max_ptr, sum_ptr, line, head, split, num_queries,
+        NUM_HEADS, GROUP, D, P,
+    )  # fmt: skip
 
 
 def ruled_shared(
@@ -106,7 +106,7 @@ def ruled_shared(
     num_blocks, block_size = shared_block.shape[0], k_XKBD.shape[2]
     limits = launch.device_limits(q_QKGD.device)
     chosen = launch.ruled(dim, k_XKBD.dtype, limits).for_lines(num_queries * group)
-    keys = min(chosen.keys, max(launch.MIN_TILE, launch.next_power_of_two(block_size)))
+    chosen = chosen.for_keys(block_size)
     tiles = launch.num_tiles(num_queries * group, chosen.rows)
     splits = launch.num_splits(tiles * num_heads, num_blocks, limits)
     parts = launch.partials(q_QKGD, splits * num_queries)
@@ -126,15 +126,9 @@ def ruled_shared(
         row_start.shape[0],
         *q_QKGD.stride()[:3],
         **launch.strides(k_XKBD),
-        NUM_HEADS=num_heads,
-        GROUP=group,
+        **chosen.constants(q_QKGD),
         SLOTS=block_size,
-        D=dim,
-        P=launch.padded_dim(dim),
-        M=chosen.rows,
-        T=keys,
         SOFTCAP=softcap,
         **program(rule, k_XKBD.dtype, dim),
-        **chosen.options,
     )
     return merge_splits(parts, splits)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import Triple
-from kernels_ref.triton.merge_runs import merge_runs_kernel
+from kernels_ref.triton.merge_runs import merge_runs, plan_runs
 from kernels_ref.triton.rules import attend_seen, program, sees
 from kernels_ref.triton.softmax import nothing_seen, store_partial
 
@@ -136,14 +136,10 @@ def ruled_unique(
 ) -> Triple:
     """Launch the kernel and its merge; ``rule`` in numbers, ``softcap`` 0 = none."""
     num_rows, num_heads, group, dim = q_NKHD.shape
-    num_blocks = owner.shape[0]
     limits = launch.device_limits(q_NKHD.device)
     tiles = launch.decode(group, dim, k_XKBD.dtype, limits)
-    per_range = launch.blocks_per_program(num_blocks, num_heads, limits)
-    num_ranges = -(-num_blocks // per_range)
-    work = launch.partials(q_NKHD, per_range * num_ranges + num_rows)
-    run_row, num_runs = owner.new_empty(per_range * num_ranges), owner.new_empty(num_ranges)
-    ruled_unique_kernel[(num_heads, num_ranges + num_rows)](
+    runs = plan_runs(q_NKHD, owner)
+    ruled_unique_kernel[(num_heads, runs.num_ranges + num_rows)](
         q_NKHD,
         k_XKBD,
         v_XKBD,
@@ -153,41 +149,21 @@ def ruled_unique(
         tail_start,
         tail_visible,
         end,
-        *work,
-        run_row,
-        num_runs,
+        *runs.triple,
+        runs.run_row,
+        runs.num_runs,
         num_rows,
-        num_blocks,
-        num_ranges,
-        per_range,
+        owner.shape[0],
+        runs.num_ranges,
+        runs.per_range,
         *q_NKHD.stride()[:3],
         **launch.strides(k_XKBD),
-        NUM_HEADS=num_heads,
-        GROUP=group,
+        **tiles.constants(q_NKHD),
         TAILS=tail_visible.shape[1],
         TOKENS=tail_visible.shape[2],
         SLOTS=k_XKBD.shape[2],
-        D=dim,
-        P=launch.padded_dim(dim),
-        M=tiles.rows,
-        T=tiles.keys,
-        RANGE_PAD=launch.next_power_of_two(per_range),
+        RANGE_PAD=launch.next_power_of_two(runs.per_range),
         SOFTCAP=softcap,
         **program(rule, k_XKBD.dtype, dim),
-        **tiles.options,
     )
-    out = launch.partials(q_NKHD, num_rows)
-    merge_runs_kernel[(num_heads * group, num_rows)](
-        *work,
-        run_row,
-        num_runs,
-        *out,
-        num_ranges,
-        per_range,
-        NUM_QUERY_HEADS=num_heads * group,
-        D=dim,
-        P=launch.padded_dim(dim),
-        RANGES=launch.MERGED_SLOTS,
-        **launch.MERGE.options,
-    )
-    return out
+    return merge_runs(q_NKHD, runs)

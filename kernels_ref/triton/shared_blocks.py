@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kernels_ref.triton import launch
 from kernels_ref.triton.merge_splits import merge_splits
+from kernels_ref.triton.query_tiles import load_queries, store_lines, without
 from kernels_ref.triton.seen_blocks import seen_blocks
 from kernels_ref.triton.softmax import (
     FLOOR,
@@ -23,7 +24,6 @@ from kernels_ref.triton.softmax import (
     load_vectors,
     nothing_seen,
     score,
-    store_partial,
 )
 
 
@@ -61,13 +61,10 @@ def shared_blocks_kernel(
 ) -> None:
     """Grid ``(query tiles, NUM_HEADS, splits)``; split ``i`` writes to ``attn[i]`` and so on."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    line = tile * M + tl.arange(0, M)
-    query = line // GROUP
-    exists = query < num_queries
-    row = tl.load(row_ptr + query, mask=exists, other=no_row)
+    q, line, row = load_queries(
+        q_ptr, row_ptr, tile, head, num_queries, no_row, stride_qq, stride_qk, stride_qg, GROUP, D, P, M
+    )
     takes_part = row < no_row
-    place = query.to(tl.int64) * stride_qq + head * stride_qk + (line % GROUP) * stride_qg
-    q = load_vectors(q_ptr, place, 1, takes_part, D, P)
     acc, largest, total = nothing_seen(M, P)
 
     TILES: tl.constexpr = (SLOTS + T - 1) // T
@@ -107,12 +104,11 @@ def shared_blocks_kernel(
         scores = tl.where(slot[None, :] < visible[:, None], score(q, k, SOFTCAP), FLOOR)
         acc, largest, total = accumulate(scores, v, acc, largest, total)
 
-    # Padding has met the whole blocks.
-    acc = tl.where(takes_part[:, None], acc, 0.0)
-    largest = tl.where(takes_part, largest, FLOOR)
-    total = tl.where(takes_part, total, 0.0)
-    out = ((split.to(tl.int64) * num_queries + query) * NUM_HEADS + head) * GROUP + line % GROUP
-    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, exists, D, P)
+    acc, largest, total = without(acc, largest, total, takes_part)
+    store_lines(
+        acc, largest, total, attn_ptr, max_ptr, sum_ptr, line, head, split, num_queries,
+        NUM_HEADS, GROUP, D, P,
+    )  # fmt: skip
 
 
 def shared_blocks(
@@ -131,7 +127,7 @@ def shared_blocks(
     num_blocks, block_size = shared_block.shape[0], k_XKBD.shape[2]
     limits = launch.device_limits(q_QKGD.device)
     chosen = launch.prefill(dim, k_XKBD.dtype, limits).for_lines(num_queries * group)
-    keys = min(chosen.keys, max(launch.MIN_TILE, launch.next_power_of_two(block_size)))
+    chosen = chosen.for_keys(block_size)
     tiles = launch.num_tiles(num_queries * group, chosen.rows)
     splits = launch.num_splits(tiles * num_heads, num_blocks, limits)
     plan = (row, row_start, shared_block, shared_start, shared_reads)
@@ -150,14 +146,8 @@ def shared_blocks(
         row_start.shape[0],
         *q_QKGD.stride()[:3],
         **launch.strides(k_XKBD),
-        NUM_HEADS=num_heads,
-        GROUP=group,
+        **chosen.constants(q_QKGD),
         SLOTS=block_size,
-        D=dim,
-        P=launch.padded_dim(dim),
-        M=chosen.rows,
-        T=keys,
         SOFTCAP=softcap,
-        **chosen.options,
     )
     return merge_splits(parts, splits)

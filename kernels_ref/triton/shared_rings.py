@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from kernels_ref.triton import launch
-from kernels_ref.triton.softmax import FLOOR, accumulate, load_vectors, nothing_seen, score, store_partial
+from kernels_ref.triton.query_tiles import load_queries, store_lines
+from kernels_ref.triton.softmax import FLOOR, accumulate, load_vectors, nothing_seen, score
 
 FAR = tl.constexpr(2**31 - 1)
 """A position that no token has."""
@@ -53,14 +54,11 @@ def shared_rings_kernel(
     A tile of queries skips the rings of other rows, and all but the sinks of a ring out of its reach.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
-    line = tile * M + tl.arange(0, M)
-    query = line // GROUP
-    exists = query < num_queries
-    query_row = tl.load(row_ptr + query, mask=exists, other=no_row)
-    query_position = tl.load(position_ptr + query, mask=exists, other=0)
-    takes_part = query_row < no_row
-    place = query.to(tl.int64) * stride_qq + head * stride_qk + (line % GROUP) * stride_qg
-    q = load_vectors(q_ptr, place, 1, takes_part, D, P)
+    q, line, query_row = load_queries(
+        q_ptr, row_ptr, tile, head, num_queries, no_row, stride_qq, stride_qk, stride_qg, GROUP, D, P, M
+    )
+    query, takes_part = line // GROUP, query_row < no_row
+    query_position = tl.load(position_ptr + query, mask=query < num_queries, other=0)
     acc, largest, total = nothing_seen(M, P)
     for ring in tl.range(0, num_rings):
         ring_row = tl.load(chunk_row_ptr + ring)
@@ -81,8 +79,10 @@ def shared_rings_kernel(
             v = load_vectors(v_ptr, vector, D, held >= 0, D, P)
             scores = tl.where(visible, score(q, k, SOFTCAP), FLOOR)
             acc, largest, total = accumulate(scores, v, acc, largest, total)
-    out = (query.to(tl.int64) * NUM_HEADS + head) * GROUP + line % GROUP
-    store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, out, exists, D, P)
+    store_lines(
+        acc, largest, total, attn_ptr, max_ptr, sum_ptr, line, head, 0, num_queries,
+        NUM_HEADS, GROUP, D, P,
+    )  # fmt: skip
 
 
 def shared_rings(
@@ -119,16 +119,10 @@ def shared_rings(
         chunk_row.shape[0],
         *q_QKGD.stride()[:3],
         **launch.strides(k_CKWD),
-        NUM_HEADS=num_heads,
-        GROUP=group,
+        **chosen.constants(q_QKGD),
         SLOTS=k_CKWD.shape[2],
-        D=dim,
-        P=launch.padded_dim(dim),
-        M=chosen.rows,
-        T=chosen.keys,
         SINK=sink,
         RECENT=recent,
         SOFTCAP=softcap,
-        **chosen.options,
     )
     return out

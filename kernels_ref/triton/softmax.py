@@ -217,3 +217,36 @@ def store_partial(
     tl.store(place, acc, mask=inside[:, None] & (column < D)[None, :])
     tl.store(max_ptr + row, largest, mask=inside)
     tl.store(sum_ptr + row, total, mask=inside)
+
+
+@triton.jit
+def add_lines(
+    acc: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    attn_ptr: tl.tensor,
+    max_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    line: tl.tensor,
+    inside: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Merge a triple with lines of ``attn [*, D]``, ``max [*]`` and ``sum [*]``, empty where not ``inside``.
+
+    Args:
+        line: which ones, int64.
+    """
+    column = tl.arange(0, P)
+    kept = inside[:, None] & (column < D)[None, :]
+    attn = tl.load(attn_ptr + line[:, None] * D + column[None, :], mask=kept, other=0.0)
+    other_max = tl.load(max_ptr + line, mask=inside, other=FLOOR)
+    other_sum = tl.load(sum_ptr + line, mask=inside, other=0.0)
+    new_largest = tl.maximum(largest, other_max)
+    shrink = tl.exp2((largest - new_largest) * LOG2E)
+    weight = tl.where(other_max > SEEN, tl.exp2((other_max - new_largest) * LOG2E), 0.0)
+    return (
+        acc * shrink[:, None] + attn * weight[:, None],
+        new_largest,
+        total * shrink + other_sum * weight,
+    )
