@@ -35,10 +35,11 @@ class Begin(NamedTuple):
 class PrefixSharing:
     """Keeps what requests compute, and finds out what they share before it is computed.
 
-    Snapshots are taken where they pay: behind a prompt, behind a request that ends or is preempted, and at
-    *branch points*, where texts part. A branch point is known when a request finds more
-    cached blocks than it can use, and when a waiting request begins like one that gets a row. A chunk ends
-    there once, so that the next request with the same beginning can use all of it.
+    Snapshots are taken where they pay: behind a prompt, behind a request that ends or is preempted, behind
+    each chunk of a prompt while there are free rows, and at *branch points*, where texts part. A branch point
+    is known when a request finds more cached blocks than it can use, and when a waiting request begins like
+    one that gets a row. A chunk ends there once, so that the next request with the same beginning can use
+    all of it.
 
     A request with a cached prefix takes a chunk row, of which a step has few, and a step costs much even if
     it is almost empty. So a prefix is not waited for, and no chunk ends behind it, if it costs less to
@@ -71,7 +72,8 @@ class PrefixSharing:
                 continue
             ends_prompt = row.start < request.num_prompt_tokens <= row.end
             is_known = row.end == self._last_border(request) if self._grid else ends_prompt
-            if is_known or row.end in request.stops:
+            ends_chunk = row.end < request.num_prompt_tokens and self._cache.has_free_row
+            if is_known or ends_chunk or row.end in request.stops:
                 self._cache.take_snapshot(request)
             self._cache.store(request)
             if ends_prompt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpu_duo.kv.copies import Copy, RowCopy
+from hpu_duo.kv.evicted import EvictedPrefixes
 from hpu_duo.kv.holds import Adoption, PrefixHold, PrefixHolds
 from hpu_duo.kv.pool import BlockMove, BlockPool
 from hpu_duo.kv.prefix_hit import PrefixCounters, PrefixHit
@@ -59,6 +60,7 @@ class PrefixCache:
         # The deepest node of each open request that has any.
         self._ends: dict[Request, PrefixNode] = {}
         self.counters = PrefixCounters()
+        self._evicted = EvictedPrefixes(blocks.num_blocks if uses_blocks else 0)
 
     @property
     def num_blocks(self) -> int:
@@ -79,6 +81,11 @@ class PrefixCache:
     def needs_snapshots(self) -> bool:
         """Whether a request can go on only behind a snapshot."""
         return self._uses_rows
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether a further snapshot could be taken without giving up another one."""
+        return self._snapshots.num_used < self._snapshots.num_rows
 
     @property
     def has_place(self) -> bool:
@@ -110,6 +117,7 @@ class PrefixCache:
         self.counters.num_queried_tokens += request.num_tokens
         self.counters.num_hit_tokens += hit.num_usable * self._block_size
         self.counters.num_lost_to_snapshots += (len(hit.path) - hit.num_usable) * self._block_size
+        self.counters.num_lost_to_blocks += self._num_evicted_behind(request, hit) * self._block_size
         if hit.path:
             hit.path[-1].is_shared = True
         if not hit.num_usable:
@@ -124,6 +132,14 @@ class PrefixCache:
         self.tree.use(end)
         self._ends[request] = end
         return hit.num_usable * self._block_size
+
+    def _num_evicted_behind(self, request: Request, hit: PrefixHit) -> int:
+        """Count the next blocks of a request that were cached once and had to go."""
+        node = hit.path[-1] if hit.path else self.tree.root(request.namespace)
+        ordinals = range(node.depth, request.num_reusable_tokens // self._block_size)
+        return self._evicted.num_following(
+            node.digest, (self.tree.key(request.tokens, ordinal) for ordinal in ordinals)
+        )
 
     def blocks_of(self, hit: PrefixHit) -> list[int]:
         """Return the usable blocks of a hit."""
@@ -150,6 +166,7 @@ class PrefixCache:
             child = node.children.get(key)
             if child is None:
                 child = self.tree.add(node, key, self._kept(request, ordinal))
+                self._evicted.discard(child.digest)
                 self._node_of[child.block] = child
             elif self._uses_blocks:
                 self._swap(request, ordinal, child.block)
@@ -276,6 +293,7 @@ class PrefixCache:
         for _ in range(count):
             node = self.tree.least_used(lambda each: self._blocks.is_idle(each.block))
             assert node is not None, "an idle block is not at the end of any text"
+            self._evicted.add(node.digest)
             self._remove(node)
             self.counters.num_evicted_blocks += 1
 

@@ -20,18 +20,30 @@ class PrefixNode:
         block: number of the block that holds their keys and values, ``NO_BLOCK`` where no head needs one.
         snapshot: ring row that holds the rings behind the prefix, None if there is none.
         depth: blocks of the prefix.
+        digest: hash of the prefix.
         children: prefixes that are one block longer, by the key of that block.
         last_used: time of the last use.
         is_shared: whether another text was found to begin with it, and with nothing longer.
     """
 
-    __slots__ = ("block", "children", "depth", "is_shared", "key", "last_used", "parent", "snapshot")
+    __slots__ = (
+        "block",
+        "children",
+        "depth",
+        "digest",
+        "is_shared",
+        "key",
+        "last_used",
+        "parent",
+        "snapshot",
+    )
 
     def __init__(self, parent: PrefixNode | None, key: bytes, block: int) -> None:
         self.parent, self.key, self.block = parent, key, block
         self.snapshot: int | None = None
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, PrefixNode] = {}
+        self.digest: int = hash(key) if parent is None else hash((parent.digest, key))
         self.last_used = 0
         self.is_shared = False
 
@@ -52,6 +64,7 @@ class PrefixRoot(PrefixNode):
     def __init__(self, namespace: Hashable) -> None:
         super().__init__(None, b"", NO_BLOCK)
         self.namespace = namespace
+        self.digest = hash(namespace)
 
 
 class PrefixTree:

@@ -30,11 +30,11 @@ def _cached(served: HPUDuoModel) -> int:
 def test_later_requests_take_up_what_they_share(
     tiny: Tiny, pattern: HeadPattern | None, options: dict[str, Any]
 ) -> None:
-    """The third request with a prefix hits all of its blocks, whatever its length."""
+    """The third request with a prefix hits all of its blocks, whatever its length and wherever chunks end."""
     shared = 4 * BLOCK + 3
     prompts = [[*TEXT[:shared], *tail] for tail in ([1, 2, 3] * 5, [4, 5] * 6, [7] * 11, [8] * 9)]
     expected = [tokens_of(serve(_cold(tiny, pattern=pattern), [prompt], GREEDY)) for prompt in prompts]
-    warm = tiny.load(pattern=pattern, **options)
+    warm = tiny.load(pattern=pattern, max_num_batched_tokens=64, **options)
     hits = []
     for prompt, tokens in zip(prompts, expected):
         before = _cached(warm)

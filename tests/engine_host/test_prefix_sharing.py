@@ -209,3 +209,31 @@ def test_one_off_prompts_do_not_throw_a_shared_beginning_out(num_between: int) -
                 stepped(scheduler)
         taken.append(shared.num_cached_tokens)
     assert taken[2:] == [len(TEXT)] * 6
+
+
+def test_the_second_request_takes_up_what_ends_with_a_chunk_while_rows_are_free() -> None:
+    text = [number % 9 + 1 for number in range(40)]
+    limits = replace(WARM, uses_rows=True, max_model_len=60, num_blocks=200, max_num_batched_tokens=16)
+    for num_snapshots, expected in ((8, 16), (1, 0)):
+        scheduler = Scheduler(replace(limits, num_snapshots=num_snapshots))
+        second = make_request("b", [*text[:30], 10, 10], max_tokens=1)
+        for request in (make_request("a", text, max_tokens=1), second):
+            scheduler.add(request)
+            while scheduler.has_unfinished:
+                stepped(scheduler)
+        assert second.num_cached_tokens == expected
+
+
+def test_tokens_whose_blocks_were_evicted_are_counted() -> None:
+    scheduler = _scheduler()
+    cache = scheduler.leases.prefixes
+    assert cache is not None
+    cache.evict(1)
+    scheduler.add(make_request("again", [*TEXT, 9, 9, 9, 9, 9], max_tokens=1))
+    while scheduler.has_unfinished:
+        stepped(scheduler)
+    assert (cache.counters.num_hit_tokens, cache.counters.num_lost_to_blocks) == (4, 4)
+    scheduler.add(make_request("third", [*TEXT, 9, 9, 9, 9, 9], max_tokens=1))
+    while scheduler.has_unfinished:
+        stepped(scheduler)
+    assert (cache.counters.num_hit_tokens, cache.counters.num_lost_to_blocks) == (16, 4)

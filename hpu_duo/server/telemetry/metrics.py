@@ -101,6 +101,10 @@ _OWN_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Tokens in cached blocks that could not be taken up for want of a snapshot of rings.",
         lambda s: s.prefixes.num_lost_to_snapshots if s.prefixes else 0,
     ),
+    "prefix_tokens_lost_to_blocks": (
+        "Tokens that had been in cached blocks, which were given up to make room.",
+        lambda s: s.prefixes.num_lost_to_blocks if s.prefixes else 0,
+    ),
     "prefix_blocks_evicted": (
         "Cached blocks given up to make room.",
         lambda s: s.prefixes.num_evicted_blocks if s.prefixes else 0,
