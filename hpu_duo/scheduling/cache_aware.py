@@ -34,7 +34,9 @@ class CacheAware(SchedulingPolicy):
                 f"expected window to be 1 or more and patience 0 or more, got {window} and {patience}"
             )
         self._window, self._patience = window, patience
+        # Of this step; requests before the place are gone, or passed over.
         self._order: list[Request] = []
+        self._place = 0
 
     @abstractmethod
     def order(self, requests: Sequence[Request], waiting: Waiting) -> list[Request]:
@@ -42,22 +44,30 @@ class CacheAware(SchedulingPolicy):
 
     def begin_step(self) -> None:
         """Order anew when somebody is to be admitted: the cache may hold something else."""
-        self._order = []
+        self._order, self._place = [], 0
+
+    def queued(self, request: Request) -> None:
+        """Look at the order from its beginning again: the request may be one that is gone from there."""
+        self._place = 0
 
     def next(self, waiting: Waiting) -> Request:
-        """Return the first one that is left, or the earliest arrival if it was overtaken too often."""
+        """Return the first one that is left, or the earliest if arrivals were overtaken too often."""
         if waiting.num_overtakes >= self._patience:
             return waiting.first
         found = self._first(waiting)
         if found is None:
-            self._order = self.order(list(islice(waiting, self._window)), waiting)
+            self._order, self._place = self.order(list(islice(waiting, self._window)), waiting), 0
             found = self._first(waiting)
         assert found is not None, f"none of {len(self._order)} requests waits"
         return found
 
     def _first(self, waiting: Waiting) -> Request | None:
-        left = (r for r in self._order if r.status is RequestStatus.WAITING and waiting.is_offered(r))
-        return next(left, None)
+        while self._place < len(self._order):
+            request = self._order[self._place]
+            if request.status is RequestStatus.WAITING and waiting.is_offered(request):
+                return request
+            self._place += 1
+        return None
 
 
 class LongestPrefixMatch(CacheAware):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
+from heapq import heappop, heappush
 from itertools import islice
 from math import floor, inf
 
@@ -14,6 +15,9 @@ from hpu_duo.scheduling.shortest import PATIENCE
 from hpu_duo.scheduling.users import User, UserQueues
 from hpu_duo.scheduling.vtc import check_prices
 from hpu_duo.scheduling.waiting import Waiting
+
+_Choice = tuple[int, int, Request]
+"""Cached blocks as a negative number, place by arrival, and the request."""
 
 
 class DeficitLongestPrefixMatch(SchedulingPolicy):
@@ -61,31 +65,39 @@ class DeficitLongestPrefixMatch(SchedulingPolicy):
         self._new: set[Request] = set()
         # Admissions since the earliest request of a user became so, of its later ones.
         self._num_overtakes: Counter[User] = Counter()
-        # Of this step: requests in the order to admit them, and the cached blocks of those looked up.
-        self._order: list[Request] = []
+        # Of this step: cached blocks of the requests that were looked up. Those that may be chosen are in the
+        # heap, first those of which most is cached, or put aside because their users have no credit.
         self._num_cached: dict[Request, int] = {}
+        self._is_looked_up = False
+        self._choices: list[_Choice] = []
+        self._aside: dict[User, list[_Choice]] = {}
+        self._num_choices: Counter[User] = Counter()
 
     def credit(self, user: User) -> float:
         """Return the credit of a user; debts are negative."""
         return self._credits.get(user, 0.0)
 
     def begin_step(self) -> None:
-        """Order anew when somebody is to be admitted: the cache may hold something else."""
-        self._order = []
+        """Look requests up anew when somebody is to be admitted: the cache may hold something else."""
         self._num_cached.clear()
+        self._forget_choices()
 
     def next(self, waiting: Waiting) -> Request:
         """Return the request of which most is cached, of users with credit; all get some if none has."""
-        choices = self._choices(waiting)
-        users = {each.params.user for each in choices}
-        most = max(map(self.credit, users))
-        if most <= 0:
-            self._give(1 if self._quantum == inf else floor(-most / self._quantum) + 1, users)
-        chosen = next(each for each in choices if self.credit(each.params.user) > 0)
+        if not self._is_looked_up:
+            self._is_looked_up = True
+            for user in self._queues:
+                self._look_up(user, waiting)
+        while (chosen := self._best(waiting)) is None:
+            most = max(map(self.credit, self._aside))
+            self._give(1 if self._quantum == inf else floor(-most / self._quantum) + 1, self._aside)
+            for user in [user for user in self._aside if self.credit(user) > 0]:
+                for choice in self._aside.pop(user):
+                    heappush(self._choices, choice)
         user = chosen.params.user
         if self._num_overtakes[user] < self._patience:
             return chosen
-        return next(filter(waiting.is_offered, self._queues.of(user)))
+        return next(self._queues.offered(user, waiting))
 
     def victim(self, running: Sequence[Request]) -> Request:
         """Return the latest request of the user who has the least credit."""
@@ -100,6 +112,7 @@ class DeficitLongestPrefixMatch(SchedulingPolicy):
             self._credits[user] = min(0.0, self.credit(user))
         self._unfinished.setdefault(user, set()).add(request)
         self._queues.add(request)
+        self._forget_choices()
 
     def admitted(self, request: Request) -> None:
         """Let the user pay for the tokens of the prompt that are not cached, the first time."""
@@ -151,23 +164,34 @@ class DeficitLongestPrefixMatch(SchedulingPolicy):
         if self._queues.discard(request):
             del self._num_overtakes[user]
 
-    def _choices(self, waiting: Waiting) -> list[Request]:
-        """Return the requests that may be chosen, some of each user, those of which most is cached first."""
-        left = _offered(self._order, waiting)
-        # A user whose requests in the order are all gone may have more.
-        if len({each.params.user for each in left}) < len(self._queues):
-            num_each = max(1, self._window // len(self._queues))
-            requests = [
-                request
-                for user in self._queues
-                for request in islice(filter(waiting.is_offered, self._queues.of(user)), num_each)
-            ]
-            for request in requests:
-                if request not in self._num_cached:
-                    self._num_cached[request] = num_cached_blocks(request, waiting)
-            self._order = left = sorted(requests, key=lambda each: (-self._num_cached[each], each.arrival))
-        return left
+    def _forget_choices(self) -> None:
+        self._is_looked_up = False
+        self._choices.clear()
+        self._aside.clear()
+        self._num_choices.clear()
 
+    def _look_up(self, user: User, waiting: Waiting) -> None:
+        """Add the earliest requests of a user to the choices, none of which is left there."""
+        num_each = max(1, self._window // max(1, len(self._queues)))
+        for request in islice(self._queues.offered(user, waiting), num_each):
+            if request not in self._num_cached:
+                self._num_cached[request] = num_cached_blocks(request, waiting)
+            heappush(self._choices, (-self._num_cached[request], request.arrival, request))
+            self._num_choices[user] += 1
 
-def _offered(requests: Sequence[Request], waiting: Waiting) -> list[Request]:
-    return [r for r in requests if r.status is RequestStatus.WAITING and waiting.is_offered(r)]
+    def _best(self, waiting: Waiting) -> Request | None:
+        """Return the choice of which most is cached, of users with credit; None if none of them has any."""
+        while self._choices:
+            request = self._choices[0][-1]
+            user = request.params.user
+            is_left = request.status is RequestStatus.WAITING and waiting.is_offered(request)
+            if is_left and self.credit(user) > 0:
+                return request
+            choice = heappop(self._choices)
+            if is_left:
+                self._aside.setdefault(user, []).append(choice)
+                continue
+            self._num_choices[user] -= 1
+            if not self._num_choices[user]:
+                self._look_up(user, waiting)
+        return None

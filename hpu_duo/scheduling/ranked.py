@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from hpu_duo.request import Request
 from hpu_duo.scheduling.policy import SchedulingPolicy
+from hpu_duo.scheduling.sorted_queue import SortedQueue
 from hpu_duo.scheduling.waiting import Waiting
 
 Rank = tuple[float, ...]
 
 
-class RankedOrder:
+class RankedOrder(SortedQueue[Request, tuple[Rank, int]]):
     """Requests sorted by rank, then by arrival; each keeps the rank that it was added with."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[Rank, int, Request]] = []
-        self._ranks: dict[Request, Rank] = {}
 
     def add(self, request: Request, rank: Rank) -> None:
         """Put a request at its place.
@@ -27,25 +23,9 @@ class RankedOrder:
         Raises:
             ValueError: it is in here.
         """
-        if request in self._ranks:
+        if request in self:
             raise ValueError(f"{request} is ranked already")
-        self._ranks[request] = rank
-        insort(self._entries, (rank, request.arrival, request))
-
-    def discard(self, request: Request) -> None:
-        """Take a request out if it is in here."""
-        rank = self._ranks.pop(request, None)
-        if rank is not None:
-            del self._entries[bisect_left(self._entries, (rank, request.arrival))]
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._ranks
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Request]:
-        return (request for _, _, request in self._entries)
+        self.put(request, (rank, request.arrival))
 
 
 class RankedPolicy(SchedulingPolicy):
@@ -54,8 +34,8 @@ class RankedPolicy(SchedulingPolicy):
     Ranks of waiting requests are kept sorted, so choosing takes no longer the more of them there are.
 
     Later arrivals overtake the earliest waiting request ``patience`` times at most; then it is next, and is
-    not displaced any more. So a request that ``k`` others came before waits for ``(k + 1) * patience``
-    admissions of later ones at most.
+    not displaced any more. While it is passed over, others go by arrival. So a request that ``k`` others came
+    before waits for ``(k + 1) * patience`` admissions of later ones at most, if nobody is passed over.
 
     Args:
         patience: infinite = requests of a high rank may wait for ever.
@@ -75,15 +55,16 @@ class RankedPolicy(SchedulingPolicy):
     def rerank(self, request: Request) -> None:
         """Ask for the rank of a request again, if it waits."""
         if request in self._order:
-            self._order.discard(request)
-            self._order.add(request, self.rank(request))
+            self._order.put(request, (self.rank(request), request.arrival))
 
     def next(self, waiting: Waiting) -> Request:
-        """Return the lowest rank, or the earliest arrival if it was overtaken too often."""
+        """Return the lowest rank, or the earliest arrival if the first one was overtaken too often."""
         if waiting.num_overtakes >= self._patience:
-            self._overtaken.add(first := waiting.first)
+            first = waiting.first
+            if first is waiting.arrivals.first:  # else it is another one that was overtaken, and passed over
+                self._overtaken.add(first)
             return first
-        return next(filter(waiting.is_offered, self._order))
+        return next(self._order.accepted(waiting.is_offered, waiting.step))
 
     def victim(self, running: Sequence[Request]) -> Request:
         """Return the highest rank."""

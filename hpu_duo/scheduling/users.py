@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hpu_duo.request import Request
 from hpu_duo.scheduling.arrivals import ArrivalOrder
+from hpu_duo.scheduling.sorted_queue import SortedQueue
+from hpu_duo.scheduling.waiting import Waiting
 
 User = str | None
 
@@ -38,9 +39,10 @@ class UserQueues:
             del self._queues[request.params.user]
         return not queue
 
-    def of(self, user: User) -> Iterable[Request]:
-        """Return the waiting requests of a user."""
-        return self._queues[user]
+    def offered(self, user: User, waiting: Waiting) -> Iterator[Request]:
+        """Yield the requests of a user that may be chosen in this step; nobody may come or go meanwhile."""
+        queue = self._queues.get(user)
+        return iter(()) if queue is None else queue.accepted(waiting.is_offered, waiting.step)
 
     def first_of(self, user: User) -> Request:
         """Return the earliest waiting request of a user who has one."""
@@ -57,42 +59,26 @@ class UserQueues:
         return iter(self._queues)
 
 
-class LeastFirst:
+class LeastFirst(SortedQueue[User, tuple[float, int]]):
     """Users sorted by a number; of equal numbers, the user comes first who came in first."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[float, int, User]] = []
-        self._places: dict[User, tuple[float, int]] = {}
+        super().__init__()
         self._num_users = 0
 
-    def put(self, user: User, number: float) -> None:
+    def give(self, user: User, number: float) -> None:
         """Give a user a number, or another one."""
-        if user in self._places:
-            order = self._places[user][1]
-            self.remove(user)
+        if user in self:
+            order = self._key_of[user][1]
         else:
             self._num_users += 1
             order = self._num_users
-        self._places[user] = number, order
-        insort(self._entries, (number, order, user))
-
-    def remove(self, user: User) -> None:
-        """Take a user out."""
-        del self._entries[bisect_left(self._entries, self._places.pop(user))]
+        self.put(user, (number, order))
 
     @property
-    def least(self) -> float:
+    def least_number(self) -> float:
         """The least number; there must be a user."""
-        return self._entries[0][0]
-
-    def __contains__(self, user: User) -> bool:
-        return user in self._places
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[User]:
-        return (user for _, _, user in self._entries)
+        return self.least[0]
 
 
 def read_weights(weights: str | Mapping[User, float]) -> dict[User, float]:

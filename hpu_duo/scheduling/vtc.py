@@ -68,8 +68,10 @@ class VirtualTokenCounter(SchedulingPolicy):
 
     def next(self, waiting: Waiting) -> Request:
         """Return the earliest request of the user who has paid least."""
-        requests = (request for user in self._waiting for request in self._queues.of(user))
-        return next(filter(waiting.is_offered, requests))
+        users = self._waiting.accepted(lambda user: self._first_of(user, waiting) is not None, waiting.step)
+        first = self._first_of(next(users), waiting)
+        assert first is not None, "the user has one"
+        return first
 
     def victim(self, running: Sequence[Request]) -> Request:
         """Return the latest request of the user who has paid most."""
@@ -82,11 +84,13 @@ class VirtualTokenCounter(SchedulingPolicy):
         is_new = request.admitted_at is None
         if is_new:
             self._new.add(request)
-        if self._queues.add(request):
-            if is_new:
-                floor = self._waiting.least if self._waiting else self.counter(self._last_to_leave)
-                self._counters[user] = max(self.counter(user), floor)
-            self._waiting.put(user, self.counter(user))
+        comes_back = self._queues.add(request)
+        if comes_back and is_new:
+            floor = self._waiting.least_number if self._waiting else self.counter(self._last_to_leave)
+            self._counters[user] = max(self.counter(user), floor)
+        # Even of a user who waits: there may be somebody to choose again.
+        self._waiting.give(user, self.counter(user))
+        if comes_back:
             self._forget_idle()
 
     def admitted(self, request: Request) -> None:
@@ -117,23 +121,29 @@ class VirtualTokenCounter(SchedulingPolicy):
         if self._lengths is not None:
             self._lengths.ended(request)
 
+    def _first_of(self, user: User, waiting: Waiting) -> Request | None:
+        return next(self._queues.offered(user, waiting), None)
+
     def _pay(self, user: User, cost: float) -> None:
         self._counters[user] = self.counter(user) + cost / self._weights.get(user, 1.0)
         if user in self._waiting:
-            self._waiting.put(user, self._counters[user])
+            self._waiting.give(user, self._counters[user])
 
     def _leave(self, request: Request) -> None:
         """Take a request from the queue, if it is there."""
         self._new.discard(request)
         user = request.params.user
         if self._queues.discard(request):
-            self._waiting.remove(user)
+            self._waiting.discard(user)
             self._last_to_leave = user
 
     def _forget_idle(self) -> None:
         """Forget counters that no user can be told by: whoever comes back would be lifted beyond them."""
         if len(self._counters) > self._most_counters:
-            floor, unfinished = self._waiting.least, {request.params.user for request in self._unfinished}
+            floor, unfinished = (
+                self._waiting.least_number,
+                {request.params.user for request in self._unfinished},
+            )
             self._counters = {
                 user: each for user, each in self._counters.items() if each > floor or user in unfinished
             }

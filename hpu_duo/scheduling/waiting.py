@@ -38,6 +38,7 @@ class Waiting:
         arrivals: all of them.
         num_overtakes: admissions since the earliest of them became the earliest, of requests that came later
             than it did.
+        step: number of the step that is planned. Who is passed over stays so until the next one.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Waiting:
     ) -> None:
         self._policy, self._find = policy, find
         self.arrivals = ArrivalOrder()
-        self.num_overtakes = 0
+        self.num_overtakes = self.step = 0
         self._passed: set[Request] = set()
 
     def add(self, request: Request) -> None:
@@ -77,6 +78,7 @@ class Waiting:
 
     def begin_step(self) -> None:
         """Offer everybody again."""
+        self.step += 1
         self._passed.clear()
         self._policy.begin_step()
 
@@ -100,13 +102,11 @@ class Waiting:
 
     @property
     def first(self) -> Request:
-        """The earliest arrival that may be chosen."""
+        """The earliest arrival that may be chosen; there must be one."""
         return next(iter(self))
 
     def __len__(self) -> int:
         return len(self.arrivals) - len(self._passed)
 
     def __iter__(self) -> Iterator[Request]:
-        if not self._passed:
-            return iter(self.arrivals)
-        return (request for request in self.arrivals if request not in self._passed)
+        return self.arrivals.accepted(self.is_offered, self.step)
