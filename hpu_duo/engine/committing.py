@@ -34,12 +34,15 @@ def append_tokens(
         num_taken = next(accepted) if row.wants_token else 0
         if request.status is not RequestStatus.RUNNING:
             continue
-        request.num_computed_tokens = row.end - (row.num_samples - num_taken)
-        policy.charge(request, row.num_new_tokens, num_taken)
+        num_appended = 0
         for place in range(first, first + num_taken):
             token, number = int(token_ids[place]), request.num_output_tokens
             reason = request.append(token)
             committed.append(CommittedToken(request, token, reason, number, place))
+            num_appended += 1
             if reason is not None:
                 break
+        # What lies behind the token that ends a request is none of its text: not to be cached or paid for.
+        request.num_computed_tokens = row.end - (row.num_samples - num_appended)
+        policy.charge(request, row.num_new_tokens, num_appended)
     return committed

@@ -79,11 +79,11 @@ class SchedulingPolicy(ABC):
         """Take note that a request has got a row; ``num_computed_tokens`` of its tokens are in the cache."""
 
     def charge(self, request: Request, num_computed: int, num_sampled: int) -> None:  # noqa: B027
-        """Take note of what a step has done for a request, before its tokens are appended.
+        """Take note of what a step has done for a request, once its tokens are appended.
 
         Args:
             num_computed: tokens whose keys and values were computed, again where it had been preempted.
-            num_sampled: tokens that it gets.
+            num_sampled: tokens that it got.
         """
 
     def ended(self, request: Request) -> None:  # noqa: B027

@@ -11,6 +11,7 @@ from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.scoring import forced
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.scheduling import SchedulingPolicy, VirtualTokenCounter
 from tests.engine_host.planning import LIMITS, planned, shares_of
 from tests.engine_host.simulated_device import EOS
 
@@ -71,3 +72,31 @@ def test_tokens_behind_the_one_that_ends_a_request_are_dropped() -> None:
     committed = scheduler.commit(planned(scheduler), [EOS, 12, 13])
     assert [(done.token, done.finish_reason) for done in committed] == [(EOS, FinishReason.STOP)]
     assert not scheduler.has_unfinished
+
+
+def _ended_by_the_second_of_four(policy: SchedulingPolicy | None = None, **limits: bool) -> Scheduler:
+    """A scheduler with a request that ended at the second of four tokens that were accepted."""
+    scheduler = Scheduler(replace(DRAFTS, **limits), policy=policy)
+    params = SamplingParams(forced_token_ids=(10, EOS, 12, 13, 14, 15), max_tokens=9, user="ann")
+    request = Request("f", [1], params, TokenLimits(64, frozenset([EOS])))
+    scheduler.add(request)
+    plan = planned(scheduler)
+    assert shares_of(plan) == [("f", 0, 4)]
+    scheduler.commit(plan, [10, EOS, 12, 13])
+    assert not scheduler.has_unfinished
+    assert (request.num_tokens, request.num_computed_tokens) == (3, 2)
+    return scheduler
+
+
+def test_tokens_behind_the_one_that_ends_a_request_are_not_charged_for() -> None:
+    policy = VirtualTokenCounter()
+    _ended_by_the_second_of_four(policy)
+    assert policy.counter("ann") == 1 + 2 * 2
+
+
+@pytest.mark.parametrize("uses_rows", [False, True])
+def test_what_is_computed_behind_the_token_that_ends_a_request_is_not_cached(uses_rows: bool) -> None:
+    """A block of it would have the keys of tokens that are nowhere in the text."""
+    scheduler = _ended_by_the_second_of_four(caches_prefixes=True, uses_rows=uses_rows)
+    assert scheduler.leases.prefixes is not None
+    assert not list(scheduler.leases.prefixes.tree)

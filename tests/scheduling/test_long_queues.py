@@ -1,4 +1,4 @@
-"""What planning a step takes with a long queue, counted in lines of Python that it runs."""
+"""Lines of Python that planning a step runs, with a long queue."""
 
 from __future__ import annotations
 

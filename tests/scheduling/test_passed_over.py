@@ -1,4 +1,4 @@
-"""Whom policies choose while requests are passed over, admitted and preempted, against all on offer."""
+"""Choices of policies while requests are passed over, admitted and preempted, against all on offer."""
 
 from __future__ import annotations
 
