@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from hpu_duo.engine.engine import Engine
 from hpu_duo.ranking import EncoderRanker, LinearRanker, save_ranker
+from hpu_duo.ranking.ranker import Prompt
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import Tiny
 from tests.modeling.families import prompts_of
@@ -24,12 +30,63 @@ def by_length(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_prompts_are_scored_once_when_they_arrive(tiny: Tiny, by_length: Path) -> None:
+Scored = list[tuple[int, list[int]]]
+"""The thread and the lengths of each call."""
+
+
+def _watch(engine: Engine) -> Scored:
+    """Note who asks the ranker of an engine for what, from now on."""
+    ranker = engine._intake.ranker
+    assert ranker is not None
+    scored: Scored = []
+
+    def note(ranker: nn.Module, arguments: tuple[Sequence[Prompt]]) -> None:
+        scored.append((threading.get_ident(), [len(prompt) for prompt in arguments[0]]))
+
+    ranker.register_forward_pre_hook(note)
+    return scored
+
+
+def test_shorter_prompts_end_first_where_the_ranker_says_so(tiny: Tiny, by_length: Path) -> None:
     served = tiny.load(max_num_seqs=1, scheduling_policy="ltr", ranker=by_length)
     ended: list[str] = []
     params = SamplingParams(temperature=0, max_tokens=2)
     served.engine.generate(prompts_of([9, 30, 4]), params, lambda one: ended.append(one.request_id))
     assert list(dict.fromkeys(ended)) == ["request-2", "request-0", "request-1"]
+
+
+def test_prompts_are_scored_once_when_they_arrive(tiny: Tiny, by_length: Path) -> None:
+    """And not again when they are admitted, or displaced and queued again."""
+    engine = tiny.load(max_num_seqs=2, scheduling_policy="ltr", ranker=by_length).engine
+    scored, lengths = _watch(engine), [9, 30, 4, 17]
+    for prompt in prompts_of(lengths):
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=6, n=2))
+    here = threading.get_ident()
+    assert scored == [(here, [length]) for length in lengths]
+    engine.step()
+    engine.add_request(prompts_of([2])[0], SamplingParams(temperature=0, max_tokens=1))
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.stats().num_preemptions > 0
+    assert scored == [(here, [length]) for length in (*lengths, 2)]
+
+
+def test_prompts_are_scored_in_the_thread_of_their_caller(tiny: Tiny, by_length: Path) -> None:
+    engine = tiny.load(max_num_seqs=1, scheduling_policy="ltr", ranker=by_length).engine
+    scored = _watch(engine)
+
+    def call() -> int:
+        for prompt in prompts_of([9, 4]):
+            engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2))
+        engine.rank(prompts_of([5, 7]))
+        return threading.get_ident()
+
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(call).result()
+    assert there != threading.get_ident()
+    while engine.has_unfinished:
+        engine.step()
+    assert scored == [(there, [9]), (there, [4]), (there, [5, 7])]
 
 
 def test_a_score_that_is_given_is_taken(tiny: Tiny, by_length: Path) -> None:
