@@ -2,7 +2,7 @@
 
 The loop over keys leaves its scores behind, a number for each query head and slot where keys and values have
 hundreds. Once the largest one and the sum are known, scores become weights, which are summed over the query
-heads of a key: in the same program, or, where rings are cut, behind the merge.
+heads of a key: in the same program, or, where rings are cut, in the launch that merges.
 
 Shapes: N rows, K heads, G query heads of each, D head size, W slots of a ring.
 """
@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from kernels_ref.triton import launch
-from kernels_ref.triton.merge_splits import merge_splits
 from kernels_ref.triton.ring_launch import plan_rings
 from kernels_ref.triton.slot_shares import share_slots, slot_shares
 from kernels_ref.triton.softmax import FLOOR, accumulate, load_vectors, nothing_seen, score, store_partial
@@ -94,7 +93,7 @@ def weighed_rings(
     sinks_KG: torch.Tensor | None,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the kernel, and the merges where rings are cut.
+    """Launch the kernel, and the merge where rings are cut.
 
     Args:
         visible: int32 ``[N, 1, 1]``.
@@ -123,8 +122,7 @@ def weighed_rings(
         HAS_SINKS=sinks_KG is not None,
         SOFTCAP=softcap,
     )
-    attn, largest, total = merge_splits(plan.parts, splits)
-    if splits > 1:
-        is_exact = k_RKWD.dtype == torch.float32
-        slot_shares(scores, largest, total, visible, sinks_KG, mass, is_exact=is_exact)
-    return attn, largest, total, mass
+    if splits == 1:
+        return *plan.parts, mass
+    is_exact = k_RKWD.dtype == torch.float32
+    return *slot_shares(scores, plan.parts, visible, sinks_KG, mass, is_exact=is_exact), mass
