@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.holds import PrefixHold
+from hpu_duo.kv.prefix_tree import PrefixNode, PrefixRoot, PrefixTree
 from hpu_duo.request import FinishReason, Request
 from tests.engine_host.prefix_draws import STEMS, prefix_limits
 from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, make_request, outputs_alone
@@ -289,17 +291,21 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         cache, size = self.scheduler.leases.prefixes, self.limits.block_size
         assert cache is not None
-        texts = {b"".join(each.key for each in reversed(list(node.path))): node for node in cache.tree}
-        for request in list(self.unfinished.values())[:3]:
-            hit = cache.find(request)
-            tokens, depth = request.tokens[: request.num_reusable_tokens], 0
-            if request.namespace is None:  # two namespaces may hold the same text
-                while (depth + 1) * size <= len(tokens) and tokens[: (depth + 1) * size].tobytes() in texts:
-                    depth += 1
-                assert len(hit.path) <= depth
-            assert hit.num_usable <= len(hit.path) <= request.num_reusable_tokens // size
-            if self.limits.uses_rows and hit.num_usable:
-                assert hit.path[hit.num_usable - 1].snapshot is not None
+        known = texts_of(cache.tree)
+        for request in self.unfinished.values():
+            hit, salt, num_known = cache.find(request), request.params.cache_salt, request.num_tokens
+            # The last known token is always computed, and so is the tail that is decoded.
+            tail = request.params.decoded_prompt_tokens
+            most = min(num_known - 1, request.num_prompt_tokens - tail if tail else num_known)
+            path: list[PrefixNode] = []
+            for end in range(size, most + 1, size):
+                node = known.get((salt, request.tokens[:end].tobytes()))
+                if node is None:
+                    break
+                path.append(node)
+            assert list(hit.path) == path
+            usable = [node.depth for node in path if node.snapshot is not None or not self.limits.uses_rows]
+            assert hit.num_usable == max(usable, default=0)
 
     def teardown(self) -> None:
         """Every request ends, and nothing but the cache is held."""
@@ -316,6 +322,18 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.scheduler.leases.blocks.num_used == self.scheduler.leases.rows.num_used == 0
         self.forget()
         assert self.scheduler.leases.blocks.num_free == self.limits.num_blocks
+
+
+def texts_of(tree: PrefixTree) -> dict[tuple[Hashable, bytes], PrefixNode]:
+    """The nodes of a tree by their namespaces and tokens."""
+    found: dict[tuple[Hashable, bytes], PrefixNode] = {}
+    for node in tree:
+        path = list(node.path)
+        root = path[-1].parent
+        assert isinstance(root, PrefixRoot)
+        found[root.namespace, b"".join(each.key for each in reversed(path))] = node
+    assert len(found) == len(tree)
+    return found
 
 
 TestPrefixMachine = PrefixMachine.TestCase
