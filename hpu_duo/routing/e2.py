@@ -42,7 +42,10 @@ class E2(PrefixRouter):
 
     Source: Preble, Srivatsa et al. 2024 (arXiv:2407.00023). Differences: the time of a prefill is linear, a
     replica that joins begins with the work of the one with the least, and the cost of an explored replica
-    includes the prompt's, which the published code leaves at 0.
+    includes the prompt's, which the published code leaves at 0. The two rules redirect the request at hand
+    and nothing else: the published code moves large nodes of its tree from the replica with the most work to
+    the one with the least, the cheapest first, as long as the first stays ahead. Here no prefix moves; the
+    other replica computes it and holds it as well.
     """
 
     def __init__(
