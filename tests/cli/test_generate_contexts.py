@@ -1,11 +1,14 @@
 """``hpu-duo generate --context``: documents that are read once, saved and loaded."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import Result
+
+from hpu_duo.cli.terminal.sizes import show_bytes
 
 Run = Callable[..., Result]
 DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
@@ -49,6 +52,38 @@ def test_the_table_tells_of_the_document(hpu_duo: Run, model_dir: Path, document
     assert result.exit_code == 0, result.stderr
     assert f"{len(DOCUMENT)} tokens, read in" in result.stderr
     assert "of the tokens were there" in result.stderr
+
+
+def _row(result: Result, name: str) -> str:
+    """A row of the table, of which long ones are broken into lines."""
+    lines = result.stderr.splitlines()
+    [at] = [number for number, line in enumerate(lines) if line.startswith(name)]
+    more = itertools.takewhile(lambda line: line.startswith("  "), lines[at + 1 :])
+    return " ".join(" ".join([lines[at].removeprefix(name), *more]).split())
+
+
+@pytest.mark.parametrize("has_context", [False, True])
+@pytest.mark.parametrize("has_pattern", [False, True])
+def test_the_table_tells_the_bytes_of_the_prefix_cache(
+    hpu_duo: Run, model_dir: Path, pattern_dir: Path, document: Path, has_context: bool, has_pattern: bool
+) -> None:
+    ask: tuple[object, ...] = ("generate", "--model", model_dir, *QUESTIONS, *COMMON[:-1])
+    ask += ("--context", document) if has_context else ()
+    ask += ("--pattern", pattern_dir, "--sparsity", 0.5) if has_pattern else ()
+    prefixes = json.loads(hpu_duo(*ask, "--json").stdout)["run"]["stats"]["prefixes"]
+    rate = prefixes["num_hit_tokens"] / prefixes["num_queried_tokens"]
+    assert (rate > 0) is has_context
+    assert (prefixes["snapshot_bytes"] > 0) is has_pattern
+    expected = f"{rate:.1%} of the tokens were there, {show_bytes(prefixes['idle_bytes'])} idle"
+    if prefixes["context_bytes"]:
+        expected += f", {show_bytes(prefixes['context_bytes'])} in contexts"
+    expected += f", {show_bytes(prefixes['snapshot_bytes'])} in snapshots"
+    assert _row(hpu_duo(*ask), "prefix cache") == expected
+
+
+def test_the_table_says_nothing_of_a_cache_that_is_not_there(hpu_duo: Run, model_dir: Path) -> None:
+    ask = ("generate", "--model", model_dir, "--prompt", "a", "--no-enable-prefix-caching")
+    assert "prefix cache" not in hpu_duo(*ask).stderr
 
 
 def test_a_context_is_saved_without_any_question(hpu_duo: Run, model_dir: Path, document: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from hpu_duo.cli.terminal.sizes import show_bytes
 from hpu_duo.cli.text.serving import Pace, RunReport
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.prefix_stats import PrefixStats
 
 
 def run_table(report: RunReport) -> Table:
@@ -33,8 +36,8 @@ def run_table(report: RunReport) -> Table:
     for ruled in stats.attention_rules:
         share = f"{ruled.tiles.num_tiles:,} of {ruled.tiles.num_dense_tiles:,} tiles"
         table.add_row("attention rule", f"{ruled.rule} in {ruled.num_heads} heads: {share} of each")
-    if stats.prefixes is not None and stats.prefixes.num_hit_tokens:
-        table.add_row("prefix cache", f"{stats.prefixes.hit_rate:.1%} of the tokens were there")
+    if stats.prefixes is not None:
+        table.add_row("prefix cache", _prefixes(stats.prefixes))
     if stats.num_preemptions:
         table.add_row("preempted", f"{stats.num_preemptions} times, for lack of blocks")
     if stats.num_graph_misses or stats.num_late_captures:
@@ -67,6 +70,13 @@ def _speed(pace: Pace) -> str:
 
 def _pace_fields(pace: Pace) -> dict[str, Any]:
     return {**asdict(pace), "tokens_per_s": pace.tokens_per_s}
+
+
+def _prefixes(prefixes: PrefixStats) -> str:
+    text = f"{prefixes.hit_rate:.1%} of the tokens were there, {show_bytes(prefixes.idle_bytes)} idle"
+    if prefixes.context_bytes:
+        text += f", {show_bytes(prefixes.context_bytes)} in contexts"
+    return f"{text}, {show_bytes(prefixes.snapshot_bytes)} in snapshots"
 
 
 def _kv(held: int, full: int) -> str:

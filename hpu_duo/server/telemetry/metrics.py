@@ -149,6 +149,10 @@ _OWN_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Bytes of cached blocks that no request holds.",
         lambda s: s.prefixes.idle_bytes if s.prefixes else 0,
     ),
+    "prefix_context_bytes": (
+        "Bytes of blocks that contexts hold.",
+        lambda s: s.prefixes.context_bytes if s.prefixes else 0,
+    ),
     "prefix_snapshot_bytes": (
         "Bytes of snapshots of rings.",
         lambda s: s.prefixes.snapshot_bytes if s.prefixes else 0,
