@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.prefix_cache --out benchmarks/results/prefix-cache.md
 
 Engines with and without the cache serve the same work in turn; a row gives the median ratio of their CPU
-times, without over with. Every round draws new tokens, so that the cache knows nothing of it beforehand.
-With ``--sparsity`` a share of the heads streams.
+times, without over with. Every round of every workload draws tokens of its own, so that the cache knows
+nothing of it beforehand. With ``--sparsity`` a share of the heads streams.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -22,17 +23,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
-from benchmarks.cpu_systems import LAYERS, make_checkpoint, prompt, seconds
+from benchmarks.cpu_systems import LAYERS, VOCAB, make_checkpoint, seconds
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.modeling.loading import read_config
 from hpu_duo.sampling import SamplingParams
 
 NUM_KV_HEADS = 4
 DOCUMENT = 3968
-Work = Callable[[HPUDuoModel, int], None]
 
 
 @dataclass
@@ -55,47 +56,83 @@ def run(model: HPUDuoModel, prompts: Sequence[Sequence[int]], num_new: int) -> l
     return [samples[0].token_ids for samples in model.engine.generate(prompts, params)]
 
 
-def together(model: HPUDuoModel, seed: int) -> None:
-    """16 requests at once with 1,024 tokens in common and 64 of their own, 32 new tokens each."""
-    shared = prompt(1024, seed)
-    run(model, [shared + prompt(64, seed + 1 + number) for number in range(16)], 32)
+class Tokens:
+    """Random tokens of one round of one workload; no two draws begin alike, in whatever round or workload.
+
+    Args:
+        name: of the workload.
+        number: of the round.
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        self._generator = np.random.default_rng([zlib.crc32(name.encode()), number])
+
+    def draw(self, length: int) -> list[int]:
+        """Return the next tokens."""
+        return self._generator.integers(0, VOCAB, length).tolist()
 
 
-def one_by_one(length: int, own: int) -> Work:
-    """Eight requests, one after the other, that have some tokens in common."""
+@dataclass(frozen=True)
+class Work:
+    """A workload.
 
-    def work(model: HPUDuoModel, seed: int) -> None:
-        shared = prompt(length, seed)
-        for number in range(8):
-            run(model, [shared + prompt(own, seed + 1 + number)], 8)
+    Attributes:
+        texts: makes what is said in a round: prompts, or the turns of a chat.
+        serve: has an engine answer it.
+    """
 
-    return work
+    texts: Callable[[Tokens], list[list[int]]]
+    serve: Callable[[HPUDuoModel, list[list[int]]], None]
+
+    def run(self, model: HPUDuoModel, name: str, number: int) -> None:
+        """Serve a round, the same for every engine."""
+        self.serve(model, self.texts(Tokens(name, number)))
 
 
-def chat(model: HPUDuoModel, seed: int) -> None:
-    """20 turns of 64 tokens, each answered by 32."""
+def sharing(shared: int, own: int, num: int) -> Callable[[Tokens], list[list[int]]]:
+    """Prompts that begin with the same tokens, and have some of their own."""
+
+    def texts(tokens: Tokens) -> list[list[int]]:
+        beginning = tokens.draw(shared)
+        return [beginning + tokens.draw(own) for _ in range(num)]
+
+    return texts
+
+
+def at_once(num_new: int) -> Callable[[HPUDuoModel, list[list[int]]], None]:
+    """Serve prompts together."""
+
+    def serve(model: HPUDuoModel, prompts: list[list[int]]) -> None:
+        run(model, prompts, num_new)
+
+    return serve
+
+
+def one_by_one(model: HPUDuoModel, prompts: list[list[int]]) -> None:
+    """Serve prompts one after the other."""
+    for each in prompts:
+        run(model, [each], 8)
+
+
+def chat(model: HPUDuoModel, turns: list[list[int]]) -> None:
+    """Serve a conversation, whose turns are answered by 32 tokens each."""
     text: list[int] = []
-    for turn in range(20):
-        text += prompt(64, seed + turn)
+    for turn in turns:
+        text += turn
         text += run(model, [text], 32)[0]
 
 
-def unrelated(model: HPUDuoModel, seed: int) -> None:
-    """16 requests of 512 tokens with nothing in common: what the cache costs where it does not help."""
-    run(model, [prompt(512, seed + 500 + number) for number in range(16)], 64)
-
-
-def document(model: HPUDuoModel, seed: int) -> None:
-    """Eight questions of 32 tokens to a document, one after the other; read once where there is a cache."""
-    text, questions = prompt(DOCUMENT, seed), [prompt(32, seed + 1 + number) for number in range(8)]
+def ask_document(model: HPUDuoModel, prompts: list[list[int]]) -> None:
+    """Serve questions to a document, one after the other; it is read once where there is a cache."""
     if model.stats().prefixes is None:
-        for question in questions:
-            run(model, [text + question], 16)
+        for each in prompts:
+            run(model, [each], 16)
         return
-    with model.prefill(text) as context:
-        for question in questions:
+    with model.prefill(prompts[0][:DOCUMENT]) as context:
+        for each in prompts:
             params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-            model.engine.generate([context.prompt(question)], params, context=context.hold())
+            question = context.prompt(each[DOCUMENT:])
+            model.engine.generate([question], params, context=context.hold())
 
 
 def files(model: HPUDuoModel, directory: Path, rounds: int) -> str:
@@ -103,7 +140,7 @@ def files(model: HPUDuoModel, directory: Path, rounds: int) -> str:
     ratios, size = [], 0
     for number in range(rounds):
         began = time.perf_counter()
-        with model.prefill(prompt(DOCUMENT, 77_000 + number)) as context:
+        with model.prefill(Tokens("files", number).draw(DOCUMENT)) as context:
             read = time.perf_counter() - began
             began = time.perf_counter()
             context.save(directory / "document")
@@ -122,12 +159,13 @@ def files(model: HPUDuoModel, directory: Path, rounds: int) -> str:
 
 
 WORKS: dict[str, Work] = {
-    "16 at once, 1,024 tokens shared, 64 of their own": together,
-    "8 one after the other, 1,500 of 2,200 tokens shared": one_by_one(1500, 700),
-    "8 one after the other, 1,600 of 2,200 tokens shared": one_by_one(1600, 600),
-    "chat of 20 turns": chat,
-    "16 at once, nothing shared": unrelated,
-    "8 questions to a document of 3,968 tokens, in a context": document,
+    "16 at once, 1,024 tokens shared, 64 of their own": Work(sharing(1024, 64, 16), at_once(32)),
+    "8 one after the other, 1,500 of 2,200 tokens shared": Work(sharing(1500, 700, 8), one_by_one),
+    "8 one after the other, 1,600 of 2,200 tokens shared": Work(sharing(1600, 600, 8), one_by_one),
+    "chat of 20 turns": Work(sharing(0, 64, 20), chat),
+    # What the cache costs where it does not help.
+    "16 at once, nothing shared": Work(sharing(0, 512, 16), at_once(64)),
+    "8 questions to a document of 3,968 tokens, in a context": Work(sharing(DOCUMENT, 32, 8), ask_document),
 }
 
 
@@ -154,16 +192,15 @@ def measure(
     for name in names:
         row, work = Row(name), WORKS[name]
         for number in range(rounds + 1):
-            seed = 1000 * (number + 1)
             before = _hits(warm)
-            with_cache = seconds(partial(work, warm, seed))
-            without = seconds(partial(work, cold, seed))
+            with_cache = seconds(partial(work.run, warm, name, number))
+            without = seconds(partial(work.run, cold, name, number))
             if number:  # the first round warms caches of the processor and of the allocator
                 row.ratios.append(without / with_cache)
                 row.hits.append(_hits(warm) - before)
         rows.append(row)
         print(row.markdown(), file=sys.stderr)
-    return rows, files(warm, path, rounds) if document in map(WORKS.__getitem__, names) else ""
+    return rows, files(warm, path, rounds) if any(WORKS[name].serve is ask_document for name in names) else ""
 
 
 def _hits(model: HPUDuoModel) -> int:
