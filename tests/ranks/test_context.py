@@ -89,7 +89,8 @@ def exchanged(
 
 
 @pytest.mark.slow
-def test_simulated_hpus_capture_everything_ahead(zoo: Zoo) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_simulated_hpus_capture_everything_ahead(zoo: Zoo, num_ranks: int) -> None:
     mha = zoo.load("llama_mha")[1]
     prompts = prompts_of((3, 20, 9), seed=4)
     case = Case(
@@ -103,13 +104,16 @@ def test_simulated_hpus_capture_everything_ahead(zoo: Zoo) -> None:
         parallel=BY_CONTEXT,
         warms_up=True,
     )
-    answer = run_processes(serve, ({"sim": case},), [{}] * 2, 600)[0]["sim"]
+    answer = run_processes(serve, ({"sim": case},), [{}] * num_ranks, 600)[0]["sim"]
+    assert len(answer.of_ranks) == num_ranks
     assert answer.tokens == serve_here(Case(mha, prompts, [GREEDY] * 3, heads=case.heads)).tokens
     captured_ahead(answer)
-    # Both have 12 blocks and one for padding, of 8 tokens, of all 8 retrieval heads of the layers, with keys
-    # and values of 8 channels; of their heads 6 and 2 stream.
+    # All have 12 blocks and one for padding, of 8 tokens, of all 8 retrieval heads of the layers, with keys
+    # and values of 8 channels; of the heads of two ranks 6 and 2 stream, of those of four 4, 2, 2 and none.
     rings = [own.kv_bytes - 13 * 8 * 8 * 2 * 8 * 4 for own in answer.of_ranks]
-    assert rings[0] == 3 * rings[1] > 0
+    num_streaming = {2: (6, 2), 4: (4, 2, 2, 0)}[num_ranks]
+    assert rings == [rings[0] // num_streaming[0] * number for number in num_streaming]
+    assert rings[0] > 0
 
 
 @pytest.mark.slow
@@ -132,7 +136,18 @@ def test_four_ranks_give_the_tokens_of_one(zoo: Zoo) -> None:
         )
         for counts in (UNEVEN, (4,) * NUM_LAYERS, (1, 2, 3, 4))
     }
-    assert differing(cases, run_processes(serve, (cases,), [{}] * 4, 600)[0]) == []
+    common = {"heads": {"pattern": pattern(1, UNEVEN)}, "parallel": BY_CONTEXT}
+    greedy = [GREEDY] * len(prompts)
+    drawn = [SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, seed=seed) for seed in range(4)]
+    few = {"max_model_len": 72, "max_num_batched_tokens": 16, "max_chunk_rows": 2}
+    cases["preempted"] = Case(mha, prompts, greedy, **common, cache={"num_blocks": 3}, scheduler=few)
+    snapshots, two = {"num_prefix_snapshots": 16}, {"max_num_seqs": 2}
+    cases["cached"] = Case(mha, [*prompts, *prompts], drawn * 2, **common, cache=snapshots, scheduler=two)
+    answers = run_processes(serve, (cases,), [{}] * 4, 600)[0]
+    # A block of four ranks holds four times as many tokens.
+    assert differing({name: replace(case, cache={}) for name, case in cases.items()}, answers) == []
+    assert answers["preempted"].seen["preemptions"] > 0
+    assert answers["cached"].seen["cached"] > 0
 
 
 def by_context(cases: dict[str, Case]) -> dict[str, Case]:

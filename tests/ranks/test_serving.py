@@ -96,6 +96,24 @@ def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
         counted_alike(seen[name], is_counted=name != "replayed")
 
 
+@pytest.mark.slow
+def test_four_ranks_give_the_tokens_of_one(cases: dict[str, Case]) -> None:
+    answers = run_processes(serve, (cases,), [{}] * 4, 600)[0]
+    # A layer of four heads retrieves with all of them or with none, since each rank has one.
+    even = {"pattern": pattern(1).promote((4, 4, 0, 4))}
+    ones = {
+        name: serve_here(replace(case, heads=even) if case.heads else case) for name, case in cases.items()
+    }
+    assert [name for name in cases if answers[name].tokens != ones[name].tokens] == []
+    assert answers["preempted"].seen["preemptions"] > 0
+    assert answers["prefixes"].seen["cached"] > 0
+    for name, answer in answers.items():
+        assert answer.seen["broadcasts"] == answer.seen["steps"]
+        assert len(answer.of_ranks) == 4
+        assert all(own.misses == own.late == 0 for own in answer.of_ranks)
+        counted_alike(answer.seen, is_counted=name != "replayed")
+
+
 def counted_alike(seen: dict[str, Any], *, is_counted: bool) -> None:
     """Check that statistics tell, by formula, the bytes that were counted, and one broadcast a step.
 
@@ -115,28 +133,29 @@ def counted_alike(seen: dict[str, Any], *, is_counted: bool) -> None:
 
 
 def captured_ahead(answer: Answer) -> None:
-    """Check that both ranks captured the same buckets in warm-up, and compiled nothing afterwards."""
-    assert len(answer.of_ranks) == 2
+    """Check that all ranks captured the same buckets in warm-up, and compiled nothing afterwards."""
     for own in answer.of_ranks:
         assert (own.misses, own.late, own.recompiles) == (0, 0, 0)
         assert own.captures == answer.seen["captures"] > 0
 
 
 @pytest.mark.slow
-def test_simulated_hpus_capture_everything_ahead(zoo: Zoo) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_simulated_hpus_capture_everything_ahead(zoo: Zoo, num_ranks: int) -> None:
     mha = zoo.load("llama_mha")[1]
     prompts = prompts_of((3, 20, 9), seed=4)
     case = Case(
         mha,
         prompts,
         [GREEDY] * 3,
-        heads={"pattern": pattern(1)},
+        heads={"pattern": pattern(1, (4, 4, 0, 4))},
         cache={"num_blocks": 24},
         scheduler={"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48},
         model={"device": "hpu-sim"},
         warms_up=True,
     )
-    answer = run_processes(serve, ({"sim": case},), [{}] * 2, 600)[0]["sim"]
+    answer = run_processes(serve, ({"sim": case},), [{}] * num_ranks, 600)[0]["sim"]
+    assert len(answer.of_ranks) == num_ranks
     assert answer.tokens == serve_here(Case(mha, prompts, [GREEDY] * 3, heads=case.heads)).tokens
     captured_ahead(answer)
     assert {own.kv_bytes for own in answer.of_ranks} == {answer.seen["kv_bytes"]}
