@@ -8,6 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,52 +19,114 @@ import pytest
 from tests.replicas.streams import texts_and_ends
 
 PROMPT = "The passkey for Joel is loom actor camel."
-PATIENCE_S = 120
+PATIENCE_S = 240
+LIMITS = "--max-num-seqs 2 --max-model-len 2048 --num-blocks 40 --graphs eager"
+ASKED = {"prompt": PROMPT, "temperature": 0, "max_tokens": 1000, "ignore_eos": True}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-def test_a_replica_that_is_lost_takes_no_answer_for_complete_and_comes_back(harm: signal.Signals) -> None:
+class Served:
+    """Two replicas behind one address.
+
+    Attributes:
+        url: of the address.
+        http: a client of it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """Statistics of each."""
+        with httpx.Client(base_url=self.url, timeout=PATIENCE_S) as other:
+            return list(other.get("/stats").json()["replicas"])
+
+    def wait_until_ready(self) -> None:
+        """Wait for all replicas."""
+        deadline = time.monotonic() + PATIENCE_S
+        while any(each["state"] != "ready" for each in self.replicas()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def answer(self) -> str:
+        """The text of an answer."""
+        return str(self.http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"])
+
+    def stream_until(self, harm: Any) -> tuple[str, list[str]]:
+        """Text and ends of a stream; ``harm`` is called with the process of its replica."""
+        with self.http.stream("POST", "/v1/completions", json={**ASKED, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            seen = [next(lines) for _ in range(6)]
+            (busy,) = (each for each in self.replicas() if each["stats"]["num_open"])
+            harm(busy["pid"])
+            seen += lines
+        return texts_and_ends(seen)
+
+
+@contextmanager
+def two_replicas(options: str = "", *, tells_errors: bool = False) -> Iterator[Served]:
+    """Two replicas that are ready, and end well; what they tell has no traceback unless one is expected."""
     command = [sys.executable, "-m", "hpu_duo.cli", "serve", "--port", "0", "--replicas", "2"]
-    limits = ["--max-num-seqs", "2", "--max-model-len", "2048", "--num-blocks", "40", "--graphs", "eager"]
-    asked = {"prompt": PROMPT, "temperature": 0, "max_tokens": 1000, "ignore_eos": True}
-    with subprocess.Popen([*command, *limits], stderr=subprocess.PIPE, text=True) as process:
+    asked = [*command, *LIMITS.split(), *options.split()]
+    with subprocess.Popen(asked, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         told = ""
         while not (found := re.search(r"behind (http://\S+),", told)):
             told += (line := process.stderr.readline())
             assert line, told
-        with httpx.Client(base_url=found[1], timeout=PATIENCE_S) as http:
-
-            def replicas() -> list[dict[str, object]]:
-                return list(http.get("/stats").json()["replicas"])
-
-            def all_ready() -> None:
-                deadline = time.monotonic() + PATIENCE_S
-                while any(each["state"] != "ready" for each in replicas()):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.1)
-
-            all_ready()
-            whole = http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
-            with http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer:
-                lines = answer.iter_lines()
-                seen = [next(lines) for _ in range(6)]
-                with httpx.Client(base_url=found[1], timeout=PATIENCE_S) as other:
-                    stats = other.get("/stats").json()["replicas"]
-                (busy,) = (each for each in stats if each["stats"]["num_open"])
-                os.kill(busy["pid"], harm)
-                # One that hangs leaves health checks without an answer, and is killed for that.
-                seen += lines
-            text, ends = texts_and_ends(seen)
-            assert ends == ["replica_lost"]
-            assert whole.startswith(text)
-            assert len(text) < len(whole)
-            # The other one serves, and answers the same.
-            assert http.post("/v1/completions", json=asked).json()["choices"][0]["text"] == whole
-            all_ready()
-            assert sorted(each["num_restarts"] for each in replicas()) == [0, 1]
+        served = Served(found[1])
+        with served.http:
+            served.wait_until_ready()
+            yield served
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
         assert process.wait(PATIENCE_S) == 0, rest
-    assert "Traceback" not in rest
+    assert tells_errors or "Traceback" not in rest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_replica_that_is_lost_takes_no_answer_for_complete_and_comes_back(harm: signal.Signals) -> None:
+    with two_replicas() as served:
+        whole = served.answer()
+        # One that hangs leaves health checks without an answer, and is killed for that.
+        text, ends = served.stream_until(lambda pid: os.kill(pid, harm))
+        assert ends == ["replica_lost"]
+        assert whole.startswith(text)
+        assert len(text) < len(whole)
+        # The other one serves, and answers the same.
+        assert served.answer() == whole
+        served.wait_until_ready()
+        assert sorted(each["num_restarts"] for each in served.replicas()) == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_replica_of_two_ranks_that_loses_one_ends_and_comes_back_with_both() -> None:
+    options = "--tensor-parallel-size 2 --rank-timeout-seconds 20"
+    # The replica tells of the step that its lost rank has failed.
+    with two_replicas(options, tells_errors=True) as served:
+        pids = [each["pid"] for each in served.replicas()]
+        assert all(len(ranks_of(pid)) == 1 for pid in pids)
+        whole = served.answer()
+        text, ends = served.stream_until(lambda pid: os.kill(ranks_of(pid)[0], signal.SIGKILL))
+        assert not {"length", "stop"}.intersection(ends)
+        assert len(ends) == 1
+        assert whole.startswith(text)
+        assert len(text) < len(whole)
+        assert served.answer() == whole
+        deadline = time.monotonic() + PATIENCE_S
+        while sum(each["num_restarts"] for each in served.replicas()) < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        served.wait_until_ready()
+        assert served.answer() == whole
+        now = [each["pid"] for each in served.replicas()]
+        assert len({*pids} & {*now}) == 1
+        assert all(len(ranks_of(pid)) == 1 for pid in now)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes of the other ranks of a replica."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(each) for task in tasks for each in (task / "children").read_text().split()]
+    return [each for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
