@@ -99,6 +99,25 @@ def test_answers_are_those_of_a_server_alone_and_prefixes_stay_together(
     assert cluster.counted("router_broken_answers_total") == 0
 
 
+@pytest.mark.parametrize("router", ["d2lpm:quantum=1000000", "cache-aware"])
+def test_other_routers_by_prefix_find_beginnings_again(router: str, cluster: Cluster, expected: str) -> None:
+    # The replicas of the test before: only the ingress starts anew.
+    cluster.deploy(num_replicas=2, router=router)
+    with cluster.http() as http:
+        assert is_right(http.post("/v1/completions", json={**SHORT, "user": "Joel"}), expected)
+        asked = [
+            {"prompt": f"{name} sat down. " * 8 + f"Turn {turn}.", "max_tokens": 1, "user": name}
+            for turn in range(3)
+            for name in ("Noah", "Anna")
+        ]
+        answers = [http.post("/v1/completions", json=each) for each in asked]
+        assert all(each.status_code == 200 for each in answers)
+    assert cluster.counted("router_requests_total") >= len(asked)
+    assert cluster.counted("router_hit_tokens_total") > 0
+    assert cluster.counted("router_expected_hit_tokens_total") > 0
+    assert cluster.counted("router_open_requests") == cluster.counted("router_broken_answers_total") == 0
+
+
 def test_a_replica_that_is_killed_takes_no_answer_for_complete_and_comes_back(
     cluster: Cluster, expected: str
 ) -> None:
