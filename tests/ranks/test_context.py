@@ -11,16 +11,17 @@ import pytest
 from hpu_duo.device import run_processes
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.sharded import head_exchanges
-from tests.modeling.families import FAMILIES, VOCAB, Zoo, prompts_of, save_random
+from tests.modeling.families import BLOCK, FAMILIES, VOCAB, Zoo, prompts_of, save_random
 from tests.ranks.test_families import REFUSED, cases_of, differing
 from tests.ranks.test_serving import NUM_LAYERS, captured_ahead, counted_alike, pattern
-from tests.ranks.work import Case, serve, serve_here
+from tests.ranks.work import Answer, Case, serve, serve_here
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 LENGTHS = (13, 14, 29, 61)
 BY_CONTEXT = {"retrieval_parallel": "context"}
 UNEVEN = (1, 3, 0, 2)
 """Retrieval heads of each layer, of four: ranks have unequal numbers of them, or none."""
+THREE_OF_FOUR = (3, 3, 3, 3)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def cases(zoo: Zoo) -> dict[str, Case]:
             mha,
             twice,
             drawn * 2,
-            heads={"pattern": pattern(1, (3, 3, 3, 3))},
+            heads={"pattern": pattern(1, THREE_OF_FOUR)},
             cache={"num_prefix_snapshots": 16},
             scheduler={"max_num_seqs": 2},
             parallel=BY_CONTEXT,
@@ -69,9 +70,35 @@ def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
     whole = "all heads, several tokens a row"
     for own in answers[whole].of_ranks:
         assert own.kv_bytes == ones[whole].seen["kv_bytes"]
+    uneven_memory(answers, THREE_OF_FOUR)
     # Candidates are a number and a token for each row of logits; otherwise logits are exchanged whole.
     exchanged(seen[whole], retrieval=2, group_size=2, decode_len=3, logit_bytes=8)
     exchanged(seen["cached"], retrieval=3, group_size=1, decode_len=1, logit_bytes=4 * VOCAB // 2)
+
+
+def uneven_memory(answers: dict[str, Answer], counts: tuple[int, ...]) -> None:
+    """Check that every rank has the memory of its plan, and that of ``cached`` what a count by head gives."""
+    for own in (own for answer in answers.values() for own in answer.of_ranks):
+        assert own.kv_bytes == own.planned_bytes > 0
+    owns = [own.kv_bytes for own in answers["cached"].of_ranks]
+    assert owns == bytes_by_context(counts, len(owns), num_rows=2 + 16)
+
+
+def bytes_by_context(counts: tuple[int, ...], size: int, num_rows: int) -> list[int]:
+    """Bytes of the store of each rank by 64 blocks and heads of 8 channels, counted head by head.
+
+    A rank has a part of the tokens of all retrieval heads, and rings of its own streaming heads: of 2 and 6
+    tokens and a super-block less one slot, for each row, for padding, and once for a prompt to read.
+    """
+    head_bytes = 2 * 8 * 4
+    found = [(64 + 1) * BLOCK * sum(counts) * head_bytes] * size
+    for num_retrieval in counts:
+        for rank in range(size):
+            # Retrieval heads are dealt out as evenly as they go, one more to the last ranks.
+            num_own = num_retrieval // size + (rank >= size - num_retrieval % size)
+            num_slots = 2 + 6 + size * BLOCK - 1
+            found[rank] += (num_rows + 2) * num_slots * (NUM_LAYERS // size - num_own) * head_bytes
+    return found
 
 
 def exchanged(
@@ -148,6 +175,7 @@ def test_four_ranks_give_the_tokens_of_one(zoo: Zoo) -> None:
     assert differing({name: replace(case, cache={}) for name, case in cases.items()}, answers) == []
     assert answers["preempted"].seen["preemptions"] > 0
     assert answers["cached"].seen["cached"] > 0
+    uneven_memory(answers, UNEVEN)
 
 
 def by_context(cases: dict[str, Case]) -> dict[str, Case]:

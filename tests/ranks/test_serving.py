@@ -86,6 +86,7 @@ def test_the_tokens_are_those_of_one_rank(cases: dict[str, Case]) -> None:
         assert own.kv_bytes * 2 == ones["pattern"].seen["kv_bytes"]
     assert all(len(answer.of_ranks) == 2 for answer in answers.values())
     assert all(own.misses == own.late == 0 for answer in answers.values() for own in answer.of_ranks)
+    assert all(own.kv_bytes == own.planned_bytes for each in answers.values() for own in each.of_ranks)
     # What ranks sum: the residual stream behind the embeddings, and twice a layer; nothing else.
     hidden_bytes = 4 * BASE["hidden_size"]
     for name in ("pattern", "sampled"):
@@ -111,6 +112,7 @@ def test_four_ranks_give_the_tokens_of_one(cases: dict[str, Case]) -> None:
         assert answer.seen["broadcasts"] == answer.seen["steps"]
         assert len(answer.of_ranks) == 4
         assert all(own.misses == own.late == 0 for own in answer.of_ranks)
+        assert all(own.kv_bytes == own.planned_bytes for own in answer.of_ranks)
         counted_alike(answer.seen, is_counted=name != "replayed")
 
 
@@ -135,7 +137,7 @@ def counted_alike(seen: dict[str, Any], *, is_counted: bool) -> None:
 def captured_ahead(answer: Answer) -> None:
     """Check that all ranks captured the same buckets in warm-up, and compiled nothing afterwards."""
     for own in answer.of_ranks:
-        assert (own.misses, own.late, own.recompiles) == (0, 0, 0)
+        assert (own.misses, own.late, own.recompiles, own.findings) == (0, 0, 0, ())
         assert own.captures == answer.seen["captures"] > 0
 
 

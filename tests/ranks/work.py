@@ -26,7 +26,7 @@ from hpu_duo.device.member import HOST
 from hpu_duo.device.ranks import Membership, RankError, Ranks, Sent, joined
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.message import StepMessage
-from hpu_duo.engine.orders import Execute, Stop, follow
+from hpu_duo.engine.orders import Execute, FinishWarmUp, Order, Stop, follow
 from hpu_duo.engine.runner import Runner
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.assembly import assemble, engine_around
@@ -113,7 +113,8 @@ class Own:
     Attributes:
         misses, late, captures: steps that no bucket held, captures outside the warm-up, and all captures.
         recompiles: graphs of a device or of Dynamo that were compiled more than once, since the warm-up.
-        kv_bytes: of its store.
+        findings: compilations, captures and operators on the host's CPU since the warm-up, in words.
+        kv_bytes, planned_bytes: of the tensors of its store, and of its plan.
         broadcasts: sent or received.
     """
 
@@ -121,19 +122,23 @@ class Own:
     late: int
     captures: int
     recompiles: int
+    findings: tuple[str, ...]
     kv_bytes: int
+    planned_bytes: int
     broadcasts: int
 
     @classmethod
-    def of(cls, runner: Runner, membership: Membership) -> Own:
-        """Read the counters."""
+    def of(cls, runner: Runner, membership: Membership, findings: tuple[str, ...]) -> Own:
+        """Read the other counters."""
         counters = runner.graphs.counters
         return cls(
             counters.misses,
             counters.late_captures,
             counters.captures,
             runner.watch.snapshot().num_recompiles,
+            findings,
             runner.store.num_bytes,
+            runner.store.plan.total_bytes,
             membership.link.sent.num_broadcasts,
         )
 
@@ -192,6 +197,27 @@ class Told:
         """Do nothing: the test ends with an error of its own."""
 
 
+class Heard:
+    """Orders that a follower gets, and what its device has done since the end of the warm-up."""
+
+    def __init__(self, membership: Membership, runner: Runner) -> None:
+        self._link, self._watch = membership.link, runner.watch
+        self._was_warm_up, self._warm = False, runner.watch.snapshot()
+
+    def receive(self) -> Order:
+        """Wait for the next order, once the one before has been carried out."""
+        if self._was_warm_up:
+            self._warm = self._watch.snapshot()
+        order = self._link.receive()
+        self._was_warm_up = isinstance(order, FinishWarmUp)
+        return order
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Compilations, captures and operators on the host's CPU since then."""
+        return (self._watch.snapshot() - self._warm).findings
+
+
 def serve_here(case: Case) -> Answer:
     """Return the answer of one process."""
     return _answer(assemble(case.config(1), frozenset()), case)
@@ -222,12 +248,14 @@ def _serve(case: Case, member: Member, membership: Membership) -> Answer:
     if side is None:
         return Answer(error=error)
     if member.rank:
-        follow(membership.link, side.runner)
-        membership.collect(Own.of(side.runner, membership))
+        heard = Heard(membership, side.runner)
+        follow(heard, side.runner)
+        membership.collect(Own.of(side.runner, membership, heard.findings))
         return Answer()
     answer = _answer(engine_around(side, config, frozenset()), case)
     membership.link.send(Stop())
-    return replace(answer, of_ranks=tuple(membership.collect(Own.of(side.runner, membership))))
+    own = Own.of(side.runner, membership, answer.seen["findings"])
+    return replace(answer, of_ranks=tuple(membership.collect(own)))
 
 
 def _answer(engine: Engine, case: Case) -> Answer:
@@ -236,7 +264,7 @@ def _answer(engine: Engine, case: Case) -> Answer:
         for bucket in runner.graphs.table:
             runner.warmup.capture(bucket)
         runner.warmup.finish(runner.graphs.table)
-    before = engine.stats().ranks
+    before, warm = engine.stats().ranks, engine.runner.watch.snapshot()
     with Sums() as sums:
         samples = engine.generate(case.prompts, list(case.params))
     stats = engine.stats()
@@ -248,6 +276,7 @@ def _answer(engine: Engine, case: Case) -> Answer:
         "captures": engine.runner.graphs.counters.captures,
         "misses": stats.num_graph_misses,
         "late": stats.num_late_captures,
+        "findings": (engine.runner.watch.snapshot() - warm).findings,
         "broadcasts": 0
         if before is None or stats.ranks is None
         else stats.ranks.num_broadcasts - before.num_broadcasts,
