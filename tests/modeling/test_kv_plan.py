@@ -8,101 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from bias_builders import Window
 from graphs import BucketTable
 from hpu_duo import HPUDuoModel
 from hpu_duo.kv_plan import Keep, KVPlan
 from hpu_duo.steplog import options_of, read_log, replay
 from kernels_ref import Blocks, Budget, Rings
-from tests.bias_builders.plain_rules import plain
-from tests.modeling.budget_driving import Seen, run_budget
-from tests.modeling.budget_oracle import BudgetOracle, budget_logits
+from tests.modeling.budget_driving import run_budget
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
+from tests.modeling.plan_driving import ALL, CHUNK, GROUPED, MIXED, assert_follows, load
 
-CHUNK, NUM_NEW = 6, 12
-ALL, RING = Keep(), Keep("ring:sink=2,recent=5")
-H2O, SMALL, TOVA = Keep("h2o", 9), Keep("h2o", 5), Keep("tova:protect=3", 9)
-MIXED = KVPlan(
-    (
-        (ALL, RING, H2O, TOVA),
-        (H2O, SMALL, H2O, SMALL),
-        (TOVA, TOVA, ALL, H2O),
-        (RING, RING, RING, RING),
-    )
-)
-GROUPED = KVPlan(((H2O, ALL), (RING, TOVA), (SMALL, H2O), (ALL, ALL)))
+NUM_NEW = 12
 SHARES = KVPlan(((Keep("streaming-llm:sink=2", 0.1),) * 4,) * 4)
-
-
-class PlanOracle(BudgetOracle):
-    """One text under a plan: the definition of each kind for the heads that have it."""
-
-    plan: KVPlan
-
-    def visible(self, layer: int, scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        num_heads, length, _ = scores.shape
-        mask = torch.zeros(scores.shape, dtype=torch.bool)
-        keeps, group, kept = self.plan.layers[layer], num_heads // self.num_kv, {}
-        for keep in dict.fromkeys(keeps):
-            mine = [head for head, each in enumerate(keeps) if each == keep]
-            if keep.budget is None:
-                rule = None if keep == ALL else Window(2, 5)
-                pairs = [
-                    [plain(rule, i, j) if rule else j <= i for j in range(length)] for i in range(length)
-                ]
-                found = torch.tensor(pairs).expand(scores.shape)
-            else:
-                heads = [mine] * len(self.plan.layers)
-                one = BudgetOracle(keep.what, int(keep.budget), self.chunk, self.prompt_len, heads)
-                one.num_kv = self.num_kv
-                found = one.visible(layer, scores, sinks)
-                kept.update(zip(mine, one.kept[layer]))
-            for head in mine:
-                own = slice(head * group, (head + 1) * group)
-                mask[own] = found[own]
-        self.kept[layer] = [kept.get(head, []) for head in range(len(keeps))]
-        return mask
-
-
-def load(zoo: Zoo, name: str, plan: KVPlan | Path, **options: Any) -> HPUDuoModel:
-    defaults = {
-        "max_num_seqs": len(LENGTHS),
-        "max_num_batched_tokens": 2 * CHUNK + len(LENGTHS),
-        "max_chunk_rows": 2,
-        "max_model_len": 80,
-        "kv_plan": plan,
-        "kv_chunk": CHUNK,
-        "enable_prefix_caching": False,
-        "attention": "reference",
-    }
-    return HPUDuoModel.from_pretrained(zoo.load(name)[1], block_size=BLOCK, **{**defaults, **options})
-
-
-def in_heads(served: HPUDuoModel, plan: KVPlan, layer: int, kept: list[list[int]]) -> list[list[int]]:
-    """Positions by KV head of the model, from those by group."""
-    found: dict[int, list[int]] = {}
-    pending = iter(kept)
-    for group in served.engine.runner.model.specs[layer].groups:
-        if isinstance(group.kind, Budget):
-            for head, keep in enumerate(plan.layers[layer]):
-                is_named = keep.has_policy and keep.name == group.kind.policy.name
-                if is_named and keep.budget == group.kind.budget:
-                    found[head] = next(pending)
-    assert next(pending, None) is None
-    return [found.get(head, []) for head in range(plan.num_kv_heads)]
-
-
-def assert_follows(
-    zoo: Zoo, name: str, served: HPUDuoModel, plan: KVPlan, seen: list[Seen], chunk: int = CHUNK
-) -> None:
-    model, _ = zoo.load(name)
-    for prompt, (new, logits, kept) in zip(prompts_of(), seen):
-        definition = PlanOracle("", 0, chunk, len(prompt))
-        definition.plan = plan
-        expected = budget_logits(model, definition, [*prompt, *new[:-1]])[len(prompt) - 1 :]
-        for layer, expected_kept in definition.kept.items():
-            assert in_heads(served, plan, layer, kept[layer]) == expected_kept
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
