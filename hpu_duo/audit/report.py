@@ -13,7 +13,7 @@ from hpu_duo.audit.work import OperatorWork
 from hpu_duo.cost import Work
 from hpu_duo.cost.work import OPERATIONS_PER_SCORE
 from hpu_duo.rules import Engine, NativeOperator, native_operators
-from kernels_ref import HeadGroup, Rings
+from kernels_ref import Budget, HeadGroup, Rings
 
 _NO_WORK = OperatorWork()
 
@@ -114,6 +114,11 @@ class LayerRecipe:
         """Sink and recent tokens of the streaming heads, None without any."""
         kinds = (group.kind for group in self.groups)
         return next((kind.window for kind in kinds if isinstance(kind, Rings)), None)
+
+    @property
+    def budgets(self) -> tuple[HeadGroup, ...]:
+        """Those of the streaming heads that have a KV budget."""
+        return tuple(group for group in self.groups if isinstance(group.kind, Budget))
 
 
 @dataclass(frozen=True)

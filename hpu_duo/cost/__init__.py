@@ -16,6 +16,7 @@ from hpu_duo.cost.fit import (
 )
 from hpu_duo.cost.fitted import ERROR_FACTORS, FITTED
 from hpu_duo.cost.hardware import GAUDI2, GAUDI3, HARDWARE_NAMES, Format, Hardware, find_hardware
+from hpu_duo.cost.kept import KeptByHeads
 from hpu_duo.cost.kernel_work import PUBLISHED_LAYER_LAUNCHES, KernelWork
 from hpu_duo.cost.kernels import FUSED, PORTABLE, kernels_of
 from hpu_duo.cost.model import AttentionSize, Experts, ModelSize
@@ -46,6 +47,7 @@ __all__ = [
     "Format",
     "Formats",
     "Hardware",
+    "KeptByHeads",
     "KernelWork",
     "ModelSize",
     "Prediction",

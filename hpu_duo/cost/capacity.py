@@ -14,7 +14,6 @@ from hpu_duo.cost.model import ModelSize
 from hpu_duo.cost.warm_up import WarmUp
 from hpu_duo.kv.leases import block_moves
 from hpu_duo.kv.plan import widest_row
-from hpu_duo.limit_config import SchedulerConfig
 
 SMALLEST_DECODE = BatchShape(Phase(unique=True), 1, 0, 1, 1)
 """The step with fewest operators among those with context."""
@@ -59,6 +58,7 @@ class Capacity:
         warm_up: of a table for the longest of these contexts; None when not one request of it fits.
         not_served: what of it the engine of this version cannot run, so that it is priced only.
         error_factor: the most that predicted speeds are off by, either way; it is in their ranges.
+        kept: what these heads keep if they have a KV budget, or all heads by a plan; "" for rings.
     """
 
     sparsity: float
@@ -68,12 +68,15 @@ class Capacity:
     warm_up: WarmUp | None
     not_served: tuple[str, ...] = ()
     error_factor: float = 1.0
+    kept: str = ""
 
     def describe(self) -> str:
         """Describe the choice in words."""
         heads = "full attention" if self.sparsity == 0 else f"{self.sparsity:.0%} of heads streaming"
         if self.num_promoted:
             heads += f" less {self.num_promoted} promoted ones"
+        if self.kept:
+            heads = f"heads by {self.kept}" if not self.sparsity else f"{heads} by {self.kept}"
         return f"{heads}, {self.kv_format.value} keys and values"
 
 
@@ -109,6 +112,7 @@ def capacity(
         _warm_up(deployment, num_graphs),
         deployment.not_served,
         deployment.error_factor,
+        "" if serving.kept is None or not (sparsity or serving.kept.is_plan) else serving.kept.name,
     )
 
 
@@ -125,11 +129,8 @@ def _point(deployment: Deployment, context: int) -> CapacityPoint:
     return CapacityPoint(*sizes, *values, together.range, alone.range, first.range)
 
 
-def step_limits(deployment: Deployment, max_chunk_rows: int = SchedulerConfig.max_chunk_rows) -> StepLimits:
+def step_limits(deployment: Deployment) -> StepLimits:
     """Return the limits of steps with as many rows and blocks as fit.
-
-    Args:
-        max_chunk_rows: prompts that may continue with several tokens in the same step.
 
     Raises:
         ValueError: not one request of the longest length fits.
@@ -158,8 +159,9 @@ def step_limits(deployment: Deployment, max_chunk_rows: int = SchedulerConfig.ma
         num_snapshots=deployment.count_snapshots(num_rows),
         max_block_moves=moves if serving.enable_prefix_caching and num_blocks else 0,
         decode_len=1,
-        max_chunk_rows=max_chunk_rows,
+        max_chunk_rows=serving.max_chunk_rows,
         step_tokens=CARD_STEP_TOKENS,
+        chunk_grid=deployment.chunk_grid,
     )
 
 

@@ -11,12 +11,13 @@ from hpu_duo.config import ParallelConfig
 from hpu_duo.cost.engine_work import EngineWork
 from hpu_duo.cost.fitted import ERROR_FACTORS
 from hpu_duo.cost.hardware import Format, Hardware
+from hpu_duo.cost.kept import KeptByHeads
 from hpu_duo.cost.kernels import kernels_of
 from hpu_duo.cost.model import ModelSize
 from hpu_duo.cost.prediction import Prediction
 from hpu_duo.cost.work import Formats, Step
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv.plan import LayerKV, MemoryPlan, ring_slack
+from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, ring_slack
 from hpu_duo.kv.snapshots import default_snapshots_within
 from hpu_duo.limit_config import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 from kernels_ref import Implementation
@@ -45,6 +46,8 @@ class Serving:
         max_layer_kinds: see ``HeadConfig``; None is no bound.
         attention: kernels, ``hpu`` on the fused operators of Gaudi's software or ``reference``.
         decode_len: most tokens of a request that are decoded together.
+        max_chunk_rows: prompts that may continue with several tokens in the same step.
+        kept: what heads that stream keep instead of rings, or, with a plan, all heads.
     """
 
     hardware: Hardware
@@ -64,10 +67,12 @@ class Serving:
     max_layer_kinds: int | None = HPU_LAYER_KINDS
     attention: str = Implementation.HPU.value
     decode_len: int = SchedulerConfig.decode_len
+    max_chunk_rows: int = SchedulerConfig.max_chunk_rows
+    kept: KeptByHeads | None = None
 
     def __post_init__(self) -> None:
         self.hardware.check_devices(self.num_devices)
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "decode_len"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "decode_len", "max_chunk_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         # Refuses what an engine would.
@@ -160,9 +165,16 @@ class Deployment:
     def kv_layers(self) -> tuple[LayerKV, ...]:
         """Keys and values that each layer keeps."""
         serving = self.serving
+        if serving.kept is not None:
+            return serving.kept.kv_layers(self.model, self._counts, self.max_len)
         return self.model.kv_layers_of(
             self._counts, serving.sink, serving.recent, self.max_len, serving.ring_slack
         )
+
+    @property
+    def chunk_grid(self) -> int:
+        """Positions between the ends of chunks that heads with a budget need; 0 without them."""
+        return chunk_grid(group for layer in self.kv_layers for group in layer.groups)
 
     @cached_property
     def num_layer_kinds(self) -> int:
@@ -214,7 +226,15 @@ class Deployment:
     @cached_property
     def _units(self) -> MemoryPlan:
         """The smallest plan, which has the sizes of a block and of a row."""
-        return MemoryPlan(self.kv_layers, self.kv_format.num_bytes, self.serving.engine_block_size, 1, 1)
+        serving = self.serving
+        return MemoryPlan(
+            self.kv_layers,
+            self.kv_format.num_bytes,
+            serving.engine_block_size,
+            max_num_seqs=1,
+            num_blocks=1,
+            max_chunk_rows=serving.max_chunk_rows,
+        )
 
     def count_requests(self, context: int) -> int:
         """Requests of ``context`` tokens that fit, with snapshots, the trash of both and the scratch."""
@@ -258,6 +278,7 @@ class Deployment:
             Formats(serving.weights, self.kv_format),
             kernels_of(serving.attention),
             serving.block_size,
+            max_chunk_rows=serving.max_chunk_rows,
             decode_len=serving.decode_len,
             num_devices=serving.num_devices,
             deals_blocks=serving.deals_blocks,
@@ -294,7 +315,7 @@ class Deployment:
         return self.step_seconds(Step(num_requests, context - 1)).rate(num_requests)
 
     def first_token_s(self, num_tokens: int) -> Prediction:
-        """Predicted seconds to compute one prompt, alone, in chunks of ``max_num_batched_tokens``."""
-        size = self.serving.max_num_batched_tokens
+        """Predicted seconds to compute one prompt, alone, in the chunks that a step or a budget allows."""
+        size = min(self.serving.max_num_batched_tokens, self.chunk_grid or num_tokens)
         steps = (Step(1, start, min(size, num_tokens - start)) for start in range(0, num_tokens, size))
         return Prediction.total(map(self.step_seconds, steps))

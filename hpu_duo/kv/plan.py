@@ -70,6 +70,11 @@ def widest_row(groups: Iterable[HeadGroup]) -> int:
     return max((group.kind.reach or 0 for group in groups if group.kind.owner is Owner.ROW), default=0)
 
 
+def chunk_grid(groups: Iterable[HeadGroup]) -> int:
+    """Return the positions between the ends of chunks that heads with a budget need; 0 without them."""
+    return next((group.kind.chunk for group in groups if isinstance(group.kind, Budget)), 0)
+
+
 @dataclass(frozen=True)
 class LayerKV:
     """Keys and values that one layer keeps per token.

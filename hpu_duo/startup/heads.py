@@ -67,6 +67,25 @@ class Kinds(NamedTuple):
         """Whether all heads are of such a kind where there is no pattern."""
         return self.budget is not None or self.rules is not None
 
+    def of(
+        self, index: int, sliding_window: int | None, streams: np.ndarray, window: Window | None
+    ) -> tuple[np.ndarray, tuple[HeadGroup, ...]]:
+        """Return the number of each head's group, and the groups, of a layer.
+
+        A layer with a sliding window streams with all heads and no sink, whatever else is said of it.
+
+        Args:
+            index: of the layer.
+            sliding_window: of all its heads, None where requests are no longer than that.
+            streams: heads that do not see all tokens, bool ``[KV heads]``.
+            window: of the pattern.
+        """
+        if sliding_window is not None:
+            return np.zeros(len(streams), np.int32), self.of_window(len(streams), sliding_window)
+        if self.planned is not None:
+            return planned_groups(self.planned[index])
+        return self.of_layer(streams, window)
+
     def of_window(self, num_heads: int, length: int) -> tuple[HeadGroup, ...]:
         """Return the one group of a layer whose heads all have a sliding window."""
         window = Window(0, length)
@@ -134,7 +153,7 @@ def choose_heads(
         budget,
         resolve_attention_rules(config, device),
         resolve_max_ring_window(config),
-        resolve_kv_plan(config, layers, max_len, slack, device),
+        resolve_kv_plan(config, [layer.call.num_kv_heads for layer in layers], max_len, slack, device),
     )
     return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, kinds)))
 
@@ -272,17 +291,11 @@ def assign_heads(
     assigned: list[HeadAssignment] = []
     for index, layer in enumerate(layers):
         call = layer.call
-        group_of = np.zeros(call.num_kv_heads, np.int32)
-        if _has_window(layer, max_len):
-            assert call.sliding_window is not None
-            groups = kinds.of_window(call.num_kv_heads, call.sliding_window)
-        elif kinds.planned is not None:
-            group_of, groups = planned_groups(kinds.planned[index])
-        else:
-            streams, window = np.full(call.num_kv_heads, kinds.are_of_all_heads), None
-            if pattern is not None:
-                streams = ~pattern.mask[index]
-                window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
-            group_of, groups = kinds.of_layer(streams, window)
+        streams, window = np.full(call.num_kv_heads, kinds.are_of_all_heads), None
+        if pattern is not None:
+            streams = ~pattern.mask[index]
+            window = Window(pattern.sink, pattern.recent).validate().clipped(max_len)
+        sliding_window = call.sliding_window if _has_window(layer, max_len) else None
+        group_of, groups = kinds.of(index, sliding_window, streams, window)
         assigned.append(HeadAssignment(HeadLayout.by_group(group_of, call.num_heads), groups))
     return assigned

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from hpu_duo.config import EngineConfig
 from hpu_duo.kv_policies import make_kv_policy
-from kernels_ref import Budget, LayerSpec
+from kernels_ref import Budget
 
 _CHUNK = 512
 """Tokens of a chunk unless told: scores of a chunk are computed twice, and decodes wait for it."""
@@ -89,12 +88,6 @@ def _whole_prompt(config: EngineConfig, max_len: int) -> int:
     if config.cache.enable_prefix_caching:
         raise ValueError("kv_prompt='whole' takes up no cached prefix: expected enable_prefix_caching=False")
     return max_len
-
-
-def chunk_grid(specs: Iterable[LayerSpec]) -> int:
-    """Return the positions between the ends of chunks that heads with a budget need; 0 without them."""
-    kinds = (group.kind for spec in specs for group in spec.groups)
-    return next((kind.chunk for kind in kinds if isinstance(kind, Budget)), 0)
 
 
 def _check_supported(config: EngineConfig, name: str) -> None:

@@ -12,7 +12,6 @@ from bias_builders import Window
 from hpu_duo.config import EngineConfig
 from hpu_duo.kv_plan import ALL, RING, Keep, KVPlan
 from hpu_duo.limit_config import HPU_LAYER_KINDS
-from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.named import call_with_options
 from hpu_duo.startup.kv_budget import make_budget
 from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Rings
@@ -22,11 +21,12 @@ _ORDER = (Blocks.name, Rings.name, Budget.name)
 
 
 def resolve_kv_plan(
-    config: EngineConfig, layers: Sequence[DecoderLayer], max_len: int, slack: int, device: torch.device
+    config: EngineConfig, num_kv_heads: Sequence[int], max_len: int, slack: int, device: torch.device
 ) -> tuple[tuple[GroupKind, ...], ...] | None:
     """Return the kind of each KV head of each layer; None where there is no plan.
 
     Args:
+        num_kv_heads: KV heads of each layer.
         max_len: most tokens of a request.
         slack: slots of a ring beside those of its window.
         device: where layers will run; kinds of layers are counted on HPU.
@@ -49,7 +49,7 @@ def resolve_kv_plan(
     for expected, is_asked in refused.items():
         if is_asked:
             raise ValueError(f"kv_plan is served with {expected} only")
-    expected_shape = (len(layers), *{layer.call.num_kv_heads for layer in layers})
+    expected_shape = (len(num_kv_heads), *set(num_kv_heads))
     if (len(plan.layers), plan.num_kv_heads) != expected_shape:
         raise ValueError(
             f"expected a kv_plan of {expected_shape[0]} layers with {expected_shape[1:]} KV heads, got "

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedModel
 
 from hpu_duo.config import EngineConfig
@@ -29,7 +30,7 @@ def with_frequencies(
     if not any(_needs_rotary(group) for each in heads for group in each.groups):
         return tuple(heads)
     name = type(model).__name__
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(parameter.is_meta or is_fake(parameter) for parameter in model.parameters()):
         raise ValueError(f"the rotary embedding of {name} is read from its weights, which are not there")
     found = rotary_frequencies(model, layers)
     served = []

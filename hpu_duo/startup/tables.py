@@ -23,10 +23,9 @@ from graphs.planner import Resolution
 from hpu_duo.config import EngineConfig, SchedulerConfig
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.kv.leases import block_moves
-from hpu_duo.kv.plan import MemoryPlan, widest_row
+from hpu_duo.kv.plan import MemoryPlan, chunk_grid, widest_row
 from hpu_duo.simulate import plan_buckets
 from hpu_duo.startup.graph_memory import KEPT, UNKNOWN, GraphMemory, staged_bytes
-from hpu_duo.startup.kv_budget import chunk_grid
 from hpu_duo.startup.sizes import StepSizes
 from kernels_ref import Implementation, LayerSpec
 
@@ -70,7 +69,7 @@ class StepTables:
             caches_prefixes=self.config.cache.enable_prefix_caching,
             reads_slice=self._specs[0].impl is not Implementation.SDPA,
             is_card=self._is_planned,
-            chunk_grid=chunk_grid(self._specs),
+            chunk_grid=chunk_grid(group for spec in self._specs for group in spec.groups),
         )
 
     def table(self, memory: MemoryPlan) -> BucketTable:

@@ -21,6 +21,7 @@ from graphs.bucket_file import read_table, write_table
 from graphs.manifest import GraphRecord, read_manifest
 from hpu_duo.cli.app import app
 from hpu_duo.cli.planning.warmup_views import ProgressView
+from hpu_duo.kv_plan import Keep, KVPlan
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.warmup import WarmUp, WarmUpStoppedError
 
@@ -204,3 +205,18 @@ def test_a_bar_shows_how_far_it_is_on_a_terminal_and_nothing_elsewhere() -> None
     assert "1/3" in drawn[True]
     assert "csu/q64/s48/u64/l4 1.2 s" in drawn[True]
     assert drawn[False] == ""
+
+
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_graphs_of_heads_with_a_budget_are_captured(warmup: Run, tmp_path: Path, has_plan: bool) -> None:
+    shapes: tuple[str, ...] = TABLE
+    given: tuple[object, ...] = ("--kv-plan", tmp_path / "plan.yaml")
+    if has_plan:
+        KVPlan(((Keep("h2o", 20), Keep("tova", 0.1)), (Keep(), Keep()))).save(tmp_path / "plan.yaml")
+    else:
+        # Without heads that see all tokens there are no blocks.
+        shapes, given = ("csu/q64/s0/u0/l4",), ("--kv-policy", "h2o:recent=0", "--kv-budget", 20)
+    (tmp_path / "shapes.txt").write_text("\n".join(shapes))
+    result = warmup("--buckets", tmp_path / "shapes.txt", "--json", "--kv-chunk", 32, *given)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["num_captured"] == len(shapes)

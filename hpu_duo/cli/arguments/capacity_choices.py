@@ -34,7 +34,8 @@ def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> 
             "max_positions": model.max_positions,
         },
         "serving": {
-            **asdict(replace(serving, pattern=None)),
+            **asdict(replace(serving, pattern=None, kept=None)),
+            "kept": None if serving.kept is None else serving.kept.name,
             "hardware": hardware,
             "weights": serving.weights.value,
             "pattern": None if serving.pattern is None else serving.pattern.source,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hpu_duo.cli.arguments.panels import HEADS
+from hpu_duo.limit_config import CacheConfig
 
 KVPolicyName = Annotated[
     str | None,
@@ -53,3 +55,25 @@ KVChunk = Annotated[
         rich_help_panel=HEADS,
     ),
 ]
+
+
+@dataclass(frozen=True)
+class KVOptions:
+    """Options that say what heads keep that have a KV budget, for commands that need no weights."""
+
+    kv_policy: KVPolicyName = None
+    kv_budget: KVBudget = None
+    kv_plan: KVPlanFile = None
+    kv_prompt: KVPrompt = CacheConfig.kv_prompt
+    kv_chunk: KVChunk = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the options that are not as they would be anyway."""
+        usual = vars(NO_BUDGET)
+        names = (name for name, value in vars(self).items() if value != usual[name])
+        return tuple(f"--{name.replace('_', '-')}" for name in names)
+
+
+NO_BUDGET = KVOptions()
+"""No heads with a budget."""

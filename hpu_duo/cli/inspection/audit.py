@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpu_duo.cli.arguments.kv_options import KVOptions
 from hpu_duo.cli.arguments.model_names import model_option
 from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.arguments.options import (
@@ -41,6 +42,7 @@ def audit(
         str, typer.Option(help="gaudi2 or gaudi3: how many KV blocks fit, unless they are given.")
     ] = "gaudi3",
     heads: HeadOptions,
+    kept: KVOptions,
     dtype: Dtype = "auto",
     attention: Annotated[
         str, typer.Option(help="Attention kernels: reference, or hpu for the fused operators.")
@@ -102,6 +104,7 @@ def audit(
                     enable_prefix_caching=enable_prefix_caching,
                     num_prefix_snapshots=num_prefix_snapshots,
                     device_memory_utilization=device_memory_utilization,
+                    **vars(kept),
                 ),
                 scheduler=SchedulerConfig(
                     max_num_seqs=limits.max_num_seqs,

@@ -88,9 +88,11 @@ def _held(report: AuditReport) -> Table:
 def _recipe(recipe: LayerRecipe) -> str:
     window = recipe.window
     keeps = "" if window is None else f", which keep {window.sink} first and {window.recent} newest tokens"
+    num_streaming = recipe.num_streaming - sum(group.num_heads for group in recipe.budgets)
+    budgets = "".join(f", {group.num_heads} by {group.kind.describe()}" for group in recipe.budgets)
     return (
         f"{recipe.num_layers} x ({recipe.num_retrieval}, {recipe.num_streaming}): {recipe.num_retrieval} KV "
-        f"heads retrieve, {recipe.num_streaming} stream{keeps}"
+        f"heads retrieve, {num_streaming} stream{keeps}{budgets}"
     )
 
 
@@ -170,6 +172,9 @@ def _recipe_fields(recipe: LayerRecipe) -> dict[str, Any]:
         "num_retrieval": recipe.num_retrieval,
         "num_streaming": recipe.num_streaming,
         "window": window,
+        "budgets": [
+            {"num_heads": group.num_heads, "kept": group.kind.describe()} for group in recipe.budgets
+        ],
         "num_layers": recipe.num_layers,
     }
 

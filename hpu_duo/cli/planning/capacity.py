@@ -11,7 +11,9 @@ import typer
 
 from hpu_duo.budget import GRAPH_MEMORY_SHARE
 from hpu_duo.cli.arguments.capacity_choices import report_fields
+from hpu_duo.cli.arguments.kv_options import KVOptions
 from hpu_duo.cli.arguments.model_names import model_option
+from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.arguments.options import (
     LIMITS,
     DeviceMemoryUtilization,
@@ -22,12 +24,14 @@ from hpu_duo.cli.arguments.options import (
 from hpu_duo.cli.planning.hardware import RECENT, SINK, HardwareOptions
 from hpu_duo.cli.terminal.drawing import check_drawing
 from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.limit_config import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig
+from hpu_duo.limit_config import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 
 _HEADS = "Heads"
 
 
+@grouped
 def capacity(
+    *,
     model: Annotated[
         Path,
         model_option("Directory with a config.json, or the file; no weights needed.", needs_weights=False),
@@ -92,6 +96,7 @@ def capacity(
             rich_help_panel=_HEADS,
         ),
     ] = None,
+    kept: KVOptions,
     block_size: Annotated[
         int, typer.Option(help="Tokens of one KV block.", rich_help_panel=LIMITS)
     ] = CacheConfig.block_size,
@@ -144,7 +149,12 @@ def capacity(
             # What "auto" takes depends on the length, and every length is shown here.
             raise ValueError(f"expected --retrieval-parallel heads or context, got {retrieval_parallel!r}")
         serving = replace(
-            asked.on(hardware, max_num_seqs, max_num_batched_tokens, block_size),
+            asked.on(
+                hardware,
+                SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+                block_size,
+                kept,
+            ),
             retrieval_parallel=retrieval_parallel,
         )
         # transformers is slow to import: everything that can be refused without it comes first.

@@ -11,12 +11,13 @@ import typer
 
 from hpu_duo.budget import GRAPH_MEMORY_SHARE
 from hpu_duo.cli.arguments.capacity_choices import DEFAULT_KV_FORMATS, DEFAULT_SPARSITIES, default_contexts
+from hpu_duo.cli.arguments.kv_options import NO_BUDGET, KVOptions
 from hpu_duo.cli.arguments.options import DeviceMemoryUtilization, EnablePrefixCaching, NumPrefixSnapshots
 from hpu_duo.limit_config import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from graphs import BatchShape
-    from hpu_duo.cost import Capacity, Deployment, Format, ModelSize, Serving
+    from hpu_duo.cost import Capacity, Deployment, Format, KeptByHeads, ModelSize, Serving
     from hpu_duo.kv.plan import LayerKV
 
 
@@ -109,12 +110,14 @@ class HardwareOptions:
     def on(
         self,
         hardware: str,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
+        scheduler: SchedulerConfig,
         block_size: int,
-        decode_len: int = SchedulerConfig.decode_len,
+        kept: KVOptions = NO_BUDGET,
     ) -> Serving:
         """Return the serving on some hardware, with the limits of a scheduler.
+
+        Args:
+            kept: by heads with a KV budget or a plan.
 
         Raises:
             ValueError: an unknown name, or a value out of range.
@@ -130,8 +133,8 @@ class HardwareOptions:
             num_devices=self.devices,
             weights=Format.parse(self.dtype),
             block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
             device_memory_utilization=self.device_memory_utilization,
             graph_memory=self.graph_memory,
             enable_prefix_caching=self.enable_prefix_caching,
@@ -141,7 +144,9 @@ class HardwareOptions:
             pattern=pattern,
             max_layer_kinds=self.max_layer_kinds,
             attention=self.attention,
-            decode_len=decode_len,
+            decode_len=scheduler.decode_len,
+            max_chunk_rows=scheduler.max_chunk_rows,
+            kept=self._kept(scheduler, block_size, kept),
         )
 
     def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:
@@ -158,7 +163,7 @@ class HardwareOptions:
         contexts = self.context or default_contexts(size.max_positions)
         return [
             capacity(size, serving, share, one, contexts, num_graphs=num_graphs)
-            for share in self.sparsity or DEFAULT_SPARSITIES
+            for share in self._shares(serving)
             for one in self._formats()
         ]
 
@@ -170,8 +175,45 @@ class HardwareOptions:
         """
         from hpu_duo.cost import Deployment
 
-        share = (self.sparsity or DEFAULT_SPARSITIES)[0]
-        return Deployment(size, serving, share, self._formats()[0], max_len)
+        return Deployment(size, serving, self._shares(serving)[0], self._formats()[0], max_len)
+
+    def _kept(self, scheduler: SchedulerConfig, block_size: int, kept: KVOptions) -> KeptByHeads | None:
+        """What heads keep with a KV budget or a plan; None where neither is asked for."""
+        if not kept.given:
+            return None
+        unused: dict[str, object] = {"--sink": self.sink, "--recent": self.recent}
+        if kept.kv_plan is not None:
+            unused |= {"--sparsity": self.sparsity, "--pattern": self.pattern}
+        for name, value in unused.items():
+            if value is not None:
+                raise ValueError(f"{name} is of heads that keep rings: expected {kept.given[0]} without it")
+        from hpu_duo.config import EngineConfig, HeadConfig, ModelConfig, ParallelConfig
+        from hpu_duo.startup.sized_heads import SizedHeads
+
+        # A plan is held to a bound that was asked for, as the engine holds it, and not to the usual one.
+        is_usual = self.max_layer_kinds == HPU_LAYER_KINDS
+        return SizedHeads(
+            EngineConfig(
+                model=ModelConfig(path="."),
+                heads=HeadConfig(max_layer_kinds=None if is_usual else self.max_layer_kinds),
+                cache=CacheConfig(
+                    block_size=block_size,
+                    enable_prefix_caching=self.enable_prefix_caching,
+                    num_prefix_snapshots=self.num_prefix_snapshots,
+                    **vars(kept),
+                ),
+                scheduler=scheduler,
+                parallel=ParallelConfig(tensor_parallel_size=self.devices),
+            )
+        )
+
+    def _shares(self, serving: Serving) -> list[float]:
+        """Shares of heads that stream, or have a budget: all heads, unless a pattern says which ones."""
+        if serving.kept is None:
+            return self.sparsity or DEFAULT_SPARSITIES
+        if serving.kept.is_plan:
+            return [0.0]
+        return self.sparsity or ([1.0] if serving.pattern is None else DEFAULT_SPARSITIES)
 
     def _formats(self) -> list[Format]:
         """Formats of keys and values; ValueError for an unknown one."""

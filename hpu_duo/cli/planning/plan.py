@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from hpu_duo.cli.arguments.capacity_choices import report_fields
+from hpu_duo.cli.arguments.kv_options import KVOptions
 from hpu_duo.cli.arguments.model_names import model_option
 from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.arguments.options import LIMITS, Json
@@ -48,6 +49,7 @@ def plan(
         ),
     ] = None,
     served: HardwareOptions,
+    kept: KVOptions,
     output: OutputOptions,
     table: TableOptions,
     as_json: Json = False,
@@ -61,7 +63,7 @@ def plan(
         table.check(asked.trim_chunks)
         output.check()
         if hardware is None:
-            _check_without_hardware(num_blocks, served, output)
+            _check_without_hardware(num_blocks, served, kept, output)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs.planner import evaluate
         from graphs.promise import Promise
@@ -70,7 +72,7 @@ def plan(
 
         most_graphs, recorded = within.in_time().most_graphs, table.recorded()
         if hardware is not None:
-            setting = Setting.on(hardware, model, served, asked, num_blocks, most_graphs)
+            setting = Setting.on(hardware, model, served, asked, kept, num_blocks, most_graphs)
         else:
             assert num_blocks is not None, "checked above"
             setting = Setting.anywhere(model, asked, num_blocks)
@@ -135,7 +137,9 @@ def _show(
     console.print(padding_table(reports, is_recorded))
 
 
-def _check_without_hardware(num_blocks: int | None, served: HardwareOptions, output: OutputOptions) -> None:
+def _check_without_hardware(
+    num_blocks: int | None, served: HardwareOptions, kept: KVOptions, output: OutputOptions
+) -> None:
     if num_blocks is None:
         raise ValueError("expected --num-blocks, or --hardware to find out how many fit, got neither")
     compared = {
@@ -143,6 +147,7 @@ def _check_without_hardware(num_blocks: int | None, served: HardwareOptions, out
         "--sparsity": served.sparsity,
         "--kv-cache-dtype": served.kv_cache_dtype,
         "--png": output.png,
+        **dict.fromkeys(kept.given, True),
     }
     for name, value in compared.items():
         if value is not None:

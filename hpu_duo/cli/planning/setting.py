@@ -7,6 +7,7 @@ from pathlib import Path
 
 from graphs import BatchShape, StepCost, StepLimits
 from graphs.planner import Grid
+from hpu_duo.cli.arguments.kv_options import KVOptions
 from hpu_duo.cli.planning.hardware import HardwareOptions
 from hpu_duo.cli.planning.plan_options import PlannedLimits
 from hpu_duo.cost import Capacity, Deployment, ModelSize, Serving, WarmUp
@@ -15,6 +16,7 @@ from hpu_duo.cost import step_limits as limits_on_hardware
 from hpu_duo.cost.capacity import SMALLEST_DECODE
 from hpu_duo.cost.read_model import read_model
 from hpu_duo.kv.plan import LayerKV
+from hpu_duo.limit_config import SchedulerConfig
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Setting:
         model: Path,
         served: HardwareOptions,
         asked: PlannedLimits,
+        kept: KVOptions,
         num_blocks: int | None,
         num_graphs: int,
     ) -> Setting:
@@ -77,12 +80,16 @@ class Setting:
             ValueError: the model cannot be read or does not fit, or a limit is out of range.
         """
         size = read_model(model)
-        serving = served.on(
-            *(hardware, asked.max_num_seqs, asked.max_num_batched_tokens, asked.block_size, asked.decode_len)
+        scheduler = SchedulerConfig(
+            max_num_seqs=asked.max_num_seqs,
+            max_num_batched_tokens=asked.max_num_batched_tokens,
+            max_chunk_rows=asked.max_chunk_rows,
+            decode_len=asked.decode_len,
         )
+        serving = served.on(hardware, scheduler, asked.block_size, kept)
         found = served.compare(size, serving, num_graphs)
         deployment = served.deployment(size, serving, asked.max_model_len or size.max_positions)
-        limits = replace(limits_on_hardware(deployment, asked.max_chunk_rows), decode_len=asked.decode_len)
+        limits = replace(limits_on_hardware(deployment), decode_len=asked.decode_len)
         if num_blocks is not None:
             limits = replace(limits, num_blocks=num_blocks)
         return cls(

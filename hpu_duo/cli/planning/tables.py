@@ -61,9 +61,11 @@ def _memory_table(model: ModelSize, serving: Serving) -> Table:
         f"({serving.weights.value})",
     )
     table.add_row("KV cache", show_bytes(serving.kv_budget_bytes(model)))
-    table.add_row(
-        "streaming heads", f"keep {serving.sink} first and {serving.recent} newest tokens of each request"
-    )
+    kept = f"keep {serving.sink} first and {serving.recent} newest tokens of each request"
+    if serving.kept is None:
+        table.add_row("streaming heads", kept)
+    else:
+        table.add_row("all heads" if serving.kept.is_plan else "streaming heads", f"keep {serving.kept.name}")
     return table
 
 
@@ -140,6 +142,11 @@ def caveats(serving: Serving, found: Sequence[Capacity]) -> list[str]:
         "to be fused.",
         f"Attention kernels: {serving.attention}. {UNKNOWN}.",
     ]
+    if serving.kept is not None:
+        lines.append(
+            "Memory of heads with a KV budget is the engine's. Their speed is that of rings of as many "
+            "tokens: what policies do to score tokens and to choose among them is not in it."
+        )
     not_served = sorted({what for each in found for what in each.not_served})
     if not_served:
         lines.append(f"* priced only: this version does not run {', '.join(not_served)}.")
@@ -162,7 +169,8 @@ def _facts() -> Table:
 
 def _name(each: Capacity) -> tuple[str, str]:
     mark = " *" if each.not_served else ""
-    return ("none" if each.sparsity == 0 else f"{each.sparsity:.0%}"), f"{each.kv_format.value}{mark}"
+    share = f"{each.sparsity:.0%}" if each.sparsity else "plan" if each.kept else "none"
+    return share, f"{each.kv_format.value}{mark}"
 
 
 def _minutes(seconds: float) -> str:

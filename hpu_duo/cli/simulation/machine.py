@@ -172,16 +172,20 @@ class ServedLimits:
         )
         serving = served.on(
             machine.hardware,
-            CARD_LIMITS.max_num_seqs if self.max_num_seqs is None else self.max_num_seqs,
-            CARD_LIMITS.max_num_batched_tokens
-            if self.max_num_batched_tokens is None
-            else self.max_num_batched_tokens,
+            self._scheduler,
             CacheConfig.block_size if self.block_size is None else self.block_size,
         )
         deployment = served.deployment(size, serving, self.max_model_len or size.max_positions)
         # The other limits are among what decides how much fits.
         server = SimulatedServer.on(deployment)
         return server.with_limits(self._replaced(server.limits, "max_chunk_rows", "num_blocks"))
+
+    @property
+    def _scheduler(self) -> SchedulerConfig:
+        """Limits that decide how much fits."""
+        names = ("max_num_seqs", "max_num_batched_tokens")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(CARD_LIMITS, **given)
 
     def _caches_prefixes(self, *, unless_told: bool) -> bool:
         caches = unless_told if self.enable_prefix_caching is None else self.enable_prefix_caching

@@ -1,0 +1,29 @@
+"""What heads with a KV budget or a plan keep, for those who know the engine's rules to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hpu_duo.cost.model import ModelSize
+from hpu_duo.kv.plan import LayerKV
+
+
+class KeptByHeads(Protocol):
+    """What heads keep that have a KV budget or a plan, instead of rings."""
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether each head is named, so that no share of them streams."""
+
+    @property
+    def name(self) -> str:
+        """What is kept, for reports."""
+
+    def kv_layers(self, model: ModelSize, counts: Sequence[int], max_len: int) -> tuple[LayerKV, ...]:
+        """Keys and values that each layer keeps.
+
+        Args:
+            counts: heads of each layer that see all tokens, if no plan names them.
+            max_len: tokens of the longest request.
+        """
