@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedModel
 
 from hpu_duo.config import EngineConfig
@@ -30,7 +29,8 @@ def with_frequencies(
     if not any(_needs_rotary(group) for each in heads for group in each.groups):
         return tuple(heads)
     name = type(model).__name__
-    if any(parameter.is_meta or is_fake(parameter) for parameter in model.parameters()):
+    # Fake tensors name a device, but their storage is on none.
+    if any(parameter.untyped_storage().device.type == "meta" for parameter in model.parameters()):
         raise ValueError(f"the rotary embedding of {name} is read from its weights, which are not there")
     found = rotary_frequencies(model, layers)
     served = []
