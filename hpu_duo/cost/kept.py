@@ -1,4 +1,4 @@
-"""What heads with a KV budget or a plan keep, for those who know the engine's rules to say."""
+"""Keys and values of heads with a KV budget or a plan, for those who know the engine's rules to say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpu_duo.kv.plan import LayerKV
 
 
 class KeptByHeads(Protocol):
-    """What heads keep that have a KV budget or a plan, instead of rings."""
+    """Keys and values of heads that have a KV budget or a plan, instead of rings."""
 
     @property
     def is_plan(self) -> bool:
@@ -18,7 +18,7 @@ class KeptByHeads(Protocol):
 
     @property
     def name(self) -> str:
-        """What is kept, for reports."""
+        """The policy and its budget, or the plan, for reports."""
 
     def kv_layers(self, model: ModelSize, counts: Sequence[int], max_len: int) -> tuple[LayerKV, ...]:
         """Keys and values that each layer keeps.

@@ -19,7 +19,7 @@ from hpu_duo.startup.kv_plan import resolve_kv_plan
 
 @dataclass(frozen=True)
 class SizedHeads:
-    """What heads keep under an engine's options, by the rules that the engine goes by.
+    """Keys and values of heads under an engine's options, by the rules that the engine goes by.
 
     Attributes:
         config: with a KV policy or a KV plan; the model's files are not read.

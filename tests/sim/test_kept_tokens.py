@@ -1,4 +1,4 @@
-"""Which tokens heads with a KV budget keep is told of captured steps, on the simulated HPU and elsewhere."""
+"""Kept tokens of heads with a KV budget on captured steps, on the simulated HPU and elsewhere."""
 
 from __future__ import annotations
 

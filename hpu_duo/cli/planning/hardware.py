@@ -178,7 +178,7 @@ class HardwareOptions:
         return Deployment(size, serving, self._shares(serving)[0], self._formats()[0], max_len)
 
     def _kept(self, scheduler: SchedulerConfig, block_size: int, kept: KVOptions) -> KeptByHeads | None:
-        """What heads keep with a KV budget or a plan; None where neither is asked for."""
+        """Return the heads with a KV budget or a plan; None where neither is asked for."""
         if not kept.given:
             return None
         unused: dict[str, object] = {"--sink": self.sink, "--recent": self.recent}
