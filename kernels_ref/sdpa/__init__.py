@@ -17,15 +17,16 @@ from bias_builders import Held, Leading, Rule, Window, encode_rule, seen_mask
 from kernels_ref import reference
 from kernels_ref.by_place import unique_placed
 from kernels_ref.groups import BlockStep, RingStep
-from kernels_ref.groups.column_sums import column_sums
+from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial, finish
 from kernels_ref.scoring import Scoring
-from kernels_ref.sdpa import decode, prefill, ruled, shared, short
-from kernels_ref.sdpa.operators import register
+from kernels_ref.sdpa import decode, prefill, ruled, shared, short, sums
+from kernels_ref.sdpa.operators import define, register
 from kernels_ref.sdpa.store import write_kv
 from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
 from kernels_ref.x86 import rows, slots
+from kernels_ref.x86 import sums as x86_sums
 
 __all__ = [
     "causal",
@@ -74,6 +75,14 @@ _ruled_unique = register(
     ruled.ruled_unique,
 )
 _leading_rings = register("leading_rings", f"{_QKV}, Tensor visible, float softcap", decode.leading_rings)
+_column_sums = define(
+    "column_sums",
+    "Tensor q, Tensor lse, Tensor k, Tensor? slots, Tensor start, Tensor num_new, Tensor token, "
+    "int? num_observed",
+    "Tensor",
+    sums.column_sums,
+    sums.shapes,
+)
 _weighed_rings = register(
     "weighed_rings",
     f"{_QKV}, Tensor visible, Tensor? sinks, float softcap",
@@ -188,6 +197,23 @@ def unique_weighed(
         return rows.attend_weighed(q_NKGD, units.k, units.v, visible, sinks_KG)
     *partial, mass = _weighed_rings(q_NKGD, units.k, units.v, visible, sinks_KG, scoring.softcap or 0.0)
     return Partial(*partial), mass
+
+
+def column_sums(
+    q_QKGD: torch.Tensor,
+    lse_QKG: torch.Tensor,
+    k_QKD: torch.Tensor,
+    slots_PKCD: torch.Tensor | None,
+    chunk: ChunkStep,
+    num_observed: int | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Sums of the weights of prompt rows by slot and new key."""
+    if scoring.softcap is not None or not x86_sums.fits(q_QKGD, k_QKD):
+        return reference.column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, chunk, num_observed, scoring)
+    plan = chunk.start, chunk.num_new, chunk.token
+    total: torch.Tensor = _column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, *plan, num_observed)
+    return total
 
 
 def first_to_go(

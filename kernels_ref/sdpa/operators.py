@@ -21,11 +21,24 @@ def register(
         function: called with CPU tensors; may read them.
         weighs: it also returns a number for each slot of its second argument, ``[*, K, S]``.
     """
-    _library.define(f"{name}({arguments}) -> (Tensor, Tensor, Tensor{', Tensor' if weighs else ''})")
+    returned = f"(Tensor, Tensor, Tensor{', Tensor' if weighs else ''})"
+    return define(name, arguments, returned, function, _weighed_shapes if weighs else _shapes)
+
+
+def define(
+    name: str, arguments: str, returned: str, function: Callable[..., Any], shapes: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Make a CPU operator.
+
+    Args:
+        arguments, returned: its schema.
+        function: called with CPU tensors; may read them.
+        shapes: the same, with empty tensors.
+    """
+    _library.define(f"{name}({arguments}) -> {returned}")
     _library.impl(name, function, "CPU")
-    shapes = _weighed_shapes if weighs else _shapes
     torch.library.register_fake(f"{_NAMESPACE}::{name}", shapes, lib=_library)
-    operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    operator: Callable[..., Any] = getattr(getattr(torch.ops, _NAMESPACE), name).default
     return operator
 
 

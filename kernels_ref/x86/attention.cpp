@@ -47,18 +47,6 @@ struct Job {
   int dim_steps() const { return (dim + kDepth - 1) / kDepth; }
 };
 
-// Sixteen keys as tiles [dim / 32][16][32], with zeros behind the last key and item.
-void pack_keys(const bf16 *k, int64_t stride, int count, int dim, bf16 *out) {
-  for (int d = 0; d < dim; d += kDepth, out += kTileItems) {
-    const __mmask32 there = dim - d >= kDepth ? 0xFFFFFFFF : 0xFFFF;
-    for (int key = 0; key < kLanes; ++key) {
-      const __m512i row =
-          key < count ? _mm512_maskz_loadu_epi16(there, k + key * stride + d) : _mm512_setzero_si512();
-      _mm512_store_si512(out + key * kDepth, row);
-    }
-  }
-}
-
 // 32 values as tiles [dim / 16][16 items][32 values], with zeros behind the last value.
 void pack_values(const bf16 *v, int64_t stride, int count, int dim, bf16 *out) {
   const auto items = [&](int value, int d) {

@@ -39,6 +39,9 @@ void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &pla
 void first_to_go(const float *score, const int *position, const bool *is_protected, int *slot, int64_t num_lines,
                  int num_slots, int num_threads);
 
+void column_sums(const bf16 *q, const bf16 *k, const float *lse, float *sums, const int64_t *strides, const int *sizes,
+                 Instructions instructions, int num_threads);
+
 int64_t attend_workspace(int num_keys, int dim);
 
 void attend(const bf16 *q, const bf16 *k, const bf16 *v, float *attn, float *largest, float *total, bf16 *workspace,

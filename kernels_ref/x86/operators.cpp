@@ -165,6 +165,24 @@ Tensor first_to_go(const std::optional<Tensor> &score, const Tensor &position,
   return slot;
 }
 
+Tensor column_sums(const Tensor &query, const Tensor &keys, const Tensor &lse, std::optional<int64_t> offset,
+                   std::string_view instructions) {
+  const Tensor q = with_runs(query), k = with_runs(keys);
+  TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 3 && k.size(1) == q.size(1) && k.size(2) == q.size(3) &&
+                        q.size(3) % 16 == 0 && q.size(3) <= 256,
+                    "expected queries [S, K, G, D] and keys [T, K, D], D a multiple of 16 up to 256, got ", q.sizes(),
+                    " and ", k.sizes());
+  const Tensor logs = plan_of("lse", lse, {q.size(0), q.size(1), q.size(2)});
+  Tensor sums = at::zeros({k.size(1), k.size(0)}, q.options().dtype(at::kFloat));
+  const int64_t strides[] = {q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1)};
+  const int num_keys = (int)k.size(0);
+  const int sizes[] = {(int)q.size(0), num_keys, (int)q.size(1), (int)q.size(2), (int)q.size(3),
+                       (int)offset.value_or(num_keys)};
+  hpu_duo::column_sums(data<bf16>(q), data<bf16>(k), data<float>(logs), data<float>(sums), strides, sizes,
+                       instructions_of(instructions), at::get_num_threads());
+  return sums;
+}
+
 void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, const Tensor &query, const Tensor &keys,
             const Tensor &values, bool is_causal, int64_t sink, int64_t recent, std::string_view instructions) {
   const Tensor q = with_runs(query), k = with_runs(keys), v = with_runs(values);
@@ -194,6 +212,7 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
         " -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("attend_held(Tensor q, Tensor k, Tensor v, Tensor position, Tensor begin, Tensor end, int sink)"
         " -> (Tensor, Tensor, Tensor)");
+  m.def("column_sums(Tensor q, Tensor k, Tensor lse, int? offset, str instructions='best') -> Tensor");
   m.def("first_to_go(Tensor? score, Tensor position, Tensor? is_protected) -> Tensor");
   m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
         " bool is_causal, int sink, int recent, str instructions='best') -> ()");
@@ -205,6 +224,7 @@ TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {
   m.impl("attend_rings", attend_rings);
   m.impl("attend_weighed", attend_weighed);
   m.impl("attend_held", attend_held);
+  m.impl("column_sums", column_sums);
   m.impl("first_to_go", first_to_go);
   m.impl("attend", attend);
 }
