@@ -139,8 +139,6 @@ MERGED_LINES = 16
 LISTED_BLOCKS = 256
 """Shared blocks that are put on lists at a time."""
 
-SHARED_SLOTS = 256
-"""Slots whose scores become weights at a time."""
 
 MERGE = Launch(rows=1, keys=MERGED_SLOTS, num_warps=4, num_stages=2)
 """Launch of kernels without products."""
@@ -203,3 +201,8 @@ def num_splits(num_programs: int, num_units: int, limits: DeviceLimits) -> int:
         num_units: most units of keys (blocks, tiles) that there may be; no range is left without one.
     """
     return max(1, min(num_units, 2 * limits.num_processors // max(1, num_programs)))
+
+
+def shared_slots() -> int:
+    """Return how many slots of a budget become weights at a time."""
+    return 256

@@ -135,7 +135,7 @@ def slot_shares(
         is_exact: weights as for values of float32.
     """
     num_rows, num_heads, group, num_slots = scores_NKGS.shape
-    dim, width = splits[0].shape[-1], launch.SHARED_SLOTS
+    dim, width = splits[0].shape[-1], launch.shared_slots()
     out = launch.partials(splits[0], num_rows)
     slot_shares_kernel[(num_heads, num_rows, 1 + launch.num_tiles(num_slots, width))](
         scores_NKGS,

@@ -117,7 +117,7 @@ def weighed_rings(
         *plan.parts,
         *plan.sizes,
         **plan.constants,
-        WIDTH=launch.SHARED_SLOTS,
+        WIDTH=launch.shared_slots(),
         IS_WHOLE=splits == 1,
         HAS_SINKS=sinks_KG is not None,
         SOFTCAP=softcap,

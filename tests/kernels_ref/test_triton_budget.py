@@ -46,7 +46,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles and many processors, so that the borders of every loop and range are crossed."""
     monkeypatch.setattr(launch, "columns", lambda *_: SMALL_TILES)
     monkeypatch.setattr(launch, "decode", lambda *_: SMALL_TILES)
-    monkeypatch.setattr(launch, "SHARED_SLOTS", 32)
+    monkeypatch.setattr(launch, "shared_slots", lambda: 32)
     monkeypatch.setattr(launch, "device_limits", lambda _: DeviceLimits(6, 99 << 10, tiles_of_a_split=1))
 
 

@@ -96,7 +96,8 @@ def test_cached_prefixes_need_nothing_new_after_warm_up(tiny: Tiny, pattern: Hea
     assert (report.new_graphs, report.new_recipes) == (0, 0)
     assert not report.excused
     assert prefixes is not None
-    assert prefixes.num_hit_tokens > 100
+    # On a card short prefixes are computed again where they would have to be waited for.
+    assert prefixes.num_hit_tokens > 50
     assert prefixes.num_evicted_blocks > 10
     assert work.run(tiny.load(device="cpu", enable_prefix_caching=False, **options)) == done
 
