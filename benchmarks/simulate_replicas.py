@@ -175,8 +175,10 @@ CLAIMS = (
         "short outputs. "
         "Preble (arXiv:2407.00023): 1.5 to 14.5 times lower mean latency and 2 to 10 times lower p99 "
         "than the same "
-        "engines by turns.",
-        (f"--replicas 4 --router {ROUTERS} --workload {TOOLS.format(rate=20)} --num-requests 1000",),
+        "engines by turns. At 20 requests a second, where replicas come near to what they can serve, the "
+        "seed decides: with seeds 0 to 3 the mean TTFT of E2 was 2.70, 0.31, 1.09 and 0.18 s, that of "
+        "least-loaded 0.22, 1.30, 0.19 and 0.20 s.",
+        (f"--replicas 4 --router {ROUTERS} --workload {TOOLS.format(rate=18)} --num-requests 1000",),
         preble,
     ),
     Claim(
@@ -213,11 +215,11 @@ CLAIMS = (
         "corrects, and "
         "with two losses. What a replica is wrongly thought to have it computes.",
         (
-            f"--replicas 4 --router {E2} --workload {TOOLS.format(rate=20)} --num-requests 1000",
-            f"--replicas 4 --router e2 --stale-prefixes --workload {TOOLS.format(rate=20)} "
+            f"--replicas 4 --router {E2} --workload {TOOLS.format(rate=18)} --num-requests 1000",
+            f"--replicas 4 --router e2 --stale-prefixes --workload {TOOLS.format(rate=18)} "
             f"--num-requests 1000",
             f"--replicas 4 --router {E2} --lose-replica 0@20 2@45 --restart-seconds 20 --workload "
-            f"{TOOLS.format(rate=20)} --num-requests 1000",
+            f"{TOOLS.format(rate=18)} --num-requests 1000",
         ),
         robust,
     ),
