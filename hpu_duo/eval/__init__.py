@@ -6,14 +6,16 @@ Scoring a text inside its own prefill would let every pattern look lossless.
 """
 
 from hpu_duo.eval.curve import CurvePoint, CurveTask, binarised, curve_points
+from hpu_duo.eval.kv_bytes import KVBytes
 from hpu_duo.eval.longbench import LongBenchItem, read_longbench
+from hpu_duo.eval.model_under_test import ModelUnderTest
 from hpu_duo.eval.needle import NeedleGrid
 from hpu_duo.eval.passkey import PasskeyQuestions, PasskeyResult, PasskeyTask, passkey_accuracy
 from hpu_duo.eval.passkey_text import PasskeyText, WordSource
 from hpu_duo.eval.perplexity import PerplexityResult, check_stream, stream_perplexity
 from hpu_duo.eval.result_file import ResultFile, ResultsNotWrittenError
 from hpu_duo.eval.ruler import RULER_TASKS, RulerSample, RulerTask, ruler_sample
-from hpu_duo.eval.subject import KVBytes, Subject
+from hpu_duo.eval.subject import Subject
 
 __all__ = [
     "RULER_TASKS",
@@ -21,6 +23,7 @@ __all__ = [
     "CurveTask",
     "KVBytes",
     "LongBenchItem",
+    "ModelUnderTest",
     "NeedleGrid",
     "PasskeyQuestions",
     "PasskeyResult",

@@ -8,8 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from hpu_duo.eval.interval import interval_fields
+from hpu_duo.eval.kv_bytes import KVBytes
+from hpu_duo.eval.model_under_test import ModelUnderTest
 from hpu_duo.eval.result_file import ResultFile
-from hpu_duo.eval.subject import KVBytes, Subject
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Question:
 
 
 def answered(
-    subject: Subject,
+    subject: ModelUnderTest,
     num_questions: int,
     question: Callable[[int], Question],
     results: ResultFile | None = None,
@@ -53,7 +54,7 @@ def answered(
     """
     done = [] if results is None else list(results.records)
     yield from done
-    width = subject.model.engine_config.scheduler.max_num_seqs
+    width = subject.num_at_once
     for first in range(len(done), num_questions, width):
         batch = [question(at) for at in range(first, min(first + width, num_questions))]
         check_questions(subject, batch)
@@ -70,7 +71,7 @@ def answered(
             yield record
 
 
-def check_questions(subject: Subject, questions: Sequence[Question]) -> None:
+def check_questions(subject: ModelUnderTest, questions: Sequence[Question]) -> None:
     """Refuse prompts that do not fit the model with their answers.
 
     Raises:

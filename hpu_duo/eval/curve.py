@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from hpu_duo.eval.interval import interval_fields
+from hpu_duo.eval.kv_bytes import KVBytes
 from hpu_duo.eval.passkey import PasskeyResult, PasskeyTask, passkey_accuracy
 from hpu_duo.eval.result_file import ResultFile
-from hpu_duo.eval.subject import KVBytes, Subject
+from hpu_duo.eval.subject import Subject
 from hpu_duo.heads import HeadPattern
 
 FULL = "full attention"

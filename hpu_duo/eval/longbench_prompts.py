@@ -8,7 +8,7 @@ from typing import Any
 
 from hpu_duo.eval.answering import Question
 from hpu_duo.eval.longbench import LongBenchItem, MetricSource, cut_middle, prompt_text
-from hpu_duo.eval.subject import Subject
+from hpu_duo.eval.model_under_test import ModelUnderTest
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LongBenchProtocol:
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"expected max_length of at least 2 tokens, got {self.max_length}")
 
-    def question(self, subject: Subject, item: LongBenchItem, index: int) -> Question:
+    def question(self, subject: ModelUnderTest, item: LongBenchItem, index: int) -> Question:
         """The question of an item.
 
         Raises:
@@ -48,7 +48,7 @@ class LongBenchProtocol:
             (subject.encode("\n")[-1],) if ends_line else (),
         )
 
-    def prompt(self, subject: Subject, text: str, is_chat: bool = True) -> list[int]:
+    def prompt(self, subject: ModelUnderTest, text: str, is_chat: bool = True) -> list[int]:
         """Token ids of a prompt.
 
         LongBench cuts by text: halves of ``max_length // 2`` tokens are decoded, joined and encoded again, so

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpu_duo.eval.model_under_test import ModelUnderTest
 from hpu_duo.eval.passkey import PasskeyQuestions, PasskeyResult, PasskeyTask, passkey_accuracy
 from hpu_duo.eval.passkey_text import BUILTIN_TEXT, PasskeyText
 from hpu_duo.eval.result_file import ResultFile
-from hpu_duo.eval.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class NeedleGrid:
             for length in self.lengths
         }
 
-    def check(self, subject: Subject) -> None:
+    def check(self, subject: ModelUnderTest) -> None:
         """Refuse what the model cannot hold or its tokenizer cannot encode, before the first cell.
 
         Raises:
@@ -87,7 +87,7 @@ class NeedleGrid:
         # Needles are the same at every length, so the shortest is the one that may not hold them.
         PasskeyQuestions.write(subject, self.cell(min(self.lengths), self.depths[0]))
 
-    def fill(self, subject: Subject, results: ResultFile) -> Iterator[dict[str, Any]]:
+    def fill(self, subject: ModelUnderTest, results: ResultFile) -> Iterator[dict[str, Any]]:
         """Compute the cells that ``results`` does not have yet, the shortest first; yields every cell."""
         for length in sorted(self.lengths):
             for depth in self.depths:

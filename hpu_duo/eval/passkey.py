@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from hpu_duo.builtin.passkeys import PasskeyDocument, document, question
 from hpu_duo.builtin.rehearsed import Rehearsals, rehearsed_document
 from hpu_duo.eval.interval import interval_fields
+from hpu_duo.eval.kv_bytes import KVBytes
+from hpu_duo.eval.model_under_test import ModelUnderTest, num_shared
 from hpu_duo.eval.passkey_text import BUILTIN_TEXT, PasskeyText
-from hpu_duo.eval.subject import KVBytes, Subject, num_shared
 
 if TYPE_CHECKING:
     from hpu_duo.engine.outputs import ContinuationScore
@@ -54,7 +55,7 @@ class PasskeyTask:
         if self.rehearsals is not None and self.depths is not None:
             raise ValueError("expected depths or rehearsals, got both")
 
-    def documents(self, subject: Subject) -> list[PasskeyDocument]:
+    def documents(self, subject: ModelUnderTest) -> list[PasskeyDocument]:
         """The documents, the same for equal tasks and equal tokenizers.
 
         Raises:
@@ -162,7 +163,7 @@ class PasskeyQuestions:
     answer_lengths: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def write(cls, subject: Subject, task: PasskeyTask) -> PasskeyQuestions:
+    def write(cls, subject: ModelUnderTest, task: PasskeyTask) -> PasskeyQuestions:
         """The questions of a task.
 
         Raises:
@@ -180,7 +181,7 @@ class PasskeyQuestions:
             tuple(one.answer_lengths for one in asked),
         )
 
-    def ask(self, subject: Subject) -> PasskeyResult:
+    def ask(self, subject: ModelUnderTest) -> PasskeyResult:
         """Ask for every passkey of every document.
 
         A document is prefilled once. Each question and its answer are then decoded behind a copy of its
@@ -202,7 +203,7 @@ class _AskedDocument:
     answer_lengths: tuple[int, ...]
 
 
-def _asked(subject: Subject, written: PasskeyDocument, num_decoded: int) -> _AskedDocument:
+def _asked(subject: ModelUnderTest, written: PasskeyDocument, num_decoded: int) -> _AskedDocument:
     """A document with its questions and answers, each tokenised as one text.
 
     If a question changes the last tokens of the document (a full stop and a new line, say, that become one
@@ -221,7 +222,7 @@ def _asked(subject: Subject, written: PasskeyDocument, num_decoded: int) -> _Ask
     )
 
 
-def passkey_accuracy(subject: Subject, task: PasskeyTask) -> PasskeyResult:
+def passkey_accuracy(subject: ModelUnderTest, task: PasskeyTask) -> PasskeyResult:
     """Write the questions of a task and ask them; see ``PasskeyQuestions``.
 
     Raises:

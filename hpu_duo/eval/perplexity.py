@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpu_duo.eval.subject import KVBytes, Subject
+from hpu_duo.eval.kv_bytes import KVBytes
+from hpu_duo.eval.model_under_test import ModelUnderTest
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class PerplexityResult:
         return tuple((first, math.exp(-logprob / size)) for first, size, logprob in self.windows)
 
 
-def check_stream(subject: Subject, token_ids: Sequence[int], num_prefix: int = 1, window: int = 256) -> None:
+def check_stream(
+    subject: ModelUnderTest, token_ids: Sequence[int], num_prefix: int = 1, window: int = 256
+) -> None:
     """Refuse what ``stream_perplexity`` cannot score, before anything runs.
 
     Raises:
@@ -55,7 +58,7 @@ def check_stream(subject: Subject, token_ids: Sequence[int], num_prefix: int = 1
 
 
 def stream_perplexity(
-    subject: Subject, token_ids: Sequence[int], num_prefix: int = 1, window: int = 256
+    subject: ModelUnderTest, token_ids: Sequence[int], num_prefix: int = 1, window: int = 256
 ) -> PerplexityResult:
     """Prefill the first tokens, then decode and score all others.
 
@@ -68,11 +71,11 @@ def stream_perplexity(
         ValueError: see ``check_stream``.
     """
     check_stream(subject, token_ids, num_prefix, window)
-    ((score,),), _ = subject.score([token_ids[:num_prefix]], [[token_ids[num_prefix:]]])
+    ((score,),), ((end,),) = subject.score([token_ids[:num_prefix]], [[token_ids[num_prefix:]]])
     logprobs = score.logprobs
     windows = tuple(
         (num_prefix + at, len(logprobs[at : at + window]), math.fsum(logprobs[at : at + window]))
         for at in range(0, len(logprobs), window)
     )
-    kv = tuple(subject.kv_bytes(first + size - 1) for first, size, _ in windows)
+    kv = tuple(subject.kv_before(end, first + size - 1) for first, size, _ in windows)
     return PerplexityResult(num_prefix, windows, kv)

@@ -13,12 +13,13 @@ from hpu_duo.builtin.rehearsed import Rehearsals
 from hpu_duo.eval.answering import Question, answered
 from hpu_duo.eval.curve import binarised
 from hpu_duo.eval.interval import interval_fields
+from hpu_duo.eval.kv_bytes import KVBytes
+from hpu_duo.eval.model_under_test import ModelUnderTest
 from hpu_duo.eval.passkey import PasskeyTask, passkey_accuracy
 from hpu_duo.eval.passkey_text import BUILTIN_TEXT, PasskeyText
 from hpu_duo.eval.perplexity import PerplexityResult, stream_perplexity
 from hpu_duo.eval.result_file import ResultFile
 from hpu_duo.eval.ruler import QUESTION_TASKS, RULER_TASKS, RulerTask
-from hpu_duo.eval.subject import KVBytes, Subject
 from hpu_duo.heads import HeadPattern
 
 FULL, DUO, STREAMING = "full", "duo", "streaming"
@@ -28,6 +29,8 @@ TASKS = (PASSKEY, REHEARSED, PERPLEXITY, RULER)
 """Passkeys, passkeys that were asked for before, a text's perplexity, RULER's tasks with our own texts."""
 REHEARSALS = Rehearsals(4)
 """Repetitions of each question, unless told."""
+OWN_TEXTS_TASKS = tuple(name for name in RULER_TASKS if name not in QUESTION_TASKS)
+"""RULER's tasks that need no file of questions."""
 _SINK = 4
 _WINDOW = 64
 
@@ -70,7 +73,11 @@ class PolicyPoint:
                 shape = (pattern.num_layers, pattern.num_kv_heads)
                 return {"pattern": HeadPattern.all_streaming(*shape, sink=_SINK, recent=kept - _SINK)}
             case _:
-                return {"kv_policy": self.policy, "kv_budget": float(max(2, kept))}
+                return {"kv_policy": self.policy, "kv_budget": float(self.num_kept(num_tokens))}
+
+    def num_kept(self, num_tokens: int) -> int:
+        """Tokens of a text that a head with a budget keeps."""
+        return max(2, int(self.budget * num_tokens))
 
     def _retrieval_share(self, pattern: HeadPattern, num_tokens: int) -> float:
         """The most heads that keep everything, in whole heads, so that all keep the budget together."""
@@ -97,6 +104,10 @@ class PolicyTask:
         rehearsals: of each passkey in the task ``REHEARSED``.
         num_samples: of each of RULER's tasks.
         text: of documents with passkeys.
+        ruler_tasks: those of RULER's tasks that ``RULER`` is the mean of.
+
+    Raises:
+        ValueError: a task is unknown, or needs a file of questions; or there are no samples.
     """
 
     names: tuple[str, ...]
@@ -108,18 +119,30 @@ class PolicyTask:
     rehearsals: Rehearsals = REHEARSALS
     num_samples: int = 10
     text: PasskeyText = BUILTIN_TEXT
+    ruler_tasks: tuple[str, ...] = OWN_TEXTS_TASKS
 
     def __post_init__(self) -> None:
         for name in self.names:
             if name not in TASKS:
                 raise ValueError(f"expected tasks among {', '.join(TASKS)}, got {name!r}")
+        for name in self.ruler_tasks:
+            if name not in OWN_TEXTS_TASKS:
+                raise ValueError(f"expected tasks of RULER among {', '.join(OWN_TEXTS_TASKS)}, got {name!r}")
+        if self.num_samples < 1:
+            raise ValueError(f"expected at least 1 sample of each of RULER's tasks, got {self.num_samples}")
 
-    def measure(self, name: str, subject: Subject) -> dict[str, Any]:
-        """Value with its 95 % interval, number of answers, and bytes held.
+    def measure(self, name: str, subject: ModelUnderTest) -> dict[str, Any]:
+        """Value with its 95 % interval, number of answers, bytes held, and the time that it took.
 
         Raises:
             ValueError: the task does not fit the model.
         """
+        before = subject.spent
+        found = self._measure(name, subject)
+        spent = subject.spent - before
+        return {**found, "time_s": spent.time_s, "cpu_s": spent.cpu_s}
+
+    def _measure(self, name: str, subject: ModelUnderTest) -> dict[str, Any]:
         match name:
             case "perplexity":
                 return self._perplexity(subject)
@@ -128,7 +151,7 @@ class PolicyTask:
             case _:
                 return self._passkeys(subject, self.rehearsals if name == REHEARSED else None)
 
-    def _passkeys(self, subject: Subject, rehearsals: Rehearsals | None) -> dict[str, Any]:
+    def _passkeys(self, subject: ModelUnderTest, rehearsals: Rehearsals | None) -> dict[str, Any]:
         task = PasskeyTask(
             self.num_tokens,
             self.num_documents,
@@ -145,7 +168,7 @@ class PolicyTask:
             **found.kv.record_fields,
         }
 
-    def _perplexity(self, subject: Subject) -> dict[str, Any]:
+    def _perplexity(self, subject: ModelUnderTest) -> dict[str, Any]:
         """The last quarter of a text, decoded; the interval is that of the mean over windows of 64 tokens."""
         text = document(subject.count, self.num_tokens, 0, 1, self.seed).text
         ids = subject.encode(text, is_start=True)
@@ -159,13 +182,9 @@ class PolicyTask:
             **found.kv[-1].record_fields,
         }
 
-    def _ruler(self, subject: Subject) -> dict[str, Any]:
-        """The mean over the tasks that need no file of questions."""
-        tasks = [
-            RulerTask(name, subject.count, self.num_tokens, seed=self.seed)
-            for name in RULER_TASKS
-            if name not in QUESTION_TASKS
-        ]
+    def _ruler(self, subject: ModelUnderTest) -> dict[str, Any]:
+        """The mean over all samples of its tasks."""
+        tasks = [RulerTask(name, subject.count, self.num_tokens, seed=self.seed) for name in self.ruler_tasks]
 
         def question(at: int) -> Question:
             sample = tasks[at // self.num_samples].sample(at % self.num_samples)
@@ -206,19 +225,21 @@ def policy_points(policies: Sequence[str], budgets: Sequence[float]) -> list[Pol
 def measured_points(
     points: Sequence[PolicyPoint],
     task: PolicyTask,
-    load: Callable[[PolicyPoint], Subject],
+    load: Callable[[PolicyPoint], ModelUnderTest],
     results: ResultFile,
+    fields: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Measure the points that ``results`` does not have yet, one model at a time; yields every record.
 
     Args:
         load: loads the model with a policy.
+        fields: further fields of the records, by which they are found.
 
     Raises:
         ValueError: a policy is unknown, or a task does not fit the model.
     """
     for point in points:
-        key = {"policy": point.policy, "budget": point.budget}
+        key = {**(fields or {}), "policy": point.policy, "budget": point.budget}
         missing = [name for name in task.names if results.find(**key, task=name) is None]
         if missing:
             subject = load(point)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpu_duo.eval.answering import means
 from hpu_duo.eval.interval import interval_fields
-from hpu_duo.eval.subject import KVBytes
+from hpu_duo.eval.kv_bytes import KVBytes
 
 
 def ruler_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hpu_duo.eval.subject import KVBytes
+from hpu_duo.eval.kv_bytes import KVBytes
 
 
 class KVByTask:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpu_duo.builtin.haystack import BuiltinHaystack, TextHaystack
-from hpu_duo.eval.subject import chat_text
+from hpu_duo.eval.model_under_test import chat_text
 from hpu_duo.identify import DatasetSettings, Encoder, Form, PasskeyDataset
 
 
