@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("hpu_duo", "graphs", "kernels_ref", "bias_builders")
 OPTIONAL = (
     *("triton", "habana_frameworks", "optimum", "matplotlib", "ray", "lm_eval", "aiohttp", "llguidance"),
-    "jieba",
+    *("jieba", "kvpress"),
     *("fastapi", "starlette", "uvicorn", "pydantic", "openai", "prometheus_client", "opentelemetry"),
 )
 SOURCES = (*PACKAGES, "benchmarks", "examples", "tests")

@@ -51,6 +51,7 @@ NEEDED = {
     ("eval", "longbench"): ("--file", "{tmp}/questions.jsonl"),
     ("eval", "longbench-v2"): ("--file", "{tmp}/choices.jsonl"),
     ("eval", "curve"): ("--out", "{tmp}/curve", "--patterns", "one={pattern}"),
+    ("eval", "kvpress"): ("--out", "{tmp}/kvpress", "--kvpress-python", "{tmp}/python"),
     ("eval", "passkey"): (),
     ("eval", "niah"): ("--out", "{tmp}/niah"),
     ("eval", "perplexity"): (),

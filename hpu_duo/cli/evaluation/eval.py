@@ -14,6 +14,7 @@ from hpu_duo.cli.evaluation import options as eopt
 from hpu_duo.cli.evaluation.answers import SimulatedDecodes, check_simulated_decodes
 from hpu_duo.cli.evaluation.control import ask_full_attention
 from hpu_duo.cli.evaluation.curve import curve
+from hpu_duo.cli.evaluation.kvpress import kvpress
 from hpu_duo.cli.evaluation.longbench import longbench, longbench_v2
 from hpu_duo.cli.evaluation.report import KV_COLUMNS, RESULTS, check_outputs, finish, show
 from hpu_duo.cli.evaluation.ruler import ruler
@@ -27,6 +28,7 @@ eval_app.command(cls=ManyValues)(ruler)
 eval_app.command(cls=ManyValues)(longbench)
 eval_app.command(name="longbench-v2")(longbench_v2)
 eval_app.command(cls=ManyValues)(curve)
+eval_app.command(cls=ManyValues)(kvpress)
 
 _PASSKEY_COLUMNS = ("num_answers", "num_exact", "accuracy", "token_accuracy", "logprob", *KV_COLUMNS)
 

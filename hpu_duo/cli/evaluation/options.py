@@ -144,12 +144,14 @@ class OneScoringEngine(opt.EngineOptions):
 
 
 _STEP = ("device", "dtype", "graphs", "attention", "softmax")
+_HELD = ("max_num_batched_tokens", "block_size", "device_memory_utilization", "enable_prefix_caching")
 _SIZES = (
-    *("max_num_batched_tokens", "block_size", "device_memory_utilization", "enable_prefix_caching"),
+    *_HELD,
     *("kv_policy", "kv_budget", "kv_plan", "kv_prompt", "kv_chunk", "attention_rule", "max_ring_window"),
 )
 Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
 Scoring = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_SIZES, "decode_len")]
+Compared = Annotated[ScoringEngine, Only(*_STEP, "max_num_seqs", *_HELD)]
 OneRequestEngine = Annotated[OneScoringEngine, Only(*_STEP, *_SIZES, "decode_len")]
 
 

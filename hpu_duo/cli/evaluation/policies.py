@@ -26,7 +26,26 @@ CSV, PNG = "curve.csv", "curve.png"
 
 
 @dataclass(frozen=True)
-class PolicyOptions:
+class RulerChoice:
+    """Tasks and samples of RULER, where they are one measurement among others."""
+
+    ruler_tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="RULER's tasks in the task ruler, by its names.", show_default="the 11 that need no file"
+        ),
+    ] = None
+    ruler_limit: Annotated[int, typer.Option(help="Samples of each of RULER's tasks.")] = 10
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of ``PolicyTask``."""
+        named = {} if self.ruler_tasks is None else {"ruler_tasks": tuple(self.ruler_tasks)}
+        return {"num_samples": self.ruler_limit, **named}
+
+
+@dataclass(frozen=True)
+class PolicyOptions(RulerChoice):
     """Policies of the KV cache to compare instead of choices of heads."""
 
     policies: Annotated[
@@ -69,6 +88,7 @@ class PolicyOptions:
                 passkeys.seed,
                 passkeys.rehearsals or REHEARSALS,
                 text=passkeys.text,
+                **self.fields,
             )
         PolicyCurve(points, task, pattern, choice, out).run(as_json)
 
@@ -130,12 +150,16 @@ class PolicyCurve:
             return Subject(load_model(self.choice.model, heads, engine, eopt.MAX_NUM_SEQS))
 
     def _settings(self) -> dict[str, Any]:
-        names = ("num_tokens", "num_documents", "num_passkeys", "passkey_words", "seed", "num_samples")
-        task = {name: getattr(self.task, name) for name in names}
-        rehearsals = [self.task.rehearsals.num_rehearsals, self.task.rehearsals.tail]
         pattern = [self.pattern.sink, self.pattern.recent, *self.pattern.scores.ravel().tolist()]
-        texts = eopt.text_settings(self.task.text)
-        return {**self.choice.settings(), **task, **texts, "rehearsals": rehearsals, "duo": pattern}
+        return {**self.choice.settings(), **task_settings(self.task), "duo": pattern}
+
+
+def task_settings(task: PolicyTask) -> dict[str, Any]:
+    """Return the settings of a task that the results depend on."""
+    names = ("num_tokens", "num_documents", "num_passkeys", "passkey_words", "seed")
+    own = {name: getattr(task, name) for name in (*names, "num_samples", "ruler_tasks")}
+    rehearsals = [task.rehearsals.num_rehearsals, task.rehearsals.tail]
+    return {**own, **eopt.text_settings(task.text), "rehearsals": rehearsals}
 
 
 def _csv(rows: list[dict[str, Any]]) -> str:

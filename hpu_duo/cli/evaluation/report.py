@@ -32,7 +32,7 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Iterable[str], note: str = 
     console = Console()
     if not console.is_terminal:
         # A pipe cannot be widened by hand, and takes long lines rather than numbers that are cut off.
-        console.width = max(console.width, 160)
+        console.width = max(console.width, 200)
     table = Table(box=None, padding=(0, 2, 0, 0))
     names = list(columns)
     for name in names:
@@ -90,11 +90,13 @@ def write_text(path: Path, text: str) -> None:
 
 def _cell(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
+    if value is None:
+        return "-"
     if f"{name}_low" in row:
         return f"{value:.3f} ({row[f'{name}_low']:.3f} to {row[f'{name}_high']:.3f})"
     if name.endswith("_bytes"):
         return show_bytes(value)
-    if name in _SHARES:
+    if name.endswith(_SHARES):
         return f"{value:.1%}"
     if name.endswith("num_tokens") or isinstance(value, int):
         return f"{value:,.0f}"
