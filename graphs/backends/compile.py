@@ -38,11 +38,13 @@ class CompileBackend:
     """
 
     name = "compile"
-    num_first_runs = 1
 
     def __init__(self, compiler: str | Compiler = "inductor", guards: bool = False) -> None:
         self._compiler = compiler
         self._guards = guards
+        self._is_replayed = compiler == "inductor" and not guards
+        # A run that compiles cannot be traced.
+        self.num_first_runs = 2 if self._is_replayed else 1
         self._regions: dict[tuple[BatchShape, Hashable], Callable[..., object]] = {}
 
     @property
@@ -64,7 +66,7 @@ class CompileBackend:
 
         With guards, or with another compiler than inductor, it stays as it is.
         """
-        return fn if self._guards or self._compiler != "inductor" else TracedStep(fn)
+        return TracedStep(fn, num_untraced=1) if self._is_replayed else fn
 
     def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
         """Return the compiled function of a region at one shape.

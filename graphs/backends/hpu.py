@@ -49,7 +49,6 @@ class HpuCompileBackend(CompileBackend):
     """
 
     name = "hpu-compile"
-    num_first_runs = 1
 
     def __init__(self, guards: bool = False) -> None:
         super().__init__("hpu_backend", guards=True)

@@ -12,7 +12,7 @@ from graphs.shape import BatchShape
 
 
 class ReplayBackend:
-    """Traces the second run of a bucket, and replays the trace from then on, see ``TracedStep``.
+    """Traces the first run of a bucket, and replays the trace from then on, see ``TracedStep``.
 
     No request waits for a compiler, and a start costs nothing.
 
@@ -21,7 +21,7 @@ class ReplayBackend:
     """
 
     name = "replay"
-    num_first_runs = 2
+    num_first_runs = 1
 
     def __init__(self, arrange: Arrange | None = None) -> None:
         self._arrange = arrange
@@ -31,7 +31,7 @@ class ReplayBackend:
         return None if device.type == "cpu" else f"steps are replayed on device 'cpu', got {str(device)!r}"
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
-        """Return the step, which is traced in its second run."""
+        """Return the step, which is traced in its first run."""
         return TracedStep(fn, self._arrange)
 
     def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:

@@ -46,22 +46,25 @@ def untraced() -> Iterator[None]:
 
 
 class TracedStep(Generic[Outputs]):
-    """A step whose operators are traced in its second run; from the third run on the trace is replayed.
+    """A step whose operators are traced in one of its first runs; from the next run on the trace is replayed.
 
     Much of a short step on a CPU is Python: modules that call modules and sort out arguments, in each
-    run alike. The first run is not traced because it compiles. A step is never replayed if its inputs
+    run alike. A step is never replayed if its inputs
     are not on a CPU, if it reads numbers from tensors or lets sizes depend on them, if it returns other
     things than tensors in tuples and lists, or if it calls operators with tensors that are neither inputs,
     nor results of operators, nor alive after it. Reads that torch does not see go unnoticed: ``str(x)``.
 
     Args:
-        fn: the step. A replay reads the weights and stores of the second run: their contents may change, but
+        fn: the step. A replay reads the weights and stores of the traced run: their contents may change, but
             none may be replaced by another tensor.
         arrange: rearranges the calls of the trace into others that compute the same.
+        num_untraced: runs before the traced one, in which the step compiles.
     """
 
-    def __init__(self, fn: Callable[[Inputs], Outputs], arrange: Arrange | None = None) -> None:
-        self._fn, self._arrange = fn, arrange
+    def __init__(
+        self, fn: Callable[[Inputs], Outputs], arrange: Arrange | None = None, num_untraced: int = 0
+    ) -> None:
+        self._fn, self._arrange, self._num_untraced = fn, arrange, num_untraced
         self._num_runs = 0
         self._replay: Callable[[Inputs], Outputs] | None = None
 
@@ -74,7 +77,9 @@ class TracedStep(Generic[Outputs]):
         if self._replay is not None:
             with interrupts_deferred(only_first=True):
                 return self._replay(inputs)
-        if self._num_runs == 1 and all(tensor.device.type == "cpu" for tensor in inputs.values()):
+        if self._num_runs == self._num_untraced and all(
+            tensor.device.type == "cpu" for tensor in inputs.values()
+        ):
             # Half a trace would stay in the way of every later step.
             with interrupts_deferred():
                 return self._trace(inputs)

@@ -48,8 +48,9 @@ class StepWarmUp:
     def capture(self, bucket: BatchShape) -> bool:
         """Capture a bucket of the table; False if it has been captured before."""
         executor = self._executor
+        padding = executor.model.live.none_of(bucket, executor.geometry.decode_len)
         # As in a step: what a lazy device has collected is built before the caller goes on.
-        with executor.leading(Capture(bucket)), executor.runtime.step():
+        with executor.leading(Capture(bucket)), executor.runtime.step(), padding:
             return executor.graphs.warm_up(bucket, executor.step_of, self._padding)
 
     @torch.inference_mode()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from graphs import BatchShape
@@ -32,3 +35,13 @@ class LiveRows:
         live = max(shape.query_len, num_logits)
         self._tokens[:] = bucket.query_len, live
         self._logits[:] = bucket.num_logits * decode_len, num_logits
+
+    @contextmanager
+    def none_of(self, bucket: BatchShape, decode_len: int = 1) -> Iterator[None]:
+        """Steps inside run as ``bucket`` and are padding from the first row to the last."""
+        self._tokens[:] = bucket.query_len, 0
+        self._logits[:] = bucket.num_logits * decode_len, 0
+        try:
+            yield
+        finally:
+            self._tokens[:] = self._logits[:] = 0

@@ -122,7 +122,6 @@ def test_no_half_trace_stays_behind_a_ctrl_c() -> None:
         step: TracedStep[torch.Tensor] = TracedStep(
             lambda inputs: traced_step.call_compiled(double, (inputs["x"] + 1,))[0]
         )
-        step(inputs)
         try:
             with ctrl_c_at_line(line, (str(traced_step.__file__),)):
                 step(inputs)

@@ -15,6 +15,7 @@ from graphs import (
     GraphMissError,
     MissPolicy,
 )
+from graphs.backends.compile import CompileBackend
 from graphs.backends.replay import ReplayBackend
 
 B8 = BatchShape.parse("--u/q8/s0/u8/l8")
@@ -283,8 +284,11 @@ def test_an_uncounted_run_is_the_run_of_a_step_without_its_counts() -> None:
     assert (cache.counters.captures, dict(cache.counters.runs), dict(cache.counters.steps)) == (1, {}, {})
 
 
-def test_warm_up_leaves_nothing_of_a_replayed_step_to_be_written_later() -> None:
-    cache, num_calls = GraphCache(ReplayBackend(), TABLE, MissPolicy.ERROR), 0
+@pytest.mark.parametrize("backend", [ReplayBackend(), CompileBackend()], ids=lambda backend: backend.name)
+def test_warm_up_leaves_nothing_of_a_replayed_step_to_be_written_later(
+    backend: ReplayBackend | CompileBackend,
+) -> None:
+    cache, num_calls = GraphCache(backend, TABLE, MissPolicy.ERROR), 0
 
     def doubled(inputs: Inputs) -> torch.Tensor:
         nonlocal num_calls
@@ -293,7 +297,7 @@ def test_warm_up_leaves_nothing_of_a_replayed_step_to_be_written_later() -> None
 
     for bucket in cache.table:
         cache.warm_up(bucket, lambda bucket: doubled, make_inputs)
-    assert num_calls == 2 * len(TABLE)
+    assert num_calls == backend.num_first_runs * len(TABLE)
     bucket = cache.resolve(BatchShape.parse("--u/q5/s0/u2/l5"))
     assert cache.run(bucket, doubled, make_inputs(bucket)).tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert num_calls == 2 * len(TABLE)
+    assert num_calls == backend.num_first_runs * len(TABLE)

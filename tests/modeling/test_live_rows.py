@@ -51,6 +51,17 @@ def test_a_layer_leaves_out_padded_tokens_and_the_head_padded_logit_rows(
 
 
 @here
+def test_a_step_of_padding_computes_no_row_and_the_next_call_all(live: LiveRows, packed: Pair) -> None:
+    x = torch.randn(1, 16, 32).bfloat16()
+    whole, all_logits = packed.layer(x), packed.head(x[:, :8])
+    with live.none_of(BUCKET):
+        assert not packed.layer(x).any()
+        assert not packed.head(x[:, :8]).any()
+    assert torch.equal(packed.layer(x), whole)
+    assert torch.equal(packed.head(x[:, :8]), all_logits)
+
+
+@here
 def test_rows_that_are_not_the_tokens_of_the_step_are_all_computed(live: LiveRows, packed: Pair) -> None:
     inputs = [torch.randn(1, 15, 32), torch.randn(2, 8, 32), torch.randn(16, 32)]
     before = [packed.layer(x.bfloat16()) for x in inputs]
