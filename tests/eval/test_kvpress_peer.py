@@ -1,12 +1,11 @@
 """kvpress as a peer: what its process is asked and tells, what is refused, and the difference of two systems.
 
-A small package stands in for kvpress at the border of its process; the slow test asks the real one.
+A small package stands in for kvpress at the border of its process; ``test_kvpress_real.py`` asks kvpress.
 """
 
 import ast
 import json
 import math
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -37,7 +36,6 @@ from hpu_duo.eval.kvpress_peer.comparison import difference
 from hpu_duo.eval.policy_curve import PolicyTask
 
 STAND_IN = Path(__file__).parent / "stand_in"
-REAL = "HPU_DUO_TEST_KVPRESS_PYTHON"
 EOS = (2,)
 PROMPTS = [[1, *range(40, 40 + length)] for length in (61, 100, 83)]
 CONTINUATIONS = [[[7, 8, 9, 10], [11]], [[60, 61, 62]], [[5, 6]]]
@@ -269,22 +267,3 @@ def test_rows_stand_beside_those_of_kvpress_and_say_where_ours_is_worse() -> Non
         "| 10% | tova | hpu-duo, chunks | 0.500 (0.40 to 0.60) | 50.0% | 1.0 | 0.900 (0.80 to 0.95)" in table
     )
     assert "### perplexity" in table
-
-
-@pytest.mark.slow
-def test_the_real_kvpress_cuts_as_it_is_asked(ours: Subject) -> None:
-    python = os.environ.get(REAL)
-    if python is None:
-        pytest.skip(f"{REAL} names no Python that has kvpress")
-    with KVPressProcess(Path(python), MODEL_DIR, "float32") as process:
-        theirs = KVPressModel(process, ours.tokenizer, ours.max_len, EOS)
-        (wanted, _), (found, _) = (one.score(PROMPTS, CONTINUATIONS) for one in (ours, theirs))
-        for own, other in zip(wanted, found, strict=True):
-            for one, two in zip(own, other, strict=True):
-                assert two.logprobs == pytest.approx(one.logprobs, abs=1e-4)
-        for policy in ("h2o", "tova", "streaming-llm", "snapkv:window=8", "expected-attention"):
-            model = KVPressModel(process, ours.tokenizer, ours.max_len, EOS, press_of(policy), 29)
-            _, kv = model.score(PROMPTS, CONTINUATIONS)
-            assert [[one.held for one in each] for each in kv] == [
-                [(29 + len(one)) * TOKEN_BYTES for one in each] for each in CONTINUATIONS
-            ]
