@@ -23,7 +23,7 @@ def draw_policies(rows: Sequence[Mapping[str, Any]], png: Path) -> None:
         ResultsNotWrittenError: the file cannot be written.
     """
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    policies = sorted(dict.fromkeys(row["policy"] for row in rows), key=lambda policy: policy == "full")
     figure = new_figure((1.0 + 4.4 * len(tasks), 4.6))
     panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     for axes, task in zip(panels, tasks, strict=True):
