@@ -71,6 +71,10 @@ class KVUnits(NamedTuple):
     scratch: Scratch | None = None
     state: SlotState | None = None
 
+    def seen_anew(self) -> KVUnits:
+        """The same units, with views of their own."""
+        return as_units(self.k_flat, self.v_flat, self.layout, self.scratch, self.state)
+
 
 class SlotState(NamedTuple):
     """Numbers of each slot of each unit, with the slots of all heads of a unit side by side.

@@ -7,7 +7,7 @@ copies of whole stores are looked for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,12 +50,16 @@ class LoweredGraph:
 class Lowering:
     """A compiler that keeps what is to be known of graphs, and runs them as they are.
 
+    Args:
+        stores: of keys and values, whose copies are looked for.
+
     Attributes:
         backend: captures regions with it, as the vendor's compiler captures them.
         graphs: so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stores: Iterable[torch.Tensor]) -> None:
+        self._layouts = {(store.shape, store.dtype) for store in stores}
         self.graphs: list[LoweredGraph] = []
         self.backend = CompileBackend(aot_backend(self._keep), guards=True)
         self._region, self._began = "", 0.0
@@ -87,7 +91,7 @@ class Lowering:
         now = time.perf_counter()
         operators = [node.target for node in module.graph.nodes if node.op == "call_function"]
         num_writes = operators.count(torch.ops.aten.index_copy.default)
-        copies = store_copies(module.graph)
+        copies = store_copies(module.graph, layouts=self._layouts)
         self.graphs.append(LoweredGraph(self._region, len(operators), now - self._began, num_writes, copies))
         self._began = time.perf_counter()
         forward: Callable[..., Any] = module.forward
@@ -100,7 +104,7 @@ def lower_bucket(structure: Structure, bucket: BatchShape) -> tuple[LoweredGraph
     Returns:
         The graphs in the order in which they are compiled.
     """
-    lowering = Lowering()
+    lowering = Lowering(structure.stores)
     with structure.mode, torch.no_grad():
         runners: dict[Hashable, Callable[..., Any]] = {
             kind: lowering.runner(bucket, kind, run_layer) for kind in structure.model.kinds

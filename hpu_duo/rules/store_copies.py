@@ -7,7 +7,9 @@ the whole store is copied twice, to write a few vectors.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -16,6 +18,9 @@ from hpu_duo.rules.operators import OpOverload, describe
 
 _WRITE = torch.ops.aten.index_copy.default
 _RETURN = torch.ops.aten.copy_.default
+
+Layout: TypeAlias = tuple[torch.Size, torch.dtype]
+"""Shape and dtype of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +40,28 @@ class StoreCopy:
     reason: str
 
 
-def store_copies(graph: fx.Graph, *, strict: bool = True) -> tuple[StoreCopy, ...]:
+def store_copies(
+    graph: fx.Graph, *, layouts: Collection[Layout] | None = None, strict: bool = True
+) -> tuple[StoreCopy, ...]:
     """Find the copies of stores in a graph.
 
-    A store is an input, or a view of one, that an ``index_copy`` writes. It is written in place if the write
-    takes the input itself and no view of it, and the input has exactly two users, the write and the final
-    ``copy_``.
+    A store is an input of one of ``layouts``, or a view of one, that an ``index_copy`` writes. It is
+    written in place if the write takes the input itself and no view of it, and the input has exactly two
+    users, the write and the final ``copy_``.
 
     Args:
         graph: without mutations but those of its inputs, as ``aot_autograd`` makes it with
             ``keep_inference_input_mutations``.
+        layouts: of stores; None for all inputs. Others that a graph writes, such as positions of slots, are
+            small, and may be copied.
         strict: as release 1.19.0 of the bridge does it. Later public sources also allow reads before the
             write, and a second write of what the first one made.
 
     Source: gaudi-pytorch-bridge 1.19.0, ``pass_reinplace_index_copy_ops``, and for the later ones
     ``pass_reinplace_inplaceable_ops_v2``.
     """
-    stores = {store for node in graph.nodes if node.target is _WRITE and (store := _store_of(node.args[0]))}
+    written = (_store_of(node.args[0]) for node in graph.nodes if node.target is _WRITE)
+    stores = {store for store in written if store and (layouts is None or _layout(store) in layouts)}
     in_place: set[fx.Node] = set()
     found = []
     for node in graph.nodes:
@@ -100,6 +110,11 @@ def _store_of(node: object) -> fx.Node | None:
 
 def _is_view(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and describe(node.target).is_view
+
+
+def _layout(node: fx.Node) -> Layout | None:
+    value = node.meta.get("val")
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
 
 
 def _num_bytes(node: fx.Node) -> int:

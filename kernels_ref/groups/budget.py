@@ -179,6 +179,8 @@ class Budget(GroupKind):
         if parts.unique:
             taken = take_in(self.policy, units.state, layout, plan.end, plan.decode_row, run.first_to_go)
         run.write_kv(units, self._write_index(layout, plan, kept, taken), inputs.new)
+        # Views from before would be inputs of this graph beside the stores, where it was cut in between.
+        units = units.seen_anew()
         dtype = index_dtype(plan.end.device)
         if taken is not None:
             decoded, score = self._decode(run, inputs, units, step, taken)

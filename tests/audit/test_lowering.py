@@ -121,6 +121,12 @@ def test_the_conditions_of_the_compiler(
             assert copy == StoreCopy(copy.store, copy.operator, STORE.nbytes, copy.reason)
 
 
+def test_only_inputs_of_a_stores_layout_are_stores() -> None:
+    graph = lowered(write_a_view)
+    assert store_copies(graph, layouts={(STORE.shape, STORE.dtype)}) == store_copies(graph)
+    assert not store_copies(graph, layouts={(STORE.shape, torch.bfloat16), (STORE.shape[1:], STORE.dtype)})
+
+
 def write_views(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
     for flat, each in zip((units.k_flat, units.v_flat), new):
         write(flat.view(-1, flat.shape[-1]), index, each)
