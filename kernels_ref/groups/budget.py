@@ -181,6 +181,7 @@ class Budget(GroupKind):
         run.write_kv(units, self._write_index(layout, plan, kept, taken), inputs.new)
         # Views from before would be inputs of this graph beside the stores, where it was cut in between.
         units = units.seen_anew()
+        assert units.state is not None, "slots have positions and scores"
         dtype = index_dtype(plan.end.device)
         if taken is not None:
             decoded, score = self._decode(run, inputs, units, step, taken)
