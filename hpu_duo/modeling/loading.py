@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -151,18 +153,37 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
 
 
 def load_state(
-    path: str | Path, config: Any, dtype: torch.dtype, state: dict[str, torch.Tensor]
+    path: str | Path,
+    config: Any,
+    dtype: torch.dtype,
+    state: dict[str, torch.Tensor],
+    fit: Callable[[nn.Module], None],
 ) -> PreTrainedModel:
     """Build the same from tensors in memory, by their names in checkpoints; they are taken over, not copied.
 
     Args:
         path: where they come from, for error messages.
+        fit: gives the model of the configuration further sizes, in place, before it gets its weights.
 
     Raises:
         ValueError: see ``load_model``.
     """
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    return _loaded(path, config, dtype, model_class, None, state_dict=state)
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        fit(self)
+
+    # transformers builds the model inside its loader. Names are the family's, by which it finds its rules.
+    entries = {
+        "__init__": build,
+        "__module__": model_class.__module__,
+        "__qualname__": model_class.__qualname__,
+    }
+    fitted = type(model_class.__name__, (model_class,), entries)
+    model = _loaded(path, config, dtype, fitted, None, state_dict=state)
+    model.__class__ = model_class
+    return model
 
 
 def _loaded(

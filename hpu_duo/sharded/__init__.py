@@ -5,9 +5,10 @@ from hpu_duo.sharded.dealt_blocks import DealtBlocks
 from hpu_duo.sharded.exchanged_bytes import Exchanged, HeadExchanges, StepExchanges, head_exchanges
 from hpu_duo.sharded.head_exchange import HeadExchange
 from hpu_duo.sharded.heads import RankHeads, placed
-from hpu_duo.sharded.loading import load_share
-from hpu_duo.sharded.modules import connect, wide_norms
+from hpu_duo.sharded.loading import load_share, make_cutter
+from hpu_duo.sharded.modules import connect
 from hpu_duo.sharded.share_check import check_share
+from hpu_duo.sharded.sums import Sums
 
 __all__ = [
     "DealtBlocks",
@@ -16,11 +17,12 @@ __all__ = [
     "HeadExchanges",
     "RankHeads",
     "StepExchanges",
+    "Sums",
     "check_share",
     "connect",
     "head_exchanges",
     "load_share",
+    "make_cutter",
     "narrowed_config",
     "placed",
-    "wide_norms",
 ]

@@ -12,7 +12,14 @@ _WIDTHS = (
     "shared_intermediate_size",
 )
 """Names of the widths of MLPs and experts."""
-NARROWED = (*_WIDTHS, "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "pad_token_id")
+_HEADS = ("num_attention_heads", "num_attention_heads_per_layer")
+"""Names of numbers of query heads: one, or one for each layer."""
+_KV_HEADS = "num_key_value_heads"
+_VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+"""Names of numbers of tokens, of which tables have a row each."""
+_BY_LAYER = "per_layer_config"
+"""Name of what single layers have instead of a value of all layers."""
+NARROWED = (*_WIDTHS, *_HEADS, _KV_HEADS, *_VOCABULARIES, _BY_LAYER, "head_dim", "pad_token_id")
 """Names of what a share has another value of than the whole model."""
 
 
@@ -40,7 +47,8 @@ def narrowed_config(config: Any, head_dim: int, size: int) -> Any:
 
     Args:
         config: transformers' configuration.
-        head_dim: channels of a head, which families may derive from the number of heads.
+        head_dim: channels of a head, for configurations that do not say it: families derive it from the
+            number of heads.
         size: number of ranks.
 
     Raises:
@@ -49,19 +57,36 @@ def narrowed_config(config: Any, head_dim: int, size: int) -> Any:
     check_plan(config)
     narrow = copy.deepcopy(config)
     text = narrow.get_text_config()
-    text.num_attention_heads = _share("num_attention_heads", text.num_attention_heads, size)
-    num_kv_heads = getattr(text, "num_key_value_heads", None)
-    if num_kv_heads is not None:
-        text.num_key_value_heads = _share("num_key_value_heads", num_kv_heads, min(size, num_kv_heads))
-    text.head_dim = head_dim
-    for name in _WIDTHS:
-        width = getattr(text, name, None)
-        if width:
-            setattr(text, name, _share(name, width, size))
-    text.vocab_size = padded_vocab(text.vocab_size, size)
-    # Only says which row training leaves at zero.
-    text.pad_token_id = None
+    values = text.to_dict()
+    differing = values.get(_BY_LAYER)
+    for name in (*_WIDTHS, *_HEADS, _KV_HEADS, *_VOCABULARIES):
+        # Where layers differ, only the dictionary has what those have that are not named.
+        value = values.get(name) if differing else getattr(text, name, None)
+        if value:
+            setattr(text, name, _narrowed(name, value, size))
+    if differing:
+        text.per_layer_config = {
+            layer: {name: _narrowed(name, value, size) for name, value in own.items()}
+            for layer, own in differing.items()
+        }
+    elif getattr(text, "head_dim", None) is None:
+        text.head_dim = head_dim
+    # Says which row training leaves at zero, and in few families what stands for images.
+    if (text.pad_token_id or 0) >= text.vocab_size:
+        text.pad_token_id = None
     return narrow
+
+
+def _narrowed(name: str, value: Any, size: int) -> Any:
+    """One rank's share of a value of a configuration; all of what ranks do not share."""
+    if isinstance(value, list):
+        # Of other lists nothing is known: slices that do not fit are refused by the shapes of parameters.
+        return [_narrowed(name, each, size) for each in value] if name in _HEADS else value
+    if name in (*_WIDTHS, *_HEADS):
+        return _share(name, value, size)
+    if name == _KV_HEADS:
+        return _share(name, value, min(size, value))
+    return padded_vocab(value, size) if name in _VOCABULARIES else value
 
 
 def _share(name: str, value: int, size: int) -> int:

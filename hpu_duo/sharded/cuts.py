@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.heads.permute import FUSED_KNOWN, KV_NORMS, OUTPUTS, QUERY_NORMS
+from hpu_duo.heads.permute import FUSED_KNOWN, FUSED_UNKNOWN, KV_NORMS, OUTPUTS, QUERY_NORMS
 from hpu_duo.sharded.config import padded_vocab
 from hpu_duo.sharded.heads import RankHeads
 
@@ -19,11 +20,56 @@ Span = tuple[int, int]
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERTS = frozenset(("experts", "shared_experts", "shared_expert", "shared_mlp", "block_sparse_moe"))
 """Modules of routed experts, and of those that every token takes."""
+_EXPANDED = "kv_b_proj"
+"""Projection from a latent to the keys without position and the values of each head, side by side."""
+_MLP = frozenset(("gate_proj", "up_proj", "down_proj"))
 _EXPERT_ROWS = ("w1", "w3", "gate_proj", "up_proj")
 """Projections of experts, which a plan for experts in one tensor does not name, as the next ones."""
-_EXPERT_COLUMNS = ("w2", "down_proj", "output_linear")
-_EXPERT_PACKED = ("input_linear",)
+_EXPERT_COLUMNS = ("w2", "down_proj", "output_linear", "fc2")
+_EXPERT_PACKED = ("input_linear", "gate_up_proj", "fc1")
 """Gate and up projection in one tensor."""
+
+
+class FusedRows(Enum):
+    """The order of the rows of a projection to queries, keys and values."""
+
+    BY_KIND = "all queries, all keys, all values"
+    BY_GROUP = "for each key/value head its query heads, its key and its value"
+
+
+class HeadSizes(NamedTuple):
+    """The heads of a layer in a checkpoint.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: of the layer.
+        fused_rows: order of its fused projection, if it has one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    fused_rows: FusedRows = FusedRows.BY_KIND
+
+    def channels(self, heads: Sequence[int]) -> list[Span]:
+        """Return the channels of heads of one kind, one head after the other."""
+        return [(head * self.head_dim, (head + 1) * self.head_dim) for head in heads]
+
+    def fused(self, own: RankHeads) -> list[Span]:
+        """Return the rows of a rank's heads in the fused projection."""
+        match self.fused_rows:
+            case FusedRows.BY_KIND:
+                width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+                begins = (0, width, width + kv_width)
+                parts = (self.channels(each) for each in (own.query, own.kv, own.kv))
+                return [(at + a, at + b) for at, part in zip(begins, parts) for a, b in part]
+            case FusedRows.BY_GROUP:
+                group_size = self.num_heads // self.num_kv_heads
+                heads: list[int] = []
+                for kv in own.kv:
+                    first = kv * (group_size + 2)
+                    heads += [first + head % group_size for head in own.query if head // group_size == kv]
+                    heads += [first + group_size, first + group_size + 1]
+                return self.channels(heads)
 
 
 @dataclass(frozen=True)
@@ -75,10 +121,12 @@ class Cutter:
         plan: transformers' styles by the names of parameters; see ``check_plan``.
         attention: name of the attention module in a decoder layer.
         heads: the rank's heads of each layer.
-        num_heads, num_kv_heads, head_dim: of the checkpoint.
+        sizes: of the checkpoint's heads of each layer.
         vocabulary: names of the modules whose rows are tokens, such as ``lm_head``.
-        vocab_size: tokens.
+        table: shape of the table of tokens. Files may have a head by another name than the model.
         ranks: this rank among all.
+        others: names of the modules beside the decoder layers, such as a tower for images, which are whole.
+        is_transposed: whether experts in one tensor are ``[experts, in, out]``, not ``[experts, out, in]``.
     """
 
     def __init__(
@@ -86,17 +134,18 @@ class Cutter:
         plan: Mapping[str, str],
         attention: str,
         heads: Sequence[RankHeads],
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        sizes: Sequence[HeadSizes],
         vocabulary: Sequence[str],
-        vocab_size: int,
+        table: Sequence[int],
         ranks: Ranks,
+        *,
+        others: Collection[str] = (),
+        is_transposed: bool = False,
     ) -> None:
-        self._attention, self._heads, self._ranks = attention, heads, ranks
-        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
-        self._vocabulary, self._vocab_size = vocabulary, vocab_size
+        self._attention, self._heads, self._sizes, self._ranks = attention, heads, sizes, ranks
+        self._vocabulary, self._table = vocabulary, tuple(table)
         self._style = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
+        self._others, self._is_transposed = frozenset(others), is_transposed
 
     def cut(self, key: str, shape: Sequence[int]) -> Cut | None:
         """Return the part of a tensor that the rank holds; None for all of it.
@@ -111,61 +160,75 @@ class Cutter:
         path = key.removesuffix(".weight").removesuffix(".bias").split(".")
         leaf, is_bias = path[-1], key.endswith(".bias")
         layer = _LAYER.search(key)
+        if self._is_beside(key, layer):
+            return None
         if layer is None or int(layer[1]) >= len(self._heads):
-            return self._of_tokens(shape) if leaf in self._vocabulary else None
+            return self._of_tokens(leaf, shape)
         if self._attention in path:
-            return self._of_heads(leaf, is_bias, shape, self._heads[int(layer[1])])
-        is_expert = not _EXPERTS.isdisjoint(path)
+            number = int(layer[1])
+            return self._of_heads(leaf, is_bias, shape, self._heads[number], self._sizes[number])
+        is_expert = _is_expert(path)
         if is_expert or leaf in self._style:
             return self._of_width(leaf, is_bias, shape, is_expert=is_expert)
         return None
 
+    def cut_shape(self, key: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the part."""
+        size, cut = list(shape), self.cut(key, shape)
+        if cut is not None:
+            size[cut.dim] = sum(end - begin for begin, end in cut.spans)
+        return tuple(size)
+
     def is_added_once(self, key: str) -> bool:
         """Whether a bias is of a sum over ranks, so that one rank alone may add it."""
-        path = key.removesuffix(".bias").split(".")
-        if not key.endswith(".bias") or _LAYER.search(key) is None:
+        path, layer = key.removesuffix(".bias").split("."), _LAYER.search(key)
+        if not key.endswith(".bias") or layer is None or self._is_beside(key, layer):
             return False
         if self._attention in path:
             return path[-1] in OUTPUTS
-        return self._is_columns(path[-1], not _EXPERTS.isdisjoint(path))
+        return self._is_columns(path[-1], _is_expert(path))
 
-    def _of_tokens(self, shape: Sequence[int]) -> Cut | None:
-        if not shape or shape[0] != self._vocab_size:
+    def _is_beside(self, key: str, layer: re.Match[str] | None) -> bool:
+        before = key if layer is None else key[: layer.start()]
+        return not self._others.isdisjoint(before.split("."))
+
+    def _of_tokens(self, leaf: str, shape: Sequence[int]) -> Cut | None:
+        if not shape or (leaf not in self._vocabulary and tuple(shape) != self._table):
             return None
-        size = padded_vocab(self._vocab_size, self._ranks.size)
+        size = padded_vocab(shape[0], self._ranks.size)
         return Cut(0, ((self._ranks.rank * size, (self._ranks.rank + 1) * size),))
 
-    def _of_heads(self, leaf: str, is_bias: bool, shape: Sequence[int], heads: RankHeads) -> Cut | None:
-        query, kv = (self._channels(each) for each in (heads.query, heads.kv))
+    def _of_heads(
+        self, leaf: str, is_bias: bool, shape: Sequence[int], heads: RankHeads, sizes: HeadSizes
+    ) -> Cut | None:
+        query = sizes.channels(heads.query)
         if leaf in OUTPUTS:
             return None if is_bias else Cut(1, merged(query))
-        if leaf == "q_proj":
-            return Cut(0, merged(query))
         if leaf in ("k_proj", "v_proj"):
-            return Cut(0, merged(kv))
-        if leaf == FUSED_KNOWN:
-            width, kv_width = self._num_heads * self._head_dim, self._num_kv_heads * self._head_dim
-            begins = (0, width, width + kv_width)
-            spans = [(at + a, at + b) for at, each in zip(begins, (query, kv, kv)) for a, b in each]
-            return Cut(0, merged(spans))
+            return Cut(0, merged(sizes.channels(heads.kv)))
+        if leaf == _EXPANDED:
+            each = shape[0] // sizes.num_kv_heads
+            return Cut(0, merged([(head * each, (head + 1) * each) for head in heads.kv]))
+        if leaf in (FUSED_KNOWN, *FUSED_UNKNOWN):
+            return Cut(0, merged(sizes.fused(heads)))
         if leaf in (*QUERY_NORMS, *KV_NORMS):
-            own = heads.query if leaf in QUERY_NORMS else heads.kv
-            return self._of_norm(shape, own)
+            return _of_norm(shape, heads.query if leaf in QUERY_NORMS else heads.kv, sizes)
+        # Queries, gates, and sink logits or biases of gates: a row for each channel or head.
+        match shape[0] if shape else 0:
+            case rows if leaf == "q_proj" or rows == sizes.num_heads * sizes.head_dim:
+                return Cut(0, merged(query))
+            case sizes.num_heads:
+                return Cut(0, merged(_single(heads.query)))
         return None
 
-    def _of_norm(self, shape: Sequence[int], heads: Sequence[int]) -> Cut | None:
-        if tuple(shape) == (self._head_dim,):
-            return None
-        # One row for each head, or all heads one after the other.
-        return Cut(
-            0, merged([(head, head + 1) for head in heads] if len(shape) == 2 else self._channels(heads))
-        )
-
     def _of_width(self, leaf: str, is_bias: bool, shape: Sequence[int], *, is_expert: bool) -> Cut | None:
-        # Experts in one tensor are [experts, out, in].
-        first = len(shape) - (1 if is_bias else 2)
+        first = second = len(shape) - 1
+        if not is_bias:
+            # Experts in one tensor are [experts, out, in], in few families [experts, in, out].
+            is_turned = is_expert and len(shape) == 3 and self._is_transposed
+            first, second = (first, first - 1) if is_turned else (first - 1, first)
         if self._is_columns(leaf, is_expert):
-            return None if is_bias else Cut(first + 1, self._even(shape[first + 1]))
+            return None if is_bias else Cut(second, self._even(shape[second]))
         style = self._style.get(leaf, "")
         is_packed = leaf == "gate_up_proj" or (is_expert and leaf in _EXPERT_PACKED)
         if is_packed or style == "packed_colwise":
@@ -185,5 +248,18 @@ class Cutter:
             raise ValueError(f"expected a width that {self._ranks.size} ranks share evenly, got {width}")
         return ((self._ranks.rank * size, (self._ranks.rank + 1) * size),)
 
-    def _channels(self, heads: Sequence[int]) -> list[Span]:
-        return [(head * self._head_dim, (head + 1) * self._head_dim) for head in heads]
+
+def _is_expert(path: Sequence[str]) -> bool:
+    """Whether a projection is of experts, or of an MLP by the usual names, which not every plan has."""
+    return path[-1] in _MLP or not _EXPERTS.isdisjoint(path)
+
+
+def _of_norm(shape: Sequence[int], heads: Sequence[int], sizes: HeadSizes) -> Cut | None:
+    if tuple(shape) == (sizes.head_dim,):
+        return None
+    # One row for each head, or all heads one after the other.
+    return Cut(0, merged(_single(heads) if len(shape) == 2 else sizes.channels(heads)))
+
+
+def _single(heads: Sequence[int]) -> list[Span]:
+    return [(head, head + 1) for head in heads]

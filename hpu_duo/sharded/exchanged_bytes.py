@@ -93,8 +93,8 @@ class StepExchanges:
     """The exchanges of a step, but for those of its logits.
 
     Attributes:
-        token_bytes: bytes of a query token that ranks sum: the residual stream behind the embeddings, and
-            behind attention and MLP of each layer, with a float32 number for each norm over all heads.
+        token_bytes: bytes of a query token that ranks sum: rows of tables of tokens, the residual
+            stream behind attention and MLP of each layer, with a float32 number for each norm over all heads.
         dealt: retrieval heads of all ranks, their query heads each and their size, for each layer whose
             blocks are dealt out.
         dtype_bytes: of an element.
@@ -113,9 +113,15 @@ class StepExchanges:
         cls, model: nn.Module, specs: Sequence[LayerSpec], hidden_size: int, dtype_bytes: int, decode_len: int
     ) -> StepExchanges:
         """Read them off a rank's share of a model, behind ``connect``."""
-        widths = {SummedOverRanks: hidden_size, VocabParallelEmbedding: hidden_size}
-        token_bytes = sum(widths.get(type(each), 0) * dtype_bytes for each in model.modules())
-        token_bytes += sum(_FLOAT32 for each in model.modules() if isinstance(each, RMSNormOverRanks))
+        token_bytes = 0
+        for each in model.modules():
+            match each:
+                case SummedOverRanks():
+                    token_bytes += hidden_size * dtype_bytes
+                case VocabParallelEmbedding():
+                    token_bytes += each.inner.embedding_dim * dtype_bytes
+                case RMSNormOverRanks():
+                    token_bytes += _FLOAT32
         dealt = [
             (group.kind.exchange, spec.group_size, spec.head_dim)
             for spec in specs

@@ -12,11 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.modeling.loading import load_state
+from hpu_duo.modeling.loading import build_without_weights, load_state
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.sharded.config import check_plan, narrowed_config
 from hpu_duo.sharded.cuts import Cutter
+from hpu_duo.sharded.fit import Fit
+from hpu_duo.sharded.fused_rows import head_sizes
 from hpu_duo.sharded.heads import RankHeads
+from hpu_duo.sharded.sums import token_tables
 
 
 def load_share(
@@ -46,7 +49,8 @@ def load_share(
     """
     cutter = make_cutter(config, whole, layers, heads, ranks)
     narrow = narrowed_config(config, layers[0].call.head_dim, ranks.size)
-    return load_state(path, narrow, dtype, read_share(path, cutter, ranks))
+    fit = Fit.of(cutter, whole, layers, build_without_weights(path, narrow, dtype))
+    return load_state(path, narrow, dtype, read_share(path, cutter, ranks), fit.apply)
 
 
 def make_cutter(
@@ -58,20 +62,33 @@ def make_cutter(
 ) -> Cutter:
     """Return what cuts the tensors of a checkpoint for one rank; see ``load_share``."""
     check_plan(config)
-    text, call = config.get_text_config(), layers[0].call
     names = {id(module): name.rsplit(".", 1)[-1] for name, module in whole.named_modules()}
-    tables: list[nn.Module | None] = [whole.get_input_embeddings(), whole.get_output_embeddings()]
+    table, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    vocabulary = [path.rsplit(".", 1)[-1] for path in token_tables(whole)]
+    if head is not None:
+        vocabulary.append(names[id(head)])
     return Cutter(
-        text.base_model_tp_plan,
+        config.get_text_config().base_model_tp_plan,
         names[id(layers[0].attention)],
         heads,
-        call.num_heads,
-        call.num_kv_heads,
-        call.head_dim,
-        [names[id(table)] for table in tables if table is not None],
-        text.vocab_size,
+        [head_sizes(layer) for layer in layers],
+        vocabulary,
+        table.get_parameter("weight").shape,
         ranks,
+        others=_beside(whole, layers[0]) - set(vocabulary),
+        is_transposed=any(getattr(module, "is_transposed", False) for module in whole.modules()),
     )
+
+
+def _beside(whole: PreTrainedModel, layer: DecoderLayer) -> set[str]:
+    """The names of modules on the way to the decoder layers that do not lead there."""
+    paths = {id(module): path for path, module in whole.named_modules()}
+    module: nn.Module = whole
+    beside: set[str] = set()
+    for name in paths[id(layer.module)].split(".")[:-1]:
+        beside.update(other for other, _ in module.named_children() if other != name)
+        module = module.get_submodule(name)
+    return beside
 
 
 def read_share(path: str | Path, cutter: Cutter, ranks: Ranks) -> dict[str, torch.Tensor]:

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from hpu_duo.device.exchange import sum_over_ranks
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
 from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.sharded.sums import Sums, epsilon_of
 
 
 class SummedOverRanks(nn.Module):
@@ -69,7 +69,7 @@ class RMSNormOverRanks(nn.Module):
 
     def __init__(self, inner: nn.Module, num_ranks: int, group: str) -> None:
         super().__init__()
-        self.weight, self.epsilon = inner.get_parameter("weight"), _epsilon(inner)
+        self.weight, self.epsilon = inner.get_parameter("weight"), epsilon_of(inner)
         self.num_ranks, self.group = num_ranks, group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,72 +79,28 @@ class RMSNormOverRanks(nn.Module):
         return (self.weight * (wide * torch.rsqrt(mean + self.epsilon))).to(x.dtype)
 
 
-def wide_norms(layer: DecoderLayer) -> tuple[str, ...]:
-    """Return the names of a layer's norms of queries and keys over all heads together.
-
-    Args:
-        layer: of the whole model.
-
-    Raises:
-        ValueError: one of them is no root-mean-square norm with a known epsilon.
-    """
-    wide = []
-    for name, norm in layer.attention.named_children():
-        # Without a weight there is nothing to cut: it is a norm of each head.
-        weight = getattr(norm, "weight", None) if name in (*QUERY_NORMS, *KV_NORMS) else None
-        if weight is not None and weight.ndim == 1 and tuple(weight.shape) != (layer.call.head_dim,):
-            _epsilon(norm)
-            wide.append(name)
-    return tuple(wide)
-
-
-def _epsilon(norm: nn.Module) -> float:
-    epsilon = getattr(norm, "variance_epsilon", None)
-    if epsilon is None:
-        raise ValueError(
-            f"{type(norm).__name__} over all heads together cannot be served by several ranks: expected a "
-            "root-mean-square norm with variance_epsilon, got none"
-        )
-    return float(epsilon)
-
-
-def summed_children(layer: DecoderLayer) -> tuple[tuple[str, nn.Module], ...]:
-    """Return the children of a layer, by name, whose outputs ranks sum: attention, MLP and experts."""
-    return tuple(
-        (name, child)
-        for name, child in layer.module.named_children()
-        if any(isinstance(part, nn.Linear) or _holds_experts(part) for part in child.modules())
-    )
-
-
 def connect(
-    model: PreTrainedModel,
-    layers: Sequence[DecoderLayer],
-    wide_norms: Sequence[str],
-    ranks: Ranks,
-    group: str,
+    model: PreTrainedModel, layers: Sequence[DecoderLayer], sums: Sums, ranks: Ranks, group: str
 ) -> None:
     """Put the exchanges between ranks into a rank's share of a model, in place.
 
-    Two sums a layer, behind the attention and behind the MLP or its experts, and one of the embeddings; two
-    more of one number a token where queries and keys have norms over all heads together. Logits stay the
-    rank's own: its columns of the vocabulary.
+    Two sums a layer, behind the attention and behind the MLP or its experts, and one for each table of
+    tokens; two more of one number a token where queries and keys have norms over all heads together. Logits
+    stay the rank's own: its columns of the vocabulary.
 
     Args:
-        wide_norms: names of the norms over all heads.
+        sums: where ranks sum.
         group: name of the ranks' process group.
     """
-    for layer in layers:
-        for name in wide_norms:
+    for layer, own in zip(layers, sums.layers):
+        for name in own.norms:
             norm = getattr(layer.attention, name)
             setattr(layer.attention, name, RMSNormOverRanks(norm, ranks.size, group))
-        for name, child in summed_children(layer):
-            setattr(layer.module, name, SummedOverRanks(child, group))
-    table = model.get_input_embeddings()
-    assert isinstance(table, nn.Embedding), "tokens are embedded by a table"
-    first = ranks.rank * table.num_embeddings
-    model.set_input_embeddings(VocabParallelEmbedding(table, first, group))
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        for name in own.children:
+            setattr(layer.module, name, SummedOverRanks(getattr(layer.module, name), group))
+    for path in sums.tables:
+        table = model.get_submodule(path)
+        assert isinstance(table, nn.Embedding), "tokens are embedded by a table"
+        parent, _, name = path.rpartition(".")
+        first = ranks.rank * table.num_embeddings
+        setattr(model.get_submodule(parent), name, VocabParallelEmbedding(table, first, group))

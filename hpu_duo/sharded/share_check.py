@@ -11,13 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hpu_duo.device.ranks import Ranks
+from hpu_duo.modeling.attention import AttentionCall
 from hpu_duo.modeling.loading import build_without_weights
 from hpu_duo.modeling.probe import DecoderLayer, read_layers
 from hpu_duo.sharded.config import narrowed_config
 from hpu_duo.sharded.cuts import Cutter
+from hpu_duo.sharded.fit import Fit
 from hpu_duo.sharded.heads import RankHeads
 from hpu_duo.sharded.loading import make_cutter
-from hpu_duo.sharded.modules import summed_children, wide_norms
+from hpu_duo.sharded.sums import Sums
 
 
 def check_share(
@@ -45,62 +47,89 @@ def check_share(
     text = config.get_text_config()
     cutter = make_cutter(config, whole, layers, heads, ranks)
     narrow = build_without_weights(path, narrowed_config(config, layers[0].call.head_dim, ranks.size), dtype)
-    for layer in layers:
-        wide_norms(layer)
+    Fit.of(cutter, whole, layers, narrow).apply(narrow)
+    sums = Sums.of(cutter, whole, layers)
     _check_shapes(text.model_type, cutter, whole, narrow)
-    _check_sums(text, cutter, whole, layers)
-    for number, (layer, share) in enumerate(zip(layers, read_layers(narrow))):
+    _check_sums(text, cutter, whole, layers, sums)
+    for number, (layer, share) in enumerate(zip(layers, _read_by_token(text.model_type, narrow, sums))):
         _check_attention(type(whole).__name__, number, layer, share, heads[number])
 
 
+class _ByToken(nn.Module):
+    """A table that can be read by tokens alone, as ranks have it."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.table(token_ids)
+        return rows
+
+
+def _read_by_token(family: str, narrow: PreTrainedModel, sums: Sums) -> tuple[DecoderLayer, ...]:
+    """Return the layers of a share; refuse a model that cannot run as one, or reads a table by itself."""
+    for path in sums.tables:
+        parent, _, name = path.rpartition(".")
+        setattr(narrow.get_submodule(parent), name, _ByToken(narrow.get_submodule(path)))
+    try:
+        return read_layers(narrow)
+    except ValueError as error:
+        raise ValueError(f"{family!r} cannot be served by several ranks: {error}") from error
+
+
 def _check_shapes(family: str, cutter: Cutter, whole: nn.Module, narrow: nn.Module) -> None:
-    expected = {name: list(tensor.shape) for name, tensor in narrow.state_dict().items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in narrow.state_dict().items()}
     for name, tensor in whole.state_dict().items():
-        shape = list(tensor.shape)
-        if (cut := cutter.cut(name, shape)) is not None:
-            shape[cut.dim] = sum(end - begin for begin, end in cut.spans)
+        shape = cutter.cut_shape(name, tensor.shape)
         if shape != expected.get(name):
+            fitting = list(expected[name]) if name in expected else None
             raise ValueError(
                 f"{family!r} cannot be served by several ranks: expected slices of {name} that fit a model "
-                f"with fewer heads and smaller widths, {expected.get(name)} of {list(tensor.shape)}, "
-                f"got {shape}"
+                f"with fewer heads and smaller widths, {fitting} of {list(tensor.shape)}, got {list(shape)}"
             )
 
 
-def _check_sums(config: Any, cutter: Cutter, whole: nn.Module, layers: Sequence[DecoderLayer]) -> None:
-    """Refuse a sum over ranks of what each of them has whole, and would add once more."""
+def _check_sums(
+    config: Any, cutter: Cutter, whole: nn.Module, layers: Sequence[DecoderLayer], sums: Sums
+) -> None:
+    """Refuse a sum over ranks of what each of them has whole, or of what follows from the sum."""
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
-    for _, child in (each for layer in layers for each in summed_children(layer)):
-        for parameter in child.parameters():
-            name, shape = names[id(parameter)], list(parameter.shape)
-            is_output = len(shape) > 1 and shape[-2] == config.hidden_size
-            if is_output and cutter.cut(name, shape) is None:
+    paths = {id(module): path for path, module in whole.named_modules()}
+    for layer, own in zip(layers, sums.layers):
+        for child in (layer.module.get_submodule(name) for name in own.children):
+            found = [paths[id(part)] for part in child.modules() if "norm" in type(part).__name__.lower()]
+            if found and child is not layer.attention:
                 raise ValueError(
-                    f"{config.model_type!r} cannot be served by several ranks: expected ranks to share "
-                    f"{name}, whose outputs are summed, got all of {shape} on each"
+                    f"{config.model_type!r} cannot be served by several ranks: expected {paths[id(child)]}, "
+                    f"whose outputs are summed, to have no norms, got {found[0]}"
                 )
+            for parameter in child.parameters():
+                name, shape = names[id(parameter)], list(parameter.shape)
+                is_output = len(shape) > 1 and shape[-2] == config.hidden_size
+                if is_output and cutter.cut(name, shape) is None:
+                    raise ValueError(
+                        f"{config.model_type!r} cannot be served by several ranks: expected ranks to share "
+                        f"{name}, whose outputs are summed, got all of {shape} on each"
+                    )
 
 
 def _check_attention(
     name: str, number: int, whole: DecoderLayer, share: DecoderLayer, heads: RankHeads
 ) -> None:
     """Refuse a family whose attention depends on the number of heads in other ways than its sizes do."""
-    first, second = whole.call, share.call
-    expected = (
-        len(heads.query),
-        len(heads.kv),
-        first.head_dim,
-        first.scale,
-        first.sliding_window,
-        first.softcap,
-    )
-    got = (
-        *(second.num_heads, second.num_kv_heads, second.head_dim),
-        *(second.scale, second.sliding_window, second.softcap),
-    )
-    if expected != got or first.has_sinks:
+    expected, got = _traits(whole.call), _traits(share.call)
+    expected = (len(heads.query), len(heads.kv), *expected[2:])
+    if expected != got:
         raise ValueError(
             f"{name}, layer {number}, cannot be served by several ranks: expected attention with (query "
-            f"heads, key/value heads, head size, scale, window, soft cap) {expected} in a share, got {got}"
-            + (" and attention sinks" if first.has_sinks else "")
+            f"heads, key/value heads, head size, scale, window, soft cap, sink logits) {expected} in a "
+            f"share, got {got}"
         )
+
+
+def _traits(call: AttentionCall) -> tuple[object, ...]:
+    return (
+        *(call.num_heads, call.num_kv_heads, call.head_dim, call.scale),
+        *(call.sliding_window, call.softcap, call.has_sinks),
+    )

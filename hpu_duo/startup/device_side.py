@@ -24,7 +24,7 @@ from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.packed_linear import can_pack, pack_linears
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.step_model import StepModel
-from hpu_duo.sharded import StepExchanges, connect
+from hpu_duo.sharded import StepExchanges, Sums, connect
 from hpu_duo.startup.blueprint import Blueprint
 from hpu_duo.startup.graph_memory import plan_with_graphs
 from hpu_duo.startup.heads import ChosenHeads
@@ -48,13 +48,13 @@ class Shared:
     Attributes:
         membership: this rank among the others.
         vocab_size: tokens of the whole model.
-        wide_norms: names of norms over the heads of all ranks.
+        sums: where ranks sum.
         followers: the others, if this is rank 0.
     """
 
     membership: Membership
     vocab_size: int
-    wide_norms: tuple[str, ...] = ()
+    sums: Sums
     followers: Followers | None = None
 
 
@@ -121,7 +121,7 @@ class DeviceSide:
         live = LiveRows()
         if shared is not None:
             # Before packing: packed linears are no linears, by which the modules to sum over ranks are found.
-            connect(model, layers, shared.wide_norms, shared.membership.ranks, shared.membership.group)
+            connect(model, layers, shared.sums, shared.membership.ranks, shared.membership.group)
         _pack(config, model, layers, place, live)
         runtime.place(model)
         store, step_model = blueprint.build(model, memory, live)

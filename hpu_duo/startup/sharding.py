@@ -18,7 +18,7 @@ from hpu_duo.engine.orders import follow
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
 from hpu_duo.modeling.rope import served_len
-from hpu_duo.sharded import RankHeads, check_share, load_share, narrowed_config, wide_norms
+from hpu_duo.sharded import RankHeads, Sums, check_share, load_share, make_cutter, narrowed_config
 from hpu_duo.sharded.config import check_plan
 from hpu_duo.startup.agreement import check_alike, check_same_pattern
 from hpu_duo.startup.blueprint import fix_served_len
@@ -130,7 +130,7 @@ def build_share(
     dtype = resolve_dtype(config.model.dtype, hf_config, place.device.type)
     share = load_rank(config, hf_config, dtype, place.device, membership.ranks, membership.group)
     check_same_pattern(share.chosen.pattern, membership)
-    shared = Shared(membership, hf_config.get_text_config().vocab_size, share.wide_norms, followers)
+    shared = Shared(membership, hf_config.get_text_config().vocab_size, share.sums, followers)
     return DeviceSide.build(share.model, share.layers, config, place, share.chosen, shared)
 
 
@@ -141,13 +141,13 @@ class RankShare(NamedTuple):
         model: with heads in the order of their groups.
         layers: as probed.
         chosen: groups of heads.
-        wide_norms: names of norms over the heads of all ranks.
+        sums: where ranks sum.
     """
 
     model: PreTrainedModel
     layers: tuple[DecoderLayer, ...]
     chosen: ChosenHeads
-    wide_norms: tuple[str, ...]
+    sums: Sums
 
 
 def load_rank(
@@ -179,4 +179,5 @@ def load_rank(
     layers = probe(model)
     assigned = tuple(shares.assignment(each, layer) for each, layer in zip(chosen.heads, layers))
     own = None if chosen.pattern is None else chosen.pattern.of_heads([each.kv for each in heads])
-    return RankShare(model, layers, chosen._replace(heads=assigned, own=own), wide_norms(whole_layers[0]))
+    sums = Sums.of(make_cutter(hf_config, whole, whole_layers, heads, ranks), whole, whole_layers)
+    return RankShare(model, layers, chosen._replace(heads=assigned, own=own), sums)

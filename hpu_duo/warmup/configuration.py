@@ -77,7 +77,7 @@ def known_before_loading(config: EngineConfig) -> Configuration:
     }
     num_ranks = config.parallel.tensor_parallel_size
     if num_ranks > 1:
-        known = {name: value for name, value in known.items() if name.removeprefix("model.") not in NARROWED}
+        known = {name: value for name, value in known.items() if not _is_narrowed(name)}
         known["parallel.tensor_parallel_size"] = num_ranks
     device = str(config.model.device)
     if config.model.dtype != "auto" or device != "auto":
@@ -91,6 +91,11 @@ def known_before_loading(config: EngineConfig) -> Configuration:
     if cache.num_blocks is not None:
         known["limits.num_blocks"] = cache.num_blocks
     return known
+
+
+def _is_narrowed(entry: str) -> bool:
+    """Whether ranks have another value of an entry than the whole model."""
+    return entry.removeprefix("model.").partition(".")[0] in NARROWED
 
 
 def versions_of(runtime: DeviceRuntime) -> dict[str, str]:

@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.sharded.cuts import Cut, Cutter, merged
+from hpu_duo.sharded.cuts import Cut, Cutter, FusedRows, HeadSizes, merged
 from hpu_duo.sharded.heads import RankHeads
 from hpu_duo.sharded.loading import read_share
-from hpu_duo.sharded.modules import RMSNormOverRanks, wide_norms
+from hpu_duo.sharded.modules import RMSNormOverRanks
+from hpu_duo.sharded.sums import wide_norms
 
 DIM = 2
 
@@ -70,7 +71,15 @@ def test_heads_that_ranks_cannot_share_are_refused(
         RankHeads.of(groups, num_heads, Ranks(0, size))
 
 
-def cutters(num_heads: int, num_kv: int, size: int, vocab: int = 7) -> list[Cutter]:
+def cutters(
+    num_heads: int,
+    num_kv: int,
+    size: int,
+    vocab: int = 7,
+    rows: FusedRows = FusedRows.BY_KIND,
+    *,
+    is_transposed: bool = False,
+) -> list[Cutter]:
     plan = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
@@ -78,8 +87,18 @@ def cutters(num_heads: int, num_kv: int, size: int, vocab: int = 7) -> list[Cutt
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     }
     shares = [RankHeads.of([range(num_kv)], num_heads, Ranks(rank, size)) for rank in range(size)]
+    sizes = [HeadSizes(num_heads, num_kv, DIM, rows)]
     return [
-        Cutter(plan, "self_attn", [share], num_heads, num_kv, DIM, ["lm_head"], vocab, Ranks(rank, size))
+        Cutter(
+            plan,
+            "self_attn",
+            [share],
+            sizes,
+            ["lm_head"],
+            (vocab, 3),
+            Ranks(rank, size),
+            is_transposed=is_transposed,
+        )
         for rank, share in enumerate(shares)
     ]
 
@@ -93,6 +112,11 @@ def cutters(num_heads: int, num_kv: int, size: int, vocab: int = 7) -> list[Cutt
         ("self_attn.o_proj.weight", (3, 8), 1),
         ("self_attn.q_norm.weight", (4, 2), 0),
         ("self_attn.q_norm.weight", (8,), 0),
+        ("self_attn.gate_proj.weight", (8, 3), 0),
+        ("self_attn.g_proj.weight", (4, 3), 0),
+        ("self_attn.gate_bias", (4,), 0),
+        ("self_attn.sinks", (4,), 0),
+        ("self_attn.kv_b_proj.weight", (10, 3), 0),
         ("mlp.gate_proj.weight", (6, 3), 0),
         ("mlp.gate_proj.bias", (6,), 0),
         ("mlp.down_proj.weight", (3, 6), 1),
@@ -131,6 +155,33 @@ def test_a_fused_projection_is_cut_by_head() -> None:
     )
     assert first == Cut(0, ((0, 4), (8, 10), (12, 14)))
     assert second == Cut(0, ((4, 8), (10, 12), (14, 16)))
+
+
+def test_rows_of_a_projection_that_is_fused_by_head_are_cut_by_head() -> None:
+    # For each of 2 key/value heads 2 query heads, a key and a value, of 2 channels.
+    first, second = (
+        cutter.cut("model.layers.0.self_attn.query_key_value.weight", (16, 3))
+        for cutter in cutters(4, 2, 2, rows=FusedRows.BY_GROUP)
+    )
+    assert (first, second) == (Cut(0, ((0, 8),)), Cut(0, ((8, 16),)))
+    # Ranks that share a key/value head have one of its query heads each.
+    third = cutters(4, 2, 4, rows=FusedRows.BY_GROUP)[2]
+    assert third.cut("model.layers.0.self_attn.query_key_value.weight", (16, 3)) == Cut(
+        0, ((8, 10), (12, 16))
+    )
+
+
+def test_transposed_experts_are_cut_in_the_dimension_of_their_width() -> None:
+    cutter = cutters(4, 2, 2, is_transposed=True)[1]
+    for up, down in (("gate_up_proj", "down_proj"), ("fc1.weight", "fc2.weight")):
+        assert cutter.cut(f"model.layers.0.mlp.experts.{up}", (5, 3, 12)) == Cut(2, ((3, 6), (9, 12)))
+        assert cutter.cut(f"model.layers.0.mlp.experts.{down}", (5, 6, 3)) == Cut(1, ((3, 6),))
+
+
+def test_a_table_of_tokens_is_cut_by_whatever_name() -> None:
+    cutter = cutters(4, 2, 2)[1]
+    assert cutter.cut("embed_out.weight", (7, 3)) == Cut(0, ((4, 8),))
+    assert cutter.cut("positions.weight", (5, 3)) is None
 
 
 def test_tensors_without_dimensions_are_read_whole(tmp_path: Path) -> None:

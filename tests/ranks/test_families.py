@@ -12,11 +12,9 @@ from tests.ranks.work import Answer, Case, serve, serve_here
 REFUSED = {
     "gpt2": "'gpt2' cannot be served by several ranks: transformers has no tensor-parallel plan",
     "gpt_oss": "'gpt_oss' cannot be served by several ranks: transformers has no tensor-parallel plan",
-    # Derives the size of a head from the number of heads.
-    "gpt_neox": "'gpt_neox' cannot be served by several ranks: expected slices of gpt_neox.layers.0",
 }
-BY_FOUR = ("llama", "llama_mqa", "phi3", "olmo2", "gemma3", "qwen3_moe")
-"""Families by four ranks: fewer key/value heads than ranks, fused projections, wide norms, experts."""
+BY_FOUR = ("llama", "llama_mqa", "phi3", "olmo2", "gemma3", "qwen3_moe", "gpt_neox")
+"""Families by four ranks: few key/value heads, two kinds of fused projections, wide norms, experts."""
 
 
 def cases_of(zoo: Zoo, names: tuple[str, ...]) -> dict[str, Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hpu_duo.device import run_processes
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import prompts_of, save_random
-from tests.ranks.more_families import REFUSED, SERVED, is_known, tiny
+from tests.ranks.more_families import OTHER_WAYS, REFUSED, SERVED, is_known, tiny
 from tests.ranks.work import Answer, Case, serve, serve_here
 
 LENGTHS = (1, 9, 21)
@@ -44,6 +45,20 @@ def test_two_ranks_give_the_tokens_of_one(
     assert answers[name].tokens == serve_here(cases[name]).tokens
 
 
+@pytest.mark.slow
+def test_four_ranks_and_ranks_by_context_give_the_tokens_of_one(cases: dict[str, Case]) -> None:
+    few = {name: cases[name] for name in OTHER_WAYS if name in cases}
+    by_context = {
+        name: replace(case, parallel={"retrieval_parallel": "context"}) for name, case in few.items()
+    }
+    ones = {name: serve_here(case).tokens for name, case in few.items()}
+    for found in (
+        run_processes(serve, (few,), [{}] * 4, 600)[0],
+        run_processes(serve, (by_context,), [{}] * 2, 600)[0],
+    ):
+        assert {name: answer.error or answer.tokens for name, answer in found.items()} == ones
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_that_cannot_be_shared_is_refused_by_name(name: str, tmp_path: Path) -> None:
     if not is_known(name):
@@ -52,5 +67,6 @@ def test_a_family_that_cannot_be_shared_is_refused_by_name(name: str, tmp_path: 
     tiny(name, changes).save_pretrained(tmp_path)
     # Nobody reads it, neither this process nor another one.
     save_file({"none": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"^'{name}' cannot be served by several ranks: .*{module}"):
+    family = tiny(name, changes).get_text_config().model_type
+    with pytest.raises(ValueError, match=rf"^'{family}' cannot be served by several ranks: .*{module}"):
         HPUDuoModel.from_pretrained(tmp_path, tensor_parallel_size=2, num_blocks=16)

@@ -1,0 +1,76 @@
+"""Sizes of a rank's share that its configuration cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
+from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.sharded.cuts import Cutter
+
+_OF_ONE_HEAD = ("head_dim", "head_size", "rotary_ndims", "scaling")
+"""Attributes of attention modules that are of one head; families may derive them from the number of heads."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Sizes of attention modules in a share that a narrowed configuration does not give them.
+
+    Families derive some sizes from the hidden size, which ranks do not share: the size of a head, an output
+    projection, a norm over all heads together.
+
+    Attributes:
+        shapes: of parameters, by their names in the model.
+        numbers: values of attributes, by the names of module and attribute.
+    """
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    numbers: tuple[tuple[str, str, Any], ...]
+
+    @classmethod
+    def of(cls, cutter: Cutter, whole: nn.Module, layers: Sequence[DecoderLayer], narrow: nn.Module) -> Fit:
+        """Compare the attention modules of a whole model with those of a narrowed configuration.
+
+        Projections and norms over all heads get the shapes of their slices. What else differs is left.
+
+        Args:
+            whole, narrow: both without weights.
+            layers: of the whole model.
+        """
+        paths = {id(module): path for path, module in whole.named_modules()}
+        shapes: list[tuple[str, tuple[int, ...]]] = []
+        numbers: list[tuple[str, str, Any]] = []
+        for layer in layers:
+            path = paths[id(layer.attention)]
+            share = narrow.get_submodule(path)
+            for name, module in layer.attention.named_children():
+                if not isinstance(module, nn.Linear) and name not in (*QUERY_NORMS, *KV_NORMS):
+                    continue
+                for leaf, parameter in module.named_parameters(recurse=False):
+                    key = f"{path}.{name}.{leaf}"
+                    shape = cutter.cut_shape(key, parameter.shape)
+                    if shape != tuple(share.get_parameter(f"{name}.{leaf}").shape):
+                        shapes.append((key, shape))
+            for name in _OF_ONE_HEAD:
+                value = getattr(layer.attention, name, None)
+                if value is not None and getattr(share, name, value) != value:
+                    numbers.append((path, name, value))
+        return cls(tuple(shapes), tuple(numbers))
+
+    def apply(self, model: nn.Module) -> None:
+        """Give a model of the narrowed configuration these sizes, in place; its weights are not filled."""
+        for key, shape in self.shapes:
+            path, _, leaf = key.rpartition(".")
+            module = model.get_submodule(path)
+            old = module.get_parameter(leaf)
+            new = torch.empty(shape, dtype=old.dtype, device=old.device)
+            setattr(module, leaf, nn.Parameter(new, requires_grad=old.requires_grad))
+            if isinstance(module, nn.Linear) and leaf == "weight":
+                module.out_features, module.in_features = shape
+        for path, name, value in self.numbers:
+            setattr(model.get_submodule(path), name, value)
