@@ -95,7 +95,7 @@ def test_a_prompt_is_cut_once_to_as_many_tokens_and_all_behind_it_stay(
     kvpress: Callable[..., KVPressModel], kept: int
 ) -> None:
     """The oracle is one pass of transformers under a mask."""
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR).float().eval()
     scores, kv = kvpress(Press("StreamingLLMPress", {"n_sink": 3}), kept).score(PROMPTS, CONTINUATIONS)
     for prompt, each, found, found_kv in zip(PROMPTS, CONTINUATIONS, scores, kv, strict=True):
         num_read = len(prompt) - 1
@@ -128,8 +128,9 @@ def test_a_prompt_that_is_no_longer_than_the_budget_is_not_cut(kvpress: Callable
     model = kvpress(Press("TOVAPress"), 61)
     _, ((kv,),) = model.score([PROMPTS[0]], [[[7]]])
     assert kv.held == kv.full
-    _, ((alone,),) = kvpress(Press("TOVAPress"), 5).score([[1]], [[[7, 8]]])
+    _, ((alone, again),) = kvpress(Press("TOVAPress"), 5).score([[1]], [[[7, 8], [7, 8]]])
     assert (alone.held, alone.num_tokens) == (2 * TOKEN_BYTES, 2)
+    assert again == alone
 
 
 def test_bytes_on_the_way_are_those_at_the_end_less_the_tokens_between(

@@ -58,11 +58,13 @@ class Worker:
             return
         # One model at a time in memory.
         self.model, self.attention = None, attention
+        # Called torch_dtype up to 4.55; dtype after it, with the old name understood until 5.
+        dtype = "dtype" if int(self.versions["transformers"].partition(".")[0]) >= 5 else "torch_dtype"
         loaded = self.transformers.AutoModelForCausalLM.from_pretrained(
             self.setting["model"],
-            dtype=self.setting["dtype"],
             attn_implementation=attention,
             trust_remote_code=False,
+            **{dtype: self.setting["dtype"]},
         )
         self.model = loaded.eval().to(self.device)
 
@@ -99,7 +101,8 @@ class Worker:
         """Log-probabilities of each continuation, whether each token is the likeliest, and bytes."""
         prompt = document["prompt"]
         cache = self.read(press, kept, prompt[:-1])
-        tensors = [(layer.keys, layer.values) for layer in cache.layers]
+        # A cache that has read nothing has no tensors to go back to.
+        tensors = [(layer.keys, layer.values) for layer in cache.layers] if len(prompt) > 1 else None
         found = []
         for wanted in document["continuations"]:
             logits = self.step(cache, [prompt[-1], *wanted[:-1]], len(prompt) - 1).float()
@@ -108,9 +111,10 @@ class Worker:
             is_likeliest = logits.argmax(-1) == targets
             told = {"logprobs": logprobs.tolist(), "is_likeliest": is_likeliest.tolist()}
             found.append({**told, **self.bytes(cache, len(prompt) + len(wanted) - 1)})
-            if not tensors:
-                cache = self.transformers.DynamicCache()
-            for layer, (keys, values) in zip(cache.layers, tensors, strict=bool(tensors)):
+            if tensors is None:
+                cache = self.read(None, 0, [])
+                continue
+            for layer, (keys, values) in zip(cache.layers, tensors, strict=True):
                 layer.keys, layer.values = keys, values
         return found
 

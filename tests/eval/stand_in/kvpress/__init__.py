@@ -30,7 +30,9 @@ class _Press:
                 hook.remove()
 
     def _cut(self, module: Any, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        # Called past_key_value up to transformers 4.55.
+        cache = kwargs["past_key_values"] if "past_key_values" in kwargs else kwargs["past_key_value"]
+        layer = cache.layers[module.layer_idx]
         length = layer.keys.shape[2]
         kept = self.choose(length, int(length * (1 - self.compression_ratio)), output[1])
         layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
