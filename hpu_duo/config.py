@@ -188,6 +188,8 @@ class ParallelConfig:
 
     Attributes:
         tensor_parallel_size: number of ranks; heads, widths and vocabulary are cut evenly among them.
+        expert_parallel: give each rank some of the routed experts of a mixture whole, instead of a part of
+            the width of each: for families that transformers has a plan of that for.
         retrieval_parallel: what ranks share of retrieval heads. "heads": each rank keeps all tokens of
             equally many of them. "context": each keeps a part of the tokens of all of them, so that no layer
             waits for the rank that has one, at four exchanges a layer instead of two. "auto": as decodes are
@@ -200,6 +202,7 @@ class ParallelConfig:
     """
 
     tensor_parallel_size: int = 1
+    expert_parallel: bool = False
     retrieval_parallel: str = "heads"
     retrieval_parallel_context: int | None = None
     timeout_s: float = 300.0
@@ -207,6 +210,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_bool("expert_parallel", self.expert_parallel)
+        if self.expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("expected tensor_parallel_size above 1 for expert_parallel, got 1")
         _one_of("retrieval_parallel", self.retrieval_parallel, ("heads", "context", "auto"))
         _one_of("rank_launcher", self.launcher, ("own", "torchrun"))
         self._check_context()

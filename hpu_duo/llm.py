@@ -109,6 +109,7 @@ class HPUDuoModel(ContextModel, Uncopied):
         graph_memory_bytes: int | None = None,
         fail_on_recompile: bool = False,
         tensor_parallel_size: int = ParallelConfig.tensor_parallel_size,
+        expert_parallel: bool = ParallelConfig.expert_parallel,
         retrieval_parallel: str = ParallelConfig.retrieval_parallel,
         retrieval_parallel_context: int | None = None,
         rank_timeout_s: float = ParallelConfig.timeout_s,
@@ -157,8 +158,8 @@ class HPUDuoModel(ContextModel, Uncopied):
                 ``RecompileError``, which names it.
             tensor_parallel_size: ranks that share the model, each a process with a device of its own; a
                 program that asks for more than one has its main part under ``if __name__ == "__main__"``.
-            retrieval_parallel, retrieval_parallel_context, rank_timeout_s, rank_launcher: see
-                ``ParallelConfig``.
+            expert_parallel, retrieval_parallel, retrieval_parallel_context, rank_timeout_s, rank_launcher:
+                see ``ParallelConfig``.
             record_shapes: file to which the exact shape of every step is appended, to plan from.
             record_steps: file to which every step is written, replacing older recordings: a debugging tool,
                 see ``hpu_duo.steplog``.
@@ -227,6 +228,7 @@ class HPUDuoModel(ContextModel, Uncopied):
             ),
             parallel=ParallelConfig(
                 tensor_parallel_size=tensor_parallel_size,
+                expert_parallel=expert_parallel,
                 retrieval_parallel=retrieval_parallel,
                 retrieval_parallel_context=retrieval_parallel_context,
                 timeout_s=rank_timeout_s,

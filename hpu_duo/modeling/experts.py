@@ -12,6 +12,9 @@ import torch
 
 NAME = "hpu_duo"
 
+HELD = "num_held_experts"
+"""Name, in the configuration of a rank's share, of the number of experts that it holds whole."""
+
 GROUP_BYTES = 256 << 20
 """Bound on the intermediates of the experts that run together; a smaller one means more launches."""
 
@@ -53,14 +56,27 @@ def run_experts(
 
     Args:
         self: transformers' module of all experts, with its weights in one tensor for each projection.
-        top_k_index, top_k_weights: ``[T, k]``.
+        top_k_index, top_k_weights: ``[T, k]``, numbers among all experts. A module with ``first_expert`` runs
+            only those that it has, of as many as its weights hold.
         group_bytes: bound on the intermediates of experts that run together.
     """
     # Found as int64, which no operator here has to read.
     index_Tk = top_k_index.to(torch.int32)
+    index_Tk, top_k_weights = of_own(self, index_Tk, top_k_weights)
     if hidden_TH.device.type == "cpu" and not torch.compiler.is_compiling():
         return _run_chosen(self, hidden_TH, index_Tk, top_k_weights)
     return run_in_static_shapes(self, hidden_TH, index_Tk, top_k_weights, group_bytes=group_bytes)
+
+
+def of_own(
+    self: Any, index_Tk: torch.Tensor, top_k_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return chosen experts by their numbers in the module, and weights; -1 and 0 for others."""
+    if (first := getattr(self, "first_expert", None)) is None:
+        return index_Tk, top_k_weights
+    own_Tk = index_Tk - first
+    is_own = (own_Tk >= 0) & (own_Tk < self.down_proj.shape[0])
+    return torch.where(is_own, own_Tk, -1), torch.where(is_own, top_k_weights, 0)
 
 
 def run_in_static_shapes(
@@ -71,7 +87,7 @@ def run_in_static_shapes(
     *,
     group_bytes: int = GROUP_BYTES,
 ) -> torch.Tensor:
-    """``run_experts`` for devices and compilers that do not look at the routing.
+    """``run_experts`` for devices and compilers that do not look at the routing, behind ``of_own``.
 
     A few tokens gather the weights of their experts. More tokens meet every expert, whose weights are then
     read once, and all but the chosen ones are dropped: more operations, in memory that is bounded
@@ -88,6 +104,8 @@ def _run_chosen(
     """Expert by expert, only those that are chosen, and only the tokens that chose them."""
     total_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
     for expert in index_Tk.unique().tolist():
+        if expert < 0:
+            continue
         token_X, choice_X = (index_Tk == expert).nonzero(as_tuple=True)
         out_1XH = _run_some(self, hidden_TH[token_X][None], lambda w, e=expert: w[e : e + 1])  # type: ignore[misc]
         out_XH = out_1XH[0] * top_k_weights[token_X, choice_X, None]
@@ -98,10 +116,11 @@ def _run_chosen(
 def _run_copies(
     self: Any, hidden_TH: torch.Tensor, index_Tk: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    index_X = index_Tk.reshape(-1)
+    index_X = torch.clamp(index_Tk, min=0).reshape(-1)
     x_X1H = hidden_TH.repeat_interleave(index_Tk.shape[1], dim=0)[:, None]
     out_XH = _run_some(self, x_X1H, lambda weights: weights.index_select(0, index_X))[:, 0]
     out_TkH = out_XH.view(*index_Tk.shape, -1) * top_k_weights[..., None]
+    out_TkH = torch.where(index_Tk[..., None] >= 0, out_TkH, 0)
     return out_TkH.float().sum(dim=1).to(hidden_TH.dtype)
 
 

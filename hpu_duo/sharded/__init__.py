@@ -3,6 +3,7 @@
 from hpu_duo.sharded.config import narrowed_config
 from hpu_duo.sharded.dealt_blocks import DealtBlocks
 from hpu_duo.sharded.exchanged_bytes import Exchanged, HeadExchanges, StepExchanges, head_exchanges
+from hpu_duo.sharded.experts import ExpertShare
 from hpu_duo.sharded.head_exchange import HeadExchange
 from hpu_duo.sharded.heads import RankHeads, placed
 from hpu_duo.sharded.loading import load_share, make_cutter
@@ -13,6 +14,7 @@ from hpu_duo.sharded.sums import Sums
 __all__ = [
     "DealtBlocks",
     "Exchanged",
+    "ExpertShare",
     "HeadExchange",
     "HeadExchanges",
     "RankHeads",

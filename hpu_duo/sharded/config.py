@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from hpu_duo.modeling.experts import HELD
+from hpu_duo.sharded.experts import ExpertShare
+
 _WIDTHS = (
     "intermediate_size",
     "moe_intermediate_size",
@@ -42,7 +45,7 @@ def padded_vocab(vocab_size: int, size: int) -> int:
     return -(-vocab_size // size)
 
 
-def narrowed_config(config: Any, head_dim: int, size: int) -> Any:
+def narrowed_config(config: Any, head_dim: int, size: int, experts: ExpertShare | None = None) -> Any:
     """Return a copy of a configuration for a model with one rank's share of heads, widths and vocabulary.
 
     Args:
@@ -50,6 +53,7 @@ def narrowed_config(config: Any, head_dim: int, size: int) -> Any:
         head_dim: channels of a head, for configurations that do not say it: families derive it from the
             number of heads.
         size: number of ranks.
+        experts: that a rank holds whole; None = a part of the width of each.
 
     Raises:
         ValueError: ranks cannot share heads or widths evenly, or transformers has no plan for the family.
@@ -71,6 +75,8 @@ def narrowed_config(config: Any, head_dim: int, size: int) -> Any:
         }
     elif getattr(text, "head_dim", None) is None:
         text.head_dim = head_dim
+    if experts is not None:
+        setattr(text, HELD, experts.size)
     # Says which row training leaves at zero, and in few families what stands for images.
     if (text.pad_token_id or 0) >= text.vocab_size:
         text.pad_token_id = None

@@ -13,6 +13,7 @@ import torch
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads.permute import FUSED_KNOWN, FUSED_UNKNOWN, KV_NORMS, OUTPUTS, QUERY_NORMS
 from hpu_duo.sharded.config import padded_vocab
+from hpu_duo.sharded.experts import ExpertShare
 from hpu_duo.sharded.heads import RankHeads
 
 Span = tuple[int, int]
@@ -126,6 +127,7 @@ class Cutter:
         table: shape of the table of tokens. Files may have a head by another name than the model.
         ranks: this rank among all.
         others: names of the modules beside the decoder layers, such as a tower for images, which are whole.
+        experts: that the rank holds whole; None = a part of the width of each.
         is_transposed: whether experts in one tensor are ``[experts, in, out]``, not ``[experts, out, in]``.
     """
 
@@ -140,8 +142,10 @@ class Cutter:
         ranks: Ranks,
         *,
         others: Collection[str] = (),
+        experts: ExpertShare | None = None,
         is_transposed: bool = False,
     ) -> None:
+        self.experts = experts
         self._attention, self._heads, self._sizes, self._ranks = attention, heads, sizes, ranks
         self._vocabulary, self._table = vocabulary, tuple(table)
         self._style = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
@@ -167,6 +171,9 @@ class Cutter:
         if self._attention in path:
             number = int(layer[1])
             return self._of_heads(leaf, is_bias, shape, self._heads[number], self._sizes[number])
+        if self.experts is not None and self.experts.are_in(path, shape):
+            span = self.experts.span(path, shape)
+            return None if span is None else Cut(0, (span,))
         is_expert = _is_expert(path)
         if is_expert or leaf in self._style:
             return self._of_width(leaf, is_bias, shape, is_expert=is_expert)
@@ -179,6 +186,10 @@ class Cutter:
             size[cut.dim] = sum(end - begin for begin, end in cut.spans)
         return tuple(size)
 
+    def name(self, key: str) -> str | None:
+        """Return the name in the rank's share of a checkpoint's tensor; None if it holds nothing of it."""
+        return key if self.experts is None else self.experts.name(key)
+
     def is_added_once(self, key: str) -> bool:
         """Whether a bias is of a sum over ranks, so that one rank alone may add it."""
         path, layer = key.removesuffix(".bias").split("."), _LAYER.search(key)
@@ -186,6 +197,8 @@ class Cutter:
             return False
         if self._attention in path:
             return path[-1] in OUTPUTS
+        if self.experts is not None and self.experts.are_in(path, ()):
+            return False
         return self._is_columns(path[-1], _is_expert(path))
 
     def _is_beside(self, key: str, layer: re.Match[str] | None) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.sharded.cuts import Cutter
+from hpu_duo.sharded.experts import routed_experts
 
 _OF_ONE_HEAD = ("head_dim", "head_size", "rotary_ndims", "scaling")
 """Attributes of attention modules that are of one head; families may derive them from the number of heads."""
@@ -19,10 +20,10 @@ _OF_ONE_HEAD = ("head_dim", "head_size", "rotary_ndims", "scaling")
 
 @dataclass(frozen=True)
 class Fit:
-    """Sizes of attention modules in a share that a narrowed configuration does not give them.
+    """Sizes of modules in a share that a narrowed configuration does not give them.
 
-    Families derive some sizes from the hidden size, which ranks do not share: the size of a head, an output
-    projection, a norm over all heads together.
+    Families derive some sizes of attention from the hidden size, which ranks do not share: the size of a
+    head, an output projection, a norm over all heads together. Routed experts may be whole, and fewer.
 
     Attributes:
         shapes: of parameters, by their names in the model.
@@ -34,9 +35,10 @@ class Fit:
 
     @classmethod
     def of(cls, cutter: Cutter, whole: nn.Module, layers: Sequence[DecoderLayer], narrow: nn.Module) -> Fit:
-        """Compare the attention modules of a whole model with those of a narrowed configuration.
+        """Compare the modules of a whole model with those of a narrowed configuration.
 
-        Projections and norms over all heads get the shapes of their slices. What else differs is left.
+        Projections and norms over all heads get the shapes of their slices, and so do routed experts that a
+        rank holds whole. What else differs is left.
 
         Args:
             whole, narrow: both without weights.
@@ -60,6 +62,13 @@ class Fit:
                 value = getattr(layer.attention, name, None)
                 if value is not None and getattr(share, name, value) != value:
                     numbers.append((path, name, value))
+        if cutter.experts is not None:
+            for path, module in routed_experts(whole):
+                names = {f"{path}.{leaf}": leaf for leaf, _ in module.named_parameters(recurse=False)}
+                shapes += [
+                    (key, cutter.cut_shape(key, module.get_parameter(names[key]).shape)) for key in names
+                ]
+                numbers += [(path, name, value) for name, value in cutter.experts.numbers]
         return cls(tuple(shapes), tuple(numbers))
 
     def apply(self, model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from hpu_duo.modeling.loading import build_without_weights, load_state
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.sharded.config import check_plan, narrowed_config
 from hpu_duo.sharded.cuts import Cutter
+from hpu_duo.sharded.experts import ExpertShare
 from hpu_duo.sharded.fit import Fit
 from hpu_duo.sharded.fused_rows import head_sizes
 from hpu_duo.sharded.heads import RankHeads
@@ -30,6 +31,7 @@ def load_share(
     layers: Sequence[DecoderLayer],
     heads: Sequence[RankHeads],
     ranks: Ranks,
+    experts: ExpertShare | None = None,
 ) -> PreTrainedModel:
     """Load the heads, widths and tokens of one rank, as a smaller model of the same family.
 
@@ -42,13 +44,14 @@ def load_share(
         whole: the whole model on ``meta``.
         layers: its layers.
         heads: the rank's heads of each layer.
+        experts: that the rank holds whole; None = a part of the width of each.
 
     Raises:
         ValueError: the family has no plan, ranks cannot share it evenly, or the weights cannot be read or are
             of other shapes than the configuration says.
     """
-    cutter = make_cutter(config, whole, layers, heads, ranks)
-    narrow = narrowed_config(config, layers[0].call.head_dim, ranks.size)
+    cutter = make_cutter(config, whole, layers, heads, ranks, experts)
+    narrow = narrowed_config(config, layers[0].call.head_dim, ranks.size, experts)
     fit = Fit.of(cutter, whole, layers, build_without_weights(path, narrow, dtype))
     return load_state(path, narrow, dtype, read_share(path, cutter, ranks), fit.apply)
 
@@ -59,6 +62,7 @@ def make_cutter(
     layers: Sequence[DecoderLayer],
     heads: Sequence[RankHeads],
     ranks: Ranks,
+    experts: ExpertShare | None = None,
 ) -> Cutter:
     """Return what cuts the tensors of a checkpoint for one rank; see ``load_share``."""
     check_plan(config)
@@ -76,6 +80,7 @@ def make_cutter(
         table.get_parameter("weight").shape,
         ranks,
         others=_beside(whole, layers[0]) - set(vocabulary),
+        experts=experts,
         is_transposed=any(getattr(module, "is_transposed", False) for module in whole.modules()),
     )
 
@@ -102,12 +107,14 @@ def read_share(path: str | Path, cutter: Cutter, ranks: Ranks) -> dict[str, torc
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key in list(tensors.keys()):
+                    if (name := cutter.name(key)) is None:
+                        continue
                     piece = tensors.get_slice(key)
                     cut = cutter.cut(key, piece.get_shape())
                     # A slice of a tensor without dimensions cannot be read by a subscript.
-                    state[key] = tensors.get_tensor(key) if cut is None else cut.of(piece)
+                    state[name] = tensors.get_tensor(key) if cut is None else cut.of(piece)
                     if ranks.rank and cutter.is_added_once(key):
-                        state[key].zero_()
+                        state[name].zero_()
         except SafetensorError as error:
             raise ValueError(f"expected whole *.safetensors files in {path}, got: {error}") from error
     return state

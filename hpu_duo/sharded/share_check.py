@@ -16,6 +16,7 @@ from hpu_duo.modeling.loading import build_without_weights
 from hpu_duo.modeling.probe import DecoderLayer, read_layers
 from hpu_duo.sharded.config import narrowed_config
 from hpu_duo.sharded.cuts import Cutter
+from hpu_duo.sharded.experts import ExpertShare
 from hpu_duo.sharded.fit import Fit
 from hpu_duo.sharded.heads import RankHeads
 from hpu_duo.sharded.loading import make_cutter
@@ -30,6 +31,7 @@ def check_share(
     layers: Sequence[DecoderLayer],
     heads: Sequence[RankHeads],
     ranks: Ranks,
+    experts: ExpertShare | None = None,
 ) -> None:
     """Check that slices of the weights are the weights of a smaller model of the family, by shapes alone.
 
@@ -39,14 +41,16 @@ def check_share(
         whole: the whole model on ``meta``.
         layers: its layers.
         heads: the rank's heads of each layer.
+        experts: that the rank holds whole; None = a part of the width of each.
 
     Raises:
         ValueError: transformers has no plan for the family, ranks cannot share it evenly, or something in it
             depends on the number of heads or on a width in another way. The message names family and module.
     """
     text = config.get_text_config()
-    cutter = make_cutter(config, whole, layers, heads, ranks)
-    narrow = build_without_weights(path, narrowed_config(config, layers[0].call.head_dim, ranks.size), dtype)
+    cutter = make_cutter(config, whole, layers, heads, ranks, experts)
+    narrow_config = narrowed_config(config, layers[0].call.head_dim, ranks.size, experts)
+    narrow = build_without_weights(path, narrow_config, dtype)
     Fit.of(cutter, whole, layers, narrow).apply(narrow)
     sums = Sums.of(cutter, whole, layers)
     _check_shapes(text.model_type, cutter, whole, narrow)

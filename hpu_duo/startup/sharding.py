@@ -18,7 +18,15 @@ from hpu_duo.engine.orders import follow
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
 from hpu_duo.modeling.rope import served_len
-from hpu_duo.sharded import RankHeads, Sums, check_share, load_share, make_cutter, narrowed_config
+from hpu_duo.sharded import (
+    ExpertShare,
+    RankHeads,
+    Sums,
+    check_share,
+    load_share,
+    make_cutter,
+    narrowed_config,
+)
 from hpu_duo.sharded.config import check_plan
 from hpu_duo.startup.agreement import check_alike, check_same_pattern
 from hpu_duo.startup.blueprint import fix_served_len
@@ -80,10 +88,11 @@ def _check_shared(config: EngineConfig) -> None:
     layers = read_layers(whole)
     call = layers[0].call
     # Before heads are counted: it names the number that ranks cannot share.
-    narrowed_config(hf_config, call.head_dim, ranks.size)
+    experts = _experts(config, hf_config, ranks)
+    narrowed_config(hf_config, call.head_dim, ranks.size, experts)
     # A pattern changes which heads a rank has, and not how many.
     heads = [RankHeads.of([range(each.call.num_kv_heads)], each.call.num_heads, ranks) for each in layers]
-    check_share(path, hf_config, torch.float32, whole, layers, heads, ranks)
+    check_share(path, hf_config, torch.float32, whole, layers, heads, ranks, experts)
     if config.parallel.deals_blocks:
         check_dealt(call.num_kv_heads, ranks.size)
         if not captures_exchanges(config):
@@ -91,6 +100,10 @@ def _check_shared(config: EngineConfig) -> None:
                 "expected graphs other than 'compile' on a CPU for retrieval_parallel='context': torch's "
                 "compiler does not take gathers between ranks there"
             )
+
+
+def _experts(config: EngineConfig, hf_config: Any, ranks: Ranks) -> ExpertShare | None:
+    return ExpertShare.of(hf_config, ranks) if config.parallel.expert_parallel else None
 
 
 def follow_rank_0(member: Member, config: EngineConfig) -> None:
@@ -173,11 +186,13 @@ def load_rank(
     chosen = choose_heads(config, whole_layers, max_len, device)
     shares = Shares(ranks, group, deals_blocks=config.parallel.deals_blocks)
     heads = [shares.heads(each, layer) for layer, each in zip(whole_layers, chosen.heads)]
-    check_share(path, hf_config, dtype, whole, whole_layers, heads, ranks)
-    model = load_share(path, hf_config, dtype, whole, whole_layers, heads, ranks)
+    experts = _experts(config, hf_config, ranks)
+    check_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts)
+    model = load_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts)
     fix_served_len(model, config)
     layers = probe(model)
     assigned = tuple(shares.assignment(each, layer) for each, layer in zip(chosen.heads, layers))
     own = None if chosen.pattern is None else chosen.pattern.of_heads([each.kv for each in heads])
-    sums = Sums.of(make_cutter(hf_config, whole, whole_layers, heads, ranks), whole, whole_layers)
+    cutter = make_cutter(hf_config, whole, whole_layers, heads, ranks, experts)
+    sums = Sums.of(cutter, whole, whole_layers)
     return RankShare(model, layers, chosen._replace(heads=assigned, own=own), sums)

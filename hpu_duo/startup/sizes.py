@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from graphs import BatchShape
 from hpu_duo.engine.batch import RowCounts
-from hpu_duo.modeling.experts import copies_weights, experts_at_a_time
+from hpu_duo.modeling.experts import HELD, copies_weights, experts_at_a_time
 from kernels_ref import GroupKind, HeadGroup, LayerSpec, StepParts
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.groups import HeadSizes, PartSizes
@@ -185,8 +185,11 @@ def _experts(config: Any) -> dict[str, int]:
     per_token = getattr(config, "num_experts_per_tok", None)
     if not (num_experts and per_token):
         return {}
+    held = getattr(config, HELD, num_experts)
     size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return {"num_experts": num_experts, "experts_per_token": per_token, "expert_size": size}
+    # Fewer experts are held whole than a share of the width says.
+    size = size * num_experts // held
+    return {"num_experts": held, "experts_per_token": per_token, "expert_size": size}
 
 
 def _intermediate_size(config: Any) -> int:

@@ -1,5 +1,6 @@
 """Experts, expert by expert and in static shapes, against transformers' loop over those that are chosen."""
 
+import copy
 from importlib import import_module
 from typing import Any
 
@@ -66,6 +67,43 @@ def test_tokens_get_what_their_experts_make_of_them(
         torch.testing.assert_close(
             run(made, *routed, group_bytes=group_bytes), expected, atol=1e-4, rtol=1e-4
         )
+
+
+def share_of(made: Any, first: int, size: int) -> Any:
+    """The experts ``[first, first + size)`` alone, as a rank holds them."""
+    share = copy.deepcopy(made)
+    for name, parameter in made.named_parameters(recurse=False):
+        own = parameter[first : first + size].clone()
+        setattr(share, name, torch.nn.Parameter(own, requires_grad=False))
+    share.first_expert, share.num_experts = first, size
+    return share
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None)
+@given(
+    num_ranks=st.sampled_from((2, 4, 16)),
+    num_tokens=st.integers(1, 12),
+    num_chosen=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_shares_of_experts_add_up_to_all(
+    kind: str, num_ranks: int, num_tokens: int, num_chosen: int, seed: int
+) -> None:
+    made, size = make_experts(kind), NUM_EXPERTS // num_ranks
+    routed = route(num_tokens, num_chosen, seed)
+    # What overflows in an expert that a token has not chosen does not reach it.
+    routed[0][0, 0] = 1e20
+    expected = made(*routed)
+    shares = [share_of(made, rank * size, size) for rank in range(num_ranks)]
+
+    def run_in_static_shapes(share: Any, hidden: torch.Tensor, *chosen: torch.Tensor) -> torch.Tensor:
+        return experts.run_in_static_shapes(share, hidden, *experts.of_own(share, *chosen))
+
+    for run in (experts.run_experts, run_in_static_shapes):
+        total = sum(run(share, *routed) for share in shares)
+        torch.testing.assert_close(total[1:], expected[1:], atol=1e-4, rtol=1e-4)
+        assert torch.equal(total.isnan().any(1), expected.isnan().any(1))
 
 
 def test_only_a_cpu_that_runs_uncaptured_looks_at_the_routing(monkeypatch: pytest.MonkeyPatch) -> None:

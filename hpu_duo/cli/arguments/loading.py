@@ -97,6 +97,7 @@ def load_cold(
         attention_rule=options.attention_rule,
         max_ring_window=options.max_ring_window,
         tensor_parallel_size=options.tensor_parallel_size,
+        expert_parallel=options.expert_parallel,
         retrieval_parallel=options.retrieval_parallel,
         retrieval_parallel_context=options.retrieval_parallel_context,
         rank_timeout_s=options.rank_timeout_s,

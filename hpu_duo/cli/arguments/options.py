@@ -248,6 +248,13 @@ class EngineOptions(SizeOptions):
             rich_help_panel=ENGINE,
         ),
     ] = 1
+    expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            help="Give each device some experts of a mixture whole, and not a part of the width of each.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False
     retrieval_parallel: Annotated[
         str,
         typer.Option(

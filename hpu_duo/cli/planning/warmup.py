@@ -40,7 +40,13 @@ _OFFERED = Only(
     *("max_chunk_rows", "block_size", "num_blocks", "kv_cache_bytes", "max_captured_tokens"),
     *("graph_memory_bytes", "device_memory_utilization", "enable_prefix_caching", "num_prefix_snapshots"),
     *("kv_policy", "kv_budget", "kv_plan", "kv_prompt", "kv_chunk"),
-    *("tensor_parallel_size", "retrieval_parallel", "retrieval_parallel_context", "rank_timeout_s"),
+    *(
+        "tensor_parallel_size",
+        "expert_parallel",
+        "retrieval_parallel",
+        "retrieval_parallel_context",
+        "rank_timeout_s",
+    ),
 )
 
 
