@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -157,7 +156,7 @@ def load_state(
     config: Any,
     dtype: torch.dtype,
     state: dict[str, torch.Tensor],
-    fit: Callable[[nn.Module], None],
+    fit: Callable[[PreTrainedModel], None],
 ) -> PreTrainedModel:
     """Build the same from tensors in memory, by their names in checkpoints; they are taken over, not copied.
 

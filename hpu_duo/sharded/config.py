@@ -77,9 +77,8 @@ def narrowed_config(config: Any, head_dim: int, size: int, experts: ExpertShare 
         text.head_dim = head_dim
     if experts is not None:
         setattr(text, HELD, experts.size)
-    # Says which row training leaves at zero, and in few families what stands for images.
-    if (text.pad_token_id or 0) >= text.vocab_size:
-        text.pad_token_id = None
+    # Tables are built with a row of this token, which is zero before training, and is another token's here.
+    text.pad_token_id = None
     return narrow
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
 from hpu_duo.modeling.probe import DecoderLayer
@@ -28,13 +29,17 @@ class Fit:
     Attributes:
         shapes: of parameters, by their names in the model.
         numbers: values of attributes, by the names of module and attribute.
+        pad_token_id: of the whole model's configuration; few families read it in a step, for images.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     numbers: tuple[tuple[str, str, Any], ...]
+    pad_token_id: int | None
 
     @classmethod
-    def of(cls, cutter: Cutter, whole: nn.Module, layers: Sequence[DecoderLayer], narrow: nn.Module) -> Fit:
+    def of(
+        cls, cutter: Cutter, whole: PreTrainedModel, layers: Sequence[DecoderLayer], narrow: nn.Module
+    ) -> Fit:
         """Compare the modules of a whole model with those of a narrowed configuration.
 
         Projections and norms over all heads get the shapes of their slices, and so do routed experts that a
@@ -69,9 +74,9 @@ class Fit:
                     (key, cutter.cut_shape(key, module.get_parameter(names[key]).shape)) for key in names
                 ]
                 numbers += [(path, name, value) for name, value in cutter.experts.numbers]
-        return cls(tuple(shapes), tuple(numbers))
+        return cls(tuple(shapes), tuple(numbers), whole.config.get_text_config().pad_token_id)
 
-    def apply(self, model: nn.Module) -> None:
+    def apply(self, model: PreTrainedModel) -> None:
         """Give a model of the narrowed configuration these sizes, in place; its weights are not filled."""
         for key, shape in self.shapes:
             path, _, leaf = key.rpartition(".")
@@ -83,3 +88,4 @@ class Fit:
                 module.out_features, module.in_features = shape
         for path, name, value in self.numbers:
             setattr(model.get_submodule(path), name, value)
+        model.config.get_text_config().pad_token_id = self.pad_token_id

@@ -24,6 +24,8 @@ _TOWER = {
 }
 
 _GEMMA4 = {
+    # With tied embeddings random models repeat the last token.
+    "tie_word_embeddings": False,
     "head_dim": 8,
     "global_head_dim": 16,
     "hidden_size_per_layer_input": 8,
@@ -123,6 +125,7 @@ SERVED |= {
         "num_experts": 4,
         "top_k_experts": 2,
         "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": False,
         "sliding_window": WINDOW,
     },
     "gemma4_text, shared keys": {
@@ -134,6 +137,7 @@ SERVED |= {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 96,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
         "sliding_window": WINDOW,
     },
     "gpt_neox": {},
@@ -181,7 +185,7 @@ OTHER_WAYS = (
     *("afmoe", "aria_text", "beam", "flint", "gemma4_text", "gpt_neox", "granite_swa", "granitemoe_swa"),
     *("helium", "laguna", "olmoe", "deepseek_v3", "glm4_moe_lite"),
 )
-"""Families that four ranks serve as well, and two by context."""
+"""Families that four ranks serve as well, and two by context or with streaming heads."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # The norm is of the sum of the experts.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from hpu_duo.device import run_processes
+from hpu_duo.heads.pattern import HeadPattern
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import prompts_of, save_random
@@ -57,6 +59,23 @@ def test_four_ranks_and_ranks_by_context_give_the_tokens_of_one(cases: dict[str,
         run_processes(serve, (by_context,), [{}] * 2, 600)[0],
     ):
         assert {name: answer.error or answer.tokens for name, answer in found.items()} == ones
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_tokens_of_one_where_heads_stream(cases: dict[str, Case], tmp_path: Path) -> None:
+    # One rank reorders the heads of few of these families: in this pattern they are in order.
+    retrieval = np.array([[True, True, False, False]] * 2)
+    long = {"prompts": prompts_of((1, 9, 41))}
+    pattern = HeadPattern(retrieval.astype(np.float32), sink=2, recent=6, retrieval=retrieval)
+    streaming = {}
+    for name in (each for each in OTHER_WAYS if each in cases):
+        save_random(tiny(name, {**SERVED[name], "num_key_value_heads": 4}), tmp_path / name)
+        streaming[name] = replace(cases[name], path=tmp_path / name, heads={"pattern": pattern}, **long)
+    ones = {name: serve_here(case).tokens for name, case in streaming.items()}
+    found = run_processes(serve, (streaming,), [{}] * 2, 600)[0]
+    assert {name: answer.error or answer.tokens for name, answer in found.items()} == ones
+    whole = {name: serve_here(replace(case, heads={})).tokens for name, case in streaming.items()}
+    assert [name for name in streaming if whole[name] == ones[name]] == []
 
 
 @pytest.mark.parametrize("name", REFUSED)
