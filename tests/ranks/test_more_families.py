@@ -16,6 +16,7 @@ from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import prompts_of, save_random
 from tests.ranks.more_families import OTHER_WAYS, REFUSED, SERVED, is_known, tiny
+from tests.ranks.test_serving import counted_alike
 from tests.ranks.work import Answer, Case, serve, serve_here
 
 LENGTHS = (1, 9, 21)
@@ -59,6 +60,8 @@ def test_four_ranks_and_ranks_by_context_give_the_tokens_of_one(cases: dict[str,
         run_processes(serve, (by_context,), [{}] * 2, 600)[0],
     ):
         assert {name: answer.error or answer.tokens for name, answer in found.items()} == ones
+        for answer in found.values():
+            counted_alike(answer.seen, is_counted=True)
 
 
 @pytest.mark.slow
