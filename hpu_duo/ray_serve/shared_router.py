@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from hpu_duo.ray_serve.ticket import Ticket
-from hpu_duo.replicas.counts import FrontCounts, add
+from hpu_duo.replicas.counts import DEPARTED, FrontCounts, add
 from hpu_duo.replicas.events import AnswerCounts
 from hpu_duo.replicas.metrics import RoutedReplica
 from hpu_duo.routing import Router
@@ -45,7 +45,7 @@ class SharedRouter:
         wanted = list(names)
         with self._lock:
             for gone in [each for each in self._router.replicas if each not in wanted]:
-                self._router.leave(gone, self._clock())
+                self._leave(gone)
             for new in [each for each in wanted if each not in self._router.replicas]:
                 self._router.join(new, self._clock())
 
@@ -53,7 +53,7 @@ class SharedRouter:
         """Forget a replica that has died, if it is there."""
         with self._lock:
             if name in self._router.replicas:
-                self._router.leave(name, self._clock())
+                self._leave(name)
 
     def rank(self, ticket: Ticket | None, offered: Sequence[str]) -> list[str]:
         """Return the replicas to ask whether they take a call, the router's choice first.
@@ -115,7 +115,12 @@ class SharedRouter:
             request, cached = ticket.call.request, None
             if counts.num_cached_share is not None:
                 cached = counts.num_cached_share * request.num_tokens
-                add(self.counts.cached_tokens, ticket.dispatch.replica, cached)
+                replica = ticket.dispatch.replica
+                add(
+                    self.counts.cached_tokens,
+                    replica if replica in self._router.replicas else DEPARTED,
+                    cached,
+                )
             self._router.finished(request.request_id, self._clock(), counts.num_outputs, cached)
 
     def ended(self, ticket: Ticket) -> None:
@@ -130,6 +135,11 @@ class SharedRouter:
             return [
                 RoutedReplica(each, router.num_open(each), router.load(each, now)) for each in router.replicas
             ]
+
+    def _leave(self, replica: str) -> None:
+        self._router.leave(replica, self._clock())
+        # Ray gives each replica a name of its own.
+        self.counts.depart(replica)
 
     def _open(self, replica: str) -> int:
         return self._router.num_open(replica)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+DEPARTED = "departed"
+"""Name under which replicas are counted together once they are no more."""
+
 
 @dataclass
 class FrontCounts:
@@ -34,6 +37,12 @@ class FrontCounts:
     def responded(self, method: str, path: str, status: int) -> None:
         """Count a response."""
         self.responses[method, path, str(status)] += 1
+
+    def depart(self, name: str) -> None:
+        """Count a replica with all others that are no more: names of new ones would be more and more."""
+        self.requests[DEPARTED] += self.requests.pop(name, 0)
+        for totals in (self.prompt_tokens, self.expected_tokens, self.cached_tokens):
+            add(totals, DEPARTED, totals.pop(name, 0.0))
 
     def joined(self, routed: FrontCounts) -> FrontCounts:
         """Return these numbers with those of replicas from elsewhere."""

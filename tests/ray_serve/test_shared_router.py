@@ -39,6 +39,22 @@ def test_calls_that_ray_asks_for_at_the_same_time_go_to_different_replicas() -> 
     assert [router.rank(ticket(number), NAMES)[0] for number in range(3)] == ["a", "b", "c"]
 
 
+def test_replicas_that_are_no_more_are_counted_together() -> None:
+    router = new_router()
+    for number in range(20):
+        router.set_replicas((*NAMES[1:], f"new {number}"))
+        one = ticket(number, "a prompt")
+        router.sent(one, f"new {number}")
+        router.set_replicas(NAMES)
+        router.finished(one, AnswerCounts(num_outputs=3, num_cached_share=0.5))
+        router.ended(one)
+    counts = router.counts
+    assert counts.requests == {"departed": 20}
+    for totals in (counts.prompt_tokens, counts.expected_tokens, counts.cached_tokens):
+        assert {*totals} == {"departed"}
+    assert counts.prompt_tokens["departed"] == 2 * counts.cached_tokens["departed"]
+
+
 def test_every_replica_is_named_so_that_ray_finds_one_with_room() -> None:
     router = new_router()
     busy = ticket(0)

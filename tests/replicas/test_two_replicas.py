@@ -16,6 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
+from hpu_duo import HPUDuoModel
+from hpu_duo.builtin import MODEL_DIR
+from hpu_duo.sampling import SamplingParams
+from tests.engine.tiny import serve, tokens_of
 from tests.replicas.streams import texts_and_ends
 
 PROMPT = "The passkey for Joel is loom actor camel."
@@ -75,10 +79,12 @@ def two_replicas(options: str = "", *, tells_errors: bool = False) -> Iterator[S
             told += (line := process.stderr.readline())
             assert line, told
         served = Served(found[1])
-        with served.http:
-            served.wait_until_ready()
-            yield served
-        process.send_signal(signal.SIGTERM)
+        try:
+            with served.http:
+                served.wait_until_ready()
+                yield served
+        finally:
+            process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
         assert process.wait(PATIENCE_S) == 0, rest
     assert tells_errors or "Traceback" not in rest
@@ -103,11 +109,13 @@ def test_a_replica_that_is_lost_takes_no_answer_for_complete_and_comes_back(harm
 @pytest.mark.slow
 def test_a_replica_of_two_ranks_that_loses_one_ends_and_comes_back_with_both() -> None:
     options = "--tensor-parallel-size 2 --rank-timeout-seconds 20"
+    expected = answer_of_one_rank()
     # The replica tells of the step that its lost rank has failed.
     with two_replicas(options, tells_errors=True) as served:
         pids = [each["pid"] for each in served.replicas()]
         assert all(len(ranks_of(pid)) == 1 for pid in pids)
         whole = served.answer()
+        assert whole == expected
         text, ends = served.stream_until(lambda pid: os.kill(ranks_of(pid)[0], signal.SIGKILL))
         assert not {"length", "stop"}.intersection(ends)
         assert len(ends) == 1
@@ -123,6 +131,15 @@ def test_a_replica_of_two_ranks_that_loses_one_ends_and_comes_back_with_both() -
         now = [each["pid"] for each in served.replicas()]
         assert len({*pids} & {*now}) == 1
         assert all(len(ranks_of(pid)) == 1 for pid in now)
+
+
+def answer_of_one_rank() -> str:
+    """The answer of one engine of one rank."""
+    model = HPUDuoModel.from_pretrained(MODEL_DIR, max_num_seqs=2, max_model_len=2048, num_blocks=40)
+    assert model.tokenizer is not None
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    [[tokens]] = tokens_of(serve(model, [model.tokenizer(PROMPT).input_ids], [params]))
+    return str(model.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def ranks_of(pid: int) -> list[int]:
