@@ -12,12 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hpu_duo.cost.model import AttentionSize, Experts, ModelSize
 from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
+from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.rope import positions_served
 from hpu_duo.remote_code import refusal
-
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 
 
 def read_model(path: str | Path) -> ModelSize:
@@ -147,7 +145,7 @@ def _experts(config: Any, num_params: int) -> Experts:
         return Experts()
     found = [
         next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
-        for names in (_NUM_EXPERTS, _EXPERTS_PER_TOKEN)
+        for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN)
     ]
     if found[0] is None or found[1] is None:
         raise ValueError(

@@ -12,6 +12,12 @@ import torch
 
 NAME = "hpu_duo"
 
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Names, in configurations, of the number of routed experts."""
+
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+"""Names of the number of them that a token uses."""
+
 HELD = "num_held_experts"
 """Name, in the configuration of a rank's share, of the number of experts that it holds whole."""
 

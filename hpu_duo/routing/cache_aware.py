@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
-from hpu_duo.routing.prefix_router import PrefixRouter, longest
+from hpu_duo.routing.prefix_router import CAPACITY, PrefixRouter, longest
 from hpu_duo.routing.request import RoutedRequest
 
 
@@ -26,7 +25,7 @@ class CacheAware(PrefixRouter):
         threshold: float = 0.3,
         uneven_by: float = 64.0,
         uneven_times: float = 1.5,
-        capacity: float = inf,
+        capacity: float = CAPACITY,
     ) -> None:
         if not 0 <= threshold <= 1:
             raise ValueError(f"expected a threshold from 0 to 1, got {threshold}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import floor, inf
 
-from hpu_duo.routing.prefix_router import PrefixRouter, longest
+from hpu_duo.routing.prefix_router import CAPACITY, PrefixRouter, longest
 from hpu_duo.routing.request import Dispatch, RoutedRequest
 
 _MOST_DEBTORS = 1000
@@ -40,7 +40,7 @@ class D2LPM(PrefixRouter):
         quantum: float = 4096.0,
         input_price: float = 1.0,
         output_price: float = 2.0,
-        capacity: float = inf,
+        capacity: float = CAPACITY,
     ) -> None:
         if not quantum > 0:
             raise ValueError(f"expected quantum to be above 0, got {quantum}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import inf
 from statistics import median
 
 from hpu_duo.routing.hot_prefixes import HotPrefixes
-from hpu_duo.routing.prefix_router import PrefixRouter, longest
+from hpu_duo.routing.prefix_router import CAPACITY, PrefixRouter, longest
 from hpu_duo.routing.radix_tree import RadixNode
 from hpu_duo.routing.request import Dispatch, RoutedRequest
 from hpu_duo.routing.window_load import Charge, WindowLoad
@@ -55,7 +54,7 @@ class E2(PrefixRouter):
         growth: float = 2.0,
         min_requests: int = 50,
         prefill_s: float = 1e-4,
-        capacity: float = inf,
+        capacity: float = CAPACITY,
     ) -> None:
         if not (window_s > 0 and prefill_s > 0):
             raise ValueError(f"expected window_s and prefill_s above 0, got {window_s} and {prefill_s}")

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
 
 from hpu_duo.routing.prefix_map import PrefixMap
 from hpu_duo.routing.request import Dispatch, RoutedRequest
 from hpu_duo.routing.router import Router
+
+CAPACITY = 4e6
+"""Units that a replica is taken to cache if nobody says: about a million tokens of text, 16 MB of the map."""
+
+_LEAST_TOKENS = 256
+"""Tokens that replicas may have cached less of a prompt than is expected, and have evicted nothing.
+
+They cache whole blocks. Prompts that begin alike for less than a block, as all chats do, share nothing.
+"""
 
 
 class PrefixRouter(Router):
     """A router with a map of who holds which prefix.
 
     An answer that tells how much of its prompt was cached corrects the map: a replica that had less than half
-    of what was expected has evicted the rest, and with it all that begins with more of it and was not sent
-    again since. A little less says nothing, because replicas cache whole blocks.
+    of what was expected, by more than two blocks of 128 tokens, has evicted the rest, and with it all that
+    begins with more of it and was not sent again since. A little less says nothing.
 
     Args:
         capacity: units (tokens, or characters) that a replica is taken to cache.
         hits_s: seconds for which uses of prefixes are counted.
     """
 
-    def __init__(self, capacity: float = inf, hits_s: float = 0.0) -> None:
+    def __init__(self, capacity: float = CAPACITY, hits_s: float = 0.0) -> None:
         super().__init__()
         self.prefixes = PrefixMap(capacity, hits_s)
 
@@ -43,8 +51,10 @@ class PrefixRouter(Router):
     def _ends(self, sent: Dispatch, now: float, num_outputs: int, num_cached_tokens: float | None) -> None:
         if num_cached_tokens is None:
             return
-        num_cached = round(num_cached_tokens / sent.request.tokens_per_unit)
-        if num_cached < sent.num_expected / 2:
+        unit_tokens = sent.request.tokens_per_unit
+        num_cached = round(num_cached_tokens / unit_tokens)
+        is_much_less = (sent.num_expected - num_cached) * unit_tokens > _LEAST_TOKENS
+        if is_much_less and num_cached < sent.num_expected / 2:
             self.prefixes.keep_only(sent.replica, sent.request, num_cached, before=sent.at)
 
     def _shortest_queue(self, offered: Sequence[str]) -> str:

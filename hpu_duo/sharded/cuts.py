@@ -79,20 +79,27 @@ class Cut:
 
     Attributes:
         dim: dimension that is cut.
-        spans: ``[begin, end)`` of what is kept of it, in order; those beyond the tensor's end are zero.
+        spans: ``[begin, end)`` of what is kept of it, in order.
+        is_padded: what of the spans is beyond the tensor's end is zero.
     """
 
     dim: int
     spans: tuple[Span, ...]
+    is_padded: bool = False
 
     def of(self, tensor: Any) -> torch.Tensor:
         """Return a copy of the part.
 
         Args:
             tensor: a tensor, or a slice of a safetensors file that is read by subscripts.
+
+        Raises:
+            ValueError: it ends within the part.
         """
         shape = list(tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape())
-        size = shape[self.dim]
+        size, most = shape[self.dim], max(end for _, end in self.spans)
+        if most > size and not self.is_padded:
+            raise ValueError(f"expected {most} or more in dimension {self.dim}, got a tensor of {shape}")
         parts = []
         for begin, end in self.spans:
             kept = slice(min(begin, size), min(end, size))
@@ -209,7 +216,7 @@ class Cutter:
         if not shape or (leaf not in self._vocabulary and tuple(shape) != self._table):
             return None
         size = padded_vocab(shape[0], self._ranks.size)
-        return Cut(0, ((self._ranks.rank * size, (self._ranks.rank + 1) * size),))
+        return Cut(0, ((self._ranks.rank * size, (self._ranks.rank + 1) * size),), is_padded=True)
 
     def _of_heads(
         self, leaf: str, is_bias: bool, shape: Sequence[int], heads: RankHeads, sizes: HeadSizes

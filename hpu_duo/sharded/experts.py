@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from hpu_duo.device.ranks import Ranks
+from hpu_duo.modeling.experts import NUM_EXPERTS
 
 _NUMBER = re.compile(r"(\.experts\.)(\d+)(?=\.)")
 _ROUTED, _BLOCK = "experts", "block_sparse_moe"
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ExpertShare:
                 f"{text.model_type!r} cannot be served with expert_parallel: transformers has no "
                 "expert-parallel plan for it (base_model_ep_plan)"
             )
-        found = (number for name in _COUNTS if (number := getattr(text, name, None)))
+        found = (number for name in NUM_EXPERTS if (number := getattr(text, name, None)))
         num_experts = next(found, 0)
         if not num_experts or num_experts % ranks.size:
             raise ValueError(

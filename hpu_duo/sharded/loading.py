@@ -53,7 +53,7 @@ def load_share(
     cutter = make_cutter(config, whole, layers, heads, ranks, experts)
     narrow = narrowed_config(config, layers[0].call.head_dim, ranks.size, experts)
     fit = Fit.of(cutter, whole, layers, build_without_weights(path, narrow, dtype))
-    return load_state(path, narrow, dtype, read_share(path, cutter, ranks), fit.apply)
+    return load_state(path, narrow, dtype, read_share(path, whole, cutter, ranks), fit.apply)
 
 
 def make_cutter(
@@ -96,13 +96,17 @@ def _beside(whole: PreTrainedModel, layer: DecoderLayer) -> set[str]:
     return beside
 
 
-def read_share(path: str | Path, cutter: Cutter, ranks: Ranks) -> dict[str, torch.Tensor]:
+def read_share(path: str | Path, whole: nn.Module, cutter: Cutter, ranks: Ranks) -> dict[str, torch.Tensor]:
     """Read the slices of a checkpoint that a rank holds, by name, into memory of their own.
 
+    Args:
+        whole: the whole model on ``meta``. Files may have other names, whose shapes are then not compared.
+
     Raises:
-        ValueError: a file is damaged, or a tensor cannot be cut.
+        ValueError: a file is damaged, or a tensor has another shape than the model's or cannot be cut.
     """
     state: dict[str, torch.Tensor] = {}
+    expected = {name: list(tensor.shape) for name, tensor in whole.state_dict().items()}
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -110,7 +114,13 @@ def read_share(path: str | Path, cutter: Cutter, ranks: Ranks) -> dict[str, torc
                     if (name := cutter.name(key)) is None:
                         continue
                     piece = tensors.get_slice(key)
-                    cut = cutter.cut(key, piece.get_shape())
+                    shape = list(piece.get_shape())
+                    if shape != expected.get(key, shape):
+                        raise ValueError(
+                            f"the weights in {path} do not fit the configuration: expected {key} of shape "
+                            f"{expected[key]}, got {shape}"
+                        )
+                    cut = cutter.cut(key, shape)
                     # A slice of a tensor without dimensions cannot be read by a subscript.
                     state[name] = tensors.get_tensor(key) if cut is None else cut.of(piece)
                     if ranks.rank and cutter.is_added_once(key):

@@ -94,7 +94,7 @@ def _check_shared(config: EngineConfig) -> None:
     heads = [RankHeads.of([range(each.call.num_kv_heads)], each.call.num_heads, ranks) for each in layers]
     check_share(path, hf_config, torch.float32, whole, layers, heads, ranks, experts)
     if config.parallel.deals_blocks:
-        check_dealt(call.num_kv_heads, ranks.size)
+        check_dealt(min(each.call.num_kv_heads for each in layers), ranks.size)
         if not captures_exchanges(config):
             raise ValueError(
                 "expected graphs other than 'compile' on a CPU for retrieval_parallel='context': torch's "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from graphs import BatchShape
 from hpu_duo.engine.batch import RowCounts
-from hpu_duo.modeling.experts import HELD, copies_weights, experts_at_a_time
+from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, HELD, NUM_EXPERTS, copies_weights, experts_at_a_time
 from kernels_ref import GroupKind, HeadGroup, LayerSpec, StepParts
 from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
 from kernels_ref.groups import HeadSizes, PartSizes
@@ -180,9 +180,7 @@ class StepSizes:
 
 
 def _experts(config: Any) -> dict[str, int]:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    num_experts = next((n for n in (getattr(config, name, None) for name in names) if n), 0)
-    per_token = getattr(config, "num_experts_per_tok", None)
+    num_experts, per_token = (_first(config, names) for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN))
     if not (num_experts and per_token):
         return {}
     held = getattr(config, HELD, num_experts)
@@ -192,6 +190,11 @@ def _experts(config: Any) -> dict[str, int]:
     return {"num_experts": held, "experts_per_token": per_token, "expert_size": size}
 
 
+def _first(config: Any, names: Sequence[str]) -> int:
+    """The first number of these names in a configuration, 0 without."""
+    return next((n for n in (getattr(config, name, None) for name in names) if n), 0)
+
+
 def _intermediate_size(config: Any) -> int:
     dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
     if isinstance(dense, list | tuple):
@@ -199,5 +202,5 @@ def _intermediate_size(config: Any) -> int:
     if dense is None:
         dense = 4 * config.hidden_size
     expert = getattr(config, "moe_intermediate_size", None) or dense
-    num_experts = getattr(config, "num_experts_per_tok", None)
+    num_experts = _first(config, EXPERTS_PER_TOKEN)
     return int(max(dense, num_experts * expert)) if num_experts else int(dense)

@@ -2,6 +2,7 @@
 
 import copy
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ from hypothesis import strategies as st
 
 from hpu_duo.audit import peak_allocated_bytes
 from hpu_duo.modeling import experts
+from hpu_duo.startup.sizes import LayerHeads, StepSizes
+from kernels_ref import HeadGroup
+from kernels_ref.chunks import DEFAULT_BOUNDS
+from kernels_ref.groups import Blocks
 from tests.modeling.families import BASE, IS_5, make_config
 
 pytestmark = pytest.mark.skipif(not IS_5, reason="before 5, experts are modules of their own")
@@ -104,6 +109,30 @@ def test_shares_of_experts_add_up_to_all(
         total = sum(run(share, *routed) for share in shares)
         torch.testing.assert_close(total[1:], expected[1:], atol=1e-4, rtol=1e-4)
         assert torch.equal(total.isnan().any(1), expected.isnan().any(1))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("num_local_experts", "num_experts_per_tok"),
+        ("moe_num_experts", "moe_topk"),
+        ("moe_num_experts", "moe_k"),
+        ("num_experts", "top_k_experts"),
+    ],
+    ids=["mixtral", "aria", "ernie", "gemma4"],
+)
+def test_memory_of_steps_knows_experts_by_the_names_of_all_families(names: tuple[str, str]) -> None:
+    config = SimpleNamespace(hidden_size=32, vocab_size=9, intermediate_size=48, moe_intermediate_size=24)
+    for name, number in zip(names, (16, 2)):
+        setattr(config, name, number)
+    heads = [LayerHeads((HeadGroup(2, Blocks()),), 1, 8)]
+    sizes = StepSizes.of_heads(heads, config, 8, 4, decode_len=1, chunks=DEFAULT_BOUNDS)
+    assert (sizes.num_experts, sizes.experts_per_token, sizes.expert_size) == (16, 2, 24)
+    assert sizes.intermediate_size == 48
+    # A rank that holds four of them whole, where its share of the width says 24.
+    config.num_held_experts = 4
+    sizes = StepSizes.of_heads(heads, config, 8, 4, decode_len=1, chunks=DEFAULT_BOUNDS)
+    assert (sizes.num_experts, sizes.expert_size) == (4, 96)
 
 
 def test_only_a_cpu_that_runs_uncaptured_looks_at_the_routing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,13 +180,32 @@ def test_transposed_experts_are_cut_in_the_dimension_of_their_width() -> None:
 
 def test_a_table_of_tokens_is_cut_by_whatever_name() -> None:
     cutter = cutters(4, 2, 2)[1]
-    assert cutter.cut("embed_out.weight", (7, 3)) == Cut(0, ((4, 8),))
+    assert cutter.cut("embed_out.weight", (7, 3)) == Cut(0, ((4, 8),), is_padded=True)
     assert cutter.cut("positions.weight", (5, 3)) is None
+
+
+def test_a_part_that_a_tensor_does_not_have_is_refused() -> None:
+    cut = cutters(4, 4, 2)[1].cut("model.layers.0.self_attn.k_proj.weight", (4, 3))
+    assert cut is not None
+    with pytest.raises(ValueError, match=r"expected 8 or more in dimension 0, got a tensor of \[4, 3\]"):
+        cut.of(torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_weights_of_another_shape_than_the_configuration_says_are_refused(
+    num_kv_heads: int, tmp_path: Path
+) -> None:
+    whole = nn.Module()
+    whole.k_proj = nn.Linear(3, 2 * 2, bias=False)
+    save_file({"k_proj.weight": torch.ones(2 * num_kv_heads, 3)}, tmp_path / "model.safetensors")
+    expected = rf"expected k_proj.weight of shape \[4, 3\], got \[{2 * num_kv_heads}, 3\]"
+    with pytest.raises(ValueError, match=f"do not fit the configuration: {expected}"):
+        read_share(tmp_path, whole, cutters(4, 2, 2)[1], Ranks(1, 2))
 
 
 def test_tensors_without_dimensions_are_read_whole(tmp_path: Path) -> None:
     save_file({"model.layers.0.mlp.act_fn.alpha_p": torch.tensor(0.8)}, tmp_path / "model.safetensors")
-    state = read_share(tmp_path, cutters(4, 2, 2)[1], Ranks(1, 2))
+    state = read_share(tmp_path, nn.Module(), cutters(4, 2, 2)[1], Ranks(1, 2))
     assert torch.equal(state["model.layers.0.mlp.act_fn.alpha_p"], torch.tensor(0.8))
 
 

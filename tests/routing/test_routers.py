@@ -182,13 +182,40 @@ def test_text_is_compared_by_characters_and_counted_in_tokens() -> None:
 
 
 def test_an_answer_that_had_much_less_cached_corrects_what_is_believed() -> None:
-    router = make_router("cache-aware")
+    router, begin = make_router("cache-aware"), [1] * 800
     router.join("a")
     for name, tail in enumerate([[2], [3], [4]]):
-        router.route(request_of(name, [1] * 8 + tail), float(name))
-    router.finished("2", 3.0, 1, num_cached_tokens=5)  # whole blocks: a little less
-    assert router.num_expected(request_of("", [1] * 8 + [2]), "a") == 9
-    router.route(request_of("5", [1] * 8 + [5]), 4.0)
-    router.finished("5", 5.0, 1, num_cached_tokens=2)
-    assert router.num_expected(request_of("", [1] * 8 + [2]), "a") == 8
-    assert router.num_expected(request_of("", [1] * 8 + [5]), "a") == 9
+        router.route(request_of(name, begin + tail), float(name))
+    router.finished("2", 3.0, 1, num_cached_tokens=500)  # a little less
+    assert router.num_expected(request_of("", [*begin, 2]), "a") == 801
+    router.route(request_of("5", [*begin, 5]), 4.0)
+    router.finished("5", 5.0, 1, num_cached_tokens=200)
+    assert router.num_expected(request_of("", [*begin, 2]), "a") == 800
+    assert router.num_expected(request_of("", [*begin, 5]), "a") == 801
+
+
+@pytest.mark.parametrize("name", ["e2", "d2lpm", "cache-aware"])
+def test_chats_that_begin_alike_for_less_than_a_block_leave_what_others_hold(name: str) -> None:
+    def chat(number: int, text: str) -> RoutedRequest:
+        return RoutedRequest.of_text(f"{name} {number}", f'[{{"role":"user","content":"{text}')
+
+    router = make_router(name)
+    router.join("a")
+    document = chat(0, "A long document. " * 500)
+    router.route(document, 0.0)
+    router.finished(document.request_id, 1.0, 5, num_cached_tokens=0.0)
+    router.route(chat(1, "Hello"), 2.0)
+    router.finished(f"{name} 1", 3.0, 5, num_cached_tokens=0.0)
+    assert router.num_expected(document, "a") == len(document.units)
+
+
+@pytest.mark.parametrize("name", ["e2", "d2lpm", "cache-aware"])
+def test_what_a_router_remembers_is_bounded_if_nobody_says_how_much(name: str) -> None:
+    router = make_router(name)
+    assert isinstance(router, PrefixRouter)
+    router.join("a")
+    for number in range(9):
+        request = request_of(number, [number] * 500_000)
+        router.route(request, float(number))
+        router.finished(str(number), number + 0.5, 1)
+    assert router.prefixes.size("a") == 4_000_000
