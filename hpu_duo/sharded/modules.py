@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from hpu_duo.device.exchange import sum_over_ranks
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.sharded.sums import Sums, epsilon_of
+from hpu_duo.sharded.norms import NormFormula
+from hpu_duo.sharded.sums import Sums
 
 
 class SummedOverRanks(nn.Module):
@@ -59,24 +60,21 @@ class RMSNormOverRanks(nn.Module):
     """A root-mean-square norm over a dimension that ranks share, equally much of it each.
 
     Args:
-        inner: the rank's share; only its weight and its epsilon are used.
+        weight: the rank's share.
+        formula: of the norm.
         num_ranks: number of ranks.
         group: name of their process group.
-
-    Raises:
-        ValueError: it is another norm.
     """
 
-    def __init__(self, inner: nn.Module, num_ranks: int, group: str) -> None:
+    def __init__(self, weight: nn.Parameter, formula: NormFormula, num_ranks: int, group: str) -> None:
         super().__init__()
-        self.weight, self.epsilon = inner.get_parameter("weight"), epsilon_of(inner)
+        self.weight, self.formula = weight, formula
         self.num_ranks, self.group = num_ranks, group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        own = wide.square().mean(dim=-1, keepdim=True)
+        own = x.float().square().mean(dim=-1, keepdim=True)
         mean = sum_over_ranks(own, self.group) / self.num_ranks
-        return (self.weight * (wide * torch.rsqrt(mean + self.epsilon))).to(x.dtype)
+        return self.formula.apply(x, self.weight, mean)
 
 
 def connect(
@@ -93,9 +91,9 @@ def connect(
         group: name of the ranks' process group.
     """
     for layer, own in zip(layers, sums.layers):
-        for name in own.norms:
-            norm = getattr(layer.attention, name)
-            setattr(layer.attention, name, RMSNormOverRanks(norm, ranks.size, group))
+        for name, formula in own.norms.items():
+            weight = getattr(layer.attention, name).weight
+            setattr(layer.attention, name, RMSNormOverRanks(weight, formula, ranks.size, group))
         for name in own.children:
             setattr(layer.module, name, SummedOverRanks(getattr(layer.module, name), group))
     for path in sums.tables:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.sharded.cuts import Cutter
+from hpu_duo.sharded.norms import NormFormula
 
 _TABLES = "embed_tokens"
 """Beginning of the names of further tables of tokens."""
@@ -21,11 +22,11 @@ class LayerSums(NamedTuple):
     """Names in one decoder layer.
 
     Attributes:
-        norms: norms in its attention over all heads together.
+        norms: norms in its attention over all heads together, and their formulas.
         children: its modules that add a summand on each rank: attention, MLP and experts.
     """
 
-    norms: tuple[str, ...]
+    norms: dict[str, NormFormula]
     children: tuple[str, ...]
 
 
@@ -46,7 +47,7 @@ class Sums:
         """Read them off a whole model, weights apart.
 
         Raises:
-            ValueError: a norm over all heads is no root-mean-square norm with a known epsilon.
+            ValueError: a norm over all heads has a formula that ranks do not know, see ``NormFormula``.
         """
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
         return cls(
@@ -65,38 +66,22 @@ def token_tables(model: PreTrainedModel) -> tuple[str, ...]:
     )
 
 
-def wide_norms(layer: DecoderLayer) -> tuple[str, ...]:
-    """Return the names of a layer's norms of queries and keys over all heads together.
+def wide_norms(layer: DecoderLayer) -> dict[str, NormFormula]:
+    """Return a layer's norms of queries and keys over all heads together, by their names.
 
     Args:
-        layer: of the whole model.
+        layer: of the whole model; its weights need not be there.
 
     Raises:
-        ValueError: one of them is no root-mean-square norm with a known epsilon.
+        ValueError: one of them has a formula that ranks do not know, see ``NormFormula``.
     """
-    wide = []
+    wide = {}
     for name, norm in layer.attention.named_children():
         # Without a weight there is nothing to cut: it is a norm of each head.
         weight = getattr(norm, "weight", None) if name in (*QUERY_NORMS, *KV_NORMS) else None
         if weight is not None and weight.ndim == 1 and tuple(weight.shape) != (layer.call.head_dim,):
-            epsilon_of(norm)
-            wide.append(name)
-    return tuple(wide)
-
-
-def epsilon_of(norm: nn.Module) -> float:
-    """Return the epsilon of a root-mean-square norm.
-
-    Raises:
-        ValueError: it has none by the usual name.
-    """
-    epsilon = getattr(norm, "variance_epsilon", None)
-    if epsilon is None:
-        raise ValueError(
-            f"{type(norm).__name__} over all heads together cannot be served by several ranks: expected a "
-            "root-mean-square norm with variance_epsilon, got none"
-        )
-    return float(epsilon)
+            wide[name] = NormFormula.of(norm)
+    return wide
 
 
 def _shared_children(cutter: Cutter, layer: DecoderLayer, names: dict[int, str]) -> tuple[str, ...]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +16,6 @@ from hpu_duo.device.ranks import Ranks
 from hpu_duo.sharded.cuts import Cut, Cutter, FusedRows, HeadSizes, merged
 from hpu_duo.sharded.heads import RankHeads
 from hpu_duo.sharded.loading import read_share
-from hpu_duo.sharded.modules import RMSNormOverRanks
-from hpu_duo.sharded.sums import wide_norms
 
 DIM = 2
 
@@ -207,32 +203,6 @@ def test_tensors_without_dimensions_are_read_whole(tmp_path: Path) -> None:
     save_file({"model.layers.0.mlp.act_fn.alpha_p": torch.tensor(0.8)}, tmp_path / "model.safetensors")
     state = read_share(tmp_path, nn.Module(), cutters(4, 2, 2)[1], Ranks(1, 2))
     assert torch.equal(state["model.layers.0.mlp.act_fn.alpha_p"], torch.tensor(0.8))
-
-
-class Norm(nn.Module):
-    """A norm of four channels, of heads of two."""
-
-    def __init__(self, weight: torch.Tensor | None) -> None:
-        super().__init__()
-        if weight is not None:
-            self.weight = nn.Parameter(weight)
-
-
-def layer_with(norm: nn.Module) -> Any:
-    attention = nn.Module()
-    attention.q_norm = norm
-    return SimpleNamespace(attention=attention, call=SimpleNamespace(head_dim=DIM))
-
-
-def test_norms_over_all_heads_have_an_epsilon_and_others_need_none() -> None:
-    wide = Norm(torch.ones(4))
-    with pytest.raises(ValueError, match=r"^Norm over all heads together cannot be served by several ranks"):
-        wide_norms(layer_with(wide))
-    with pytest.raises(ValueError, match=r"^Norm over all heads together cannot be served by several ranks"):
-        RMSNormOverRanks(wide, 2, "")
-    wide.variance_epsilon = 1e-6  # type: ignore[assignment]
-    assert wide_norms(layer_with(wide)) == ("q_norm",)
-    assert wide_norms(layer_with(Norm(None))) == wide_norms(layer_with(Norm(torch.ones(2)))) == ()
 
 
 @pytest.mark.parametrize(

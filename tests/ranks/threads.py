@@ -44,6 +44,10 @@ class ThreadRanks:
         """In place of ``gather_from_ranks``."""
         return torch.cat(self._all(tensor))
 
+    def sum(self, tensor: torch.Tensor, group: str) -> torch.Tensor:
+        """In place of ``sum_over_ranks``."""
+        return torch.stack(self._all(tensor)).sum(dim=0)
+
     def send(self, tensor: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
         """In place of ``send_to_ranks``."""
         return torch.stack([each[self._here.rank] for each in self._all(tensor)])
