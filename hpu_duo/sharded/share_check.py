@@ -20,6 +20,7 @@ from hpu_duo.sharded.experts import ExpertShare
 from hpu_duo.sharded.fit import Fit
 from hpu_duo.sharded.heads import RankHeads
 from hpu_duo.sharded.loading import make_cutter
+from hpu_duo.sharded.summands import Share, check_summands
 from hpu_duo.sharded.sums import Sums
 
 
@@ -55,8 +56,25 @@ def check_share(
     sums = Sums.of(cutter, whole, layers)
     _check_shapes(text.model_type, cutter, whole, narrow)
     _check_sums(text, cutter, whole, layers, sums)
+    everybody = [Ranks(rank, ranks.size) for rank in range(ranks.size)]
+    shares = [_share(config, whole, layers, narrow, each, experts) for each in everybody]
+    check_summands(text.model_type, whole, layers, sums, shares)
     for number, (layer, share) in enumerate(zip(layers, _read_by_token(text.model_type, narrow, sums))):
         _check_attention(type(whole).__name__, number, layer, share, heads[number])
+
+
+def _share(
+    config: Any,
+    whole: PreTrainedModel,
+    layers: Sequence[DecoderLayer],
+    narrow: PreTrainedModel,
+    ranks: Ranks,
+    experts: ExpertShare | None,
+) -> Share:
+    """A share of a rank with the first heads of each layer on the first rank."""
+    heads = [RankHeads.of([range(each.call.num_kv_heads)], each.call.num_heads, ranks) for each in layers]
+    cutter = make_cutter(config, whole, layers, heads, ranks, experts)
+    return Share(ranks.rank, narrow, heads, cutter)
 
 
 class _ByToken(nn.Module):
@@ -95,10 +113,11 @@ def _check_shapes(family: str, cutter: Cutter, whole: nn.Module, narrow: nn.Modu
 
 
 def _check_sums(
-    config: Any, cutter: Cutter, whole: nn.Module, layers: Sequence[DecoderLayer], sums: Sums
+    config: Any, cutter: Cutter, whole: PreTrainedModel, layers: Sequence[DecoderLayer], sums: Sums
 ) -> None:
-    """Refuse a sum over ranks of what each of them has whole, or of what follows from the sum."""
+    """Refuse a sum over ranks of what each of them has whole, and parts that nobody sums."""
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
+    _check_all_are_summed(config.model_type, cutter, whole, layers, sums)
     paths = {id(module): path for path, module in whole.named_modules()}
     for layer, own in zip(layers, sums.layers):
         for child in (layer.module.get_submodule(name) for name in own.children):
@@ -116,6 +135,25 @@ def _check_sums(
                         f"{config.model_type!r} cannot be served by several ranks: expected ranks to share "
                         f"{name}, whose outputs are summed, got all of {shape} on each"
                     )
+
+
+def _check_all_are_summed(
+    family: str, cutter: Cutter, whole: PreTrainedModel, layers: Sequence[DecoderLayer], sums: Sums
+) -> None:
+    """Refuse parts of a tensor outside of all modules whose outputs ranks sum or gather."""
+    modules = [
+        layer.module.get_submodule(name) for layer, own in zip(layers, sums.layers) for name in own.children
+    ]
+    modules += [whole.get_submodule(path) for path in sums.tables]
+    if (head := whole.get_output_embeddings()) is not None:
+        modules.append(head)
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    for name, parameter in whole.named_parameters():
+        if id(parameter) not in known and cutter.cut(name, parameter.shape) is not None:
+            raise ValueError(
+                f"{family!r} cannot be served by several ranks: expected them to share weights of modules "
+                f"beside the attention, whose outputs are summed, got {name}"
+            )
 
 
 def _check_attention(
