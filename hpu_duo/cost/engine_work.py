@@ -22,8 +22,8 @@ from hpu_duo.cost.work import ACTIVATION_BYTES, ALL_REDUCES_PER_LAYER, OPERATION
 from hpu_duo.kv.plan import LayerKV
 from hpu_duo.limit_config import CacheConfig, SchedulerConfig
 from hpu_duo.modeling.experts import GROUP_BYTES, copies_weights, experts_at_a_time
-from hpu_duo.sharded import HeadExchanges, head_exchanges
-from kernels_ref import HeadGroup, Owner
+from hpu_duo.sharded import HeadExchanges, head_exchanges, summed_score_bytes
+from kernels_ref import Budget, HeadGroup, Owner
 
 _EXPERT_MATRICES = 3
 """Matrices of an expert: gate, up and down."""
@@ -164,9 +164,15 @@ class EngineWork:
             vector_ops=ranks * scores * OPERATIONS_PER_SCORE,
             kv_bytes=ranks * kv_elements * self.formats.kv.num_bytes,
             moved_bytes=ranks * (moved + _EXCHANGE_COPIES * ranks * sent),
+            reduced_bytes=self._score_bytes(kv, bucket),
             num_launches=launches + _EXCHANGE_LAUNCHES * exchanges.number,
             sent_bytes=sent,
         )
+
+    def _score_bytes(self, kv: LayerKV, bucket: BatchShape) -> float:
+        """Scores that devices sum, of policies that average over all heads of a layer."""
+        budgets = [group.kind for group in kv.groups if isinstance(group.kind, Budget)]
+        return float(sum(summed_score_bytes(kind, 1, bucket) for kind in budgets if kind.policy.pools_heads))
 
     def _linear(self, bucket: BatchShape) -> Work:
         model, tokens, num_layers = self.model, bucket.query_len, len(self.model.layers)
@@ -264,10 +270,4 @@ def most_of_each(kv: LayerKV, num_devices: int) -> list[HeadGroup]:
 
     No rank may have the most of both: the first ones have more that stream, the last ones more that retrieve.
     """
-    each, groups = kv.num_heads // num_devices, []
-    for number, group in enumerate(kv.groups):
-        num = -(-group.num_heads // num_devices)
-        if number:
-            num = each - kv.groups[0].num_heads // num_devices
-        groups.append(replace(group, num_heads=num))
-    return groups
+    return [replace(group, num_heads=-(-group.num_heads // num_devices)) for group in kv.groups]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BudgetStats:
-    """A snapshot of the heads that have one kind of budget.
+    """A snapshot of the heads that have one kind of budget, those of all ranks together.
 
     Attributes:
         policy: name of the policy.
         num_slots: tokens that a head keeps of a request.
         chunk: positions between the places at which heads choose what stays of a prompt.
-        num_heads: KV heads with the budget, of all layers.
+        num_heads: KV heads with the budget, of all layers; a copy on another rank is another one.
         num_evictions: tokens that heads have given up so far, one for each head.
         bytes_per_request: keys, values, positions and scores of a request.
         held_bytes: of all running requests.
@@ -88,8 +89,8 @@ class BudgetStats:
 
 
 def budgets_of(memory: MemoryPlan) -> Iterator[tuple[LayerKV, int, Budget]]:
-    """Yield the groups of heads with a budget: their layer, number of heads and kind."""
-    for layer in memory.layers:
+    """Yield the groups of heads with a budget, of all ranks: their layer, number of heads and kind."""
+    for layer in chain(memory.layers, *memory.others):
         for group in layer.groups:
             if isinstance(group.kind, Budget):
                 yield layer, group.num_heads, group.kind
@@ -110,8 +111,8 @@ def positions_of(
 ) -> tuple[tuple[npt.NDArray[np.int32], ...], ...]:
     """Return the positions that each head with a KV budget holds of a running request, layer by layer.
 
-    Ascending; those of a layer are in the order of its heads that have a budget, kind after kind.
-    Waits for the device.
+    Ascending; those of a layer are in the order of its heads that have a budget, kind after kind. Where
+    several ranks share the heads, those of rank 0. Waits for the device.
 
     Raises:
         ValueError: no such request runs, or no head has a budget.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -134,7 +134,7 @@ class MemoryPlan:
         graph_bytes: device memory that is left free for captured graphs; no store is in it.
         max_chunk_rows: rows that are copied to a scratch in one step (C), for kinds of heads that keep one.
         num_snapshots: rows behind those, for rings of cached prefixes.
-        others_use_rows: whether rows are leased for another rank, though nothing is kept for them here.
+        others: layers of the other ranks that share the model, whose stores are not in any figure.
     """
 
     layers: tuple[LayerKV, ...]
@@ -145,7 +145,7 @@ class MemoryPlan:
     graph_bytes: int = 0
     max_chunk_rows: int = SchedulerConfig.max_chunk_rows
     num_snapshots: int = 0
-    others_use_rows: bool = False
+    others: tuple[tuple[LayerKV, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -200,9 +200,12 @@ class MemoryPlan:
     @cached_property
     def uses_rows(self) -> bool:
         """Whether any group of heads keeps a unit for each row, here or on another rank."""
-        return self.others_use_rows or any(
-            group.kind.owner is Owner.ROW for layer in self.layers for group in layer.groups
-        )
+        return any(group.kind.owner is Owner.ROW for group in self.groups_of_ranks)
+
+    @property
+    def groups_of_ranks(self) -> Iterator[HeadGroup]:
+        """Groups of heads of all layers, here and on other ranks."""
+        return (group for layers in (self.layers, *self.others) for layer in layers for group in layer.groups)
 
     @cached_property
     def uses_block_positions(self) -> bool:

@@ -42,6 +42,11 @@ class TOVA(KVPolicy):
         """The newest query only."""
         return 1
 
+    @property
+    def pools_heads(self) -> bool:
+        """All heads of a layer that have the budget."""
+        return True
+
     def check(self, num_slots: int) -> None:
         """Refuse a budget that protected tokens fill."""
         if self.protect > num_slots:

@@ -2,13 +2,20 @@
 
 from hpu_duo.sharded.config import narrowed_config
 from hpu_duo.sharded.dealt_blocks import DealtBlocks
-from hpu_duo.sharded.exchanged_bytes import Exchanged, HeadExchanges, StepExchanges, head_exchanges
+from hpu_duo.sharded.exchanged_bytes import (
+    Exchanged,
+    HeadExchanges,
+    StepExchanges,
+    head_exchanges,
+    summed_score_bytes,
+)
 from hpu_duo.sharded.experts import ExpertShare
 from hpu_duo.sharded.head_exchange import HeadExchange
 from hpu_duo.sharded.heads import RankHeads, placed
 from hpu_duo.sharded.loading import load_share, make_cutter
 from hpu_duo.sharded.modules import connect
 from hpu_duo.sharded.share_check import check_share
+from hpu_duo.sharded.shared_scores import ScoreExchange, SharedPolicy
 from hpu_duo.sharded.sums import Sums
 
 __all__ = [
@@ -18,6 +25,8 @@ __all__ = [
     "HeadExchange",
     "HeadExchanges",
     "RankHeads",
+    "ScoreExchange",
+    "SharedPolicy",
     "StepExchanges",
     "Sums",
     "check_share",
@@ -27,4 +36,5 @@ __all__ = [
     "make_cutter",
     "narrowed_config",
     "placed",
+    "summed_score_bytes",
 ]

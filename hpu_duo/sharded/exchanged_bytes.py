@@ -1,6 +1,6 @@
 """Bytes that ranks exchange in a step, by formula: what runs in a captured step cannot be counted there.
 
-Counts what ``connect`` and ``HeadExchange`` do; tests of ranks hold them together.
+Counts what ``connect``, ``HeadExchange`` and ``SharedPolicy`` do; tests of ranks hold them together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import nn
 from graphs import BatchShape
 from hpu_duo.sharded.dealt_blocks import DealtBlocks
 from hpu_duo.sharded.modules import RMSNormOverRanks, SummedOverRanks, VocabParallelEmbedding
-from kernels_ref import LayerSpec
+from hpu_duo.sharded.shared_scores import SharedPolicy
+from kernels_ref import Budget, LayerSpec
 
 _FLOAT32 = 4
 
@@ -71,6 +72,21 @@ def head_exchanges(
     return HeadExchanges(gathered, 0, 1)
 
 
+def summed_score_bytes(kind: Budget, num_summed: int, bucket: BatchShape) -> int:
+    """Return the bytes of scores that a rank gives to sums, of heads with a budget in one layer and step.
+
+    Args:
+        num_summed: numbers of each slot; see ``SharedPolicy``.
+    """
+    phase, num = bucket.phase, 0
+    if phase.unique and kind.policy.weighs_decodes:
+        num += bucket.num_logits * kind.budget
+    if phase.causal:
+        num_new = min(kind.chunk, bucket.query_len)
+        num += kind.max_chunk_rows * (num_new + (kind.budget if phase.shared else 0))
+    return num * num_summed * _FLOAT32
+
+
 class Exchanged(NamedTuple):
     """Bytes that one rank gives to exchanges.
 
@@ -100,6 +116,7 @@ class StepExchanges:
         dtype_bytes: of an element.
         decode_len: tokens of a decode row.
         num_ranks: number of ranks.
+        scored: heads with a budget whose scores ranks sum, and numbers of each slot, for each group.
     """
 
     token_bytes: int
@@ -107,6 +124,7 @@ class StepExchanges:
     dtype_bytes: int
     decode_len: int
     num_ranks: int
+    scored: tuple[tuple[Budget, int], ...] = ()
 
     @classmethod
     def of_model(
@@ -130,7 +148,11 @@ class StepExchanges:
         ]
         num_ranks = max((exchange.num_ranks for exchange, _, _ in dealt), default=1)
         sizes = tuple((exchange.num_heads, group_size, size) for exchange, group_size, size in dealt)
-        return cls(token_bytes, sizes, dtype_bytes, decode_len, num_ranks)
+        budgets = [group.kind for spec in specs for group in spec.groups if isinstance(group.kind, Budget)]
+        scored = tuple(
+            (kind, kind.policy.num_summed) for kind in budgets if isinstance(kind.policy, SharedPolicy)
+        )
+        return cls(token_bytes, sizes, dtype_bytes, decode_len, num_ranks, scored)
 
     def of(self, bucket: BatchShape) -> Exchanged:
         """Return the bytes of a step in a bucket."""
@@ -138,8 +160,9 @@ class StepExchanges:
             head_exchanges(*sizes, self.dtype_bytes, bucket, self.decode_len, self.num_ranks)
             for sizes in self.dealt
         ]
+        scores = sum(summed_score_bytes(*each, bucket) for each in self.scored)
         return Exchanged(
-            self.token_bytes * bucket.query_len,
+            self.token_bytes * bucket.query_len + scores,
             sum(each.gathered for each in layers),
             sum(each.scattered for each in layers),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from hpu_duo.device.ranks import Ranks
 
@@ -59,8 +60,8 @@ def placed(sizes: Sequence[int], ranks: Ranks, *, is_even: bool) -> tuple[slice,
     """Return the part of each group of heads that a rank has; neighbours of a group lie side by side.
 
     Args:
-        sizes: heads of each group; of two groups at most if they are not shared evenly.
-        is_even: see ``RankHeads.of``.
+        sizes: heads of each group.
+        is_even: see ``RankHeads.of``. Else ranks have as many of a group as others, or one more or less.
 
     Raises:
         ValueError: ranks cannot share them so.
@@ -68,20 +69,16 @@ def placed(sizes: Sequence[int], ranks: Ranks, *, is_even: bool) -> tuple[slice,
     for size in sizes if is_even else (sum(sizes),):
         if size % ranks.size:
             raise ValueError(f"expected a group of heads that {ranks.size} ranks share evenly, got {size}")
-    if is_even:
-        return tuple(_even(size, ranks) for size in sizes)
-    assert len(sizes) <= 2, f"one group, and what it leaves of each rank, got {len(sizes)}"
-    begin, end = (first_head(sizes[0], rank, ranks.size) for rank in (ranks.rank, ranks.rank + 1))
-    rest = _even(sum(sizes), ranks)
-    return (slice(begin, end), slice(rest.start - begin, rest.stop - end))[: len(sizes)]
+    # As if heads were dealt one by one, group after group, the last rank first.
+    own, following = (
+        [first_head(num_dealt, rank, ranks.size) for num_dealt in accumulate(sizes, initial=0)]
+        for rank in (ranks.rank, ranks.rank + 1)
+    )
+    begins, ends = ([upto - before for before, upto in pairwise(each)] for each in (own, following))
+    return tuple(map(slice, begins, ends))
 
 
 def first_head(num_heads: int, rank: int, size: int) -> int:
     """Return the first of ``num_heads`` that a rank has; the last ranks have one more if need be."""
     each, rest = divmod(num_heads, size)
     return rank * each + max(0, rank - (size - rest))
-
-
-def _even(num_heads: int, ranks: Ranks) -> slice:
-    each = num_heads // ranks.size
-    return slice(ranks.rank * each, (ranks.rank + 1) * each)

@@ -16,9 +16,10 @@ from graphs import BucketTable
 from hpu_duo.config import EngineConfig
 from hpu_duo.device.ranks import Membership
 from hpu_duo.heads import HeadPattern
+from hpu_duo.kv_plan import KVPlan
 from hpu_duo.modeling.model_files import model_fingerprint
 
-_OF_ITS_OWN = ("path", "pattern", "ranker")
+_OF_ITS_OWN = ("path", "pattern", "kv_plan", "ranker")
 """Settings that may differ: places of files, whose contents are compared, or that rank 0 alone reads."""
 
 
@@ -50,6 +51,20 @@ def check_same_pattern(pattern: HeadPattern | None, membership: Membership) -> N
         RankError: they do not; the message names the ranks.
     """
     membership.compare("head pattern (by a digest)", pattern_digest(pattern))
+
+
+def check_same_plan(plan: KVPlan | None, membership: Membership) -> None:
+    """Check that all ranks have the same KV plan.
+
+    Raises:
+        RankError: they do not; the message names the ranks.
+    """
+    membership.compare("KV plan (by a digest)", plan_digest(plan))
+
+
+def plan_digest(plan: KVPlan | None) -> str:
+    """Return a digest of what each head keeps."""
+    return "no plan" if plan is None else hashlib.sha256(repr(plan.as_dict()).encode()).hexdigest()
 
 
 def settings_of(config: EngineConfig) -> dict[str, str]:

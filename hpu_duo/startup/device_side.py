@@ -140,12 +140,13 @@ def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared
         num_blocks=min(plan.num_blocks for plan in plans),
         # A rank without streaming heads has room for any number, and keeps nothing.
         num_snapshots=min((plan.num_snapshots for plan in plans if plan.uses_rows), default=0),
-        others_use_rows=any(plan.uses_rows for plan in plans),
+        others=tuple(plan.layers for rank, plan in enumerate(plans) if rank != membership.ranks.rank),
     )
     membership.compare("limits of steps", tables.limits(memory))
     tables.adopt(memory, membership.collect(tables.table(memory))[0])
-    # Where blocks are dealt, ranks have unequal numbers of the heads that stream.
-    is_even = not blueprint.config.parallel.deals_blocks
+    # Where blocks are dealt, ranks have unequal numbers of the heads that stream, and under a plan as well.
+    config = blueprint.config
+    is_even = not config.parallel.deals_blocks and config.cache.kv_plan is None
     kept = tuple(
         (group.kind, group.kind.num_kept(group.num_heads))
         for spec in blueprint.specs

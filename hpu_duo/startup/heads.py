@@ -27,7 +27,7 @@ from hpu_duo.startup.attention_rule import (
     rules_by_head,
 )
 from hpu_duo.startup.kv_budget import resolve_kv_budget
-from hpu_duo.startup.kv_plan import planned_groups, resolve_kv_plan
+from hpu_duo.startup.kv_plan import check_shared, planned_groups, resolve_kv_plan
 from kernels_ref import Budget, GroupKind, HeadGroup
 
 _log = logging.getLogger(__name__)
@@ -155,7 +155,10 @@ def choose_heads(
         resolve_max_ring_window(config),
         resolve_kv_plan(config, [layer.call.num_kv_heads for layer in layers], max_len, slack, device),
     )
-    return ChosenHeads(pattern, tuple(assign_heads(layers, pattern, max_len, kinds)))
+    assigned = tuple(assign_heads(layers, pattern, max_len, kinds))
+    if kinds.planned is not None:
+        check_shared(parallel, [each.groups for each in assigned])
+    return ChosenHeads(pattern, assigned)
 
 
 def resolve_pattern(

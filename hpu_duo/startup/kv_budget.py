@@ -6,7 +6,7 @@ import math
 
 from hpu_duo.config import EngineConfig
 from hpu_duo.kv_policies import make_kv_policy
-from kernels_ref import Budget
+from kernels_ref import Budget, KVPolicy
 
 _CHUNK = 512
 """Tokens of a chunk unless told: scores of a chunk are computed twice, and decodes wait for it."""
@@ -40,7 +40,7 @@ def make_budget(config: EngineConfig, max_len: int, name: str, budget: float) ->
     """
     cache, scheduler = config.cache, config.scheduler
     policy = make_kv_policy(name)
-    _check_supported(config, name)
+    _check_supported(config, name, policy)
     num_slots = math.ceil(budget * max_len) if budget <= 1 else int(budget)
     if num_slots < (needed := policy.num_needed(max_len)):
         raise ValueError(
@@ -58,7 +58,8 @@ def _chunk(config: EngineConfig) -> int:
     most = (scheduler.max_num_batched_tokens - scheduler.max_num_seqs) // chunk_rows + 1
     chunk = cache.kv_chunk
     if chunk is None:
-        chunk = min(_CHUNK, most)
+        # Blocks that ranks deal out may be longer than that.
+        chunk = min(max(_CHUNK, cache.enable_prefix_caching * config.block_size), most)
         if chunk > config.block_size:
             chunk -= chunk % config.block_size
     if not 2 <= chunk <= most:
@@ -90,10 +91,10 @@ def _whole_prompt(config: EngineConfig, max_len: int) -> int:
     return max_len
 
 
-def _check_supported(config: EngineConfig, name: str) -> None:
+def _check_supported(config: EngineConfig, name: str, policy: KVPolicy) -> None:
     """Refuse what heads with a budget do not serve."""
     refused = {
-        "tensor_parallel_size of 1": config.parallel.tensor_parallel_size > 1,
+        "retrieval_parallel='heads'": config.parallel.deals_blocks and policy.pools_heads,
         "decode_len=1": config.scheduler.decode_len > 1,
         "trim_chunks=False": config.scheduler.trim_chunks,
     }

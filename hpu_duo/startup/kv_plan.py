@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
 from bias_builders import Window
-from hpu_duo.config import EngineConfig
+from hpu_duo.config import EngineConfig, ParallelConfig
 from hpu_duo.kv_plan import ALL, RING, Keep, KVPlan
 from hpu_duo.limit_config import HPU_LAYER_KINDS
 from hpu_duo.named import call_with_options
 from hpu_duo.startup.kv_budget import make_budget
-from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Rings
+from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Owner, Rings
 
 _log = logging.getLogger(__name__)
 _ORDER = (Blocks.name, Rings.name, Budget.name)
@@ -35,12 +35,10 @@ def resolve_kv_plan(
         ValueError: the plan does not fit the model, names no policy, or the engine is asked for something
             that plans do not go with.
     """
-    given = config.cache.kv_plan
-    if given is None:
+    plan = read_kv_plan(config)
+    if plan is None:
         return None
-    plan = given if isinstance(given, KVPlan) else KVPlan.load(given)
     refused = {
-        "tensor_parallel_size of 1": config.parallel.tensor_parallel_size > 1,
         "no head pattern, which a plan replaces": config.heads.pattern is not None,
         "attention_rule=None": config.heads.attention_rule is not None,
         "kv_chunk=None and kv_prompt='chunks', without a budget": not plan.has_budgets
@@ -67,12 +65,43 @@ def resolve_kv_plan(
     return found
 
 
+def read_kv_plan(config: EngineConfig) -> KVPlan | None:
+    """Return the user's KV plan, read from its file if need be; None where there is none.
+
+    Raises:
+        ValueError: see ``KVPlan.load``.
+    """
+    given = config.cache.kv_plan
+    return given if given is None or isinstance(given, KVPlan) else KVPlan.load(given)
+
+
 def planned_groups(kinds: Sequence[GroupKind]) -> tuple[np.ndarray, tuple[HeadGroup, ...]]:
     """Return the number of each head's group, and the groups of a layer: blocks, rings, budgets."""
     distinct = sorted(dict.fromkeys(kinds), key=lambda kind: (_ORDER.index(kind.name), str(kind.key)))
     numbers = [distinct.index(kind) for kind in kinds]
     groups = tuple(HeadGroup(numbers.count(number), kind) for number, kind in enumerate(distinct))
     return np.array(numbers, np.int32), groups
+
+
+def check_shared(parallel: ParallelConfig, layers: Iterable[Sequence[HeadGroup]]) -> None:
+    """Refuse groups under a plan that ranks cannot deal out: only rings and budgets may be uneven.
+
+    Raises:
+        ValueError: there is one; the message names its layer.
+    """
+    size = parallel.tensor_parallel_size
+    for index, groups in enumerate(layers):
+        num_kv_heads = sum(group.num_heads for group in groups)
+        least = min(size, num_kv_heads)
+        for group in groups:
+            kind = group.kind
+            is_pooled = isinstance(kind, Budget) and kind.policy.pools_heads
+            has_blocks = kind.owner is Owner.BLOCK and not parallel.deals_blocks
+            if (is_pooled or has_blocks or num_kv_heads < size) and group.num_heads % least:
+                raise ValueError(
+                    f"expected a kv_plan whose heads {size} ranks share: a multiple of {least} of those in "
+                    f"layer {index} that keep {kind.describe() or 'all tokens'}, got {group.num_heads}"
+                )
 
 
 def _kind(config: EngineConfig, max_len: int, keep: Keep, ring: Callable[..., GroupKind]) -> GroupKind:

@@ -25,10 +25,12 @@ from hpu_duo.cost.read_model import read_model
 from hpu_duo.cost.work import Formats
 from hpu_duo.device import resolve_device
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv_policies import make_kv_policy
 from hpu_duo.modeling.loading import build_without_weights, read_config
 from hpu_duo.modeling.probe import DecoderLayer, read_layers
-from hpu_duo.modeling.rope import served_len
 from hpu_duo.startup.heads import choose_heads
+from hpu_duo.startup.kv_plan import read_kv_plan
+from hpu_duo.startup.rotary import request_len
 
 _log = logging.getLogger(__name__)
 
@@ -66,9 +68,10 @@ def _faster(config: EngineConfig) -> str:
     path, num_ranks = config.model.path, config.parallel.tensor_parallel_size
     hf_config = read_config(path, needs_weights=False)
     layers = read_layers(build_without_weights(path, hf_config, torch.float32))
-    if any(layer.call.num_kv_heads % num_ranks for layer in layers) or not captures_exchanges(config):
+    is_uneven = any(layer.call.num_kv_heads % num_ranks for layer in layers)
+    if is_uneven or not captures_exchanges(config) or _pools_heads(config):
         return "heads"
-    max_len = served_len(hf_config.get_text_config(), config.scheduler.max_model_len)
+    max_len = request_len(config, hf_config.get_text_config())
     context = min(config.parallel.retrieval_parallel_context or max_len, max_len)
     size, hardware = read_model(path), _hardware(config)
     by_choice = {
@@ -83,6 +86,14 @@ def _faster(config: EngineConfig) -> str:
         *(best, num_requests, context, 1e3 * seconds["heads"], 1e3 * seconds["context"], hardware.title),
     )
     return best
+
+
+def _pools_heads(config: EngineConfig) -> bool:
+    """Whether a policy averages over the heads of a layer, which ranks do by heads only."""
+    plan = read_kv_plan(config)
+    keeps = [] if plan is None else [keep.what for heads in plan.layers for keep in heads if keep.has_policy]
+    names = keeps if config.cache.kv_policy is None else [config.cache.kv_policy]
+    return any(make_kv_policy(name).pools_heads for name in dict.fromkeys(names))
 
 
 def _hardware(config: EngineConfig) -> Hardware:

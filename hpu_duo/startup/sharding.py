@@ -17,7 +17,6 @@ from hpu_duo.device.ranks import MEETING_S, Followers, Membership, Ranks
 from hpu_duo.engine.orders import follow
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
-from hpu_duo.modeling.rope import served_len
 from hpu_duo.sharded import (
     ExpertShare,
     RankHeads,
@@ -28,15 +27,17 @@ from hpu_duo.sharded import (
     narrowed_config,
 )
 from hpu_duo.sharded.config import check_plan
-from hpu_duo.startup.agreement import check_alike, check_same_pattern
+from hpu_duo.startup.agreement import check_alike, check_same_pattern, check_same_plan
 from hpu_duo.startup.blueprint import fix_served_len
 from hpu_duo.startup.device_side import DeviceSide, Shared
 from hpu_duo.startup.head_shares import Shares, check_dealt
 from hpu_duo.startup.heads import ChosenHeads, choose_heads
+from hpu_duo.startup.kv_plan import read_kv_plan
 from hpu_duo.startup.launches import Launch, OwnLaunch, TorchrunLaunch
 from hpu_duo.startup.place import Place
 from hpu_duo.startup.ranks import LedRanks, joined_as, lifeline_to_rank_0
 from hpu_duo.startup.retrieval_choice import captures_exchanges
+from hpu_duo.startup.rotary import request_len
 
 
 class Followed(SystemExit):
@@ -93,6 +94,8 @@ def _check_shared(config: EngineConfig) -> None:
     # A pattern changes which heads a rank has, and not how many.
     heads = [RankHeads.of([range(each.call.num_kv_heads)], each.call.num_heads, ranks) for each in layers]
     check_share(path, hf_config, torch.float32, whole, layers, heads, ranks, experts)
+    if config.cache.kv_policy is not None or config.cache.kv_plan is not None:
+        choose_heads(config, layers, request_len(config, hf_config.get_text_config()), torch.device("cpu"))
     if config.parallel.deals_blocks:
         check_dealt(min(each.call.num_kv_heads for each in layers), ranks.size)
         if not captures_exchanges(config):
@@ -140,6 +143,7 @@ def build_share(
     path = config.model.path
     hf_config = read_config(path)
     check_alike(config, membership)
+    check_same_plan(read_kv_plan(config), membership)
     dtype = resolve_dtype(config.model.dtype, hf_config, place.device.type)
     share = load_rank(config, hf_config, dtype, place.device, membership.ranks, membership.group)
     check_same_pattern(share.chosen.pattern, membership)
@@ -182,16 +186,22 @@ def load_rank(
     path = config.model.path
     whole = build_without_weights(path, hf_config, dtype)
     whole_layers = read_layers(whole)
-    max_len = served_len(hf_config.get_text_config(), config.scheduler.max_model_len)
+    max_len = request_len(config, hf_config.get_text_config())
     chosen = choose_heads(config, whole_layers, max_len, device)
-    shares = Shares(ranks, group, deals_blocks=config.parallel.deals_blocks)
-    heads = [shares.heads(each, layer) for layer, each in zip(whole_layers, chosen.heads)]
+    parallel, is_planned = config.parallel, config.cache.kv_plan is not None
+    shares = Shares(ranks, group, deals_blocks=parallel.deals_blocks, is_planned=is_planned)
+    heads = [
+        shares.heads(index, each, layer)
+        for index, (layer, each) in enumerate(zip(whole_layers, chosen.heads))
+    ]
     experts = _experts(config, hf_config, ranks)
     check_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts)
     model = load_share(path, hf_config, dtype, whole, whole_layers, heads, ranks, experts)
     fix_served_len(model, config)
     layers = probe(model)
-    assigned = tuple(shares.assignment(each, layer) for each, layer in zip(chosen.heads, layers))
+    assigned = tuple(
+        shares.assignment(index, each, layer) for index, (each, layer) in enumerate(zip(chosen.heads, layers))
+    )
     own = None if chosen.pattern is None else chosen.pattern.of_heads([each.kv for each in heads])
     cutter = make_cutter(hf_config, whole, whole_layers, heads, ranks, experts)
     sums = Sums.of(cutter, whole, whole_layers)

@@ -14,7 +14,7 @@ from hpu_duo.kv.plan import LayerKV, ring_slack
 from hpu_duo.kv_plan import KVPlan
 from hpu_duo.startup.heads import Kinds
 from hpu_duo.startup.kv_budget import resolve_kv_budget
-from hpu_duo.startup.kv_plan import resolve_kv_plan
+from hpu_duo.startup.kv_plan import check_shared, resolve_kv_plan
 
 
 @dataclass(frozen=True)
@@ -67,4 +67,6 @@ class SizedHeads:
             sliding_window = layer.window if layer.has_window(max_len) else None
             streams = np.arange(layer.num_kv_heads) >= count
             kept.append(LayerKV(kinds.of(index, sliding_window, streams, None)[1], layer.head_dim))
+        if planned is not None:
+            check_shared(config.parallel, [each.groups for each in kept])
         return tuple(kept)

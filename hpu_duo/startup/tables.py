@@ -69,7 +69,7 @@ class StepTables:
             caches_prefixes=self.config.cache.enable_prefix_caching,
             reads_slice=self._specs[0].impl is not Implementation.SDPA,
             is_card=self._is_planned,
-            chunk_grid=chunk_grid(group for spec in self._specs for group in spec.groups),
+            chunk_grid=chunk_grid(memory.groups_of_ranks),
         )
 
     def table(self, memory: MemoryPlan) -> BucketTable:

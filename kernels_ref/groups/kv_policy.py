@@ -75,6 +75,11 @@ class KVPolicy(ABC):
         return self.num_observed != 0
 
     @property
+    def pools_heads(self) -> bool:
+        """Whether a token has one score in all heads of the group, by the average of their weights."""
+        return False
+
+    @property
     def num_ahead(self) -> int:
         """Positions behind a chunk for which queries are expected; 0 = it asks for no such statistics.
 
@@ -129,6 +134,8 @@ class KVPolicy(ABC):
         self, slots: SlotView, queries: FutureQueries, k_PKSD: torch.Tensor, v_PKSD: torch.Tensor
     ) -> torch.Tensor:
         """Return new scores from keys, values and the queries to come, as ``observe`` does behind a chunk.
+
+        They are averages over the query heads of each key/value head, which may be those of some ranks each.
 
         Args:
             k_PKSD, v_PKSD: of each slot and new token, finite.

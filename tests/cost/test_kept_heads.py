@@ -12,6 +12,7 @@ import pytest
 from transformers import LlamaConfig, MistralConfig
 from typer.testing import CliRunner
 
+from graphs import BatchShape, Phase
 from hpu_duo import HPUDuoModel
 from hpu_duo.cli.app import app
 from hpu_duo.cli.arguments.kv_options import KVOptions
@@ -109,6 +110,28 @@ def test_capacity_counts_the_bytes_of_the_engine_with_the_same_options(
     assert most <= deployment.kv_bytes < most + 2 * counted.bytes_per_request(MAX_LEN)
 
 
+def test_devices_share_heads_and_only_tova_sums_scores(models: dict[str, Path]) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=TOKENS)
+
+    def served(policy: str, devices: int) -> Deployment:
+        kept = {"kv_policy": policy, "kv_budget": 9, "kv_chunk": 16}
+        return deployed(models["llama"], scheduler, {"devices": devices}, **kept)
+
+    one, two = served("h2o", 1), served("h2o", 2)
+    # Bytes are those of all devices together.
+    assert two.plan(ROWS, NUM_BLOCKS) == one.plan(ROWS, NUM_BLOCKS)
+    assert two.kv_bytes > one.kv_bytes
+    decode, chunk = (BatchShape(Phase(unique=True), 3, 0, 0, 3), BatchShape(Phase(True, True), 16, 0, 0, 1))
+
+    def summed(policy: str, bucket: BatchShape) -> float:
+        return served(policy, 2).engine_work.of(bucket).reduced_bytes
+
+    # A float32 score for each slot of 3 rows, or of 9 slots and 16 new tokens of a prompt, in 4 layers.
+    assert summed("tova", decode) - summed("h2o", decode) == 4 * 4 * 3 * 9
+    assert summed("tova", chunk) - summed("h2o", chunk) == 4 * 4 * (9 + 16) * scheduler.max_chunk_rows
+    assert summed("local", chunk) == summed("h2o", chunk)
+
+
 def test_the_commands_take_the_options_and_say_what_is_kept(models: dict[str, Path]) -> None:
     limits = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--block-size", "8")
     limits = (*limits, "--kv-cache-dtype", "bf16", "--no-enable-prefix-caching", "--json")
@@ -139,8 +162,12 @@ def test_the_commands_take_the_options_and_say_what_is_kept(models: dict[str, Pa
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        ("capacity", "--devices 2 --kv-policy h2o --kv-budget 9", "tensor_parallel_size of 1 only"),
-        ("capacity", "--devices 2 --kv-plan PLAN", "tensor_parallel_size of 1 only"),
+        (
+            "capacity",
+            "--devices 2 --kv-policy tova --kv-budget 9 --retrieval-parallel context",
+            "retrieval_parallel='heads' only",
+        ),
+        ("capacity", "--devices 2 --kv-plan PLAN", "those in layer 0 that keep all tokens, got 1"),
         ("capacity", "--kv-plan PLAN --sparsity 0.5", "--sparsity is of heads that keep rings"),
         ("capacity", "--kv-policy h2o --kv-budget 9 --sink 2", "--sink is of heads that keep rings"),
         ("capacity", "--kv-policy h2o", "kv_policy and kv_budget or neither"),

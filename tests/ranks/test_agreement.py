@@ -15,7 +15,8 @@ from graphs import BatchShape, BucketTable, Phase
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
 from hpu_duo.device.ranks import first_difference
 from hpu_duo.heads import HeadPattern
-from hpu_duo.startup.agreement import facts_of, pattern_digest
+from hpu_duo.kv_plan import Keep, KVPlan
+from hpu_duo.startup.agreement import facts_of, pattern_digest, plan_digest
 from tests.modeling.families import Zoo
 
 Change = Callable[[EngineConfig], EngineConfig]
@@ -48,7 +49,11 @@ def test_ranks_with_the_same_of_everything_agree(config: EngineConfig, tmp_path:
     copied.mkdir()
     for file in Path(config.model.path).iterdir():
         (copied / file.name).write_bytes(file.read_bytes())
-    elsewhere = replace(config, model=replace(config.model, path=copied))
+    elsewhere = replace(
+        config,
+        model=replace(config.model, path=copied),
+        cache=replace(config.cache, kv_plan=copied / "plan.yaml"),
+    )
     assert first_difference([facts_of(config), facts_of(config), facts_of(elsewhere)]) is None
 
 
@@ -85,6 +90,19 @@ def test_other_weights_of_the_same_shapes_are_refused(config: EngineConfig, tmp_
     found = first_difference([facts_of(config), facts_of(other)])
     assert found is not None
     assert "same model (config.json and weights, by model_fingerprint), got" in found
+
+
+def test_plans_differ_where_what_a_head_keeps_does() -> None:
+    plans = [
+        None,
+        KVPlan(((Keep("h2o", 9), Keep()),)),
+        KVPlan(((Keep("h2o", 8), Keep()),)),
+        KVPlan(((Keep(), Keep("h2o", 9)),)),
+        KVPlan(((Keep("h2o:recent=0.25", 9), Keep()),)),
+    ]
+    digests = [plan_digest(each) for each in plans]
+    assert len(set(digests)) == len(plans)
+    assert digests[1] == plan_digest(KVPlan.from_dict(plans[1].as_dict()))  # type: ignore[union-attr]
 
 
 def test_patterns_differ_where_heads_or_windows_do() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpu_duo.config import EngineConfig, HeadConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from hpu_duo.heads import HeadPattern
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.startup.retrieval_choice import settled
@@ -30,12 +30,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def chosen(path: Path, size: int, context: int | None, *, streams: bool = True) -> str:
+def chosen(
+    path: Path, size: int, context: int | None, *, streams: bool = True, policy: str | None = None
+) -> str:
     scores = np.tile(np.arange(8, dtype=np.float32) / 8, (EIGHT["num_hidden_layers"], 1))
     pattern = HeadPattern(scores, sink=64, recent=256, retrieval=scores >= 0.5)
     config = EngineConfig(
         model=ModelConfig(path=path, device="cpu"),
         heads=HeadConfig(pattern=pattern if streams else None),
+        cache=CacheConfig(kv_policy=policy, kv_budget=None if policy is None else 320),
         scheduler=SchedulerConfig(max_num_seqs=16),
         parallel=ParallelConfig(
             tensor_parallel_size=size, retrieval_parallel="auto", retrieval_parallel_context=context
@@ -52,6 +55,11 @@ def test_long_contexts_are_dealt_and_short_ones_are_not_worth_the_exchanges(path
     assert chosen(path, 8, None) == "context"
     assert chosen(path, 8, 100_000) == "context"
     assert chosen(path, 2, 300, streams=False) == "heads"
+
+
+def test_budgets_are_dealt_beside_blocks_but_for_those_that_average_over_heads(path: Path) -> None:
+    assert chosen(path, 8, 100_000, policy="h2o") == "context"
+    assert chosen(path, 8, 100_000, policy="tova") == "heads"
 
 
 def test_one_rank_and_models_with_fewer_heads_than_ranks_stay_by_head(path: Path, zoo: Zoo) -> None:

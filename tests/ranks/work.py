@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,9 +33,11 @@ from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.assembly import assemble, engine_around
 from hpu_duo.startup.place import Place
 from hpu_duo.startup.sharding import build_share
+from kernels_ref import Budget
 from tests.modeling.families import BLOCK
 
 NUM_NEW = 10
+Kept: TypeAlias = list[dict[tuple[str, int], np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class Own:
         findings: compilations, captures and operators on the host's CPU since the warm-up, in words.
         kv_bytes, planned_bytes: of the tensors of its store, and of its plan.
         broadcasts: sent or received.
+        kept: see ``kept_of``.
     """
 
     misses: int
@@ -126,6 +130,7 @@ class Own:
     kv_bytes: int
     planned_bytes: int
     broadcasts: int
+    kept: Kept
 
     @classmethod
     def of(cls, runner: Runner, membership: Membership, findings: tuple[str, ...]) -> Own:
@@ -140,7 +145,25 @@ class Own:
             runner.store.num_bytes,
             runner.store.plan.total_bytes,
             membership.link.sent.num_broadcasts,
+            kept_of(runner),
         )
+
+
+def kept_of(runner: Runner) -> Kept:
+    """Positions in the slots of heads with a budget, of the rows of requests, in order.
+
+    By layer, and there by policy and slots; of all requests so far, a row that several had after another.
+    """
+    found: Kept = []
+    for spec, cache in zip(runner.model.specs, runner.store.layers):
+        of_layer: dict[tuple[str, int], np.ndarray] = {}
+        for group, units in zip(spec.groups, cache):
+            if isinstance(group.kind, Budget) and units.state is not None:
+                lines = units.state.position[: runner.store.plan.max_num_seqs].cpu().numpy()
+                by_head = lines.reshape(len(lines), group.num_heads, -1)
+                of_layer[group.kind.policy.name, group.kind.budget] = np.sort(by_head, axis=-1)
+        found.append(of_layer)
+    return found
 
 
 class Sums(TorchDispatchMode):
@@ -293,5 +316,8 @@ def _answer(engine: Engine, case: Case) -> Answer:
             for each in getattr(engine.runner.executor.followers, "messages", ())
         ],
         "cached": stats.prefixes.num_hit_tokens if stats.prefixes else 0,
+        "kept": kept_of(engine.runner),
+        "budgets": stats.budgets,
+        "row_bytes": engine.runner.store.plan.row_bytes,
     }
     return Answer([list(sample.token_ids) for each in samples for sample in each], seen=seen)

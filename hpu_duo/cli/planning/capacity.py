@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -148,14 +147,12 @@ def capacity(
         if retrieval_parallel not in ("heads", "context"):
             # What "auto" takes depends on the length, and every length is shown here.
             raise ValueError(f"expected --retrieval-parallel heads or context, got {retrieval_parallel!r}")
-        serving = replace(
-            asked.on(
-                hardware,
-                SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
-                block_size,
-                kept,
-            ),
-            retrieval_parallel=retrieval_parallel,
+        serving = asked.on(
+            hardware,
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+            block_size,
+            kept,
+            retrieval_parallel,
         )
         # transformers is slow to import: everything that can be refused without it comes first.
         from hpu_duo.cost.read_model import read_model

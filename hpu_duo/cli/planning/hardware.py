@@ -113,11 +113,13 @@ class HardwareOptions:
         scheduler: SchedulerConfig,
         block_size: int,
         kept: KVOptions = NO_BUDGET,
+        retrieval_parallel: str = "heads",
     ) -> Serving:
         """Return the serving on some hardware, with the limits of a scheduler.
 
         Args:
             kept: by heads with a KV budget or a plan.
+            retrieval_parallel: what devices share of retrieval heads.
 
         Raises:
             ValueError: an unknown name, or a value out of range.
@@ -131,6 +133,7 @@ class HardwareOptions:
         return Serving(
             find_hardware(hardware),
             num_devices=self.devices,
+            retrieval_parallel=retrieval_parallel,
             weights=Format.parse(self.dtype),
             block_size=block_size,
             max_num_seqs=scheduler.max_num_seqs,
@@ -146,7 +149,7 @@ class HardwareOptions:
             attention=self.attention,
             decode_len=scheduler.decode_len,
             max_chunk_rows=scheduler.max_chunk_rows,
-            kept=self._kept(scheduler, block_size, kept),
+            kept=self._kept(scheduler, block_size, kept, retrieval_parallel),
         )
 
     def compare(self, size: ModelSize, serving: Serving, num_graphs: int = 64) -> list[Capacity]:
@@ -177,7 +180,9 @@ class HardwareOptions:
 
         return Deployment(size, serving, self._shares(serving)[0], self._formats()[0], max_len)
 
-    def _kept(self, scheduler: SchedulerConfig, block_size: int, kept: KVOptions) -> KeptByHeads | None:
+    def _kept(
+        self, scheduler: SchedulerConfig, block_size: int, kept: KVOptions, retrieval_parallel: str
+    ) -> KeptByHeads | None:
         """Return the heads with a KV budget or a plan; None where neither is asked for."""
         if not kept.given:
             return None
@@ -203,7 +208,9 @@ class HardwareOptions:
                     **vars(kept),
                 ),
                 scheduler=scheduler,
-                parallel=ParallelConfig(tensor_parallel_size=self.devices),
+                parallel=ParallelConfig(
+                    tensor_parallel_size=self.devices, retrieval_parallel=retrieval_parallel
+                ),
             )
         )
 
