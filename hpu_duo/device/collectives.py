@@ -19,7 +19,8 @@ from hpu_duo.device import (
     usable_name,
 )
 from hpu_duo.device.cores import cores_by_device
-from hpu_duo.device.exchange import gather_from_ranks, send_to_ranks, sum_over_ranks
+from hpu_duo.device.exchange_check import fault_of, step_trials
+from hpu_duo.device.ranks import Ranks
 from hpu_duo.device.runtime import DeviceRuntime
 
 _PATTERN = 251
@@ -127,16 +128,10 @@ def _check_broadcast(member: Member, device: torch.device, sender: int) -> None:
 def _check_operators_of_steps(member: Member, device: torch.device) -> None:
     """Check the exchanges inside steps, by the operators that steps use."""
     assert dist.group.WORLD is not None, "the process has joined"
-    rank, size, group = member.rank, member.size, dist.group.WORLD.group_name
-    everybody = torch.cat([_values(_PATTERN, each) for each in range(size)])
-    found = sum_over_ranks(_values(_PATTERN, rank).to(device), group)
-    check_values("the sum of steps", found, _values(_PATTERN, size * (size + 1) // 2 - 1))
-    found = gather_from_ranks(_values(_PATTERN, rank).to(device), size, group)
-    check_values("all_gather", found, everybody)
-    # Process r sends process q the contribution of r + q.
-    sent = torch.stack([_values(_PATTERN, rank + each) for each in range(size)])
-    found = send_to_ranks(sent.to(device), size, group)
-    check_values("all_to_all", found.flatten(), sent.flatten())
+    ranks, group = Ranks(member.rank, member.size), dist.group.WORLD.group_name
+    for trial in step_trials(ranks, group, device, torch.float32):
+        if (fault := trial.fault()) is not None:
+            raise RuntimeError(fault)
 
 
 def _timed_sum(values: torch.Tensor, runtime: DeviceRuntime) -> float:
@@ -159,11 +154,5 @@ def check_values(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     Raises:
         RuntimeError: a value differs; the message gives the number of such values, and the first of them.
     """
-    host = got.cpu()
-    wrong = host != expected
-    if wrong.any():
-        first = int(wrong.nonzero()[0])
-        raise RuntimeError(
-            f"{what} left {int(wrong.sum())} of {len(host)} values wrong: "
-            f"expected {float(expected[first])} at {first}, got {float(host[first])}"
-        )
+    if (fault := fault_of(what, got, expected)) is not None:
+        raise RuntimeError(fault)

@@ -147,6 +147,11 @@ class Link:
                 return pickle.loads(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size].numpy().tobytes())
             self._grow(-size)
 
+    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Write the tensor of rank 0 over that of every rank, the way messages go; it is not counted."""
+        dist.broadcast(tensor, 0, group=self._group)
+        return tensor
+
     def _write_header(self, size: int) -> None:
         self._buffer[:_HEADER_BYTES].view(torch.int64)[0] = size
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hpu_duo.config import EngineConfig
 from hpu_duo.device import Member
+from hpu_duo.device.exchange_check import check_exchanges
 from hpu_duo.device.launched import TORCHRUN, Launched
 from hpu_duo.device.member import HOST
 from hpu_duo.device.ranks import MEETING_S, Followers, Membership, Ranks
@@ -138,13 +139,14 @@ def build_share(
 
     Raises:
         ValueError: see ``load_rank``.
-        RankError: ranks differ.
+        RankError: ranks differ, or do not exchange data correctly.
     """
     path = config.model.path
     hf_config = read_config(path)
     check_alike(config, membership)
     check_same_plan(read_kv_plan(config), membership)
     dtype = resolve_dtype(config.model.dtype, hf_config, place.device.type)
+    check_exchanges(membership, place.device, dtype, sends_to_each=config.parallel.deals_blocks)
     share = load_rank(config, hf_config, dtype, place.device, membership.ranks, membership.group)
     check_same_pattern(share.chosen.pattern, membership)
     shared = Shared(membership, hf_config.get_text_config().vocab_size, share.sums, followers)
