@@ -24,6 +24,8 @@ from kernels_ref import FutureQueries, KVPolicy, SlotView
 class ScoreExchange:
     """Sums over the ranks that share the heads of a layer, equally many each; all of them take part.
 
+    Backends give every rank the same sum, to the last bit, so that what is chosen by it is the same.
+
     Attributes:
         num_ranks: t.
         num_copies: ranks that hold the same key/value head, neighbours, with a share of its query heads each;

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from graphs import BucketTable
 from hpu_duo import HPUDuoModel
 from hpu_duo.device import run_processes
 from hpu_duo.heads import HeadPattern
@@ -242,6 +244,37 @@ def test_simulated_hpus_capture_everything_ahead(zoo: Zoo, policy: str) -> None:
     answer = run_processes(serve, ({"sim": replace(case, warms_up=True)},), [{}] * 2, 600)[0]["sim"]
     assert answer.tokens == serve_here(replace(case, model={})).tokens
     captured_ahead(answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), [("llama", "tova"), ("llama_mqa", "h2o")])
+def test_sums_of_scores_compile(zoo: Zoo, name: str, policy: str) -> None:
+    options = {
+        "kv_policy": policy,
+        "kv_budget": BUDGET,
+        "kv_chunk": CHUNK,
+        "max_model_len": 64,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 24,
+        "max_chunk_rows": 2,
+        "enable_prefix_caching": False,
+        "block_size": BLOCK,
+        "dtype": "float32",
+    }
+    path, prompts = zoo.load(name)[1], prompts_of(LENGTHS, seed=3)
+    one = HPUDuoModel.from_pretrained(path, **options)  # type: ignore[arg-type]
+    expected = one.generate(prompts, max_new_tokens=9, eos_token_id=None)
+    table = BucketTable.from_strings(["csu/q24/s0/u0/l3"])
+    two = HPUDuoModel.from_pretrained(
+        path,
+        tensor_parallel_size=2,
+        graphs="compile",
+        buckets=table,
+        **options,  # type: ignore[arg-type]
+    )
+    assert torch.equal(two.generate(prompts, max_new_tokens=9, eos_token_id=None), expected)
+    stats = two.stats()
+    assert (stats.resolved.graphs, stats.num_graph_misses, stats.num_uncaptured_steps) == ("compile", 0, 0)
 
 
 TWO_BY_CONTEXT = {"tensor_parallel_size": 2, "retrieval_parallel": "context"}
