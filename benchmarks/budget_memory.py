@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -32,6 +33,8 @@ VOCAB, CHUNK, BLOCK, NUM_NEW = 512, 512, 128, 3
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ITEM_BYTES, STATE_BYTES = 16, 8, 64, 2, 8
 POLICIES = ("h2o", "tova", "snapkv")
 SHARES = (0.2, 0.05)
+WHOLE = ("h2o", "snapkv")
+"""Policies that are run with whole prompts besides, at the first share."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,15 @@ def run(path: Path, policy: str, num_slots: int, num_tokens: int) -> Taken:
     """Serve a short prompt and a long one in this process.
 
     Args:
-        policy: its name, or ``full``.
+        policy: its name, with ``whole`` behind it where it chooses once, at the end; or ``full``.
         num_slots: tokens that a head keeps under it.
     """
-    budget = {} if policy == "full" else {"kv_policy": policy, "kv_budget": num_slots, "kv_chunk": CHUNK}
+    name, _, is_whole = policy.partition(" ")
+    budget: dict[str, Any] = {"kv_policy": name, "kv_budget": num_slots, "kv_chunk": CHUNK}
+    if is_whole:
+        budget["kv_prompt"] = "whole"
+    if policy == "full":
+        budget = {}
     model = HPUDuoModel.from_pretrained(
         path,
         block_size=BLOCK,
@@ -119,12 +127,13 @@ def rows(path: Path, args: argparse.Namespace) -> list[str]:
     """The table."""
     lines = [
         f"| policy | slots of a head | peak rose by, {(mib := 'MiB')} | this / full | held, {mib} "
-        f"| by formula, {mib} | held / full | seconds, this / full |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| by formula, {mib} | held / full | stores, {mib} | seconds, this / full |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     full = None
     asked = [("full", args.tokens)]
     asked += [(name, math.ceil(share * args.tokens)) for share in SHARES for name in POLICIES]
+    asked += [(f"{name} whole", math.ceil(SHARES[0] * args.tokens)) for name in WHOLE]
     for policy, num_slots in asked:
         taken = in_own_process(path, policy, num_slots, args)
         full = full or taken
@@ -133,7 +142,7 @@ def rows(path: Path, args: argparse.Namespace) -> list[str]:
             f"| {policy} | {num_slots:,} | {taken.risen_bytes / 2**20:,.0f} "
             f"| {taken.risen_bytes / full.risen_bytes:.2f} | {taken.held_bytes / 2**20:,.2f} "
             f"| {formula(policy, num_slots, args) / 2**20:,.2f} | {taken.held_bytes / full.held_bytes:.3f} "
-            f"| {taken.seconds / full.seconds:.2f} |"
+            f"| {taken.store_bytes / 2**20:,.0f} | {taken.seconds / full.seconds:.2f} |"
         )
     return lines
 

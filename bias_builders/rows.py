@@ -25,6 +25,8 @@ class StepRows:
         num_blocks: length of each row's table, int32 ``[n]``: enough for ``start + num_new``
             tokens, or 0 in every row of a model without retrieval heads.
         decode_len: most new tokens of a decode row (M).
+        region: of each row's prompt, where prompts under way are kept whole, negative for none, int32
+            ``[n]``; else None.
     """
 
     row_id: Int32Array
@@ -33,6 +35,7 @@ class StepRows:
     block_ids: Int32Array
     num_blocks: Int32Array
     decode_len: int = 1
+    region: Int32Array | None = None
 
     @property
     def num_rows(self) -> int:

@@ -37,6 +37,11 @@ class StepLimits:
         chunk_grid: positions between the places at which chunks of a prompt end, because what heads keep
             depends on them; chunks end nowhere else but at the end of a prompt, and tokens behind a prompt
             are decoded one by one, again too. 0 = chunks may end anywhere.
+        last_chunk: fewest tokens of the last of several chunks; the one before it ends earlier than on the
+            grid where that is needed.
+        num_regions: regions that hold whole prompts under way, for heads that choose once all of a prompt is
+            there; each prompt row of a step has one. Shared blocks then stand for the tokens before a chunk
+            too, whether heads keep blocks or not.
 
     Raises:
         ValueError: a limit below 1 (``num_blocks`` may be 0 when ``uses_blocks`` is False), or fewer tokens
@@ -56,6 +61,8 @@ class StepLimits:
     num_snapshots: int = 0
     max_block_moves: int = 0
     chunk_grid: int = 0
+    last_chunk: int = 0
+    num_regions: int = 0
     step_tokens: int = 0
     uses_block_positions: bool = False
 
@@ -76,11 +83,15 @@ class StepLimits:
                 + (f" times decode_len={self.decode_len}" if self.decode_len > 1 else "")
                 + f", got {self.max_num_batched_tokens}"
             )
-        for name in ("num_snapshots", "max_block_moves", "step_tokens"):
+        for name in ("num_snapshots", "max_block_moves", "step_tokens", "last_chunk", "num_regions"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
         if self.chunk_grid:
             self._check_grid()
+        if self.num_regions not in (0, self.max_chunk_rows):
+            raise ValueError(
+                f"expected a region for each of max_chunk_rows={self.max_chunk_rows}, got {self.num_regions}"
+            )
         lowest = 1 if self.uses_blocks else 0
         if self.num_blocks < lowest:
             raise ValueError(
@@ -92,11 +103,16 @@ class StepLimits:
         # Where a prompt is one chunk, none is under way, and a new one may wait.
         chunks = 1 if self.chunk_grid >= self.max_model_len else min(self.max_chunk_rows, self.max_num_seqs)
         needed = chunks * self.chunk_grid + self.max_num_seqs - chunks
-        if self.chunk_grid < 2 or self.decode_len > 1 or self.max_num_batched_tokens < needed:
+        if (
+            self.chunk_grid < (fewest := max(2, self.last_chunk + 1))
+            or self.decode_len > 1
+            or self.max_num_batched_tokens < needed
+        ):
             raise ValueError(
-                f"expected chunks of 2 tokens or more, decode_len=1, and max_num_batched_tokens of {chunks} "
-                f"chunks and a token of each other request, {needed}, got chunks of {self.chunk_grid}, "
-                f"decode_len={self.decode_len} and max_num_batched_tokens={self.max_num_batched_tokens}"
+                f"expected chunks of {fewest} tokens or more, decode_len=1, and max_num_batched_tokens of "
+                f"{chunks} chunks and a token of each other request, {needed}, got chunks of "
+                f"{self.chunk_grid}, decode_len={self.decode_len} and "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}"
             )
 
     @property
@@ -130,14 +146,16 @@ class StepLimits:
 
         All context blocks of a row that does not decode are shared. A block of decode rows is shared
         only if at least two of them hold it, so ``r`` such rows share at most half of their blocks.
+        With regions, the blocks that the longest text before a chunk would fill are the least.
         """
+        of_regions = self.blocks_per_request if self.num_regions and phase.causal and phase.shared else 0
         if not (phase.shared and self.uses_blocks):
-            return 0
+            return of_regions
         rows = self.max_num_seqs
         chunk_rows = min(self.max_chunk_rows, rows) if phase.causal else 0
         decode_rows = rows - chunk_rows if phase.unique else 0
         half_blocks = 2 * chunk_rows + decode_rows
-        return min(self.blocks_per_request * half_blocks // 2, self.num_blocks)
+        return max(of_regions, min(self.blocks_per_request * half_blocks // 2, self.num_blocks))
 
     @property
     def reachable_phases(self) -> tuple[Phase, ...]:

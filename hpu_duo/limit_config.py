@@ -37,10 +37,11 @@ class CacheConfig:
         kv_plan: instead, what each head keeps: a plan, or its file (``hpu_duo.kv_plan``). Layers with a
             sliding window keep it whatever the plan says.
         kv_prompt: ``"chunks"``: they choose what stays at the end of each chunk of a prompt, so they never
-            hold more than their budget and a chunk. ``"whole"``: a prompt is read in one step, with full
-            attention, and they choose once, at its end.
-        kv_chunk: positions between the places at which they choose what stays of a prompt; None = 512 or what
-            ``max_num_batched_tokens`` has room for.
+            hold more than their budget and a chunk. ``"whole"``: a prompt is read with full attention, and
+            they choose once, at its end; in chunks, or in one step without ``kv_chunk`` and where
+            ``max_num_batched_tokens`` holds the longest text.
+        kv_chunk: tokens of a prompt that a step reads, between the places at which they choose what stays of
+            it; None = 512 or what ``max_num_batched_tokens`` has room for.
         device_memory_utilization: share of the device's memory that weights, graphs and stores may take
             together, vLLM's ``gpu_memory_utilization``; see ``hpu_duo.budget``.
     """
@@ -98,8 +99,6 @@ class CacheConfig:
             raise ValueError(f"expected kv_prompt to be 'chunks' or 'whole', got {self.kv_prompt!r}")
         if self.kv_prompt == "whole" and not has_budgets:
             raise ValueError("kv_prompt='whole' needs a kv_policy, got none")
-        if self.kv_prompt == "whole" and self.kv_chunk is not None:
-            raise ValueError(f"a whole prompt has no chunks: got kv_prompt='whole' kv_chunk={self.kv_chunk}")
         if self.kv_chunk is not None:
             check_at_least("kv_chunk", self.kv_chunk, 2)
             if not has_budgets:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpu_duo.kv.holds import PrefixHold
     from hpu_duo.sampling.params import SamplingParams
 
-NO_ROW = -1
+NO_ROW = NO_REGION = -1
 _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 
 
@@ -65,7 +65,7 @@ class Request:
 
     A request is data with one writer per part: the scheduler moves it along (``status``, ``arrival``,
     ``admitted_at``, ``num_tokens_when_admitted``, ``num_computed_tokens``, ``num_cached_tokens``, ``stops``,
-    ``append``), ``KVLeases`` writes ``row``, ``block_table`` and ``num_blocks``.
+    ``append``), ``KVLeases`` writes ``row``, ``region``, ``block_table`` and ``num_blocks``.
 
     Attributes:
         tokens: int32 ``[capacity]``; prompt, then outputs, valid up to ``num_tokens``; then ``num_drafts``
@@ -81,6 +81,7 @@ class Request:
         admitted_at: when it first got a row, by ``time.perf_counter``; None before.
         num_tokens_when_admitted: ``num_tokens`` when it last got a row.
         row: ring row, ``NO_ROW`` unless running.
+        region: of a prompt under way that is kept whole, else ``NO_REGION``.
         block_table: int32; valid up to ``num_blocks``.
         parent, sample_index: for the samples of one prompt: sample 0, which is the parent of all others.
 
@@ -142,7 +143,7 @@ class Request:
         self.admitted_at: float | None = None
         self.num_tokens_when_admitted = 0
 
-        self.row = NO_ROW
+        self.row, self.region = NO_ROW, NO_REGION
         self.block_table = np.zeros(0, dtype=np.int32)
         self.num_blocks = 0
 
@@ -247,16 +248,18 @@ class Request:
         """Tokens of the prompt that are computed as a prompt; the others are decoded."""
         return self._num_prefilled
 
-    def num_chunk_tokens(self, grid: int, start: int) -> int:
+    def num_chunk_tokens(self, grid: int, start: int, last: int = 0) -> int:
         """Return the tokens that a step computes where chunks end on a grid: a chunk or a decode, all of it.
 
         Args:
             grid: positions between the ends of chunks.
             start: tokens that are in the cache.
+            last: fewest tokens of the last of several chunks, below ``grid``.
         """
         if start >= self._num_prefilled:
             return 1
-        return min(start - start % grid + grid, self._num_prefilled) - start
+        left, num_new = self._num_prefilled - start, grid - start % grid
+        return left if left <= max(num_new, last) else min(num_new, left - last)
 
     def num_next_tokens(self, decode_len: int = 1, start: int | None = None) -> int:
         """Return the most tokens that the next step may compute: the rest of the prefill, or of a decode.

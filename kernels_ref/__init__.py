@@ -10,6 +10,7 @@ from kernels_ref.groups import (
     Owner,
     Rings,
     SlotView,
+    WholePrompts,
 )
 from kernels_ref.hpu.operators import FusedOperators
 from kernels_ref.impl import Implementation
@@ -20,6 +21,7 @@ from kernels_ref.unified import LayerCache, LayerSpec, stores_of, unified_attent
 from kernels_ref.units import (
     KVUnits,
     NewKV,
+    PromptRegions,
     Scratch,
     SlotState,
     UnitLayout,
@@ -44,6 +46,7 @@ __all__ = [
     "NewKV",
     "Owner",
     "Partial",
+    "PromptRegions",
     "Rings",
     "Scoring",
     "Scratch",
@@ -54,6 +57,7 @@ __all__ = [
     "StepParts",
     "StepTensors",
     "UnitLayout",
+    "WholePrompts",
     "as_units",
     "copy_to_scratch",
     "empty",

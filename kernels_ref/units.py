@@ -61,6 +61,7 @@ class KVUnits(NamedTuple):
         scratch: units as they were before the step, for prompts to read, ``[C, K, S, D]``; None where a kind
             of heads needs none, or no prompt reads any.
         state: what is known of each slot, for kinds that choose their slots by it; else None.
+        regions: whole texts of prompts under way, for kinds that choose at the end of a prompt; else None.
     """
 
     k: torch.Tensor
@@ -70,10 +71,11 @@ class KVUnits(NamedTuple):
     layout: UnitLayout
     scratch: Scratch | None = None
     state: SlotState | None = None
+    regions: PromptRegions | None = None
 
     def seen_anew(self) -> KVUnits:
         """The same units, with views of their own."""
-        return as_units(self.k_flat, self.v_flat, self.layout, self.scratch, self.state)
+        return as_units(self.k_flat, self.v_flat, self.layout, self.scratch, self.state, self.regions)
 
 
 class SlotState(NamedTuple):
@@ -88,6 +90,38 @@ class SlotState(NamedTuple):
 
     position: torch.Tensor
     score: torch.Tensor
+
+
+class PromptRegions(NamedTuple):
+    """Keys and values of all tokens of prompts under way, in a region of vectors each, and scores of them.
+
+    Attributes:
+        k_flat, v_flat: lists of vectors, ``[P * (1 + L) * K, D]``. A region begins with K vectors that only
+            padding writes; L tokens of each head follow.
+        score: float32 ``[P, K * L]``.
+        layout: of the regions, with a slot for each token of a text.
+    """
+
+    k_flat: torch.Tensor
+    v_flat: torch.Tensor
+    score: torch.Tensor
+    layout: UnitLayout
+
+    @staticmethod
+    def layout_of(num_regions: int, num_heads: int, num_tokens: int) -> UnitLayout:
+        """The layout of regions for texts of ``num_tokens`` tokens (L)."""
+        size = num_heads * num_tokens
+        return UnitLayout(num_regions, num_heads, num_tokens, num_tokens, size + num_heads, num_heads)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All tensors."""
+        return self.k_flat, self.v_flat, self.score
+
+    @property
+    def units(self) -> KVUnits:
+        """The regions as units, ``[P, K, L, D]``."""
+        return as_units(self.k_flat, self.v_flat, self.layout)
 
 
 class Scratch(NamedTuple):
@@ -118,9 +152,10 @@ def as_units(
     layout: UnitLayout,
     scratch: Scratch | None = None,
     state: SlotState | None = None,
+    regions: PromptRegions | None = None,
 ) -> KVUnits:
     """The units of two stores ``[V, D]`` of one layout."""
-    return KVUnits(layout.view(k_flat), layout.view(v_flat), k_flat, v_flat, layout, scratch, state)
+    return KVUnits(layout.view(k_flat), layout.view(v_flat), k_flat, v_flat, layout, scratch, state, regions)
 
 
 def of_stores(k_XKSD: torch.Tensor, v_XKSD: torch.Tensor) -> KVUnits:

@@ -162,6 +162,8 @@ def step_limits(deployment: Deployment) -> StepLimits:
         max_chunk_rows=serving.max_chunk_rows,
         step_tokens=CARD_STEP_TOKENS,
         chunk_grid=deployment.chunk_grid,
+        last_chunk=deployment.last_chunk,
+        num_regions=deployment.plan(1, 1).num_regions,
     )
 
 

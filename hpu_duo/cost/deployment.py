@@ -17,7 +17,7 @@ from hpu_duo.cost.model import ModelSize
 from hpu_duo.cost.prediction import Prediction
 from hpu_duo.cost.work import Formats, Step
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, ring_slack
+from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, last_chunk, ring_slack
 from hpu_duo.kv.snapshots import default_snapshots_within
 from hpu_duo.limit_config import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 from kernels_ref import Implementation
@@ -175,6 +175,11 @@ class Deployment:
     def chunk_grid(self) -> int:
         """Positions between the ends of chunks that heads with a budget need; 0 without them."""
         return chunk_grid(group for layer in self.kv_layers for group in layer.groups)
+
+    @property
+    def last_chunk(self) -> int:
+        """Fewest tokens of the last chunk of a prompt; see ``StepLimits``."""
+        return last_chunk(group for layer in self.kv_layers for group in layer.groups)
 
     @cached_property
     def num_layer_kinds(self) -> int:

@@ -44,7 +44,7 @@ class StepBatch:
     def empty(cls) -> StepBatch:
         """Return a step without rows, which is all padding, to warm a bucket up."""
         nothing, none = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
-        rows = StepRows(nothing, nothing, nothing, nothing, nothing)
+        rows = StepRows(nothing, nothing, nothing, nothing, nothing, region=nothing)
         unique = UniquePart(nothing, none, none)
         shape = BatchShape(Phase(), 1, 0, 0, 0)
         return cls(rows, nothing, nothing, SharedPart(nothing, nothing, none), unique, shape)
@@ -79,8 +79,9 @@ class StepGeometry:
         trash_block, trash_row: block and ring row that padding reads and writes.
         max_chunk_rows: rings gathered for prompt rows with context (C).
         decode_len: most new tokens of a decode row (M).
-        max_block_moves, uses_rows, uses_block_positions: see ``StepLimits``; without rows, prompt rows gather
-            no rings, and there may be more of them than C.
+        max_block_moves, uses_rows, uses_block_positions, num_regions: see ``StepLimits``; without rows,
+            prompt rows gather no rings, and there may be more of them than C. With regions, prompt rows are
+            in the order of these.
     """
 
     block_size: int
@@ -91,6 +92,7 @@ class StepGeometry:
     max_block_moves: int = 0
     uses_rows: bool = True
     uses_block_positions: bool = False
+    num_regions: int = 0
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:
@@ -104,6 +106,7 @@ class StepGeometry:
             limits.max_block_moves,
             limits.uses_rows,
             limits.uses_block_positions,
+            limits.num_regions,
         )
 
     def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
@@ -150,13 +153,21 @@ def flatten(
     shape = BatchShape(
         phase,
         query_len=int(rows.num_new.sum()),
-        num_shared_blocks=len(shared.blocks),
+        num_shared_blocks=max(len(shared.blocks), _region_blocks(rows, block_size)),
         num_unique_blocks=len(unique.owner),
         num_logits=int(rows.row_id.max()) + 1,
     )
     if num_samples is None:
         num_samples = np.ones(rows.num_rows, np.int32)
     return StepBatch(rows, token_ids, num_samples, shared, unique, shape)
+
+
+def _region_blocks(rows: StepRows, block_size: int) -> int:
+    """Blocks that the longest text of a region before the step would fill."""
+    if rows.region is None:
+        return 0
+    longest = rows.start[~rows.is_decode & (rows.region >= 0)].max(initial=0)
+    return int(-(-longest // block_size))
 
 
 def rows_of(plan: StepPlan) -> StepRows:
@@ -170,6 +181,7 @@ def rows_of(plan: StepPlan) -> StepRows:
         block_ids=np.concatenate(tables),
         num_blocks=np.array([len(table) for table in tables], np.int32),
         decode_len=plan.decode_len,
+        region=np.array([row.region for row in rows], np.int32),
     )
 
 
@@ -238,6 +250,11 @@ def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepG
             f"expected at most max_chunk_rows={geometry.max_chunk_rows} prompt rows with context "
             f"in a step, got {len(reads_ring)}"
         )
+    if geometry.num_regions:
+        assert rows.region is not None, "prompts lie in regions"
+        host["chunk_row"].fill(geometry.trash_row)
+        host["chunk_row"][rows.region[~rows.is_decode]] = rows.row_id[~rows.is_decode]
+        return
     # Rows of prompts without context come behind, as far as there is room: a budget chooses from them too.
     others = rows.row_id[~rows.is_decode & (rows.start == 0)][: geometry.max_chunk_rows - len(reads_ring)]
     _put(host["chunk_row"], np.concatenate([reads_ring, others]), geometry.trash_row)

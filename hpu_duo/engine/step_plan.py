@@ -12,7 +12,7 @@ import numpy as np
 
 from graphs import StepLimits
 from hpu_duo.kv.copies import Copy
-from hpu_duo.request import FinishReason, Request
+from hpu_duo.request import NO_REGION, FinishReason, Request
 
 _arrival = attrgetter("arrival")
 
@@ -27,6 +27,7 @@ class ScheduledRow(NamedTuple):
         num_new_tokens: tokens to compute, 1 or more.
         num_samples: tokens to sample, one behind each of the last ``num_samples`` new tokens; 0 while known
             tokens remain to be computed.
+        region: of its prompt, where prompts under way are kept whole.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class ScheduledRow(NamedTuple):
     start: int
     num_new_tokens: int
     num_samples: int
+    region: int = NO_REGION
 
     @property
     def wants_token(self) -> bool:
@@ -153,7 +155,8 @@ class StepDraft:
     """A step while it is being planned: the share of each request, and the rest of the budgets."""
 
     def __init__(self, limits: StepLimits) -> None:
-        self.num_free_tokens, self._grid = limits.max_num_batched_tokens, limits.chunk_grid
+        self.num_free_tokens = limits.max_num_batched_tokens
+        self._grid, self._last_chunk = limits.chunk_grid, limits.last_chunk
         self._decode_len = limits.decode_len
         self.preempted: list[Request] = []
         self._max_chunk_rows = limits.max_chunk_rows
@@ -206,7 +209,7 @@ class StepDraft:
 
     def _chunk(self, request: Request, start: int, context: bytes) -> tuple[int, bool]:
         """The same on a grid of chunks: a whole chunk or nothing."""
-        num_new = request.num_chunk_tokens(self._grid, start)
+        num_new = request.num_chunk_tokens(self._grid, start, self._last_chunk)
         is_cut = start + num_new < request.num_prefilled_tokens
         is_free = num_new <= self.num_free_tokens and (num_new == 1 or self._chunks.has_room(context))
         return (num_new, is_cut) if is_free else (0, True)
@@ -276,4 +279,4 @@ class StepDraft:
 def _row(request: Request, num_new_tokens: int) -> ScheduledRow:
     start = request.num_computed_tokens
     num_samples = max(0, start + num_new_tokens - request.num_tokens + 1)
-    return ScheduledRow(request, request.row, start, num_new_tokens, num_samples)
+    return ScheduledRow(request, request.row, start, num_new_tokens, num_samples, request.region)

@@ -11,7 +11,7 @@ from hpu_duo.kv.pool import BlockMove, BlockPool
 from hpu_duo.kv.prefix import PrefixCache
 from hpu_duo.kv.prefix_hit import PrefixHit
 from hpu_duo.kv.rows import RowPool
-from hpu_duo.request import NO_ROW, Request
+from hpu_duo.request import NO_REGION, NO_ROW, Request
 
 
 def block_moves(max_num_batched_tokens: int, block_size: int) -> int:
@@ -20,7 +20,7 @@ def block_moves(max_num_batched_tokens: int, block_size: int) -> int:
 
 
 class KVLeases:
-    """Owns both pools; the only writer of a request's ``row``, ``block_table`` and ``num_blocks``.
+    """Owns all pools; the only writer of a request's ``row``, ``region``, ``block_table`` and ``num_blocks``.
 
     Copies are collected in one list, in the order in which the leases changed. Carried out one after the
     other before the next step writes anything, they are right even if a source or a destination has
@@ -35,7 +35,7 @@ class KVLeases:
         uses_rows: whether any head keeps a ring, so that prefixes need snapshots.
         num_snapshots: rows for snapshots, behind the others.
         max_block_moves: held blocks that are moved below idle ones before a step, at most.
-        chunk_grid: see ``StepLimits``.
+        chunk_grid, num_regions: see ``StepLimits``.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class KVLeases:
         num_snapshots: int = 0,
         max_block_moves: int = 0,
         chunk_grid: int = 0,
+        num_regions: int = 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be 1 or more, got {block_size}")
@@ -57,6 +58,7 @@ class KVLeases:
         self.uses_blocks = uses_blocks
         self.blocks = BlockPool(num_blocks)
         self.rows: RowPool[Request] = RowPool(num_rows)
+        self.regions: RowPool[Request] | None = RowPool(num_regions) if num_regions else None
         self._max_block_moves, self.chunk_grid = max_block_moves, chunk_grid
         self._copies: list[Copy] = []
         # Blocks without content: leased since the last copies were handed over.
@@ -86,6 +88,7 @@ class KVLeases:
             num_snapshots=limits.num_snapshots,
             max_block_moves=limits.max_block_moves,
             chunk_grid=limits.chunk_grid,
+            num_regions=limits.num_regions,
         )
 
     @property
@@ -165,16 +168,28 @@ class KVLeases:
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Lease the blocks the request still lacks to hold its first ``num_tokens`` tokens.
 
+        Where there are regions, a chunk of a prompt has one besides, and gives it back to the first decode.
+
         Returns:
             False, and nothing has changed, if too few blocks are free.
         """
         missing = self.num_blocks_for(num_tokens) - request.num_blocks
-        if missing <= 0:
-            return True
         if missing > self.num_available:
             return False
-        self._append_blocks(request, self._allocate(missing))
+        if missing > 0:
+            self._append_blocks(request, self._allocate(missing))
+        is_chunk = num_tokens - request.num_computed_tokens > 1
+        if not is_chunk:
+            self._release_region(request)
+        elif self.regions is not None and request.region == NO_REGION:
+            # There are as many as a step has prompt rows, and all rows that go on have been given theirs.
+            request.region = self.regions.acquire(request)
         return True
+
+    def _release_region(self, request: Request) -> None:
+        if self.regions is not None and request.region != NO_REGION:
+            self.regions.release(request.region)
+            request.region = NO_REGION
 
     def close(self, request: Request) -> None:
         """Give back the row and every block of the request; what the prefix cache keeps stays.
@@ -184,6 +199,7 @@ class KVLeases:
         """
         if self.prefixes is not None:
             self.prefixes.release(request)
+        self._release_region(request)
         self.rows.release(request.row)
         self.blocks.release(request.block_table[: request.num_blocks].tolist())
         request.row = NO_ROW

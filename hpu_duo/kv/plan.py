@@ -8,7 +8,7 @@ from functools import cached_property
 
 from bias_builders import Rule, Window
 from hpu_duo.limit_config import SchedulerConfig
-from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Owner, Rings
+from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Owner, Rings, WholePrompts
 
 _GIB = 1 << 30
 
@@ -75,6 +75,15 @@ def chunk_grid(groups: Iterable[HeadGroup]) -> int:
     return next((group.kind.chunk for group in groups if isinstance(group.kind, Budget)), 0)
 
 
+def last_chunk(groups: Iterable[HeadGroup]) -> int:
+    """Return the fewest tokens of a prompt's last chunk, whose queries a policy observes; 0 = any number.
+
+    It matters to heads that choose once, behind that chunk. A chunk has two tokens: one is a decode.
+    """
+    kinds = [group.kind for group in groups if isinstance(group.kind, WholePrompts)]
+    return max((2, *(kind.policy.num_observed or 0 for kind in kinds))) if kinds else 0
+
+
 @dataclass(frozen=True)
 class LayerKV:
     """Keys and values that one layer keeps per token.
@@ -122,8 +131,8 @@ class MemoryPlan:
     Each group of each layer has a store ``[num_units, K, num_slots, D]`` for keys and one for values, with
     ``num_blocks + 1`` units where blocks own them, and ``max_num_seqs + num_snapshots + 1`` where rows do;
     the one extra is the trash that padding points at. Kinds that keep a scratch have one of
-    ``max_chunk_rows`` units besides, and those with a state its bytes for each slot of a unit. All figures
-    are whole bytes, without rounding.
+    ``max_chunk_rows`` units besides, those that read whole prompts as many regions, and those with a state
+    its bytes for each slot of a unit. All figures are whole bytes, without rounding.
 
     Attributes:
         layers: one entry per decoder layer.
@@ -232,8 +241,21 @@ class MemoryPlan:
 
     @cached_property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch of all layers, into which rows are copied for prompts to read."""
-        return self.max_chunk_rows * self._unit_bytes(Owner.ROW, in_scratch=True)
+        """Bytes that prompts under way read, of all layers: copies of rows, and regions of whole prompts."""
+        return self.max_chunk_rows * (self._unit_bytes(Owner.ROW, in_scratch=True) + self._region_bytes)
+
+    @property
+    def num_regions(self) -> int:
+        """Regions for whole prompts that a layer has, here or on another rank; 0 where none is read so."""
+        return self.max_chunk_rows if any(group.kind.region_len for group in self.groups_of_ranks) else 0
+
+    @cached_property
+    def _region_bytes(self) -> int:
+        return sum(
+            group.kind.region_bytes(group.num_heads, layer.elements_per_head * self.dtype_bytes)
+            for layer in self.layers
+            for group in layer.groups
+        )
 
     def _unit_bytes(self, owner: Owner, *, in_scratch: bool = False) -> int:
         return sum(

@@ -8,7 +8,7 @@ from hpu_duo.kv.plan import LayerKV, MemoryPlan
 from hpu_duo.kv.reserved import reserved_zeros
 from hpu_duo.rules import mark_trash
 from hpu_duo.uncopied import Uncopied
-from kernels_ref import HeadGroup, KVUnits, Owner, Scratch, SlotState, UnitLayout, as_units
+from kernels_ref import HeadGroup, KVUnits, Owner, PromptRegions, Scratch, SlotState, UnitLayout, as_units
 from kernels_ref.index import gather, index_dtype, unit_places, write
 
 
@@ -45,10 +45,23 @@ class KVStore(Uncopied):
             mark_trash(flat, trash * layout.unit_stride, (trash + 1) * layout.unit_stride)
         state = self._state(group, layout, device) if group.kind.state_bytes else None
         if not group.kind.keeps_scratch:
-            return as_units(k, v, layout, state=state)
+            regions = self._regions(layer, group, dtype, device) if group.kind.region_len else None
+            return as_units(k, v, layout, state=state, regions=regions)
         copies = (self.plan.max_chunk_rows, group.num_heads, layout.num_slots, layer.head_dim)
         scratch = Scratch(*(reserved_zeros(copies, dtype, device) for _ in range(2)))
         return as_units(k, v, layout, scratch, state)
+
+    def _regions(
+        self, layer: LayerKV, group: HeadGroup, dtype: torch.dtype, device: torch.device
+    ) -> PromptRegions:
+        num_regions, num_tokens = self.plan.max_chunk_rows, group.kind.region_len
+        layout = PromptRegions.layout_of(num_regions, group.num_heads, num_tokens)
+        shape = (layout.num_units * layout.unit_stride, layer.head_dim)
+        k, v = (reserved_zeros(shape, dtype, device) for _ in range(2))
+        for flat in (k, v):
+            mark_trash(flat, 0, layout.offset)
+        score = reserved_zeros((num_regions, group.num_heads * num_tokens), torch.float32, device)
+        return PromptRegions(k, v, score, layout)
 
     def _state(self, group: HeadGroup, layout: UnitLayout, device: torch.device) -> SlotState:
         shape = layout.num_units, layout.num_heads * layout.num_slots
@@ -70,7 +83,10 @@ class KVStore(Uncopied):
             flat.nbytes
             for layer in self.layers
             for units in layer
-            for flat in (units.k_flat, units.v_flat, *(units.scratch or ()), *(units.state or ()))
+            for flat in (
+                *(units.k_flat, units.v_flat, *(units.scratch or ()), *(units.state or ())),
+                *(units.regions.tensors if units.regions is not None else ()),
+            )
         )
 
     def carry_out(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from kernels_ref import (
     KVUnits,
     LayerCache,
     LayerSpec,
+    PromptRegions,
     Scratch,
     SlotState,
     Step,
@@ -33,6 +34,7 @@ NAME = "hpu_duo"
 cut_at(loops.operator, loops.run_loop)
 LAYER_ATTRIBUTE = "hpu_duo_layer"
 _BUFFERS = ("k", "v", "k_scratch", "v_scratch", "slot_position", "slot_score")
+_REGION_BUFFERS = ("k_region", "v_region", "region_score")
 
 # What the attention of a decoder may be told besides tensors, and which of it changes the result.
 _HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
@@ -136,9 +138,13 @@ class AttentionLayer(nn.Module):
         self.spec = spec
         # Three pairs of buffers for each group of heads: stores, scratch and state. Layouts are of the first.
         self.layouts = tuple(units.layout for units in cache)
+        self.region_layouts = tuple(None if u.regions is None else u.regions.layout for u in cache)
         for i, units in enumerate(cache):
             scratch, state = units.scratch or (None, None), units.state or (None, None)
-            for name, buffer in zip(_BUFFERS, (units.k_flat, units.v_flat, *scratch, *state)):
+            buffers = dict(zip(_BUFFERS, (units.k_flat, units.v_flat, *scratch, *state)))
+            if units.regions is not None:
+                buffers |= zip(_REGION_BUFFERS, units.regions.tensors)
+            for name, buffer in buffers.items():
                 self.register_buffer(f"{name}_{i}", buffer, persistent=False)
 
     def forward(
@@ -151,7 +157,15 @@ class AttentionLayer(nn.Module):
     def _units(self, group: int, layout: UnitLayout) -> KVUnits:
         k, v, k_copy, v_copy, position, score = (getattr(self, f"{name}_{group}") for name in _BUFFERS)
         scratch = None if k_copy is None else Scratch(k_copy, v_copy)
-        return as_units(k, v, layout, scratch, None if position is None else SlotState(position, score))
+        state = None if position is None else SlotState(position, score)
+        return as_units(k, v, layout, scratch, state, self._regions(group))
+
+    def _regions(self, group: int) -> PromptRegions | None:
+        layout = self.region_layouts[group]
+        if layout is None:
+            return None
+        k, v, score = (getattr(self, f"{name}_{group}") for name in _REGION_BUFFERS)
+        return PromptRegions(k, v, score, layout)
 
 
 def attention(

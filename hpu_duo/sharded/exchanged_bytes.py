@@ -83,7 +83,8 @@ def summed_score_bytes(kind: Budget, num_summed: int, bucket: BatchShape) -> int
         num += bucket.num_logits * kind.budget
     if phase.causal:
         num_new = min(kind.chunk, bucket.query_len)
-        num += kind.max_chunk_rows * (num_new + (kind.budget if phase.shared else 0))
+        num_read = kind.num_read(bucket.num_shared_blocks) if phase.shared else 0
+        num += kind.max_chunk_rows * (num_new + num_read)
     return num * num_summed * _FLOAT32
 
 

@@ -6,7 +6,7 @@ import math
 
 from hpu_duo.config import EngineConfig
 from hpu_duo.kv_policies import make_kv_policy
-from kernels_ref import Budget, KVPolicy
+from kernels_ref import Budget, KVPolicy, WholePrompts
 
 _CHUNK = 512
 """Tokens of a chunk unless told: scores of a chunk are computed twice, and decodes wait for it."""
@@ -47,8 +47,24 @@ def make_budget(config: EngineConfig, max_len: int, name: str, budget: float) ->
             f"kv_policy={name!r} keeps up to {needed} tokens of max_model_len={max_len}: expected "
             f"a kv_budget of at least {needed} tokens, got {num_slots}"
         )
-    chunk = _whole_prompt(config, max_len) if cache.kv_prompt == "whole" else _chunk(config)
-    return Budget(policy, min(num_slots, max_len), chunk, scheduler.max_chunk_rows)
+    num_slots = min(num_slots, max_len)
+    if cache.kv_prompt != "whole":
+        return Budget(policy, num_slots, _chunk(config), scheduler.max_chunk_rows)
+    if cache.enable_prefix_caching:
+        raise ValueError("kv_prompt='whole' takes up no cached prefix: expected enable_prefix_caching=False")
+    holds_whole = scheduler.max_num_batched_tokens >= _needed_for_one_step(config, max_len)
+    chunk = max_len if cache.kv_chunk is None and holds_whole else _chunk(config)
+    if chunk >= max_len:
+        return Budget(policy, num_slots, max_len, scheduler.max_chunk_rows)
+    _check_whole_in_chunks(config, policy, max_len, chunk)
+    return WholePrompts(
+        policy,
+        num_slots,
+        chunk,
+        scheduler.max_chunk_rows,
+        prompt_len=max_len,
+        block_size=config.block_size,
+    )
 
 
 def _chunk(config: EngineConfig) -> int:
@@ -76,19 +92,25 @@ def _chunk(config: EngineConfig) -> int:
     return chunk
 
 
-def _whole_prompt(config: EngineConfig, max_len: int) -> int:
-    """Tokens of the longest prompt: a step has to hold it, and a token of each other request."""
-    scheduler = config.scheduler
-    needed = max_len + scheduler.max_num_seqs - 1
-    if scheduler.max_num_batched_tokens < needed:
+def _needed_for_one_step(config: EngineConfig, max_len: int) -> int:
+    """Tokens of a step that holds the longest prompt, and a token of each other request."""
+    return max_len + config.scheduler.max_num_seqs - 1
+
+
+def _check_whole_in_chunks(config: EngineConfig, policy: KVPolicy, max_len: int, chunk: int) -> None:
+    """Refuse policies that have to see more queries at the end of a prompt than a chunk has."""
+    if policy.num_ahead:
         raise ValueError(
-            f"kv_prompt='whole' reads a prompt in one step: expected max_num_batched_tokens of at least "
-            f"{needed}, for max_model_len={max_len} tokens and one of each other request, got "
-            f"{scheduler.max_num_batched_tokens}"
+            f"kv_policy={policy.name!r} counts all queries of a whole prompt: expected kv_chunk=None and "
+            f"max_num_batched_tokens of at least {_needed_for_one_step(config, max_len)}, so that it is read "
+            f"in one step, got kv_chunk={config.cache.kv_chunk} and {config.scheduler.max_num_batched_tokens}"
         )
-    if config.cache.enable_prefix_caching:
-        raise ValueError("kv_prompt='whole' takes up no cached prefix: expected enable_prefix_caching=False")
-    return max_len
+    fewest = max(2, policy.num_observed or 0) + 1
+    if chunk < fewest:
+        raise ValueError(
+            f"kv_policy={policy.name!r} observes queries of the last chunk of a whole prompt: expected "
+            f"chunks of at least {fewest} tokens, got {chunk}"
+        )
 
 
 def _check_supported(config: EngineConfig, name: str, policy: KVPolicy) -> None:

@@ -23,7 +23,7 @@ from graphs.planner import Resolution
 from hpu_duo.config import EngineConfig, SchedulerConfig
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.kv.leases import block_moves
-from hpu_duo.kv.plan import MemoryPlan, chunk_grid, widest_row
+from hpu_duo.kv.plan import MemoryPlan, chunk_grid, last_chunk, widest_row
 from hpu_duo.simulate import plan_buckets
 from hpu_duo.startup.graph_memory import KEPT, UNKNOWN, GraphMemory, staged_bytes
 from hpu_duo.startup.sizes import StepSizes
@@ -70,6 +70,7 @@ class StepTables:
             reads_slice=self._specs[0].impl is not Implementation.SDPA,
             is_card=self._is_planned,
             chunk_grid=chunk_grid(memory.groups_of_ranks),
+            last_chunk=last_chunk(memory.groups_of_ranks),
         )
 
     def table(self, memory: MemoryPlan) -> BucketTable:
@@ -136,6 +137,7 @@ def resolve_limits(
     reads_slice: bool = True,
     is_card: bool = False,
     chunk_grid: int = 0,
+    last_chunk: int = 0,
 ) -> StepLimits:
     """Resolve the limits of steps, from the user's settings and the sizes of the stores.
 
@@ -145,7 +147,7 @@ def resolve_limits(
         reads_slice: whether a step costs what the slice of the store costs up to the last block it reads, so
             that blocks have to lie densely.
         is_card: whether a step of few tokens takes long: on all devices but CPUs.
-        chunk_grid: see ``StepLimits``.
+        chunk_grid, last_chunk: see ``StepLimits``.
 
     Raises:
         ValueError: the blocks do not hold the user's ``max_model_len``.
@@ -166,6 +168,8 @@ def resolve_limits(
         step_tokens=CARD_STEP_TOKENS if is_card else 0,
         decode_len=scheduler.decode_len,
         chunk_grid=chunk_grid,
+        last_chunk=last_chunk,
+        num_regions=memory.num_regions,
         uses_block_positions=memory.uses_block_positions,
     )
 

@@ -6,6 +6,7 @@ from kernels_ref.groups.kind import GroupInputs, GroupKind, HeadGroup, Owner
 from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView
 from kernels_ref.groups.rings import Rings, RingStep
 from kernels_ref.groups.transients import HeadSizes, PartSizes
+from kernels_ref.groups.whole_prompts import WholePrompts
 
 __all__ = [
     "BlockStep",
@@ -23,4 +24,5 @@ __all__ = [
     "RingStep",
     "Rings",
     "SlotView",
+    "WholePrompts",
 ]

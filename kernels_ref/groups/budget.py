@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from bias_builders import NOWHERE, Leading, Window
-from kernels_ref.groups.budget_chunks import Held, Kept, keep_chunk
+from kernels_ref.groups.budget_chunks import Held, Kept, keep_chunk, scored_tokens
 from kernels_ref.groups.budget_decodes import DecodeSlots, take_in
 from kernels_ref.groups.budget_turns import BudgetTurns, budget_turns
-from kernels_ref.groups.column_sums import SUMMED_QUERIES, ChunkStep
+from kernels_ref.groups.column_sums import ChunkStep, summed_queries
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.kv_policy import KVPolicy
 from kernels_ref.groups.rings import RingStep
@@ -25,12 +25,12 @@ from kernels_ref.partial import Partial
 from kernels_ref.rotary import turned
 from kernels_ref.slices import QUERY_SLICE
 from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
-from kernels_ref.units import KVUnits, Scratch, SlotState, UnitLayout
+from kernels_ref.units import KVUnits, NewKV, Scratch, SlotState, UnitLayout
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
 
-_ALL = Window(0, 1 << 30)
+SEES_ALL = Window(0, 1 << 30)
 """A chunk sees all that its row has kept."""
 _STATE_BYTES = 8
 _CANDIDATE_COPIES = 16
@@ -109,6 +109,10 @@ class Budget(GroupKind):
         """Return the budget."""
         return self.budget
 
+    def num_read(self, num_shared_blocks: int) -> int:
+        """Return the tokens of its row that a prompt may read, in a bucket of so many shared blocks."""
+        return self.budget
+
     @property
     def keeps_scratch(self) -> bool:
         """Return True: the new tokens of a prompt replace what it still has to read."""
@@ -130,7 +134,7 @@ class Budget(GroupKind):
         t, no_row = tensors, tensors.row_start.shape[0]
         end, nothing = rows.end[:, 0], t.row_start[:0]
         place, decode_row = rows.row, nothing
-        chunk_position = t.row_start.new_empty(0, self.budget)
+        chunk_position = t.row_start.new_empty(0, self.num_read(t.shared_block.shape[0]))
         chunk = ChunkStep(nothing, nothing, nothing, nothing[None])
         if parts.unique:
             number = torch.arange(no_row, dtype=end.dtype, device=end.device)
@@ -140,7 +144,9 @@ class Budget(GroupKind):
             place = torch.zeros_like(place)
         if parts.causal:
             chunk, place = self._chunk(t, place)
-            slot = torch.arange(self.budget, dtype=place.dtype, device=place.device)
+            slot = torch.arange(
+                self.num_read(t.shared_block.shape[0]), dtype=place.dtype, device=place.device
+            )
             chunk_position = torch.where(slot < chunk.start[:, None], slot, -1)
         seen = Leading(torch.clamp(end, max=self.budget)[:, None, None])
         turns = budget_turns(self.policy, self.frequencies, self.budget, t, chunk)
@@ -171,14 +177,10 @@ class Budget(GroupKind):
         of_tokens: list[Partial] = []
         taken, kept, decoded = None, None, None
         if parts.causal:
-            of_tokens.append(run.causal(inputs.q, inputs.new, step.tensors, None, inputs.scoring))
-            if parts.shared:
-                assert units.scratch is not None, "prompts with context read a scratch"
-                of_tokens += self._of_slots(run, inputs, units.scratch, plan, step.tensors)
-            kept = self._keep(run, of_tokens, inputs, units, plan, has_context=parts.shared)
+            of_tokens, kept = self._read_prompts(run, inputs, units, step)
         if parts.unique:
             taken = take_in(self.policy, units.state, layout, plan.end, plan.decode_row, run.first_to_go)
-        run.write_kv(units, self._write_index(layout, plan, kept, taken), inputs.new)
+        run.write_kv(units, *self._written(layout, plan, kept, taken, inputs.new))
         # Views from before would be inputs of this graph beside the stores, where it was cut in between.
         units = units.seen_anew()
         assert units.state is not None, "slots have positions and scores"
@@ -193,38 +195,38 @@ class Budget(GroupKind):
                 store.index_copy_(0, row, new.flatten(1))
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
+    def _read_prompts(
+        self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step
+    ) -> tuple[list[Partial], Kept]:
+        """Attention of prompt rows, and what they leave."""
+        plan: BudgetStep = step.plans[self.key, units.layout]
+        of_tokens, scratch = [run.causal(inputs.q, inputs.new, step.tensors, None, inputs.scoring)], None
+        if step.parts.shared:
+            assert units.scratch is not None, "prompts with context read a scratch"
+            scratch = units.scratch
+            of_tokens += self._of_slots(run, inputs, scratch, plan, step.tensors)
+        shape = (len(plan.chunk.row), units.layout.num_heads, self.budget)
+        state = SlotState(*(gather(x, plan.chunk.row).view(shape) for x in units.state or ()))
+        held, chunk = Held(state, scratch), plan.chunk
+        slots = scored_tokens(run, self.policy, self.budget, held, chunk, inputs, of_tokens, plan.turns)
+        return of_tokens, keep_chunk(self.policy, held, slots, chunk)
+
     def _of_slots(
         self, run: Kernels, inputs: GroupInputs, scratch: Scratch, plan: BudgetStep, t: StepTensors
     ) -> list[Partial]:
         """Attention of prompt rows over what they have kept."""
         q, ring, first = inputs.q, plan.ring, self.policy.num_placed
         if not first:
-            return [run.shared_rings(q, scratch, t, ring, _ALL, inputs.scoring)]
+            return [run.shared_rings(q, scratch, t, ring, SEES_ALL, inputs.scoring)]
         slot = torch.arange(self.budget, dtype=torch.int32, device=q.device)
         is_hidden = (slot < first) & (ring.chunk_position >= 0)
         others = ring._replace(chunk_position=torch.where(is_hidden, NOWHERE, ring.chunk_position))
         placed = ring._replace(chunk_position=ring.chunk_position[:, :first].contiguous())
         leading = Scratch(*(each[:, :, :first].contiguous() for each in scratch))
         return [
-            run.shared_rings(q, scratch, t, others, _ALL, inputs.scoring),
-            run.shared_rings(_placed(q, plan), leading, t, placed, _ALL, inputs.scoring),
+            run.shared_rings(q, scratch, t, others, SEES_ALL, inputs.scoring),
+            run.shared_rings(_placed(q, plan), leading, t, placed, SEES_ALL, inputs.scoring),
         ]
-
-    def _keep(
-        self,
-        run: Kernels,
-        of_tokens: list[Partial],
-        inputs: GroupInputs,
-        units: KVUnits,
-        plan: BudgetStep,
-        *,
-        has_context: bool,
-    ) -> Kept:
-        shape = (len(plan.chunk.row), units.layout.num_heads, self.budget)
-        state = SlotState(*(gather(x, plan.chunk.row).view(shape) for x in units.state or ()))
-        stored = units.scratch if has_context else None
-        held = Held(state, stored)
-        return keep_chunk(run, self.policy, self.budget, held, plan.chunk, inputs, of_tokens, plan.turns)
 
     def _decode(
         self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step, taken: DecodeSlots
@@ -244,18 +246,30 @@ class Budget(GroupKind):
             return partial, slots.score
         return partial, self.policy.observe(slots, torch.zeros_like(slots.score))
 
-    def _write_index(
-        self, layout: UnitLayout, plan: BudgetStep, kept: Kept | None, taken: DecodeSlots | None
-    ) -> torch.Tensor:
-        """Places of the new tokens, in the trash for those that are not kept, ``[Q * K]``."""
+    def _written(
+        self,
+        layout: UnitLayout,
+        plan: BudgetStep,
+        kept: Kept | None,
+        taken: DecodeSlots | None,
+        new: NewKV,
+    ) -> tuple[torch.Tensor, NewKV]:
+        """The vectors to write, and their places ``[Q * K]``: in the trash for tokens that are not kept."""
+        tables = self._decode_places(layout, plan, taken)
+        if kept is not None:
+            tables.insert(0, self._places(layout, plan.chunk.row[:, None, None], kept.slot))
+        return gather(torch.cat(tables), plan.place).view(-1), new
+
+    def _decode_places(
+        self, layout: UnitLayout, plan: BudgetStep, taken: DecodeSlots | None
+    ) -> list[torch.Tensor]:
+        """Places of the new tokens of the N rows, if there are any, and behind them one in the trash."""
         nowhere = torch.full((1, layout.num_heads, 1), self.budget, dtype=torch.int32, device=plan.end.device)
         tables = [self._places(layout, nowhere, nowhere)]
         if taken is not None:
             row = torch.arange(len(plan.end), dtype=torch.int32, device=plan.end.device)
             tables.insert(0, self._places(layout, row[:, None, None], taken.written))
-        if kept is not None:
-            tables.insert(0, self._places(layout, plan.chunk.row[:, None, None], kept.slot))
-        return gather(torch.cat(tables), plan.place).view(-1)
+        return tables
 
     def _places(self, layout: UnitLayout, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         """Places in the store of slots ``[X, K, n]``, ``[X * n, K]``; in the trash for slots past the end."""
@@ -269,14 +283,21 @@ class Budget(GroupKind):
         """Scores of a slice of prompts or of all decode rows, and what candidates for slots are sorted by."""
         per_slot, chunk = heads.num_query_heads * FLOAT32, min(self.chunk, sizes.query_len)
         num_rows = sizes.parts.causal * self.max_chunk_rows
-        num_candidates = num_rows * (self.budget + chunk)
+        num_read = self.num_read(sizes.num_shared_blocks)
+        num_candidates = num_rows * (num_read + chunk)
         num_decoding = sizes.parts.unique * sizes.num_rows * self.budget
         num_queries = sizes.parts.shared * min(QUERY_SLICE, sizes.query_len)
-        num_scores = max(num_queries * num_rows * self.budget, min(SUMMED_QUERIES, chunk) * num_candidates)
+        num_summed = min(summed_queries(num_read + chunk), chunk)
+        num_met = min(num_read, self._most_met(sizes))
+        num_scores = max(num_queries * num_rows * num_met, num_summed * num_candidates)
         scores = max(causal_bytes(heads, sizes), SCORE_COPIES * max(num_scores, num_decoding) * per_slot)
         keys = 4 * heads.unit_bytes(num_candidates + num_decoding)
         candidates = _CANDIDATE_COPIES * (num_candidates + num_decoding) * heads.num_heads * FLOAT32
         return scores + keys + candidates + self._future_bytes(heads, num_rows * chunk, num_rows)
+
+    def _most_met(self, sizes: PartSizes) -> int:
+        """Tokens of its row that a prompt meets at a time."""
+        return self.budget
 
     def _future_bytes(self, heads: HeadSizes, num_tokens: int, num_rows: int) -> int:
         """Queries that are turned, apart from their mean, and covariances."""

@@ -17,7 +17,7 @@ from kernels_ref.groups.future_queries import future_queries
 from kernels_ref.groups.kind import GroupInputs
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.partial import Partial
-from kernels_ref.units import Scratch, SlotState
+from kernels_ref.units import NewKV, Scratch, SlotState
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
@@ -27,16 +27,18 @@ class Kept(NamedTuple):
     """Slots and state that a chunk leaves.
 
     Attributes:
-        slot: of each new token, ``C`` for those that go, int32 ``[P, K, T]``.
+        slot: of each new token, or of each of ``text``, ``C`` for those that go, int32 ``[P, K, T]``.
         state: of the rows behind the chunk, ``[P, K, C]`` each.
+        text: keys and values of what stays, if the step's new tokens are not all of them, ``[P * T, K, D]``.
     """
 
     slot: torch.Tensor
     state: SlotState
+    text: NewKV | None = None
 
 
 class Held(NamedTuple):
-    """Slots of prompt rows before the chunk.
+    """Slots of prompt rows before the chunk, or tokens of their text.
 
     Attributes:
         state: positions and scores, ``[P, K, C]`` each.
@@ -46,8 +48,18 @@ class Held(NamedTuple):
     state: SlotState
     kv: Scratch | None
 
+    @property
+    def num_slots(self) -> int:
+        """Slots that are looked at: rows without context need no candidates among them."""
+        return 0 if self.kv is None else self.state.score.shape[-1]
 
-def keep_chunk(
+    def new_position(self, chunk: ChunkStep) -> torch.Tensor:
+        """Positions of the new tokens, int32 ``[P, K, T]``."""
+        position = (chunk.start[:, None] + chunk.number)[:, None]
+        return position.expand(-1, self.state.score.shape[1], -1)
+
+
+def scored_tokens(
     run: Kernels,
     policy: KVPolicy,
     num_slots: int,
@@ -56,25 +68,23 @@ def keep_chunk(
     inputs: GroupInputs,
     partials: list[Partial],
     turns: BudgetTurns,
-) -> Kept:
-    """Choose what stays of slots and new tokens, and the slots of the latter.
+) -> SlotView:
+    """Return what is held and the new tokens behind it, with the scores that the chunk leaves.
 
     Args:
         run: the kernels of the parts.
+        num_slots: tokens that may stay (C).
         inputs: of the step; the new tokens of the rows are among them.
         partials: attention of all tokens over new and stored keys.
         turns: rotations of queries.
     """
-    old = held.state
-    num_heads = old.score.shape[1]
-    new_position = (chunk.start[:, None] + chunk.number)[:, None].expand(-1, num_heads, -1)
+    old, num_held = held.state, held.num_slots
+    new_position = held.new_position(chunk)
     new_score = torch.zeros(new_position.shape, dtype=torch.float32, device=new_position.device)
-    # Rows without context need no candidates among their slots.
-    num_held = 0 if held.kv is None else num_slots
     slots = SlotView(
         torch.cat([old.score[..., :num_held], new_score], dim=-1),
         torch.cat([old.position[..., :num_held], new_position], dim=-1),
-        torch.cat([chunk.is_stored(num_slots)[:, :num_held], chunk.is_new], dim=-1)[:, None],
+        torch.cat([chunk.is_stored(num_held), chunk.is_new], dim=-1)[:, None],
         (chunk.start + chunk.num_new)[:, None, None],
         num_slots,
         is_chunk=True,
@@ -82,19 +92,33 @@ def keep_chunk(
     if policy.num_ahead:
         queries = future_queries(inputs.q, chunk, policy.first_query, *turns)
         both = zip(inputs.new, held.kv or (None, None))
-        slots = slots._replace(
-            score=policy.expect(slots, queries, *(candidates(*each, chunk) for each in both))
-        )
+        score = policy.expect(slots, queries, *(candidates(*each, chunk) for each in both))
     elif policy.num_observed != 0:
         lse, stored = log_sum_exp(partials, inputs.sinks), None if held.kv is None else held.kv.k
         mass = run.column_sums(
             inputs.q, lse, inputs.new.k, stored, chunk, policy.num_observed, inputs.scoring
         )
-        slots = slots._replace(score=policy.observe(slots, mass))
-    if slots.score.shape[-1] > num_slots:
-        keeps = kept_tokens(policy, slots)
+        score = policy.observe(slots, mass)
     else:
-        keeps = slots.valid.expand(slots.score.shape)
+        return slots
+    return slots._replace(score=score)
+
+
+def chosen(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
+    """Mark the tokens that stay, no more than there are slots: bool ``[P, K, S]``."""
+    if slots.score.shape[-1] > slots.num_slots:
+        return kept_tokens(policy, slots)
+    return slots.valid.expand(slots.score.shape)
+
+
+def keep_chunk(policy: KVPolicy, held: Held, slots: SlotView, chunk: ChunkStep) -> Kept:
+    """Choose what stays of slots and new tokens, and the slots of the latter.
+
+    Args:
+        slots: of ``scored_tokens``.
+    """
+    old, num_held = held.state, held.num_slots
+    new_position, keeps = held.new_position(chunk), chosen(policy, slots)
     keeps_old = keeps[..., :num_held] if num_held else torch.zeros_like(old.score, dtype=torch.bool)
     slot, source = assign_slots(keeps_old, keeps[..., num_held:])
     is_new = source < new_position.shape[-1]

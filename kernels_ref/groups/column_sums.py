@@ -18,8 +18,13 @@ from kernels_ref.index import gather
 from kernels_ref.partial import FLOOR, Partial
 from kernels_ref.scoring import Scoring, soften
 
-SUMMED_QUERIES = 128
-"""Queries of a row whose scores exist at a time."""
+_SUMMED_QUERIES, _SUMMED_SCORES = 128, 1 << 20
+"""Queries of a row, and scores of a row and query head, that exist at a time."""
+
+
+def summed_queries(num_keys: int) -> int:
+    """Return the queries of a row whose scores of so many keys exist at a time."""
+    return max(8, min(_SUMMED_QUERIES, _SUMMED_SCORES // max(1, num_keys)))
 
 
 class ChunkStep(NamedTuple):
@@ -103,8 +108,9 @@ def column_sums(
     is_stored = chunk.is_stored(k_PKSD.shape[2] - num_new)
     num_queries = num_new if num_observed is None else min(num_observed, num_new)
     total = torch.zeros(k_PKSD.shape[:3], dtype=torch.float32, device=device)
-    for begin in range(0, num_queries, SUMMED_QUERIES):
-        size = min(SUMMED_QUERIES, num_queries - begin)
+    most = summed_queries(k_PKSD.shape[2])
+    for begin in range(0, num_queries, most):
+        size = min(most, num_queries - begin)
         number = torch.arange(begin, begin + size, dtype=torch.int32, device=device)[None]
         num_seen = num_new
         if num_observed is not None:

@@ -104,6 +104,11 @@ class GroupKind(ABC):
         """Bytes of ``KVUnits.state`` for one slot of one head; 0 for kinds without it."""
         return 0
 
+    @property
+    def region_len(self) -> int:
+        """Tokens of a prompt that is kept whole until it has ended, in ``KVUnits.regions``; 0 = none is."""
+        return 0
+
     def seen_slots(self, num_tokens: int, num_slots: int) -> torch.Tensor:
         """Tell which slots of a unit are seen behind ``num_tokens`` tokens of its request: bool ``[S]``.
 
@@ -127,6 +132,10 @@ class GroupKind(ABC):
             num_units: with the trash, which is the last one.
         """
         return UnitLayout.dense(num_units, self.num_kept(num_heads), self.num_slots(block_size))
+
+    def region_bytes(self, num_heads: int, token_bytes: int) -> int:
+        """Bytes of one region of a group of so many heads; see ``region_len``."""
+        return 0
 
     def unit_bytes(self, num_heads: int, token_bytes: int, block_size: int) -> int:
         """Bytes of one unit of a group of so many heads.

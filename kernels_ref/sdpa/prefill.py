@@ -98,13 +98,23 @@ def shared_rings(
             continue
         place = int((chunk_row == row.number).nonzero()[0])
         q = q_QKGD[row.begin : row.end]
-        used = min(row.start, k_CKWD.shape[2])
+        # Slots with a token come first.
+        used = int((chunk_position[place] >= 0).sum())
+        if not used:
+            continue
+        held = chunk_position[place, :used]
         k, v = (x[place, :, :used].transpose(0, 1) for x in (k_CKWD, v_CKWD))
+        if row.start + len(q) <= window.recent and int(held.max()) < row.start:
+            # No token is out of reach for any query.
+            if tiled.fits(q, k):
+                tiled.attend(_of_row(total, row), q, k, v)
+            else:
+                _put(total, row.begin, flash(q, k, v))
+            continue
         # Only the first tokens of the chunk still reach the recent part; all reach the sinks.
         near = min(len(q), window.recent - 1)
         if near:
             query = torch.arange(row.start, row.start + near, dtype=torch.int32)
-            held = chunk_position[place, :used]
             _put(
                 total,
                 row.begin,

@@ -34,6 +34,11 @@ H2O = "h2o 0.5, 20 slots, chunks of 16"
         ),
         (("--kv-policy", "tova", "--kv-budget", "20"), "--u/q4/s0/u0/l4", ["tova 0, 20 slots, chunks of 16"]),
         (
+            ("--kv-policy", "h2o", "--kv-budget", "20", "--kv-prompt", "whole", "--no-enable-prefix-caching"),
+            "csu/q32/s8/u0/l4",
+            [f"{H2O} of whole prompts"],
+        ),
+        (
             ("--kv-plan", "PLAN"),
             "csu/q32/s8/u16/l4",
             [H2O, "tova 0, 103 slots, chunks of 16"],

@@ -37,6 +37,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"kv_plan": True}, {}),
     ("llama", {"kv_plan": True, "kv_chunk": 24}, {}),
     ("llama", {"kv_policy": "h2o", "kv_budget": 9, "kv_prompt": "whole"}, {}),
+    ("llama", {"kv_policy": "snapkv:window=4", "kv_budget": 9, "kv_prompt": "whole", "kv_chunk": 16}, {}),
 ]
 
 
@@ -103,7 +104,9 @@ def test_capacity_counts_the_bytes_of_the_engine_with_the_same_options(
     for bytes_of in ("total_bytes", "row_bytes", "block_bytes", "scratch_bytes"):
         assert getattr(counted, bytes_of) == getattr(store.plan, bytes_of)
     assert counted.total_bytes == store.num_bytes
-    assert deployment.chunk_grid == served.engine.scheduler.limits.chunk_grid
+    limits = served.engine.scheduler.limits
+    assert (deployment.chunk_grid, deployment.last_chunk) == (limits.chunk_grid, limits.last_chunk)
+    assert counted.num_regions == limits.num_regions == (2 if is_whole and "kv_chunk" in kept else 0)
     # Fewer requests take all, until one more would not fit.
     fits = deployment.count_requests(MAX_LEN)
     most = deployment.plan(fits, fits * -(-MAX_LEN // BLOCK)).total_bytes

@@ -96,6 +96,7 @@ def cases(zoo: Zoo) -> dict[str, Case]:
             scheduler={"max_model_len": 46},
         ),
         "prefixes": twice(case_of(zoo, "llama_mqa", "h2o")),
+        "whole prompts in chunks": case_of(zoo, "llama", "tova:protect=2", cache={"kv_prompt": "whole"}),
         "replayed": case_of(zoo, "llama_mha", "tova:protect=2", **duo, graph={"backend": "replay"}),
     }
 
@@ -116,6 +117,13 @@ def more_cases(zoo: Zoo) -> dict[str, Case]:
         "pattern, prefixes": twice(case_of(zoo, "llama_mha", "tova:protect=2", **duo)),
         "whole prompts": case_of(zoo, "llama", "tova:protect=2", **whole),
         "whole prompts, copies": case_of(zoo, "llama_mqa", "h2o", **whole),
+        "whole prompts in chunks, copies": case_of(zoo, "llama_mqa", "h2o", cache={"kv_prompt": "whole"}),
+        "whole prompts in chunks, pattern": case_of(
+            zoo, "llama_mha", "snapkv:window=3,kernel=3", cache={"kv_prompt": "whole"}, **duo
+        ),
+        "whole prompts in chunks, plan": case_of(
+            zoo, "llama_mha", cache={"kv_prompt": "whole", "kv_plan": PLAN}
+        ),
         "copies, replayed": case_of(zoo, "llama_mqa", "h2o", graph={"backend": "replay"}),
         **{f"{name}, h2o": case_of(zoo, name, "h2o") for name in ("gemma2", "olmo2", "qwen3_moe")},
         **{f"{name}, tova": case_of(zoo, name, "tova:protect=2") for name in ("gemma3", "phi3", "qwen3")},
@@ -214,6 +222,7 @@ def test_ranks_that_deal_blocks_out_keep_what_one_does(zoo: Zoo, num_ranks: int)
     masks = [np.arange(4) < np.array(each)[:, None] for each in counts]
     patterns = [HeadPattern(mask.astype(np.float32), 2, 3, retrieval=mask) for mask in masks]
     common: dict[str, Any] = {"parallel": {"retrieval_parallel": "context"}}
+    whole = {"cache": {"kv_prompt": "whole"}}
     # The last rank has no head with a budget in any layer.
     found = {
         f"{policy}, {counts[number]}": case_of(zoo, "llama_mha", policy, heads={"pattern": pattern}, **common)
@@ -222,6 +231,8 @@ def test_ranks_that_deal_blocks_out_keep_what_one_does(zoo: Zoo, num_ranks: int)
     }
     plan = KVPlan(((ALL, H2O, RING, SMALL), (H2O, SMALL, H2O, H2O), (ALL, ALL, ALL, H2O), (RING,) * 4))
     found["plan"] = case_of(zoo, "llama_mha", cache={"kv_plan": plan}, **common)
+    duo = {"heads": {"pattern": patterns[1]}}
+    found["whole prompts"] = case_of(zoo, "llama_mha", "h2o", **duo, **whole, **common)
     answers = run_processes(serve, (found,), [{}] * num_ranks, 600)[0]
     ones = assert_as_one(found, answers)
     for name, case in found.items():

@@ -42,16 +42,16 @@ KVPlanFile = Annotated[
 KVPrompt = Annotated[
     str,
     typer.Option(
-        help="chunks: they choose at the end of each chunk of a prompt; whole: a prompt is read in one step "
-        "with full attention, and they choose at its end.",
+        help="chunks: they choose at the end of each chunk of a prompt; whole: a prompt is read with full "
+        "attention, and they choose at its end.",
         rich_help_panel=HEADS,
     ),
 ]
 KVChunk = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a prompt between the places at which they choose.",
-        show_default="512, or what a step holds",
+        help="Tokens of a prompt that a step reads, between the places at which they choose.",
+        show_default="512, or what a step holds; whole: all that a step holds",
         rich_help_panel=HEADS,
     ),
 ]

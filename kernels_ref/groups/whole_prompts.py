@@ -1,0 +1,201 @@
+"""Heads with a budget that read prompts in chunks with full attention, and choose when a prompt is there.
+
+Shapes: Q query tokens, P prompt rows of up to T new tokens, K key/value heads, C slots, L tokens of a region,
+S leading tokens of it that a step reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels_ref.groups.budget import SEES_ALL, Budget, BudgetStep
+from kernels_ref.groups.budget_chunks import Held, Kept, chosen, scored_tokens
+from kernels_ref.groups.budget_decodes import DecodeSlots
+from kernels_ref.groups.budget_slots import assign_slots, look_up
+from kernels_ref.groups.column_sums import ChunkStep
+from kernels_ref.groups.kind import GroupInputs
+from kernels_ref.groups.transients import PartSizes
+from kernels_ref.index import gather, index_dtype
+from kernels_ref.partial import Partial, merge
+from kernels_ref.step import Step, StepTensors
+from kernels_ref.units import KVUnits, NewKV, PromptRegions, Scratch, SlotState, UnitLayout
+
+if TYPE_CHECKING:
+    from kernels_ref.impl import Kernels
+
+_SCORE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class WholePrompts(Budget):
+    """Heads with a budget that choose once, from all tokens of a prompt, however many chunks it came in.
+
+    While a prompt is under way its keys and values lie in a region, in the order of the text: the step's
+    prompt row ``i`` has region ``i``. A chunk is written there, and attends to all tokens before it. Scores
+    of tokens are kept beside them where a policy counts the weights of all queries. Every chunk leaves in
+    the slots what the policy would keep of the text so far, so the last one leaves what stays, and decodes
+    know nothing of regions.
+
+    Attributes:
+        prompt_len: tokens of the longest prompt (L).
+        block_size: tokens that a shared block of the bucket stands for, in which S is counted.
+    """
+
+    prompt_len: int = 1
+    block_size: int = 1
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Numbers of the kind and of its policy."""
+        numbers = self.budget, self.chunk, self.prompt_len, self.block_size
+        return f"whole {self.name}", *numbers, self.policy.key, self.frequencies
+
+    def describe(self) -> str:
+        """Describe the policy, its slots and what it chooses from."""
+        return f"{super().describe()} of whole prompts"
+
+    def num_read(self, num_shared_blocks: int) -> int:
+        """Return the tokens of these blocks, in which the longest text before a chunk is counted."""
+        return min(self.prompt_len, num_shared_blocks * self.block_size)
+
+    @property
+    def keeps_scratch(self) -> bool:
+        """Return False: prompts read their region, which is written before it is read."""
+        return False
+
+    @property
+    def region_len(self) -> int:
+        """The longest prompt."""
+        return self.prompt_len
+
+    @property
+    def _sums_up(self) -> bool:
+        """Whether scores grow with each chunk."""
+        return self.policy.num_observed is None
+
+    def _chunk(self, t: StepTensors, place: torch.Tensor) -> tuple[ChunkStep, torch.Tensor]:
+        """The prompt rows. In the table of places their tokens are in the trash: regions have them."""
+        return super()._chunk(t, place)[0], place
+
+    def _read_prompts(
+        self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step
+    ) -> tuple[list[Partial], Kept]:
+        plan: BudgetStep = step.plans[self.key, units.layout]
+        regions = units.regions
+        assert regions is not None, "prompts lie in regions"
+        run.write_kv(regions.units, _region_places(regions.layout, plan.chunk, step.tensors), inputs.new)
+        text = regions.units
+        num_read = self.num_read(step.tensors.shared_block.shape[0]) if step.parts.shared else 0
+        of_tokens = [run.causal(inputs.q, inputs.new, step.tensors, None, inputs.scoring)]
+        if num_read:
+            of_tokens.append(self._of_text(run, inputs, text, plan, step.tensors))
+        held = self._held(regions, num_read)
+        slots = scored_tokens(run, self.policy, self.budget, held, plan.chunk, inputs, of_tokens, plan.turns)
+        if self._sums_up:
+            score = self._summed(regions, plan.chunk, slots.score, num_read)
+            rows = torch.arange(len(score), dtype=index_dtype(score.device), device=score.device)
+            regions.score.index_copy_(0, rows, score)
+        nothing = torch.zeros_like(slots.score[..., :1], dtype=torch.bool).expand(-1, -1, self.budget)
+        source = assign_slots(nothing, chosen(self.policy, slots)).source
+        is_kept = source < slots.score.shape[-1]
+        state = SlotState(
+            *(torch.where(is_kept, look_up(x, source), 0) for x in (slots.position, slots.score))
+        )
+        number = torch.arange(self.budget, dtype=torch.int32, device=source.device)
+        kept = torch.where(is_kept, number, self.budget)
+        return of_tokens, Kept(kept, state, _of_positions(regions, state.position))
+
+    def _of_text(
+        self, run: Kernels, inputs: GroupInputs, text: KVUnits, plan: BudgetStep, t: StepTensors
+    ) -> Partial:
+        """Attention of prompt rows over the text before the chunk, a segment at a time."""
+        position, total, size = plan.ring.chunk_position, None, inputs.scoring.chunks.key_slots
+        for begin in range(0, position.shape[1], size):
+            end = min(begin + size, position.shape[1])
+            segment = Scratch(text.k[:, :, begin:end], text.v[:, :, begin:end])
+            ring = plan.ring._replace(chunk_position=position[:, begin:end].contiguous())
+            partial = run.shared_rings(inputs.q, segment, t, ring, SEES_ALL, inputs.scoring)
+            total = partial if total is None else merge(total, partial)
+        assert total is not None, "there is text to read"
+        return total
+
+    def _held(self, regions: PromptRegions, num_read: int) -> Held:
+        """The leading tokens of all regions."""
+        layout = regions.layout
+        shape = layout.num_units, layout.num_heads, num_read
+        number = torch.arange(num_read, dtype=torch.int32, device=regions.score.device)
+        score = regions.score.view(*shape[:2], -1)[..., :num_read]
+        if not self._sums_up:
+            score = torch.zeros_like(score)
+        text = regions.units
+        kv = Scratch(text.k[:, :, :num_read], text.v[:, :, :num_read]) if num_read else None
+        return Held(SlotState(number.expand(shape), score), kv)
+
+    def _summed(
+        self, regions: PromptRegions, chunk: ChunkStep, score: torch.Tensor, num_read: int
+    ) -> torch.Tensor:
+        """Scores of all tokens of the regions, ``[P, K * L]``; those without a chunk keep what they have."""
+        before = regions.score.view(*score.shape[:2], -1)
+        number = torch.arange(self.prompt_len, dtype=torch.int32, device=score.device)
+        start, num_new = chunk.start[:, None], chunk.num_new[:, None]
+        new = num_read + torch.clamp(number - start, min=0)
+        source = torch.where(number < start, number, new)[:, None].expand(-1, score.shape[1], -1)
+        is_there = (number < start + num_new) & (num_new > 0)
+        scores = torch.where(is_there[:, None], look_up(score, source), 0.0)
+        return torch.where((num_new > 0)[..., None], scores, before).flatten(1)
+
+    def _written(
+        self,
+        layout: UnitLayout,
+        plan: BudgetStep,
+        kept: Kept | None,
+        taken: DecodeSlots | None,
+        new: NewKV,
+    ) -> tuple[torch.Tensor, NewKV]:
+        """Vectors of decode rows, and of what stays of prompts."""
+        if kept is None:
+            return super()._written(layout, plan, None, taken, new)
+        assert kept.text is not None, "what stays comes from regions"
+        index = self._places(layout, plan.chunk.row[:, None, None], kept.slot).reshape(-1)
+        if taken is None:
+            return index, kept.text
+        decoded, of_rows = super()._written(layout, plan, None, taken, new)
+        return torch.cat([decoded, index]), NewKV(*(torch.cat(pair) for pair in zip(of_rows, kept.text)))
+
+    def region_bytes(self, num_heads: int, token_bytes: int) -> int:
+        """A region, with the vectors that padding writes, and its scores."""
+        return num_heads * ((self.prompt_len + 1) * token_bytes + self.prompt_len * _SCORE_BYTES)
+
+    def _most_met(self, sizes: PartSizes) -> int:
+        return sizes.chunks.key_slots
+
+
+def _region_places(layout: UnitLayout, chunk: ChunkStep, t: StepTensors) -> torch.Tensor:
+    """Places of the new tokens in the regions of their rows, ``[Q * K]``; in the trash for all others."""
+    dtype, no_row = index_dtype(t.row.device), t.row_start.shape[0]
+    number = torch.arange(len(chunk.row), dtype=torch.int32, device=t.row.device)
+    is_own = (chunk.row[:, None] == t.causal_row) & (t.causal_row < no_row)
+    region = torch.where(is_own, number[:, None], -1).amax(dim=0)[:, None].to(dtype)
+    head = torch.arange(layout.num_heads, dtype=dtype, device=t.row.device)
+    place = layout.offset + region * layout.unit_stride + head * layout.head_stride + t.positions[:, None]
+    return torch.where(region >= 0, place, head).view(-1)
+
+
+def _of_positions(regions: PromptRegions, position: torch.Tensor) -> NewKV:
+    """Keys and values of tokens of the regions, ``[P * C, K, D]``.
+
+    Args:
+        position: int32 ``[P, K, C]``, 0 or more.
+    """
+    layout, dtype, device = regions.layout, index_dtype(position.device), position.device
+    region = torch.arange(layout.num_units, dtype=dtype, device=device)[:, None, None]
+    head = torch.arange(layout.num_heads, dtype=dtype, device=device)[:, None]
+    place = layout.offset + region * layout.unit_stride + head * layout.head_stride + position
+    index = place.transpose(1, 2).reshape(-1)
+    return NewKV(
+        *(gather(x, index).unflatten(0, (-1, layout.num_heads)) for x in (regions.k_flat, regions.v_flat))
+    )
