@@ -203,8 +203,8 @@ class MemoryPlan:
 
     @cached_property
     def uses_blocks(self) -> bool:
-        """Whether any group of heads keeps blocks."""
-        return any(group.kind.owner is Owner.BLOCK for layer in self.layers for group in layer.groups)
+        """Whether any group of heads keeps blocks, here or on another rank."""
+        return any(group.kind.owner is Owner.BLOCK for group in self.groups_of_ranks)
 
     @cached_property
     def uses_rows(self) -> bool:

@@ -135,23 +135,24 @@ def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared
     """The plan with the fewest blocks and snapshots of any rank, with which all make the same steps."""
     membership = shared.membership
     plans: list[MemoryPlan] = membership.collect(memory)
+    # A rank without heads that need them has room for any number, and keeps nothing.
+    with_blocks = [plan for plan in plans if plan.uses_blocks] or plans
     memory = replace(
         memory,
-        num_blocks=min(plan.num_blocks for plan in plans),
-        # A rank without streaming heads has room for any number, and keeps nothing.
+        num_blocks=min(plan.num_blocks for plan in with_blocks),
         num_snapshots=min((plan.num_snapshots for plan in plans if plan.uses_rows), default=0),
         others=tuple(plan.layers for rank, plan in enumerate(plans) if rank != membership.ranks.rank),
     )
     membership.compare("limits of steps", tables.limits(memory))
     tables.adopt(memory, membership.collect(tables.table(memory))[0])
-    # Where blocks are dealt, ranks have unequal numbers of the heads that stream, and under a plan as well.
+    # Where blocks are dealt, ranks have unequal numbers of the heads that stream, under a plan of all heads.
     config = blueprint.config
-    is_even = not config.parallel.deals_blocks and config.cache.kv_plan is None
+    is_dealt, is_planned = config.parallel.deals_blocks, config.cache.kv_plan is not None
     kept = tuple(
         (group.kind, group.kind.num_kept(group.num_heads))
         for spec in blueprint.specs
         for group in spec.groups
-        if is_even or group.kind.owner is Owner.BLOCK
+        if not (is_dealt or is_planned) or (is_dealt and group.kind.owner is Owner.BLOCK)
     )
     membership.compare("groups of heads", kept)
     return memory

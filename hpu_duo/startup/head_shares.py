@@ -90,7 +90,7 @@ class Shares:
     def _ranks(self, index: int, num_kv_heads: int) -> Ranks:
         """This rank among all, as heads of a layer are dealt: under a plan another one is first each time.
 
-        So no rank has the larger budgets in all layers, where ranks do not share them evenly.
+        So no rank has more of the heads that keep most in all layers, where ranks do not share them evenly.
         """
         rank, size = self.ranks.rank, self.ranks.size
         is_turned = self.is_planned and not self.deals_blocks and num_kv_heads >= size

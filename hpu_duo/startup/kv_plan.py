@@ -14,7 +14,7 @@ from hpu_duo.kv_plan import ALL, RING, Keep, KVPlan
 from hpu_duo.limit_config import HPU_LAYER_KINDS
 from hpu_duo.named import call_with_options
 from hpu_duo.startup.kv_budget import make_budget
-from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Owner, Rings
+from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Rings
 
 _log = logging.getLogger(__name__)
 _ORDER = (Blocks.name, Rings.name, Budget.name)
@@ -84,7 +84,7 @@ def planned_groups(kinds: Sequence[GroupKind]) -> tuple[np.ndarray, tuple[HeadGr
 
 
 def check_shared(parallel: ParallelConfig, layers: Iterable[Sequence[HeadGroup]]) -> None:
-    """Refuse groups under a plan that ranks cannot deal out: only rings and budgets may be uneven.
+    """Refuse groups under a plan that ranks cannot deal out: those whose scores they sum have to be even.
 
     Raises:
         ValueError: there is one; the message names its layer.
@@ -96,8 +96,7 @@ def check_shared(parallel: ParallelConfig, layers: Iterable[Sequence[HeadGroup]]
         for group in groups:
             kind = group.kind
             is_pooled = isinstance(kind, Budget) and kind.policy.pools_heads
-            has_blocks = kind.owner is Owner.BLOCK and not parallel.deals_blocks
-            if (is_pooled or has_blocks or num_kv_heads < size) and group.num_heads % least:
+            if (is_pooled or num_kv_heads < size) and group.num_heads % least:
                 raise ValueError(
                     f"expected a kv_plan whose heads {size} ranks share: a multiple of {least} of those in "
                     f"layer {index} that keep {kind.describe() or 'all tokens'}, got {group.num_heads}"

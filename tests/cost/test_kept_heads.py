@@ -170,7 +170,7 @@ def test_the_commands_take_the_options_and_say_what_is_kept(models: dict[str, Pa
             "--devices 2 --kv-policy tova --kv-budget 9 --retrieval-parallel context",
             "retrieval_parallel='heads' only",
         ),
-        ("capacity", "--devices 2 --kv-plan PLAN", "those in layer 0 that keep all tokens, got 1"),
+        ("capacity", "--devices 2 --kv-plan PLAN", "those in layer 2 that keep tova 0, 9 slots, "),
         ("capacity", "--kv-plan PLAN --sparsity 0.5", "--sparsity is of heads that keep rings"),
         ("capacity", "--kv-policy h2o --kv-budget 9 --sink 2", "--sink is of heads that keep rings"),
         ("capacity", "--kv-policy h2o", "kv_policy and kv_budget or neither"),

@@ -39,12 +39,14 @@ H2O, SMALL, TOVA = Keep("h2o", BUDGET), Keep("h2o", 5), Keep("tova:protect=2", B
 PLAN = KVPlan(
     (
         (ALL, H2O, RING, ALL),
-        (H2O, SMALL, H2O, H2O),
+        (H2O, SMALL, ALL, H2O),
         (TOVA, SMALL, TOVA, H2O),
         (RING, RING, RING, RING),
     )
 )
-"""Ranks share heads that keep all, and TOVA's, evenly; others as they come."""
+"""Ranks share TOVA's heads evenly, others as they come."""
+FEW_BLOCKS = KVPlan(((H2O, SMALL, H2O, ALL), *((H2O, RING, SMALL, H2O),) * 3))
+"""One rank alone has a head that keeps blocks."""
 
 
 def case_of(zoo: Zoo, name: str, policy: str = "", **settings: dict[str, Any]) -> Case:
@@ -114,6 +116,8 @@ def more_cases(zoo: Zoo) -> dict[str, Case]:
         "copies, strided": case_of(zoo, "llama_mqa", "strided:stride=16"),
         **{f"pattern, {policy}": case_of(zoo, "llama_mha", policy, **duo) for policy in POLICIES},
         "plan, prefixes": twice(case_of(zoo, "llama_mha", cache={"kv_plan": PLAN})),
+        "few blocks": case_of(zoo, "llama_mha", cache={"kv_plan": FEW_BLOCKS}),
+        "few blocks, prefixes": twice(case_of(zoo, "llama_mha", cache={"kv_plan": FEW_BLOCKS})),
         "pattern, prefixes": twice(case_of(zoo, "llama_mha", "tova:protect=2", **duo)),
         "whole prompts": case_of(zoo, "llama", "tova:protect=2", **whole),
         "whole prompts, copies": case_of(zoo, "llama_mqa", "h2o", **whole),
@@ -206,7 +210,8 @@ def test_four_ranks_keep_what_one_does(zoo: Zoo, cases: dict[str, Case], more_ca
     # A rank has one head of four, so all or none of a layer keep blocks, or TOVA's choice.
     wanted = {name: case for name, case in {**more_cases, **cases}.items() if not case.heads}
     wanted = {name: case for name, case in wanted.items() if "kv_plan" not in case.cache}
-    plan = KVPlan(((H2O, SMALL, RING, H2O), (TOVA,) * 4, (ALL,) * 4, (SMALL, H2O, H2O, SMALL)))
+    plan = KVPlan(((H2O, SMALL, RING, ALL), (TOVA,) * 4, (ALL, ALL, H2O, ALL), (SMALL, H2O, H2O, SMALL)))
+    wanted["few blocks"] = more_cases["few blocks"]
     wanted["plan"] = case_of(zoo, "llama_mha", cache={"kv_plan": plan})
     rows = np.array([[1] * 4, [0] * 4, [0] * 4, [1] * 4], np.bool_)
     pattern = HeadPattern(rows.astype(np.float32), 2, 3, retrieval=rows)
@@ -302,13 +307,8 @@ TWO_BY_CONTEXT = {"tensor_parallel_size": 2, "retrieval_parallel": "context"}
         ),
         (
             "llama_mha",
-            {"tensor_parallel_size": 2, "kv_plan": KVPlan(((H2O,) * 4, (ALL, H2O, H2O, H2O)) * 2)},
-            "heads 2 ranks share: a multiple of 2 of those in layer 1 that keep all tokens, got 1",
-        ),
-        (
-            "llama_mha",
             {"tensor_parallel_size": 2, "kv_plan": KVPlan(((TOVA, TOVA, TOVA, H2O),) * 4)},
-            "a multiple of 2 of those in layer 0 that keep tova 2, 9 slots, chunks of 8, got 3",
+            "share: a multiple of 2 of those in layer 0 that keep tova 2, 9 slots, chunks of 8, got 3",
         ),
         (
             "llama",
