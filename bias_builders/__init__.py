@@ -18,6 +18,7 @@ from bias_builders.rule_texts import describe_rule
 from bias_builders.rules import Rule, Tile, TileClass, Window, classify, sees_causal, sees_streaming
 from bias_builders.sparse_rules import Dilated, Fixed, RuleIntersection, RuleUnion, Strided
 from bias_builders.split import NOWHERE, SharedPart, UniquePart, split_context, tails_per_row
+from bias_builders.top_blocks import TopBlocks, highest
 
 __all__ = [
     "NOWHERE",
@@ -36,6 +37,7 @@ __all__ = [
     "Strided",
     "Tile",
     "TileClass",
+    "TopBlocks",
     "UniquePart",
     "Window",
     "causal_mask",
@@ -43,6 +45,7 @@ __all__ = [
     "decode_rule",
     "describe_rule",
     "encode_rule",
+    "highest",
     "leading_slots",
     "leading_visible",
     "ranges",

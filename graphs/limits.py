@@ -42,6 +42,8 @@ class StepLimits:
         num_regions: regions that hold whole prompts under way, for heads that choose once all of a prompt is
             there; each prompt row of a step has one. Shared blocks then stand for the tokens before a chunk
             too, whether heads keep blocks or not.
+        shares_blocks: where chunks end on a grid, other requests with the same beginning compute each whole
+            block of a prompt alike, and not only whole chunks.
 
     Raises:
         ValueError: a limit below 1 (``num_blocks`` may be 0 when ``uses_blocks`` is False), or fewer tokens
@@ -63,6 +65,7 @@ class StepLimits:
     chunk_grid: int = 0
     last_chunk: int = 0
     num_regions: int = 0
+    shares_blocks: bool = False
     step_tokens: int = 0
     uses_block_positions: bool = False
 
@@ -114,6 +117,16 @@ class StepLimits:
                 f"{self.chunk_grid}, decode_len={self.decode_len} and "
                 f"max_num_batched_tokens={self.max_num_batched_tokens}"
             )
+
+    @property
+    def prefix_grid(self) -> int:
+        """Positions between the places up to which prompts with the same beginning are computed alike.
+
+        0 where that is every token.
+        """
+        # Rows are known only where chunks end.
+        by_block = self.chunk_grid and self.shares_blocks and not self.uses_rows
+        return self.block_size if by_block else self.chunk_grid
 
     @property
     def num_ring_rows(self) -> int:

@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bias_builders import BlockTable, Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
+from bias_builders import (
+    BlockTable,
+    Dilated,
+    Fixed,
+    Rule,
+    RuleIntersection,
+    RuleUnion,
+    Strided,
+    TopBlocks,
+    Window,
+)
 from hpu_duo.named import call_with_options
 
 
@@ -73,17 +83,43 @@ FULL = "full"
 """Name of what is no rule: a head sees all tokens."""
 
 
-def make_attention_rules(text: str) -> tuple[Rule | None, ...]:
+def top_blocks(blocks: int = 32) -> TopBlocks:
+    """Blocks of a prompt, ``blocks`` of them for each block of queries, that are estimated to matter most."""
+    return TopBlocks(blocks)
+
+
+CHOICES: dict[str, Callable[..., TopBlocks]] = {"top_blocks": top_blocks}
+"""Choices of blocks by name: what a token sees depends on the text."""
+
+
+def make_attention_rules(text: str) -> tuple[Rule | TopBlocks | None, ...]:
     """Make the rule that a text describes, for all heads, or one for each, None for all tokens.
 
     Args:
-        text: a rule, as for ``make_attention_rule``, or as many of them as a layer has KV heads, or ``full``,
-            joined by ``;``.
+        text: a rule, as for ``make_attention_rule``, or a choice of blocks; or as many of these, or of
+            ``full``, as a layer has KV heads, joined by ``;``.
 
     Raises:
         ValueError: see ``make_attention_rule``.
     """
-    return tuple(None if part.strip() == FULL else make_attention_rule(part) for part in text.split(";"))
+    return tuple(_of_heads(part.replace(" ", "")) for part in text.split(";"))
+
+
+def chooses_blocks(text: str) -> bool:
+    """Whether any head of a text, as for ``make_attention_rules``, has a choice of blocks."""
+    return any(isinstance(rule, TopBlocks) for rule in make_attention_rules(text))
+
+
+def _of_heads(text: str) -> Rule | TopBlocks | None:
+    if text == FULL:
+        return None
+    names = [part.partition(":")[0] for part in text.replace("&", "|").split("|")]
+    if len(names) == 1:
+        every: dict[str, Callable[..., Rule | TopBlocks]] = {**ATTENTION_RULES, **CHOICES}
+        return call_with_options("attention_rule", text, every)
+    if not CHOICES.keys().isdisjoint(names):
+        raise ValueError(f"expected {', '.join(CHOICES)} alone, since it goes by the text, got {text!r}")
+    return make_attention_rule(text)
 
 
 def make_attention_rule(text: str) -> Rule:

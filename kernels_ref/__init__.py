@@ -3,6 +3,7 @@
 from kernels_ref.groups import (
     Blocks,
     Budget,
+    ChosenBlocks,
     FutureQueries,
     GroupKind,
     HeadGroup,
@@ -34,6 +35,7 @@ __all__ = [
     "FLOOR",
     "Blocks",
     "Budget",
+    "ChosenBlocks",
     "FusedOperators",
     "FutureQueries",
     "GroupKind",

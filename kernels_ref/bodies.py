@@ -17,6 +17,7 @@ import torch
 from bias_builders import Rule, Window, causal_mask, ring_mask
 from kernels_ref import reference
 from kernels_ref.by_owner import add_blocks
+from kernels_ref.dense import as_keys, attend_dense
 from kernels_ref.hpu.parts import FusedKernels
 from kernels_ref.index import gather, part_places
 from kernels_ref.loops import How
@@ -156,7 +157,7 @@ def rings(
     assert isinstance(window, Window), "rings have a window"
     queries, _ = part_places(number, how.size, len(causal_row))
     row, position = gather(causal_row, queries), gather(positions, queries)
-    k_TKD, v_TKD = reference.as_keys(k_CKWD, v_CKWD, chunk_position >= 0)
+    k_TKD, v_TKD = as_keys(k_CKWD, v_CKWD, chunk_position >= 0)
     visible_QCW = ring_mask(row, position, chunk_row, chunk_position, window)
     partial = _dense(how)(gather(q_QKGD, queries), k_TKD, v_TKD, visible_QCW.flatten(1), how.scoring)
     return *in_order(partial), number + 1
@@ -202,4 +203,4 @@ def in_order(partial: Sequence[torch.Tensor]) -> Tensors:
 
 def _dense(how: How) -> reference.Dense:
     fused = FusedKernels(how.operators)
-    return fused.dense if fused.fuses(how.scoring) else reference.attend_dense
+    return fused.dense if fused.fuses(how.scoring) else attend_dense

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from bias_builders import Rule, Window
+from bias_builders import Rule, TopBlocks, Window
 from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
 from kernels_ref.partial import Partial
 from kernels_ref.scoring import Scoring
@@ -15,6 +15,7 @@ from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
+    from kernels_ref.chosen import TileStep
     from kernels_ref.groups import BlockStep, RingStep
     from kernels_ref.groups.column_sums import ChunkStep
 
@@ -58,6 +59,19 @@ class Kernels(Protocol):
         rule: Rule | None = None,
     ) -> Partial:
         """Every query against the blocks that several rows read, or a prompt row."""
+        ...
+
+    def chosen_blocks(
+        self,
+        q_QKGD: torch.Tensor,
+        new: NewKV,
+        units: KVUnits,
+        t: StepTensors,
+        tiles: TileStep,
+        choice: TopBlocks,
+        scoring: Scoring,
+    ) -> Partial:
+        """Tokens of prompt rows against the blocks that are chosen for them; see ``kernels_ref.chosen``."""
         ...
 
     def shared_rings(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bias_builders import Rule, Window
+from bias_builders import Rule, TopBlocks, Window
 from kernels_ref import bodies
 from kernels_ref.hpu.operators import FusedOperators
 from kernels_ref.hpu.parts import FusedKernels
@@ -24,6 +24,7 @@ from kernels_ref.step import StepParts, StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
+    from kernels_ref.chosen import TileStep
     from kernels_ref.groups import BlockStep, RingStep
     from kernels_ref.groups.column_sums import ChunkStep
     from kernels_ref.impl import Kernels
@@ -99,6 +100,19 @@ class LoopedKernels:
         plan = [t.row_start, t.row, t.shared_block, t.shared_start, t.shared_reads]
         plan += [] if rule is None else [t.positions]
         return as_operator("shared_blocks", q_QKGD, (units.k_flat, units.v_flat, *plan), how)
+
+    def chosen_blocks(
+        self,
+        q_QKGD: torch.Tensor,
+        new: NewKV,
+        units: KVUnits,
+        t: StepTensors,
+        tiles: TileStep,
+        choice: TopBlocks,
+        scoring: Scoring,
+    ) -> Partial:
+        """Tokens of prompt rows against the blocks that are chosen for them."""
+        return self.inner.chosen_blocks(q_QKGD, new, units, t, tiles, choice, scoring)
 
     def shared_rings(
         self,

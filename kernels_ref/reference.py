@@ -16,6 +16,8 @@ import torch
 from bias_builders import Rule, Window, causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.by_owner import AddBlocks, add_blocks, merge_by_owner
 from kernels_ref.by_place import unique_placed
+from kernels_ref.chosen import chosen_blocks
+from kernels_ref.dense import as_keys, attend_dense
 from kernels_ref.first_to_go import first_to_go
 from kernels_ref.groups.column_sums import column_sums
 from kernels_ref.index import gather, write_kv
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "causal",
+    "chosen_blocks",
     "column_sums",
     "finish",
     "first_to_go",
@@ -192,34 +195,6 @@ def shared_rings(
         visible_QCW = ring_mask(row, position, t.chunk_row, ring.chunk_position, window)
         parts.append(dense(q, k_TKD, v_TKD, visible_QCW.flatten(1), scoring))
     return Partial(*(torch.cat(list(x)) for x in zip(*parts)))
-
-
-def as_keys(
-    k_XKBD: torch.Tensor, v_XKBD: torch.Tensor, used_XB: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gathered units as one list of keys and values ``[T, K, D]``; unused slots become zero."""
-    keep = used_XB[:, None, :, None]
-    k, v = torch.where(keep, k_XKBD, 0), torch.where(keep, v_XKBD, 0)
-    return k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
-
-
-def attend_dense(
-    q_QKGD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    visible_QT: torch.Tensor,
-    scoring: Scoring,
-) -> Partial:
-    """Queries against one list of keys; the G heads of a group share a product."""
-    num_queries, num_kv, group, dim = q_QKGD.shape
-    q_KSD = q_QKGD.transpose(0, 1).reshape(num_kv, num_queries * group, dim)
-    scores = soften(torch.matmul(q_KSD, k_TKD.permute(1, 2, 0)), scoring)
-    partial = attend(
-        scores.view(num_kv, num_queries, group, -1).flatten(1, 2),
-        visible_QT.repeat_interleave(group, dim=0) if group > 1 else visible_QT,
-        v_TKD.transpose(0, 1),
-    )
-    return Partial(*(x.unflatten(1, (num_queries, group)).transpose(0, 1) for x in partial))
 
 
 def unique_blocks(

@@ -121,7 +121,8 @@ def positions_of(
         request = engine.scheduler.get(f"{request_id}#{sample_index}")
         if request is None or request.status is not RequestStatus.RUNNING:
             raise ValueError(f"expected the id of a running request, got {request_id!r}")
-        if not engine.scheduler.limits.chunk_grid:
+        layers = engine.runner.store.plan.layers
+        if not any(isinstance(group.kind, Budget) for layer in layers for group in layer.groups):
             raise ValueError("expected a model with kv_policy, got one whose heads have no budget")
         return kept_positions(engine.runner.store, request.row, request.num_computed_tokens)
 

@@ -105,7 +105,7 @@ class Contexts:
         params = SamplingParams(temperature=0.0, max_tokens=1, cache_salt=salt)
         [request] = self._intake.requests("", 0, token_ids, [params], "the context")
         self._scheduler.holding.check_possible()
-        tokens, grid = request.prompt_token_ids, self._scheduler.limits.chunk_grid
+        tokens, grid = request.prompt_token_ids, self._scheduler.limits.prefix_grid
         if grid:
             tokens = tokens[: len(tokens) // grid * grid]
         return params, PrefixHold(tokens, self.block_size, request.namespace)

@@ -97,7 +97,9 @@ class PrefixCopies:
         if self._runner.executor.followers is not None:
             raise ValueError("contexts are saved and loaded with tensor_parallel_size=1, got several ranks")
         if self._scheduler.limits.chunk_grid:
-            raise ValueError("contexts are saved and loaded without kv_policy, got heads with a KV budget")
+            raise ValueError(
+                "contexts are saved and loaded without kv_policy and top_blocks, got heads with either"
+            )
         if self._stepper.telemetry.step_recorder is not None:
             raise ValueError("contexts are saved and loaded without record_steps, which would not hold them")
 

@@ -55,7 +55,7 @@ class PrefixSharing:
 
     def __init__(self, limits: StepLimits, leases: KVLeases, holding: PrefixHolding) -> None:
         self._leases, self._cache, self._holding = leases, leases.prefixes, holding
-        self._block_size, self._grid = leases.block_size, leases.chunk_grid
+        self._block_size, self._grid = leases.block_size, leases.prefix_grid
         # Requests may part at borders of blocks, or of chunks where these decide what is kept.
         self._part_size = self._grid or self._block_size
         self._recomputed = limits.step_tokens // limits.max_chunk_rows

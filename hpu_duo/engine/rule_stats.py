@@ -1,16 +1,16 @@
-"""Statistics of heads whose attention is sparse: tiles that a rule leaves to compute, of all."""
+"""Statistics of heads whose attention is sparse: tiles that a rule or a choice leaves to compute, of all."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bias_builders import Rule, Tile, describe_rule
-from kernels_ref import Blocks
+from bias_builders import Rule, Tile, TopBlocks
+from hpu_duo.kv.plan import SparseKind
+from kernels_ref import ChosenBlocks
 
 if TYPE_CHECKING:
     from hpu_duo.engine.step_plan import StepPlan
@@ -22,10 +22,10 @@ TILE = 128
 
 @dataclass(frozen=True)
 class TileCounts:
-    """Tiles of one head, 128 queries by 128 keys; they add up.
+    """Tiles of one head, 128 queries by 128 keys, or a block by a block under a choice; they add up.
 
     Attributes:
-        num_tiles: in which the rule may show something.
+        num_tiles: in which the rule may show something, or that are chosen.
         num_dense_tiles: that attention without a rule computes.
     """
 
@@ -39,7 +39,7 @@ class TileCounts:
 
 @dataclass(frozen=True)
 class RuleStats:
-    """A snapshot of the heads that have one rule.
+    """A snapshot of the heads that have one rule, or one choice of blocks.
 
     Attributes:
         rule: as text.
@@ -52,25 +52,36 @@ class RuleStats:
     tiles: TileCounts
 
     @classmethod
-    def all_of(cls, tiles: Mapping[Rule, TileCounts], memory: MemoryPlan) -> tuple[RuleStats, ...]:
-        """Collect those of each rule, in the order of their heads."""
-        num_heads: Counter[Rule] = Counter()
-        for heads, rule in _rules_of(memory):
-            num_heads[rule] += heads
+    def all_of(cls, tiles: Mapping[SparseKind, TileCounts], memory: MemoryPlan) -> tuple[RuleStats, ...]:
+        """Collect those of each kind of heads, in the order of the heads."""
         return tuple(
-            cls(describe_rule(rule), heads, tiles.get(rule, TileCounts()))
-            for rule, heads in num_heads.items()
+            cls(kind.describe(), num_heads, tiles.get(kind, TileCounts()))
+            for kind, num_heads in memory.sparse_heads.items()
         )
 
 
-def add_tiles(tiles: dict[Rule, TileCounts], plan: StepPlan, memory: MemoryPlan) -> None:
-    """Add the tiles of a step for each rule, those of its decodes too, whose query is a tile of queries."""
-    if not memory.uses_block_positions:
-        return
-    for rule in {rule: None for _, rule in _rules_of(memory)}:
+def add_tiles(tiles: dict[SparseKind, TileCounts], plan: StepPlan, memory: MemoryPlan) -> None:
+    """Add the tiles of a step for each kind, those of its decodes too, whose query is a tile of queries."""
+    for kind in memory.sparse_heads:
         for row in plan.rows:
-            counts = count_tiles(rule, row.start, row.end)
-            tiles[rule] = tiles.get(rule, TileCounts()).plus(counts)
+            if isinstance(kind, ChosenBlocks):
+                counts = count_chosen(kind.choice, row.start, row.end, memory.block_size)
+            else:
+                assert kind.rule is not None, "heads without a rule are not sparse"
+                counts = count_tiles(kind.rule, row.start, row.end)
+            tiles[kind] = tiles.get(kind, TileCounts()).plus(counts)
+
+
+def count_chosen(choice: TopBlocks, start: int, end: int, block_size: int) -> TileCounts:
+    """Count the blocks that the tiles of tokens ``[start, end)`` of a request meet, their own included.
+
+    Those of a tile that is not whole, which are decodes too, see all blocks.
+    """
+    numbers = np.arange(start // block_size, -(-end // block_size))
+    is_whole = (numbers * block_size >= start) & ((numbers + 1) * block_size <= end)
+    dense = numbers + 1
+    seen = np.where(is_whole, np.minimum(dense, choice.num_blocks), dense)
+    return TileCounts(int(seen.sum()), int(dense.sum()))
 
 
 def count_tiles(rule: Rule, start: int, end: int) -> TileCounts:
@@ -84,11 +95,3 @@ def count_tiles(rule: Rule, start: int, end: int) -> TileCounts:
         np.minimum(first_key + TILE, end) - 1,
     )
     return TileCounts(int(np.sum(rule.may_see(tile))), int(np.sum(tile.has_past)))
-
-
-def _rules_of(memory: MemoryPlan) -> Iterator[tuple[int, Rule]]:
-    """Yield the number of heads of each group with a rule, and the rule."""
-    for layer in memory.layers:
-        for group in layer.groups:
-            if isinstance(group.kind, Blocks) and group.kind.rule is not None:
-                yield group.num_heads, group.kind.rule

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bias_builders import Rule
 from hpu_duo.engine.budget_stats import BudgetStats, num_given_up
 from hpu_duo.engine.prefix_stats import PrefixStats
 from hpu_duo.engine.rank_stats import RankStats
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from hpu_duo.engine.telemetry import Telemetry
     from hpu_duo.heads import HeadPattern
     from hpu_duo.kv.leases import KVLeases
-    from hpu_duo.kv.plan import MemoryPlan
+    from hpu_duo.kv.plan import MemoryPlan, SparseKind
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class StepCounters:
     num_preemptions: int = 0
     num_unrecorded_steps: int = 0
     num_given_up: Counter[int] = field(default_factory=Counter)
-    tiles: dict[Rule, TileCounts] = field(default_factory=dict)
+    tiles: dict[SparseKind, TileCounts] = field(default_factory=dict)
     peak_cached_tokens: int = 0
     peak_held_bytes: int = 0
     peak_full_attention_bytes: int = 0

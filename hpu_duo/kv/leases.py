@@ -35,7 +35,7 @@ class KVLeases:
         uses_rows: whether any head keeps a ring, so that prefixes need snapshots.
         num_snapshots: rows for snapshots, behind the others.
         max_block_moves: held blocks that are moved below idle ones before a step, at most.
-        chunk_grid, num_regions: see ``StepLimits``.
+        prefix_grid, num_regions: see ``StepLimits``.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KVLeases:
         uses_rows: bool = True,
         num_snapshots: int = 0,
         max_block_moves: int = 0,
-        chunk_grid: int = 0,
+        prefix_grid: int = 0,
         num_regions: int = 0,
     ) -> None:
         if block_size < 1:
@@ -59,7 +59,7 @@ class KVLeases:
         self.blocks = BlockPool(num_blocks)
         self.rows: RowPool[Request] = RowPool(num_rows)
         self.regions: RowPool[Request] | None = RowPool(num_regions) if num_regions else None
-        self._max_block_moves, self.chunk_grid = max_block_moves, chunk_grid
+        self._max_block_moves, self.prefix_grid = max_block_moves, prefix_grid
         self._copies: list[Copy] = []
         # Blocks without content: leased since the last copies were handed over.
         self._fresh: set[int] = set()
@@ -72,7 +72,7 @@ class KVLeases:
                 uses_blocks=uses_blocks,
                 uses_rows=uses_rows,
                 add_copy=lambda copy: self._copies.append(copy),
-                chunk_grid=chunk_grid,
+                prefix_grid=prefix_grid,
             )
 
     @classmethod
@@ -87,7 +87,7 @@ class KVLeases:
             uses_rows=limits.uses_rows,
             num_snapshots=limits.num_snapshots,
             max_block_moves=limits.max_block_moves,
-            chunk_grid=limits.chunk_grid,
+            prefix_grid=limits.prefix_grid,
             num_regions=limits.num_regions,
         )
 
@@ -214,10 +214,11 @@ class KVLeases:
         beyond ``num_tokens`` and the slack of its ring: that token lies where the child writes next.
 
         Returns:
-            False, and nothing has changed, if there is no free row or no free block, or chunks end on a grid.
+            False, and nothing has changed, if there is no free row or no free block, or what a prompt
+            computes depends on where it ends.
         """
         num_private = 1 if self.uses_blocks else 0
-        if self.chunk_grid:
+        if self.prefix_grid:
             # What heads keep behind the whole prompt is not what they kept before its last token.
             return False
         if self.rows.num_free == 0 or self.num_available < num_private:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
-from bias_builders import Rule, Window
+from bias_builders import Window
 from hpu_duo.limit_config import SchedulerConfig
-from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Owner, Rings, WholePrompts
+from kernels_ref import Blocks, Budget, ChosenBlocks, GroupKind, HeadGroup, Owner, Rings, WholePrompts
 
 _GIB = 1 << 30
+
+SparseKind: TypeAlias = Blocks | ChosenBlocks
+"""Kinds of heads that may leave out tokens they keep."""
 
 
 def head_groups(
@@ -44,16 +48,16 @@ def budget_groups(num_retrieval: int, num_budget: int, budget: Budget) -> tuple[
     return tuple(HeadGroup(count, kind) for count, kind in counts if count)
 
 
-def ruled_groups(rules: Sequence[Rule | None]) -> tuple[list[int], tuple[HeadGroup, ...]]:
-    """The groups of a layer whose heads keep blocks, each head with a rule or None, which comes first.
+def ruled_groups(kinds: Sequence[GroupKind]) -> tuple[list[int], tuple[HeadGroup, ...]]:
+    """The groups of a layer whose heads keep blocks, each of its kind; those that see all tokens come first.
 
     Returns:
         the number of each head's group, and the groups.
     """
-    distinct = sorted(dict.fromkeys(rules), key=lambda rule: rule is not None)
-    numbers = [distinct.index(rule) for rule in rules]
-    counts = (numbers.count(number) for number in range(len(distinct)))
-    return numbers, tuple(HeadGroup(count, Blocks(rule)) for count, rule in zip(counts, distinct))
+    distinct = sorted(dict.fromkeys(kinds), key=lambda kind: kind != Blocks())
+    numbers = [distinct.index(kind) for kind in kinds]
+    groups = (HeadGroup(numbers.count(number), kind) for number, kind in enumerate(distinct))
+    return numbers, tuple(groups)
 
 
 def ring_slack(decode_len: int, block_size: int, *, caches_prefixes: bool) -> int:
@@ -71,8 +75,8 @@ def widest_row(groups: Iterable[HeadGroup]) -> int:
 
 
 def chunk_grid(groups: Iterable[HeadGroup]) -> int:
-    """Return the positions between the ends of chunks that heads with a budget need; 0 without them."""
-    return next((group.kind.chunk for group in groups if isinstance(group.kind, Budget)), 0)
+    """Return the positions between the ends of chunks that kinds of heads need; 0 if none needs any."""
+    return max((group.kind.chunk_grid for group in groups), default=0)
 
 
 def last_chunk(groups: Iterable[HeadGroup]) -> int:
@@ -220,6 +224,17 @@ class MemoryPlan:
     def uses_block_positions(self) -> bool:
         """Whether any group of heads needs the positions of whole blocks."""
         return any(group.kind.needs_block_positions for layer in self.layers for group in layer.groups)
+
+    @cached_property
+    def sparse_heads(self) -> dict[SparseKind, int]:
+        """KV heads of all layers that leave out tokens they keep, by kind, in the order of the heads."""
+        found: dict[SparseKind, int] = {}
+        for layer in self.layers:
+            for group in layer.groups:
+                kind = group.kind
+                if isinstance(kind, ChosenBlocks) or (isinstance(kind, Blocks) and kind.rule is not None):
+                    found[kind] = found.get(kind, 0) + group.num_heads
+        return found
 
     @cached_property
     def block_bytes(self) -> int:

@@ -33,7 +33,7 @@ class PrefixCache:
         block_size: tokens of a block.
         snapshot_rows: numbers of the rows for snapshots; empty where no head keeps a ring.
         uses_blocks, uses_rows: whether any head keeps blocks, and a ring.
-        chunk_grid: see ``StepLimits``. What a prompt has computed up to a border of chunks is kept then, and
+        prefix_grid: see ``StepLimits``. What a prompt has computed up to a multiple of it is kept then, and
             nothing else, since other requests that begin alike would compute it otherwise.
         add_copy: asks for a copy.
     """
@@ -47,10 +47,10 @@ class PrefixCache:
         uses_blocks: bool,
         uses_rows: bool,
         add_copy: Callable[[Copy], None],
-        chunk_grid: int = 0,
+        prefix_grid: int = 0,
     ) -> None:
         self._blocks, self._block_size = blocks, block_size
-        self._uses_blocks, self._uses_rows, self._grid = uses_blocks, uses_rows, chunk_grid
+        self._uses_blocks, self._uses_rows, self._grid = uses_blocks, uses_rows, prefix_grid
         self._add_copy = add_copy
         self._snapshot_rows = snapshot_rows
         self.tree = PrefixTree(block_size)

@@ -28,7 +28,7 @@ from hpu_duo.startup.attention_rule import (
 )
 from hpu_duo.startup.kv_budget import resolve_kv_budget
 from hpu_duo.startup.kv_plan import check_shared, planned_groups, resolve_kv_plan
-from kernels_ref import Budget, GroupKind, HeadGroup
+from kernels_ref import Blocks, Budget, GroupKind, HeadGroup
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Kinds(NamedTuple):
     Attributes:
         slack: slots of a ring beside those of its window.
         budget: kind of the heads that would stream under the pattern, or of all heads without one.
-        rules: of the same heads, which keep all tokens then.
+        rules: kinds of the same heads, which keep all tokens then.
         max_ring_window: longest window of a layer that is kept in rings; None = any.
         planned: instead of budget and rules, the kind of each head of each layer.
     """
@@ -90,7 +90,7 @@ class Kinds(NamedTuple):
         """Return the one group of a layer whose heads all have a sliding window."""
         window = Window(0, length)
         if self.max_ring_window is not None and length > self.max_ring_window:
-            return ruled_groups([window] * num_heads)[1]
+            return ruled_groups([Blocks(window)] * num_heads)[1]
         return head_groups(0, num_heads, window, self.slack)
 
     def of_layer(
@@ -110,7 +110,7 @@ class Kinds(NamedTuple):
             return numbers, head_groups(num_retrieval, num_streaming, window, self.slack)
         of_heads = rules_by_head(self.rules, len(streams))
         found, groups = ruled_groups(
-            [rule if is_ruled else None for rule, is_ruled in zip(of_heads, streams)]
+            [kind if is_ruled else Blocks() for kind, is_ruled in zip(of_heads, streams)]
         )
         return np.array(found, np.int32), groups
 

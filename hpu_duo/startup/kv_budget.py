@@ -69,9 +69,7 @@ def make_budget(config: EngineConfig, max_len: int, name: str, budget: float) ->
 
 def _chunk(config: EngineConfig) -> int:
     """Tokens of a prompt between the places at which heads choose."""
-    cache, scheduler = config.cache, config.scheduler
-    chunk_rows = min(scheduler.max_chunk_rows, scheduler.max_num_seqs)
-    most = (scheduler.max_num_batched_tokens - scheduler.max_num_seqs) // chunk_rows + 1
+    cache, most = config.cache, longest_chunk(config)
     chunk = cache.kv_chunk
     if chunk is None:
         # Blocks that ranks deal out may be longer than that.
@@ -81,8 +79,8 @@ def _chunk(config: EngineConfig) -> int:
     if not 2 <= chunk <= most:
         raise ValueError(
             f"expected a kv_chunk of 2 to {most} tokens, so that a step of max_num_batched_tokens="
-            f"{scheduler.max_num_batched_tokens} holds max_chunk_rows={chunk_rows} chunks and a token "
-            f"of each other request, got {chunk}"
+            f"{config.scheduler.max_num_batched_tokens} holds max_chunk_rows={_chunk_rows(config)} chunks "
+            f"and a token of each other request, got {chunk}"
         )
     if cache.enable_prefix_caching and chunk % config.block_size:
         raise ValueError(
@@ -90,6 +88,17 @@ def _chunk(config: EngineConfig) -> int:
             f"block_size={config.block_size}, or enable_prefix_caching=False, got {chunk}"
         )
     return chunk
+
+
+def longest_chunk(config: EngineConfig) -> int:
+    """Return the most tokens of a chunk for a step to hold all chunks and a token of each other request."""
+    scheduler = config.scheduler
+    spare = scheduler.max_num_batched_tokens - scheduler.max_num_seqs
+    return spare // _chunk_rows(config) + 1
+
+
+def _chunk_rows(config: EngineConfig) -> int:
+    return min(config.scheduler.max_chunk_rows, config.scheduler.max_num_seqs)
 
 
 def _needed_for_one_step(config: EngineConfig, max_len: int) -> int:

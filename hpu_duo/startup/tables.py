@@ -62,6 +62,7 @@ class StepTables:
 
     def limits(self, memory: MemoryPlan) -> StepLimits:
         """Return the limits of steps."""
+        groups = [*memory.groups_of_ranks]
         return resolve_limits(
             self.config.scheduler,
             memory,
@@ -69,8 +70,9 @@ class StepTables:
             caches_prefixes=self.config.cache.enable_prefix_caching,
             reads_slice=self._specs[0].impl is not Implementation.SDPA,
             is_card=self._is_planned,
-            chunk_grid=chunk_grid(memory.groups_of_ranks),
-            last_chunk=last_chunk(memory.groups_of_ranks),
+            chunk_grid=chunk_grid(groups),
+            last_chunk=last_chunk(groups),
+            shares_blocks=all(group.kind.shares_blocks for group in groups),
         )
 
     def table(self, memory: MemoryPlan) -> BucketTable:
@@ -138,6 +140,7 @@ def resolve_limits(
     is_card: bool = False,
     chunk_grid: int = 0,
     last_chunk: int = 0,
+    shares_blocks: bool = False,
 ) -> StepLimits:
     """Resolve the limits of steps, from the user's settings and the sizes of the stores.
 
@@ -147,7 +150,7 @@ def resolve_limits(
         reads_slice: whether a step costs what the slice of the store costs up to the last block it reads, so
             that blocks have to lie densely.
         is_card: whether a step of few tokens takes long: on all devices but CPUs.
-        chunk_grid, last_chunk: see ``StepLimits``.
+        chunk_grid, last_chunk, shares_blocks: see ``StepLimits``.
 
     Raises:
         ValueError: the blocks do not hold the user's ``max_model_len``.
@@ -170,6 +173,7 @@ def resolve_limits(
         chunk_grid=chunk_grid,
         last_chunk=last_chunk,
         num_regions=memory.num_regions,
+        shares_blocks=shares_blocks and chunk_grid > 0,
         uses_block_positions=memory.uses_block_positions,
     )
 

@@ -2,6 +2,7 @@
 
 from kernels_ref.groups.blocks import Blocks, BlockStep
 from kernels_ref.groups.budget import Budget, BudgetStep
+from kernels_ref.groups.chosen import ChosenBlocks, ChosenStep
 from kernels_ref.groups.kind import GroupInputs, GroupKind, HeadGroup, Owner
 from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView
 from kernels_ref.groups.rings import Rings, RingStep
@@ -13,6 +14,8 @@ __all__ = [
     "Blocks",
     "Budget",
     "BudgetStep",
+    "ChosenBlocks",
+    "ChosenStep",
     "FutureQueries",
     "GroupInputs",
     "GroupKind",

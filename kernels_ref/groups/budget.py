@@ -119,6 +119,16 @@ class Budget(GroupKind):
         return True
 
     @property
+    def chunk_grid(self) -> int:
+        """Return the chunk: what it leaves depends on where it ends."""
+        return self.chunk
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Return False: what is kept at the end of a chunk is known only there."""
+        return False
+
+    @property
     def state_bytes(self) -> int:
         """A position and a score."""
         return _STATE_BYTES

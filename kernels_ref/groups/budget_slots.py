@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from bias_builders import highest
 from kernels_ref.first_to_go import first_to_go, ranks
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.partial import FLOOR
@@ -48,16 +49,7 @@ def kept_tokens(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
 
     Those of the highest rank; among equals the latest.
     """
-    rank, most = priorities(policy, slots), slots.num_slots
-    least = torch.topk(rank, most, dim=-1).values.amin(dim=-1, keepdim=True)
-    is_above, is_equal = rank > least, rank == least
-    position = torch.where(is_equal & slots.valid, slots.position, -1)
-    latest = torch.topk(position, most, dim=-1).values
-    # As many of the equals as are needed: down to this position.
-    last = most - is_above.sum(dim=-1, keepdim=True, dtype=torch.int32) - 1
-    number = torch.arange(most, dtype=torch.int32, device=rank.device)
-    first = torch.where(number == last, latest, -1).amax(dim=-1, keepdim=True)
-    return (is_above | (is_equal & (position >= first))) & slots.valid
+    return highest(priorities(policy, slots), slots.position, slots.valid, slots.num_slots)
 
 
 class Moves(NamedTuple):

@@ -95,6 +95,16 @@ class GroupKind(ABC):
         return False
 
     @property
+    def chunk_grid(self) -> int:
+        """Positions between the ends of chunks of a prompt, for kinds that depend on them; else 0."""
+        return 0
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether what a prompt leaves of a whole block depends on the text up to its end alone."""
+        return True
+
+    @property
     def needs_block_positions(self) -> bool:
         """Whether the unique part needs the positions of whole blocks: ``StepTensors.owner_start``."""
         return False

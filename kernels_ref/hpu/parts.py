@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bias_builders import Rule, Window
+from bias_builders import Rule, TopBlocks, Window
 from kernels_ref import reference
 from kernels_ref.by_owner import AddBlocks, merge_by_owner
 from kernels_ref.hpu import softmax
@@ -24,6 +24,7 @@ from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
+    from kernels_ref.chosen import TileStep
     from kernels_ref.groups import BlockStep, RingStep
     from kernels_ref.groups.column_sums import ChunkStep
 
@@ -62,6 +63,19 @@ class FusedKernels:
         element_bytes = q_QKGD.element_size() + (0 if rule is None else MASK_BYTES)
         chunk = scoring.chunks.masked(len(q_QKGD), units.layout.num_slots, key_bytes, element_bytes)
         return reference.shared_blocks(q_QKGD, units, t, scoring, rule, self.dense, chunk)
+
+    def chosen_blocks(
+        self,
+        q_QKGD: torch.Tensor,
+        new: NewKV,
+        units: KVUnits,
+        t: StepTensors,
+        tiles: TileStep,
+        choice: TopBlocks,
+        scoring: Scoring,
+    ) -> Partial:
+        """Tokens of prompt rows against the blocks that are chosen for them: masks differ by head."""
+        return reference.chosen_blocks(q_QKGD, new, units, t, tiles, choice, scoring)
 
     def shared_rings(
         self,

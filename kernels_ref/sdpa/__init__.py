@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import torch
 
-from bias_builders import Held, Leading, Rule, Window, encode_rule, seen_mask
+from bias_builders import Held, Leading, Rule, TopBlocks, Window, encode_rule, seen_mask
 from kernels_ref import reference
 from kernels_ref.by_place import unique_placed
+from kernels_ref.chosen import TileStep
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial, finish
 from kernels_ref.scoring import Scoring
-from kernels_ref.sdpa import decode, prefill, ruled, shared, short, sums
+from kernels_ref.sdpa import chosen, decode, prefill, ruled, shared, short, sums
 from kernels_ref.sdpa.operators import define, register
 from kernels_ref.sdpa.store import write_kv
 from kernels_ref.step import StepTensors
@@ -30,6 +31,7 @@ from kernels_ref.x86 import sums as x86_sums
 
 __all__ = [
     "causal",
+    "chosen_blocks",
     "column_sums",
     "finish",
     "first_to_go",
@@ -50,6 +52,12 @@ _shared_blocks = register(
     f"{_QKV}, Tensor row_start, Tensor row_num_new, Tensor row_query_start, Tensor shared_block, "
     "Tensor shared_start, Tensor shared_reads, int context_blocks",
     shared.shared_blocks,
+)
+_chosen_blocks = register(
+    "chosen_blocks",
+    f"{_QKV}, {_ROWS}, Tensor write_block, Tensor shared_block, Tensor shared_start, Tensor shared_reads, "
+    "int num_blocks, int context_blocks",
+    chosen.chosen_blocks,
 )
 _shared_rings = register(
     "shared_rings",
@@ -123,6 +131,22 @@ def shared_blocks(
         sizes = encode_rule(rule), scoring.slices.band_queries, scoring.slices.context_blocks
         return Partial(*_ruled_shared(q_QKGD, units.k, units.v, *plan, *sizes))
     return Partial(*_shared_blocks(q_QKGD, units.k, units.v, *plan, scoring.slices.context_blocks))
+
+
+def chosen_blocks(
+    q_QKGD: torch.Tensor,
+    new: NewKV,
+    units: KVUnits,
+    t: StepTensors,
+    tiles: TileStep,
+    choice: TopBlocks,
+    scoring: Scoring,
+) -> Partial:
+    """Tokens of prompt rows against the blocks that are chosen for them, which alone are read."""
+    _refuse(scoring)
+    shared = t.shared_block, t.shared_start, t.shared_reads
+    sizes = choice.num_blocks, scoring.slices.context_blocks
+    return Partial(*_chosen_blocks(q_QKGD, units.k, units.v, *_row_plan(t), t.write_block, *shared, *sizes))
 
 
 def shared_rings(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Held, Rule, Window, encode_rule
+from kernels_ref.chosen import chosen_blocks
 from kernels_ref.first_to_go import first_to_go
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.groups.column_sums import ChunkStep
@@ -34,6 +35,7 @@ from kernels_ref.units import KVUnits, NewKV, Scratch
 
 __all__ = [
     "causal",
+    "chosen_blocks",
     "column_sums",
     "finish",
     "first_to_go",

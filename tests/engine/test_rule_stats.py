@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bias_builders import Dilated, Fixed, Rule, RuleUnion, Strided, Window, encode_rule
-from hpu_duo.engine.rule_stats import TILE, TileCounts, count_tiles
-from kernels_ref import Step
+from bias_builders import Dilated, Fixed, Rule, RuleUnion, Strided, TopBlocks, Window, encode_rule
+from hpu_duo.engine.rule_stats import TILE, TileCounts, count_chosen, count_tiles
+from kernels_ref import NewKV, Step
+from kernels_ref.index import write_indices, write_kv
+from kernels_ref.sdpa.chosen import chosen_blocks
 from kernels_ref.sdpa.ruled import ruled_causal, ruled_shared
 from tests.bias_builders.plain_rules import plain
 from tests.engine.tiny import Tiny
@@ -89,3 +91,36 @@ def test_an_engine_tells_the_rule_and_its_tiles(tiny: Tiny) -> None:
     assert stats.tiles == expected
     assert stats.tiles.num_tiles < stats.tiles.num_dense_tiles
     assert not tiny.load().stats().attention_rules
+
+
+@pytest.mark.parametrize(("start", "num_tiles"), [(0, 3), (2 * TILE, 5), (9 * TILE, 1)])
+def test_a_prompt_that_chooses_computes_the_blocks_that_are_counted(start: int, num_tiles: int) -> None:
+    rows = (RowSpec(start, num_tiles * TILE),)
+    world = World(Scenario(rows, TILE, Window(0, 1), 1, 0, 1, 8, (0, 0, 0, 0), False, 0))
+    q, k, v, step = world.inputs()
+    assert isinstance(step, Step)
+    t, layout = step.tensors, world.blocks.layout
+    write_kv(world.blocks, write_indices(t.write_block, t.write_offset, [layout])[layout], NewKV(k, v))
+    with Pairs() as pairs:
+        row = t.row_start, t.row_num_new, t.row_query_start, t.causal_row
+        shared = t.shared_block, t.shared_start, t.shared_reads
+        chosen_blocks(q[:, :, None], world.blocks.k, world.blocks.v, *row, t.write_block, *shared, 4, 2)
+    counts = count_chosen(TopBlocks(4), start, start + num_tiles * TILE, TILE)
+    assert pairs.num == counts.num_tiles * TILE * TILE
+
+
+def test_tiles_that_are_not_whole_see_all_blocks_and_others_as_many_as_they_choose() -> None:
+    assert count_chosen(TopBlocks(3), 0, 50, 10) == TileCounts(1 + 2 + 3 * 3, 15)
+    assert count_chosen(TopBlocks(3), 20, 47, 10) == TileCounts(3 + 3 + 5, 3 + 4 + 5)
+    assert count_chosen(TopBlocks(3), 47, 48, 10) == TileCounts(5, 5)
+
+
+def test_an_engine_tells_the_choice_and_its_blocks(tiny: Tiny) -> None:
+    served = tiny.load(attention_rule="top_blocks:blocks=3")
+    served.generate([list(range(3, 63))], max_new_tokens=3, eos_token_id=None)
+    (stats,) = served.stats().attention_rules
+    size, counts = served.engine.scheduler.limits.block_size, TileCounts()
+    assert size == 8
+    for start, end in ((0, 60), (60, 61), (61, 62)):
+        counts = counts.plus(count_chosen(TopBlocks(3), start, end, size))
+    assert (stats.rule, stats.tiles) == ("top_blocks:blocks=3", counts)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AttentionInterface
@@ -11,6 +11,10 @@ from transformers import AttentionInterface
 from hpu_duo import HeadPattern
 
 NAME = "dense_oracle"
+
+Mask: TypeAlias = torch.Tensor | Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Keys that each query sees in each KV head of a layer, bool ``[K, L, L]``, or how to find them from scaled
+queries ``[H, L, D]`` and keys ``[K, L, D]``."""
 
 
 def sees(query: int, key: int, sink: int, recent: int) -> bool:
@@ -33,12 +37,14 @@ def _attention(
     attention_mask: Any,
     *,
     scaling: float,
-    oracle_masks: Sequence[torch.Tensor],
+    oracle_masks: Sequence[Mask],
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     mask = oracle_masks[module.layer_idx]
+    if not isinstance(mask, torch.Tensor):
+        mask = mask(query[0] * scaling, key[0])
     group = query.shape[1] // key.shape[1]
     outputs = []
     for head in range(query.shape[1]):
@@ -61,8 +67,8 @@ def oracle_logits(model: Any, pattern: HeadPattern, tokens: Sequence[int]) -> to
 
 
 @torch.inference_mode()
-def masked_logits(model: Any, masks: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-    """The same with masks as given, of each layer, bool ``[K, len(tokens), len(tokens)]``."""
+def masked_logits(model: Any, masks: Sequence[Mask], tokens: Sequence[int]) -> torch.Tensor:
+    """The same with masks as given, of each layer."""
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:

@@ -123,7 +123,8 @@ _SCORED_LEN = 8
 _Scored = Annotated[
     int,
     typer.Option(
-        help="Tokens of an answer that are scored together; 1 with --kv-policy.", rich_help_panel=opt.ENGINE
+        help="Tokens of an answer that are scored together; 1 with --kv-policy or top_blocks.",
+        rich_help_panel=opt.ENGINE,
     ),
 ]
 
@@ -198,11 +199,13 @@ class Choice:
 
     def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:
         """Load the model; see ``load_model``."""
+        from hpu_duo.attention_rules import chooses_blocks
         from hpu_duo.eval import Subject
 
-        engine = self.engine
-        if (engine.kv_policy, engine.kv_plan) != (None, None) and engine.decode_len > 1:
-            _tell(["heads with a KV budget decode one token at a time: --decode-len is 1"])
+        engine, rule = self.engine, self.engine.attention_rule
+        chooses = rule is not None and chooses_blocks(rule)
+        if (chooses or (engine.kv_policy, engine.kv_plan) != (None, None)) and engine.decode_len > 1:
+            _tell(["heads with a KV budget or top_blocks decode one token at a time: --decode-len is 1"])
             engine = replace(engine, decode_len=1)
         loaded = load_model(self.model, self.heads, engine, num_requests)
         _tell(loaded.engine.notes)

@@ -1,0 +1,81 @@
+"""Choice of the blocks of a prompt that attention reads, by an estimate of what they receive.
+
+Shapes: T tiles of queries, K key/value heads, X blocks of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+_PROTECTED = 1.0e30
+"""Rank of blocks that are always seen: above any estimate."""
+_NONE = -1.0
+"""Rank of blocks that are no candidates: below any estimate."""
+
+
+@dataclass(frozen=True)
+class TopBlocks:
+    """A tile of queries sees some blocks: its own, the first, the one before its own, and the best others.
+
+    Tiles and blocks are the same runs of positions, so blocks before a tile are whole. The others are chosen
+    by an estimate of the attention that they receive.
+
+    Attributes:
+        num_blocks: blocks that a tile sees, its own included.
+    """
+
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 3:
+            raise ValueError(
+                f"expected blocks >= 3: a tile's own, the one before it and the first; got {self.num_blocks}"
+            )
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Name and number, for captures and reports."""
+        return "top_blocks", self.num_blocks
+
+    def describe(self) -> str:
+        """Write the choice as text."""
+        return f"top_blocks:blocks={self.num_blocks}"
+
+    def chosen(
+        self, mass_TKX: torch.Tensor, may_TX: torch.Tensor, tile_T: torch.Tensor, block_X: torch.Tensor
+    ) -> torch.Tensor:
+        """Mark the blocks before its own that each tile sees, bool ``[T, K, X]``.
+
+        Args:
+            mass_TKX: estimates, float32, 0 or more; anything where ``may_TX`` is False.
+            may_TX: blocks of the same text before the tile.
+            tile_T, block_X: numbers within the text of tiles and of blocks, int32.
+        """
+        may = may_TX[:, None].expand(mass_TKX.shape)
+        most = self.num_blocks - 1
+        if most >= mass_TKX.shape[-1]:
+            return may
+        is_protected = (block_X == 0) | (block_X == tile_T[:, None] - 1)
+        rank = torch.where(is_protected[:, None], _PROTECTED, mass_TKX)
+        return highest(torch.where(may, rank, _NONE), block_X.expand(mass_TKX.shape), may, most)
+
+
+def highest(rank: torch.Tensor, position: torch.Tensor, is_valid: torch.Tensor, most: int) -> torch.Tensor:
+    """Mark the ``most`` valid entries of the highest rank, of equal ones those of the highest position.
+
+    Args:
+        rank: ``[..., S]``, more than ``most`` entries; lower than any valid one where not valid.
+        position: int32, 0 or more and distinct among the valid entries of a line.
+        is_valid: bool.
+    """
+    least = torch.topk(rank, most, dim=-1).values.amin(dim=-1, keepdim=True)
+    is_above, is_equal = rank > least, rank == least
+    latest = torch.topk(torch.where(is_equal & is_valid, position, -1), most, dim=-1).values
+    # As many of the equals as are needed: down to this position.
+    last = most - is_above.sum(dim=-1, keepdim=True, dtype=torch.int32) - 1
+    number = torch.arange(most, dtype=torch.int32, device=rank.device)
+    first = torch.where(number == last, latest, -1).amax(dim=-1, keepdim=True)
+    return (is_above | (is_equal & (position >= first))) & is_valid
