@@ -4,7 +4,7 @@
 
 A random model reads one prompt of ``--context`` tokens and decodes, under each rule. Engines take turns, one
 whole run each, ``--rounds`` times; a row has the median CPU time of the prompt and of a decode, their ratios
-to full attention, and the tiles that the rule leaves.
+to full attention, and the tiles of the prompt that the rule leaves.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ RULES = (
     "strided:stride=128",
     "strided:stride=2048",
     "fixed:stride=1024,summary=128",
+    "top_blocks:blocks=16",
+    "top_blocks:blocks=32",
 )
 
 
@@ -43,12 +45,14 @@ class Subject:
 
     Attributes:
         prefill_s, decode_s: CPU seconds of the prompt, and of each decode, a number for each round.
+        tiles: share of those of the prompt that the rule leaves.
     """
 
     rule: str
     model: HPUDuoModel
     prefill_s: list[float] = field(default_factory=list)
     decode_s: list[float] = field(default_factory=list)
+    tiles: str = ""
 
     @classmethod
     def load(cls, path: Path, rule: str, dtype: str, args: argparse.Namespace) -> Subject:
@@ -76,13 +80,14 @@ class Subject:
         for _ in range(-(-args.context // args.chunk)):
             engine.step()
         middle = time.process_time()
+        # Before decodes, which see all tokens where prompts choose.
+        self.tiles = self.tiles or self._tiles_left()
         for _ in range(args.decodes):
             engine.step()
         self.prefill_s.append(middle - begin)
         self.decode_s.append((time.process_time() - middle) / args.decodes)
 
-    @property
-    def tiles(self) -> str:
+    def _tiles_left(self) -> str:
         """Share of tiles that the rule leaves."""
         stats = self.model.stats().attention_rules
         return "1" if not stats else f"{stats[0].tiles.num_tiles / stats[0].tiles.num_dense_tiles:.2f}"
@@ -90,7 +95,7 @@ class Subject:
 
 def measure(path: Path, dtype: str, args: argparse.Namespace) -> list[str]:
     """Run all, and return a table."""
-    subjects = [Subject.load(path, rule, dtype, args) for rule in RULES]
+    subjects = [Subject.load(path, rule, dtype, args) for rule in (FULL, *args.rules)]
     for _ in range(args.rounds):
         for subject in subjects:
             subject.run(args)
@@ -121,6 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--rules", nargs="+", default=RULES[1:], help="beside full attention")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
