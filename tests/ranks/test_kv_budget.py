@@ -207,11 +207,13 @@ def test_two_ranks_keep_what_one_does_for_every_policy(more_cases: dict[str, Cas
 
 @pytest.mark.slow
 def test_four_ranks_keep_what_one_does(zoo: Zoo, cases: dict[str, Case], more_cases: dict[str, Case]) -> None:
-    # A rank has one head of four, so all or none of a layer keep blocks, or TOVA's choice.
-    wanted = {name: case for name, case in {**more_cases, **cases}.items() if not case.heads}
-    wanted = {name: case for name, case in wanted.items() if "kv_plan" not in case.cache}
+    # Two ranks hold copies of each of two heads, or four of one.
+    of_two = (*POLICIES[:5], "strided:stride=16", "whole prompts in chunks")
+    of_one = ("copies, h2o", "copies, tova:protect=2", "prefixes", "whole prompts in chunks, copies")
+    every = {**more_cases, **cases}
+    wanted = {name: every[name] for name in (*of_two, *of_one, "few blocks")}
+    # A rank has one head of four, so all or none of a layer have TOVA's choice, or retrieve.
     plan = KVPlan(((H2O, SMALL, RING, ALL), (TOVA,) * 4, (ALL, ALL, H2O, ALL), (SMALL, H2O, H2O, SMALL)))
-    wanted["few blocks"] = more_cases["few blocks"]
     wanted["plan"] = case_of(zoo, "llama_mha", cache={"kv_plan": plan})
     rows = np.array([[1] * 4, [0] * 4, [0] * 4, [1] * 4], np.bool_)
     pattern = HeadPattern(rows.astype(np.float32), 2, 3, retrieval=rows)
@@ -246,20 +248,18 @@ def test_ranks_that_deal_blocks_out_keep_what_one_does(zoo: Zoo, num_ranks: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["h2o", "tova:protect=2"])
-def test_simulated_hpus_capture_everything_ahead(zoo: Zoo, policy: str) -> None:
+def test_simulated_hpus_capture_everything_ahead(zoo: Zoo) -> None:
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_chunk_rows": 1, "max_model_len": 48}
+    common: dict[str, Any] = {"cache": {"num_blocks": 24}, "scheduler": limits}
     # Of the one head both ranks hold a copy.
-    case = case_of(
-        zoo,
-        "llama_mqa",
-        policy,
-        model={"device": "hpu-sim"},
-        cache={"num_blocks": 24},
-        scheduler={"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_chunk_rows": 1, "max_model_len": 48},
-    )
-    answer = run_processes(serve, ({"sim": replace(case, warms_up=True)},), [{}] * 2, 600)[0]["sim"]
-    assert answer.tokens == serve_here(replace(case, model={})).tokens
-    captured_ahead(answer)
+    ones = {policy: case_of(zoo, "llama_mqa", policy, **common) for policy in ("h2o", "tova:protect=2")}
+    cases = {
+        policy: replace(case, model={"device": "hpu-sim"}, warms_up=True) for policy, case in ones.items()
+    }
+    answers = run_processes(serve, (cases,), [{}] * 2, 600)[0]
+    for policy, case in ones.items():
+        assert answers[policy].tokens == serve_here(case).tokens
+        captured_ahead(answers[policy])
 
 
 @pytest.mark.slow
