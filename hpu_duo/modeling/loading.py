@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -151,16 +151,25 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
     return model.to(device)  # type: ignore[arg-type]
 
 
+class Readable(Protocol):
+    """A tensor, or something that reads one when it is asked for by ``[...]``."""
+
+    def __getitem__(self, index: Any, /) -> torch.Tensor:
+        """Return it."""
+        ...
+
+
 def load_state(
     path: str | Path,
     config: Any,
     dtype: torch.dtype,
-    state: dict[str, torch.Tensor],
+    state: Mapping[str, Readable],
     fit: Callable[[PreTrainedModel], None],
 ) -> PreTrainedModel:
-    """Build the same from tensors in memory, by their names in checkpoints; they are taken over, not copied.
+    """Build the same from tensors, by their names in checkpoints; they are taken over, not copied.
 
     Args:
+        state: the tensors, or what reads them, so that none is held beside what the model makes of it.
         path: where they come from, for error messages.
         fit: gives the model of the configuration further sizes, in place, before it gets its weights.
 
@@ -168,6 +177,8 @@ def load_state(
         ValueError: see ``load_model``.
     """
     model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    # From 5 on transformers itself reads entries by a subscript, one after the other.
+    held = dict(state) if _IS_5 else {name: each[...] for name, each in state.items()}
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
@@ -180,7 +191,7 @@ def load_state(
         "__qualname__": model_class.__qualname__,
     }
     fitted = type(model_class.__name__, (model_class,), entries)
-    model = _loaded(path, config, dtype, fitted, None, state_dict=state)
+    model = _loaded(path, config, dtype, fitted, None, state_dict=held)
     model.__class__ = model_class
     return model
 

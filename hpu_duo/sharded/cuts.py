@@ -97,9 +97,8 @@ class Cut:
             ValueError: it ends within the part.
         """
         shape = list(tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape())
-        size, most = shape[self.dim], max(end for _, end in self.spans)
-        if most > size and not self.is_padded:
-            raise ValueError(f"expected {most} or more in dimension {self.dim}, got a tensor of {shape}")
+        self.check(shape)
+        size = shape[self.dim]
         parts = []
         for begin, end in self.spans:
             kept = slice(min(begin, size), min(end, size))
@@ -109,6 +108,14 @@ class Cut:
             if missing:
                 parts.append(part.new_zeros(*shape[: self.dim], missing, *shape[self.dim + 1 :]))
         return torch.cat(parts, dim=self.dim) if len(parts) > 1 else parts[0].clone()
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise ValueError if a tensor of a shape ends within the part."""
+        most = max(end for _, end in self.spans)
+        if most > shape[self.dim] and not self.is_padded:
+            raise ValueError(
+                f"expected {most} or more in dimension {self.dim}, got a tensor of {list(shape)}"
+            )
 
 
 def merged(spans: Sequence[Span]) -> tuple[Span, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import build_without_weights, load_state
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.sharded.config import check_plan, narrowed_config
-from hpu_duo.sharded.cuts import Cutter
+from hpu_duo.sharded.cuts import Cut, Cutter
 from hpu_duo.sharded.experts import ExpertShare
 from hpu_duo.sharded.fit import Fit
 from hpu_duo.sharded.fused_rows import head_sizes
@@ -96,8 +97,36 @@ def _beside(whole: PreTrainedModel, layer: DecoderLayer) -> set[str]:
     return beside
 
 
-def read_share(path: str | Path, whole: nn.Module, cutter: Cutter, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Read the slices of a checkpoint that a rank holds, by name, into memory of their own.
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of a tensor in a file, which is read when it is asked for by ``[...]``.
+
+    Nobody holds it twice then: transformers merges experts into one tensor, and lets go of each as it does.
+
+    Attributes:
+        tensors: the open file.
+        key: name of the tensor there.
+        cut: of the rank; None for all of it.
+        is_zero: whether another rank has its values.
+    """
+
+    tensors: Any
+    key: str
+    cut: Cut | None
+    is_zero: bool
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self.cut is None:
+            # A slice of a tensor without dimensions cannot be read by a subscript.
+            part = self.tensors.get_tensor(self.key)
+        else:
+            part = self.cut.of(self.tensors.get_slice(self.key))
+        read: torch.Tensor = torch.zeros_like(part) if self.is_zero else part
+        return read[index]
+
+
+def read_share(path: str | Path, whole: nn.Module, cutter: Cutter, ranks: Ranks) -> dict[str, Piece]:
+    """Return the slices of a checkpoint that a rank holds, by name; none is read yet.
 
     Args:
         whole: the whole model on ``meta``. Files may have other names, whose shapes are then not compared.
@@ -105,26 +134,24 @@ def read_share(path: str | Path, whole: nn.Module, cutter: Cutter, ranks: Ranks)
     Raises:
         ValueError: a file is damaged, or a tensor has another shape than the model's or cannot be cut.
     """
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, Piece] = {}
     expected = {name: list(tensor.shape) for name, tensor in whole.state_dict().items()}
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in list(tensors.keys()):
-                    if (name := cutter.name(key)) is None:
-                        continue
-                    piece = tensors.get_slice(key)
-                    shape = list(piece.get_shape())
-                    if shape != expected.get(key, shape):
-                        raise ValueError(
-                            f"the weights in {path} do not fit the configuration: expected {key} of shape "
-                            f"{expected[key]}, got {shape}"
-                        )
-                    cut = cutter.cut(key, shape)
-                    # A slice of a tensor without dimensions cannot be read by a subscript.
-                    state[name] = tensors.get_tensor(key) if cut is None else cut.of(piece)
-                    if ranks.rank and cutter.is_added_once(key):
-                        state[name].zero_()
+            tensors = safe_open(file, framework="pt")
+            for key in list(tensors.keys()):
+                if (name := cutter.name(key)) is None:
+                    continue
+                shape = list(tensors.get_slice(key).get_shape())
+                if shape != expected.get(key, shape):
+                    raise ValueError(
+                        f"the weights in {path} do not fit the configuration: expected {key} of shape "
+                        f"{expected[key]}, got {shape}"
+                    )
+                cut = cutter.cut(key, shape)
+                if cut is not None:
+                    cut.check(shape)
+                state[name] = Piece(tensors, key, cut, ranks.rank > 0 and cutter.is_added_once(key))
         except SafetensorError as error:
             raise ValueError(f"expected whole *.safetensors files in {path}, got: {error}") from error
     return state

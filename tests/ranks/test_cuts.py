@@ -202,7 +202,29 @@ def test_weights_of_another_shape_than_the_configuration_says_are_refused(
 def test_tensors_without_dimensions_are_read_whole(tmp_path: Path) -> None:
     save_file({"model.layers.0.mlp.act_fn.alpha_p": torch.tensor(0.8)}, tmp_path / "model.safetensors")
     state = read_share(tmp_path, nn.Module(), cutters(4, 2, 2)[1], Ranks(1, 2))
-    assert torch.equal(state["model.layers.0.mlp.act_fn.alpha_p"], torch.tensor(0.8))
+    assert torch.equal(state["model.layers.0.mlp.act_fn.alpha_p"][...], torch.tensor(0.8))
+
+
+def test_slices_are_read_when_they_are_asked_for_and_held_by_nobody(tmp_path: Path) -> None:
+    name, bias = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.bias"
+    whole = torch.arange(18.0).view(3, 6)
+    save_file({name: whole, bias: torch.ones(3)}, tmp_path / "model.safetensors")
+    first, second = (
+        read_share(tmp_path, nn.Module(), cutters(4, 2, 2)[rank], Ranks(rank, 2)) for rank in range(2)
+    )
+    assert torch.equal(torch.cat([first[name][...], second[name][...]], dim=1), whole)
+    assert torch.equal(first[bias][...], torch.ones(3))
+    assert torch.equal(second[bias][...], torch.zeros(3)), "the first rank adds it"
+    kept, again = second[name][...], second[name][...]
+    kept.zero_()
+    assert torch.equal(again, whole[:, 3:])
+
+
+def test_a_tensor_without_a_rank_s_part_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    key = "model.layers.0.self_attn.k_proj.weight"
+    save_file({key: torch.ones(4, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"expected 8 or more in dimension 0, got a tensor of \[4, 3\]"):
+        read_share(tmp_path, nn.Module(), cutters(4, 4, 2)[1], Ranks(1, 2))
 
 
 @pytest.mark.parametrize(
