@@ -149,3 +149,12 @@ def test_what_cannot_be_asked_is_refused(
     refused = hpu_duo("eval", *words, "--out", tmp_path / "out")
     assert (refused.exit_code, message in refused.stderr) == (2, True), refused.output
     assert not (tmp_path / "out").exists()
+
+
+def test_passkeys_are_asked_where_prompts_choose_blocks(hpu_duo: Run) -> None:
+    sizes = ("--num-tokens", "400", "--num-documents", "1", "--num-passkeys", "1", "--passkey-words", "3")
+    rule = ("--attention-rule", "top_blocks:blocks=4", "--block-size", "32")
+    done = hpu_duo("eval", "passkey", *sizes, *rule, "--json")
+    assert done.exit_code == 0, done.output
+    assert "--decode-len is 1" in done.stderr
+    assert json.loads(done.stdout)["num_exact"] == 1
