@@ -30,6 +30,7 @@ class StepLimits:
         step_tokens: query tokens that a full step computes in the time of an almost empty one. A prefix that
             is short beside them is computed again where a request would have to wait for it.
         uses_block_positions: steps tell where the blocks of the unique part begin, for heads with a rule.
+        uses_token_classes: steps tell the classes of new tokens, for heads that keep some classes first.
         caches_prefixes: requests take up what earlier ones with the same beginning have computed.
         num_snapshots: ring rows behind those of requests, for states that prefixes are taken up with.
         max_block_moves: held blocks that are moved before a step, so that what the unique part reads of the
@@ -68,6 +69,7 @@ class StepLimits:
     shares_blocks: bool = False
     step_tokens: int = 0
     uses_block_positions: bool = False
+    uses_token_classes: bool = False
 
     def __post_init__(self) -> None:
         for name in (

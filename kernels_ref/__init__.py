@@ -11,6 +11,7 @@ from kernels_ref.groups import (
     Owner,
     Rings,
     SlotView,
+    TokenClass,
     WholePrompts,
 )
 from kernels_ref.hpu.operators import FusedOperators
@@ -58,6 +59,7 @@ __all__ = [
     "Step",
     "StepParts",
     "StepTensors",
+    "TokenClass",
     "UnitLayout",
     "WholePrompts",
     "as_units",

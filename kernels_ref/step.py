@@ -44,6 +44,8 @@ class StepTensors(NamedTuple):
         owner: row that reads block ``b`` of the contiguous slice whole, ``N`` = nobody, ``[NU]``.
         owner_start: position of the first slot of each of these blocks that anybody has, ``[NU]``; empty
             where no kind of head group asks for it (``GroupKind.needs_block_positions``).
+        token_class: ``TokenClass`` of each token, 0 for padding, ``[Q]``; empty where no kind asks for it
+            (``GroupKind.needs_token_classes``).
     """
 
     positions: torch.Tensor
@@ -62,6 +64,7 @@ class StepTensors(NamedTuple):
     shared_reads: torch.Tensor
     owner: torch.Tensor
     owner_start: torch.Tensor
+    token_class: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,9 @@ class StepGeometry:
         trash_block, trash_row: block and ring row that padding reads and writes.
         max_chunk_rows: rings gathered for prompt rows with context (C).
         decode_len: most new tokens of a decode row (M).
-        max_block_moves, uses_rows, uses_block_positions, num_regions: see ``StepLimits``; without rows,
-            prompt rows gather no rings, and there may be more of them than C. With regions, prompt rows are
-            in the order of these.
+        max_block_moves, uses_rows, uses_block_positions, num_regions, uses_token_classes: see ``StepLimits``;
+            without rows, prompt rows gather no rings, and there may be more of them than C. With regions,
+            prompt rows are in the order of these.
     """
 
     block_size: int
@@ -93,6 +93,7 @@ class StepGeometry:
     uses_rows: bool = True
     uses_block_positions: bool = False
     num_regions: int = 0
+    uses_token_classes: bool = False
 
     @classmethod
     def of(cls, limits: StepLimits) -> StepGeometry:
@@ -107,6 +108,7 @@ class StepGeometry:
             limits.uses_rows,
             limits.uses_block_positions,
             limits.num_regions,
+            limits.uses_token_classes,
         )
 
     def field_shapes(self, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
@@ -132,6 +134,7 @@ class StepGeometry:
             "shared_reads": (counts.rows + 1, bucket.num_shared_blocks),
             "owner_start": (bucket.num_unique_blocks if self.uses_block_positions else 0,),
             "owner": (bucket.num_unique_blocks,),
+            "token_class": (bucket.query_len if self.uses_token_classes else 0,),
         }
 
 
@@ -191,18 +194,27 @@ def exact_shape(plan: StepPlan, block_size: int) -> BatchShape:
 
 
 def fill(
-    host: Mapping[str, np.ndarray], batch: StepBatch, bucket: BatchShape, geometry: StepGeometry
+    host: Mapping[str, np.ndarray],
+    batch: StepBatch,
+    bucket: BatchShape,
+    geometry: StepGeometry,
+    class_of: np.ndarray | None = None,
 ) -> None:
     """Write a step into the arrays of its bucket, padding included.
 
     Args:
         host: arrays of ``geometry.field_shapes(bucket)``; every element is written.
+        class_of: ``kernels_ref.TokenClass`` of each token of the vocabulary, where steps tell it.
     """
     assert bucket.holds(batch.shape), f"{bucket} does not hold {batch.shape}"
     _fill_tokens(host, batch, bucket.num_logits, geometry)
     _fill_rows(host, batch, geometry)
     _fill_shared(host, batch, geometry)
     _fill_unique(host, batch, bucket.num_logits, geometry)
+    if geometry.uses_token_classes:
+        known = batch.token_ids if class_of is None else class_of[batch.token_ids]
+        assert class_of is not None or not len(known), "classes of tokens are known"
+        _put(host["token_class"], known, 0)
 
 
 def _put(target: np.ndarray, values: np.ndarray, pad: int) -> None:

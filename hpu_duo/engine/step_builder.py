@@ -39,6 +39,10 @@ class StepBuilder:
         bucket_of: returns the shape to pad a step to.
         vocab_size: width of the logits.
         is_static: the device compiles each route of sampling; see ``static_route``.
+
+    Attributes:
+        class_of: class of each token of the vocabulary, for heads that keep some classes first; to be set
+            before the first step of such a model.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class StepBuilder:
     ) -> None:
         self._geometry, self._bucket_of = geometry, bucket_of
         self._vocab_size, self._is_static = vocab_size, is_static
+        self.class_of: np.ndarray | None = None
         self._host = HostInputs(partial(message_fields, geometry), largest)
 
     def build(self, plan: StepPlan, sampling: Mapping[int, Sequence[SamplingRow]]) -> BuiltStep:
@@ -106,7 +111,7 @@ class StepBuilder:
         hosted: tuple[int, ...],
     ) -> StepMessage:
         fields = self._host.stage(bucket)
-        fill(fields, batch, bucket, self._geometry)
+        fill(fields, batch, bucket, self._geometry, self.class_of)
         num_copies = write_copies(fields, copies, self._geometry)
         ints = self._host.take(bucket)
         return StepMessage(

@@ -237,6 +237,11 @@ class MemoryPlan:
         return found
 
     @cached_property
+    def uses_token_classes(self) -> bool:
+        """Whether any group of heads, here or on another rank, needs the classes of tokens."""
+        return any(group.kind.needs_token_classes for group in self.groups_of_ranks)
+
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
         return self._unit_bytes(Owner.BLOCK)

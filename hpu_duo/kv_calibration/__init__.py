@@ -9,7 +9,7 @@ from hpu_duo.kv_calibration.head_budgets import head_budgets, plan_of_budgets
 from hpu_duo.kv_calibration.methods import CalibrationMethod
 from hpu_duo.kv_calibration.prompts import Documents, PromptFile
 from hpu_duo.kv_calibration.sizes import Quantised, quantised
-from hpu_duo.kv_calibration.token_classes import TokenClasses, TokenClassifier
+from hpu_duo.kv_policies.token_classes import TokenClasses, TokenClassifier
 
 __all__ = [
     "AdaKV",

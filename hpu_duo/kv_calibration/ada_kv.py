@@ -18,8 +18,8 @@ from hpu_duo.kv_calibration.collect import LayerAttention
 from hpu_duo.kv_calibration.head_budgets import budgets_of_counts, head_counts, plan_of_budgets
 from hpu_duo.kv_calibration.methods import CalibrationMethod, Measurement, PlannedLayers
 from hpu_duo.kv_calibration.sizes import quantised
-from hpu_duo.kv_calibration.token_classes import TokenClasses
 from hpu_duo.kv_policies import TOVA, ExpectedAttention, SnapKV, make_kv_policy
+from hpu_duo.kv_policies.token_classes import TokenClasses
 from kernels_ref import KVPolicy
 
 _QUERIES = 32

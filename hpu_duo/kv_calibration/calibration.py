@@ -17,8 +17,8 @@ from hpu_duo.kv_calibration.calibrated import CalibratedPlan, PlannedHead
 from hpu_duo.kv_calibration.collect import LayerAttention, collect
 from hpu_duo.kv_calibration.methods import CalibrationMethod
 from hpu_duo.kv_calibration.prompts import Documents, PromptFile, check_lengths
-from hpu_duo.kv_calibration.token_classes import TokenClasses, TokenClassifier
 from hpu_duo.kv_plan import Keep
+from hpu_duo.kv_policies.token_classes import TokenClasses, TokenClassifier
 from hpu_duo.modeling.loading import load_tokenizer, read_config
 from hpu_duo.modeling.model_files import model_name
 

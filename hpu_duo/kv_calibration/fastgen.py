@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hpu_duo.kv_calibration.sizes import Quantised, quantised
-from hpu_duo.kv_calibration.token_classes import TokenClasses
 from hpu_duo.kv_plan import Keep, KVPlan
+from hpu_duo.kv_policies.token_classes import TokenClasses
 
 
 class Kind(IntEnum):
@@ -193,9 +193,9 @@ def fastgen_plan(
 ) -> tuple[KVPlan, Quantised | None]:
     """Return a plan of what the engine can keep in place of each choice, and its budgets of few sizes.
 
-    A running head knows positions and scores, and no classes of tokens. So heads that need everything keep
-    all tokens, and others have as many tokens as their choice needs under ``h2o``: without a window, heavy
-    hitters only (``recent=0``); with one, half of the budget for the newest (``recent=0.5``).
+    Heads that need everything keep all tokens, and others a set of ``fastgen`` with as many slots as their
+    choice needs: special tokens; punctuation too, with the window in the slots that are left; heavy hitters
+    too, with half of the slots for the newest tokens.
 
     Args:
         choices: by layer and KV head.
@@ -215,4 +215,5 @@ def fastgen_plan(
 
 
 def _keep(choice: FastGenChoice, budget: int) -> Keep:
-    return Keep(f"h2o:recent={0.5 if choice.kind >= Kind.WINDOW else 0.0}", budget)
+    kept = {Kind.SPECIAL: "special", Kind.HEAVY: "heavy"}.get(choice.kind, "punctuation")
+    return Keep(f"fastgen:keep={kept}", budget)

@@ -16,7 +16,7 @@ from hpu_duo.kv_calibration.fastgen import (
     kind_shares,
 )
 from hpu_duo.kv_calibration.methods import CalibrationMethod, Measurement, PlannedLayers
-from hpu_duo.kv_calibration.token_classes import TokenClasses
+from hpu_duo.kv_policies.token_classes import TokenClasses
 
 
 @dataclass(frozen=True)

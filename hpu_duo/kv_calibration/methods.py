@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hpu_duo.kv_calibration.calibrated import PlannedHead
 from hpu_duo.kv_calibration.collect import LayerAttention
-from hpu_duo.kv_calibration.token_classes import TokenClasses
+from hpu_duo.kv_policies.token_classes import TokenClasses
 
 PlannedLayers = tuple[tuple[PlannedHead, ...], ...]
 

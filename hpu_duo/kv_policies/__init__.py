@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from hpu_duo.kv_policies.expected_attention import ExpectedAttention
+from hpu_duo.kv_policies.fastgen import FastGenSet
 from hpu_duo.kv_policies.h2o import HeavyHitters
 from hpu_duo.kv_policies.local import Local
 from hpu_duo.kv_policies.snapkv import SnapKV
@@ -16,6 +17,7 @@ __all__ = [
     "KV_POLICIES",
     "TOVA",
     "ExpectedAttention",
+    "FastGenSet",
     "Fixed",
     "HeavyHitters",
     "Local",
@@ -27,6 +29,7 @@ __all__ = [
 
 KV_POLICIES: dict[str, Callable[..., KVPolicy]] = {
     "expected-attention": ExpectedAttention,
+    "fastgen": FastGenSet,
     "fixed": Fixed,
     "h2o": HeavyHitters,
     "local": Local,

@@ -115,6 +115,15 @@ class SharedPolicy(KVPolicy):
         return self.policy.weighs_decodes
 
     @property
+    def marks_tokens(self) -> bool:
+        """As the policy says."""
+        return self.policy.marks_tokens
+
+    def first_score(self, token_class: torch.Tensor) -> torch.Tensor:
+        """Return what the policy says."""
+        return self.policy.first_score(token_class)
+
+    @property
     def pools_heads(self) -> bool:
         """As the policy says."""
         return self.policy.pools_heads

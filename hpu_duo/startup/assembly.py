@@ -14,6 +14,7 @@ from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
+from hpu_duo.kv_policies.token_classes import TokenClassifier
 from hpu_duo.modeling.loading import dtype_note, load_model, read_config, resolve_dtype
 from hpu_duo.modeling.probe import probe
 from hpu_duo.modeling.rope import frequencies_note
@@ -110,8 +111,16 @@ def engine_around(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
 ) -> Engine:
-    """Put requests and a scheduler around a device side."""
+    """Put requests and a scheduler around a device side.
+
+    Raises:
+        ValueError: heads keep some classes of tokens first, and there is no tokenizer to tell them.
+    """
     runner, blueprint, limits = side.runner, side.blueprint, side.limits
+    if limits.uses_token_classes:
+        if tokenizer is None:
+            raise ValueError("kv_policy 'fastgen' needs the model's tokenizer, which tells special tokens")
+        runner.builder.class_of = TokenClassifier(tokenizer).table(side.vocab_size)
     policy = make_policy(config.scheduler.scheduling_policy)
     scheduler = Scheduler(limits, _trimming(config, runner), policy)
     ranker = read_ranker(config.scheduler, side.vocab_size)

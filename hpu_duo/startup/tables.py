@@ -175,6 +175,7 @@ def resolve_limits(
         num_regions=memory.num_regions,
         shares_blocks=shares_blocks and chunk_grid > 0,
         uses_block_positions=memory.uses_block_positions,
+        uses_token_classes=memory.uses_token_classes,
     )
 
 

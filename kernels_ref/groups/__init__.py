@@ -4,7 +4,7 @@ from kernels_ref.groups.blocks import Blocks, BlockStep
 from kernels_ref.groups.budget import Budget, BudgetStep
 from kernels_ref.groups.chosen import ChosenBlocks, ChosenStep
 from kernels_ref.groups.kind import GroupInputs, GroupKind, HeadGroup, Owner
-from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView
+from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView, TokenClass
 from kernels_ref.groups.rings import Rings, RingStep
 from kernels_ref.groups.transients import HeadSizes, PartSizes
 from kernels_ref.groups.whole_prompts import WholePrompts
@@ -27,5 +27,6 @@ __all__ = [
     "RingStep",
     "Rings",
     "SlotView",
+    "TokenClass",
     "WholePrompts",
 ]

@@ -46,6 +46,7 @@ class BudgetStep(NamedTuple):
         place: where a table of the P * T entries of prompt rows, of N rows and of the trash has each token,
             int32 ``[Q]``.
         decode_row: units of decode rows, the trash for others, int32 ``[N]``.
+        token_class: of the first new token of each row, 0 where no policy marks tokens, int32 ``[N]``.
         chunk: the prompt rows.
         turns: rotations of queries.
     """
@@ -54,6 +55,7 @@ class BudgetStep(NamedTuple):
     end: torch.Tensor
     place: torch.Tensor
     decode_row: torch.Tensor
+    token_class: torch.Tensor
     chunk: ChunkStep
     turns: BudgetTurns
 
@@ -129,6 +131,11 @@ class Budget(GroupKind):
         return False
 
     @property
+    def needs_token_classes(self) -> bool:
+        """Whether the policy marks tokens."""
+        return self.policy.marks_tokens
+
+    @property
     def state_bytes(self) -> int:
         """A position and a score."""
         return _STATE_BYTES
@@ -160,7 +167,10 @@ class Budget(GroupKind):
             chunk_position = torch.where(slot < chunk.start[:, None], slot, -1)
         seen = Leading(torch.clamp(end, max=self.budget)[:, None, None])
         turns = budget_turns(self.policy, self.frequencies, self.budget, t, chunk)
-        plan = BudgetStep(RingStep(nothing, seen, chunk_position), end, place, decode_row, chunk, turns)
+        ring, token_class = RingStep(nothing, seen, chunk_position), torch.zeros_like(end)
+        if self.policy.marks_tokens:
+            token_class = gather(t.token_class, t.row_query_start)
+        plan = BudgetStep(ring, end, place, decode_row, token_class, chunk, turns)
         return dict.fromkeys(layouts, plan)
 
     def _chunk(self, t: StepTensors, place: torch.Tensor) -> tuple[ChunkStep, torch.Tensor]:
@@ -171,9 +181,11 @@ class Budget(GroupKind):
         rows = (torch.cat([x, x.new_zeros(1)]) for x in (t.row_start, t.row_num_new, t.row_query_start))
         start, num_new, begin = (gather(x, torch.clamp(t.chunk_row, max=no_row)) for x in rows)
         number = torch.arange(size, dtype=start.dtype, device=start.device)
-        chunk = ChunkStep(
-            t.chunk_row, start, num_new, torch.clamp(begin[:, None] + number, max=num_queries - 1)
-        )
+        token = torch.clamp(begin[:, None] + number, max=num_queries - 1)
+        chunk = ChunkStep(t.chunk_row, start, num_new, token)
+        if self.policy.marks_tokens:
+            token_class = gather(t.token_class, token.view(-1)).view(token.shape)
+            chunk = chunk._replace(token_class=token_class)
         is_own = (t.chunk_row[:, None] == t.causal_row) & (t.causal_row < no_row)
         first = torch.arange(0, len(start) * size, size, dtype=start.dtype, device=start.device) - start
         entry = torch.where(is_own, first[:, None] + t.positions, -1).amax(dim=0)
@@ -189,7 +201,8 @@ class Budget(GroupKind):
         if parts.causal:
             of_tokens, kept = self._read_prompts(run, inputs, units, step)
         if parts.unique:
-            taken = take_in(self.policy, units.state, layout, plan.end, plan.decode_row, run.first_to_go)
+            rows = plan.end, plan.decode_row, run.first_to_go, plan.token_class
+            taken = take_in(self.policy, units.state, layout, *rows)
         run.write_kv(units, *self._written(layout, plan, kept, taken, inputs.new))
         # Views from before would be inputs of this graph beside the stores, where it was cut in between.
         units = units.seen_anew()

@@ -80,7 +80,10 @@ def scored_tokens(
     """
     old, num_held = held.state, held.num_slots
     new_position = held.new_position(chunk)
-    new_score = torch.zeros(new_position.shape, dtype=torch.float32, device=new_position.device)
+    if chunk.token_class is None:
+        new_score = torch.zeros(new_position.shape, dtype=torch.float32, device=new_position.device)
+    else:
+        new_score = policy.first_score(chunk.token_class)[:, None].expand(new_position.shape)
     slots = SlotView(
         torch.cat([old.score[..., :num_held], new_score], dim=-1),
         torch.cat([old.position[..., :num_held], new_position], dim=-1),

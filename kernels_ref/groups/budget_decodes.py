@@ -35,14 +35,16 @@ def take_in(
     end: torch.Tensor,
     unit: torch.Tensor,
     first_to_go: FirstToGo,
+    token_class: torch.Tensor,
 ) -> DecodeSlots:
-    """Give the new token of each decode row a slot, and write its position and a score of 0 there.
+    """Give the new token of each decode row a slot, and write its position and first score there.
 
     Args:
         state: of all units, those of decode rows first; written in place.
         end: position behind the new token, 0 for rows without one, int32 ``[N]``.
         unit: unit of each row, the trash for rows without a token, int32 ``[N]``.
         first_to_go: of the implementation.
+        token_class: of each row's new token, int32 ``[N]``, for policies that mark tokens; any, for others.
     """
     num_heads, num_slots = layout.num_heads, layout.num_slots
     shape = (num_heads, num_slots)
@@ -54,9 +56,9 @@ def take_in(
     head = torch.arange(0, num_heads * num_slots, num_slots, dtype=dtype, device=end.device)
     place = (unit.to(dtype)[:, None] * (num_heads * num_slots) + head + written).view(-1)
     state.position.view(-1).index_copy_(0, place, (end - 1).repeat_interleave(num_heads))
-    if policy.num_observed != 0:
-        nothing = torch.zeros(place.shape, dtype=torch.float32, device=place.device)
-        state.score.view(-1).index_copy_(0, place, nothing)
+    if policy.has_scores:
+        first = policy.first_score(token_class).repeat_interleave(num_heads)
+        state.score.view(-1).index_copy_(0, place, first)
     valid = leading_slots(torch.clamp(end, max=num_slots), num_slots)[:, None]
     return DecodeSlots(_view(state, shape, valid, end), written[..., None])
 

@@ -38,7 +38,7 @@ def slot_to_write(
         first_to_go: of the implementation.
     """
     # In a full store every slot is valid, and in another one it does not matter who would go.
-    score = None if policy.num_observed == 0 else slots.score
+    score = slots.score if policy.has_scores else None
     given_up = first_to_go(score, slots.position, policy.protects(slots))
     num_stored = num_stored[:, None]
     return torch.where(num_stored == slots.num_slots, given_up, num_stored)

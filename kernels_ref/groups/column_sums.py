@@ -34,12 +34,14 @@ class ChunkStep(NamedTuple):
         row: unit of each, the trash where there is none, int32 ``[P]``.
         start, num_new: tokens that have come before, and new ones, 0 where there is none, int32 ``[P]``.
         token: flat index of each new token, any valid one behind them, int32 ``[P, T]``.
+        token_class: of each of these, for policies that mark tokens, int32 ``[P, T]``; else None.
     """
 
     row: torch.Tensor
     start: torch.Tensor
     num_new: torch.Tensor
     token: torch.Tensor
+    token_class: torch.Tensor | None = None
 
     @property
     def is_new(self) -> torch.Tensor:

@@ -110,6 +110,11 @@ class GroupKind(ABC):
         return False
 
     @property
+    def needs_token_classes(self) -> bool:
+        """Whether it asks for the classes of new tokens: ``StepTensors.token_class``."""
+        return False
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of ``KVUnits.state`` for one slot of one head; 0 for kinds without it."""
         return 0

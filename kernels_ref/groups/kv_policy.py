@@ -7,16 +7,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
+from enum import IntEnum
 from typing import ClassVar, NamedTuple
 
 import torch
+
+
+class TokenClass(IntEnum):
+    """Class of a token by its text, for policies that keep some classes first."""
+
+    OTHER = 0
+    PUNCTUATION = 1
+    SPECIAL = 2
 
 
 class SlotView(NamedTuple):
     """Tokens that are, or might be, kept, as far as a policy may know them.
 
     Attributes:
-        score: what attention has made of it so far, 0 for a new token, float32 ``[X, K, S]``.
+        score: what attention has made of it so far, ``first_score`` for a new token, float32 ``[X, K, S]``.
         position: in the text; anything where ``valid`` is not set, int32 ``[X, K, S]``, K may be 1.
         valid: whether there is a token, bool ``[X, K, S]``, K may be 1.
         end: position behind the newest token of the row, int32 ``[X, 1, 1]``.
@@ -49,9 +58,10 @@ class FutureQueries(NamedTuple):
 class KVPolicy(ABC):
     """Says which tokens a head keeps; a frozen dataclass of plain numbers.
 
-    A token begins with score 0. After each attention the policy turns scores and observed weights into new
-    scores. When a slot is needed, the unprotected token with the lowest score goes, of equal ones the one
-    with the lowest position. All methods are tensor code of static shapes, which captured steps contain.
+    A token begins with score 0, or with one by its class. After each attention the policy turns scores and
+    observed weights into new scores. When a slot is needed, the unprotected token with the lowest score goes,
+    of equal ones the one with the lowest position. All methods are tensor code of static shapes, which
+    captured steps contain.
 
     Attributes:
         name: by which users choose it.
@@ -73,6 +83,24 @@ class KVPolicy(ABC):
     def weighs_decodes(self) -> bool:
         """Whether it looks at the weights of decodes; otherwise it is told zeros, which cost nothing."""
         return self.num_observed != 0
+
+    @property
+    def marks_tokens(self) -> bool:
+        """Whether a new token has a score by its class: ``first_score``."""
+        return False
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether tokens differ in their scores."""
+        return self.num_observed != 0 or self.marks_tokens
+
+    def first_score(self, token_class: torch.Tensor) -> torch.Tensor:
+        """Return the scores of new tokens, float32.
+
+        Args:
+            token_class: numbers of ``TokenClass``, int32 of any shape.
+        """
+        return torch.zeros(token_class.shape, dtype=torch.float32, device=token_class.device)
 
     @property
     def pools_heads(self) -> bool:

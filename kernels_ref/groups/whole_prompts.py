@@ -36,9 +36,9 @@ class WholePrompts(Budget):
 
     While a prompt is under way its keys and values lie in a region, in the order of the text: the step's
     prompt row ``i`` has region ``i``. A chunk is written there, and attends to all tokens before it. Scores
-    of tokens are kept beside them where a policy counts the weights of all queries. Every chunk leaves in
-    the slots what the policy would keep of the text so far, so the last one leaves what stays, and decodes
-    know nothing of regions.
+    of tokens are kept beside them where a policy counts the weights of all queries, or marks tokens. Every
+    chunk leaves in the slots what the policy would keep of the text so far, so the last one leaves what
+    stays, and decodes know nothing of regions.
 
     Attributes:
         prompt_len: tokens of the longest prompt (L).
@@ -73,9 +73,9 @@ class WholePrompts(Budget):
         return self.prompt_len
 
     @property
-    def _sums_up(self) -> bool:
-        """Whether scores grow with each chunk."""
-        return self.policy.num_observed is None
+    def _keeps_scores(self) -> bool:
+        """Whether scores of earlier chunks count."""
+        return self.policy.num_observed is None or self.policy.marks_tokens
 
     def _chunk(self, t: StepTensors, place: torch.Tensor) -> tuple[ChunkStep, torch.Tensor]:
         """The prompt rows. In the table of places their tokens are in the trash: regions have them."""
@@ -95,7 +95,7 @@ class WholePrompts(Budget):
             of_tokens.append(self._of_text(run, inputs, text, plan, step.tensors))
         held = self._held(regions, num_read)
         slots = scored_tokens(run, self.policy, self.budget, held, plan.chunk, inputs, of_tokens, plan.turns)
-        if self._sums_up:
+        if self._keeps_scores:
             score = self._summed(regions, plan.chunk, slots.score, num_read)
             rows = torch.arange(len(score), dtype=index_dtype(score.device), device=score.device)
             regions.score.index_copy_(0, rows, score)
@@ -129,7 +129,7 @@ class WholePrompts(Budget):
         shape = layout.num_units, layout.num_heads, num_read
         number = torch.arange(num_read, dtype=torch.int32, device=regions.score.device)
         score = regions.score.view(*shape[:2], -1)[..., :num_read]
-        if not self._sums_up:
+        if not self._keeps_scores:
             score = torch.zeros_like(score)
         text = regions.units
         kv = Scratch(text.k[:, :, :num_read], text.v[:, :, :num_read]) if num_read else None

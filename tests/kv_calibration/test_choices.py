@@ -124,8 +124,8 @@ def test_plans_hold_what_choices_need_in_few_sizes() -> None:
     assert sizes is not None
     assert sizes.num_promoted == 1
     assert plan.layers == (
-        (Keep("h2o:recent=0.0", 2), Keep("h2o:recent=0.5", 31)),
-        (Keep("h2o:recent=0.5", 31), Keep()),
+        (Keep("fastgen:keep=special", 2), Keep("fastgen:keep=punctuation", 31)),
+        (Keep("fastgen:keep=heavy", 31), Keep()),
     )
     assert fastgen_plan([[full, full]])[1] is None
     assert plan_of_budgets([[4, 8]], "snapkv:window=2").layers[0][1] == Keep("snapkv:window=2", 8)

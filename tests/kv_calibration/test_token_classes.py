@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.kv_calibration import TokenClassifier
-from hpu_duo.kv_calibration.token_classes import is_punctuation
+from hpu_duo.kv_policies.token_classes import is_punctuation
 from tests.kv_calibration.conftest import ALPHABET, SPECIAL
 
 ASCII_MARKS = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"

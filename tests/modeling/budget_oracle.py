@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +36,14 @@ def _same(scores: dict[int, float], *_: Any) -> dict[int, float]:
 
 def _summed(scores: dict[int, float], own: list[dict[int, float]], *_: Any) -> dict[int, float]:
     return {p: score + sum(weights.get(p, 0.0) for weights in own) for p, score in scores.items()}
+
+
+def _unchanged(scores: dict[int, float], *_: Any) -> dict[int, float]:
+    return dict(scores)
+
+
+def _summed_but_marks(scores: dict[int, float], own: list[dict[int, float]], *_: Any) -> dict[int, float]:
+    return {p: scores[p] if scores[p] >= 1e9 else score for p, score in _summed(scores, own).items()}
 
 
 def _of_last(
@@ -85,6 +93,9 @@ RULES = {
     "snapkv:window=8,kernel=1": Rule(
         partial(_snapped, 8, 1), lambda position, end, budget: end - position <= 8
     ),
+    "fastgen:keep=special": Rule(_unchanged),
+    "fastgen:keep=punctuation": Rule(_unchanged),
+    "fastgen": Rule(_summed_but_marks, lambda position, end, budget: end - position <= budget // 2),
     "tova": Rule(_of_last),
     "tova:protect=3": Rule(_of_last, lambda position, end, budget: end - position <= 3),
 }
@@ -97,6 +108,8 @@ class BudgetOracle:
     Attributes:
         prompt_len: tokens that come in chunks; the others come one by one.
         heads: KV heads of each layer that have the budget; None = all.
+        marks: score with which a token begins, by its id; 0 for all others.
+        first: the same by position, once the text is known.
         kept: positions that each of these heads holds at the end, by layer.
     """
 
@@ -105,6 +118,8 @@ class BudgetOracle:
     chunk: int
     prompt_len: int
     heads: Sequence[Sequence[int]] | None = None
+    marks: Mapping[int, float] = field(default_factory=dict)
+    first: list[float] = field(default_factory=list)
     kept: dict[int, list[list[int]]] = field(default_factory=dict)
 
     def steps(self, length: int) -> list[tuple[int, int]]:
@@ -150,7 +165,7 @@ class BudgetOracle:
                 [weights[head][(number + 1) * (end - start) - 1]] for head in mine for number in range(group)
             ]
             for head in mine:
-                old = {**held[head], **dict.fromkeys(range(start, end), 0.0)}
+                old = {**held[head], **{position: self.first[position] for position in range(start, end)}}
                 held[head] = RULES[self.policy].update(old, weights[head], everyone, end - start)
                 if self.policy.startswith("expected"):
                     held[head] = self._expected(head, old, start, end)
@@ -225,6 +240,7 @@ AttentionInterface.register(NAME, _attention)
 @torch.inference_mode()
 def budget_logits(model: Any, oracle: BudgetOracle, tokens: Sequence[int]) -> torch.Tensor:
     """Logits after each token of one text, float ``[len(tokens), V]``; the oracle then knows what is kept."""
+    oracle.first = [oracle.marks.get(token, 0.0) for token in tokens]
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:

@@ -33,13 +33,14 @@ PLAN = KVPlan(
         {"kv_policy": "streaming-llm:positions=cache", "kv_budget": 10},
         {"kv_policy": "expected-attention", "kv_budget": 10},
         {"kv_plan": PLAN},
+        {"kv_policy": "fastgen", "kv_budget": 10},
         {"kv_policy": "h2o", "kv_budget": 10, **WHOLE},
         {"kv_policy": "h2o", "kv_budget": 10, "kv_prompt": "whole"},
         {"kv_policy": "snapkv:window=4", "kv_budget": 10, "kv_prompt": "whole", "pattern": PATTERN},
     ],
     ids=[
-        *("h2o", "tova-beside-blocks", "snapkv", "streaming-llm", "expected-attention", "plan", "whole"),
-        *("whole-in-chunks", "whole-in-chunks-beside-blocks"),
+        *("h2o", "tova-beside-blocks", "snapkv", "streaming-llm", "expected-attention", "plan", "fastgen"),
+        *("whole", "whole-in-chunks", "whole-in-chunks-beside-blocks"),
     ],
 )
 def test_requests_get_the_tokens_of_the_cpu_without_anything_new_after_warm_up(

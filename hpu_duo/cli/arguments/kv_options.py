@@ -15,7 +15,7 @@ KVPolicyName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME[:OPTION=VALUE,...]",
-        help="Which tokens heads keep that have a budget: h2o, tova, snapkv, expected-attention, "
+        help="Which tokens heads keep that have a budget: h2o, tova, snapkv, expected-attention, fastgen, "
         "streaming-llm, local, fixed or strided; those that stream under --pattern, else all. See "
         "docs/kv-budget.md.",
         show_default="all tokens",

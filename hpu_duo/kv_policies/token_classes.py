@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from kernels_ref import TokenClass
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,18 @@ class TokenClassifier:
         special = torch.tensor([each in self._special for each in ids], dtype=torch.bool)
         marks = torch.tensor([self._marks(each) for each in ids], dtype=torch.bool)
         return TokenClasses(special, marks & ~special)
+
+    def table(self, vocab_size: int) -> np.ndarray:
+        """Numbers of ``TokenClass`` of the whole vocabulary, int32 ``[vocab_size]``.
+
+        Rows of padding behind the tokenizer's own tokens are of no class.
+        """
+        known = min(vocab_size, len(self._tokenizer))
+        found = self.classes(range(known))
+        table = np.zeros(vocab_size, np.int32)
+        table[:known][found.punctuation.numpy()] = TokenClass.PUNCTUATION
+        table[:known][found.special.numpy()] = TokenClass.SPECIAL
+        return table
 
     def _marks(self, token: int) -> bool:
         known = self._is_mark.get(token)
