@@ -14,6 +14,7 @@ import transformers
 
 from graphs import BucketTable
 from hpu_duo.config import EngineConfig
+from hpu_duo.device import DeviceRuntime
 from hpu_duo.device.ranks import Membership
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv_plan import KVPlan
@@ -23,16 +24,16 @@ _OF_ITS_OWN = ("path", "pattern", "kv_plan", "ranker")
 """Settings that may differ: places of files, whose contents are compared, or that rank 0 alone reads."""
 
 
-def check_alike(config: EngineConfig, membership: Membership) -> None:
+def check_alike(config: EngineConfig, runtime: DeviceRuntime, membership: Membership) -> None:
     """Check that all ranks have the same model, versions and settings.
 
     Raises:
         RankError: they differ; the message names what differs, and the ranks.
     """
-    membership.compare_all(facts_of(config))
+    membership.compare_all(facts_of(config, runtime))
 
 
-def facts_of(config: EngineConfig) -> dict[str, str]:
+def facts_of(config: EngineConfig, runtime: DeviceRuntime) -> dict[str, str]:
     """Return the facts that ranks compare before they load anything, by name."""
     return {
         "model (config.json and weights, by model_fingerprint)": model_fingerprint(Path(config.model.path)),
@@ -40,6 +41,7 @@ def facts_of(config: EngineConfig) -> dict[str, str]:
         "version of transformers": transformers.__version__,
         "version of hpu-duo": version("hpu-duo"),
         "version of Python": platform.python_version(),
+        "version of the device and its software": runtime.version(),
         **settings_of(config),
     }
 

@@ -143,7 +143,7 @@ def build_share(
     """
     path = config.model.path
     hf_config = read_config(path)
-    check_alike(config, membership)
+    check_alike(config, place.runtime, membership)
     check_same_plan(read_kv_plan(config), membership)
     dtype = resolve_dtype(config.model.dtype, hf_config, place.device.type)
     check_exchanges(membership, place.device, dtype, sends_to_each=config.parallel.deals_blocks)

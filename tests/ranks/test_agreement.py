@@ -14,10 +14,16 @@ from safetensors.torch import load_file, save_file
 from graphs import BatchShape, BucketTable, Phase
 from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
 from hpu_duo.device.ranks import first_difference
+from hpu_duo.device.runtime import CpuRuntime
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv_plan import Keep, KVPlan
 from hpu_duo.startup.agreement import facts_of, pattern_digest, plan_digest
 from tests.modeling.families import Zoo
+
+
+def facts_on_cpu(config: EngineConfig) -> dict[str, str]:
+    return facts_of(config, CpuRuntime())
+
 
 Change = Callable[[EngineConfig], EngineConfig]
 
@@ -54,7 +60,7 @@ def test_ranks_with_the_same_of_everything_agree(config: EngineConfig, tmp_path:
         model=replace(config.model, path=copied),
         cache=replace(config.cache, kv_plan=copied / "plan.yaml"),
     )
-    assert first_difference([facts_of(config), facts_of(config), facts_of(elsewhere)]) is None
+    assert first_difference([facts_on_cpu(config), facts_on_cpu(config), facts_on_cpu(elsewhere)]) is None
 
 
 @pytest.mark.parametrize(
@@ -67,14 +73,16 @@ def test_ranks_with_the_same_of_everything_agree(config: EngineConfig, tmp_path:
     ],
 )
 def test_another_setting_is_refused_by_its_name(config: EngineConfig, change: Change, told: str) -> None:
-    found = first_difference([facts_of(config), facts_of(config), facts_of(change(config))])
+    found = first_difference([facts_on_cpu(config), facts_on_cpu(config), facts_on_cpu(change(config))])
     assert found is not None
     assert found.startswith(f"expected all ranks to have the same {told}")
 
 
-@pytest.mark.parametrize("name", ["torch", "transformers", "hpu-duo", "Python"])
+@pytest.mark.parametrize(
+    "name", ["torch", "transformers", "hpu-duo", "Python", "the device and its software"]
+)
 def test_another_version_is_refused_by_the_name_of_the_package(config: EngineConfig, name: str) -> None:
-    own = facts_of(config)
+    own = facts_on_cpu(config)
     found = first_difference([own, {**own, f"version of {name}": "0.1"}])
     assert found is not None
     assert found.startswith(f"expected all ranks to have the same version of {name}, got ")
@@ -87,7 +95,7 @@ def test_other_weights_of_the_same_shapes_are_refused(config: EngineConfig, tmp_
     [weights] = tmp_path.glob("*.safetensors")
     save_file({name: torch.zeros_like(each) for name, each in load_file(weights).items()}, weights)
     other = replace(config, model=replace(config.model, path=tmp_path))
-    found = first_difference([facts_of(config), facts_of(other)])
+    found = first_difference([facts_on_cpu(config), facts_on_cpu(other)])
     assert found is not None
     assert "same model (config.json and weights, by model_fingerprint), got" in found
 
