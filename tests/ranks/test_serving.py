@@ -10,8 +10,9 @@ import pytest
 
 from hpu_duo.device import run_processes
 from hpu_duo.heads import HeadPattern
+from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
-from tests.modeling.families import BASE, Zoo, make_config, prompts_of, save_random
+from tests.modeling.families import BASE, BLOCK, Zoo, make_config, prompts_of, save_random
 from tests.ranks.work import Answer, Case, serve, serve_here
 
 GREEDY = SamplingParams(max_tokens=14, temperature=0)
@@ -161,3 +162,29 @@ def test_simulated_hpus_capture_everything_ahead(zoo: Zoo, num_ranks: int) -> No
     assert answer.tokens == serve_here(Case(mha, prompts, [GREEDY] * 3, heads=case.heads)).tokens
     captured_ahead(answer)
     assert {own.kv_bytes for own in answer.of_ranks} == {answer.seen["kv_bytes"]}
+
+
+@pytest.mark.slow
+def test_compiled_ranks_give_the_tokens_of_one(zoo: Zoo) -> None:
+    # Rank 0 is this process: whoever counts exchanges there keeps torch from compiling.
+    prompts, greedy = prompts_of((3, 20), seed=4), SamplingParams(max_tokens=6, temperature=0)
+
+    def served(**settings: Any) -> tuple[list[list[int]], int]:
+        model = HPUDuoModel.from_pretrained(
+            zoo.load("llama_mha")[1],
+            dtype="float32",
+            pattern=pattern(1, (4, 2, 0, 4)),
+            block_size=BLOCK,
+            num_blocks=24,
+            max_num_seqs=2,
+            max_num_batched_tokens=16,
+            max_model_len=48,
+            **settings,
+        )
+        outputs = model.engine.generate(prompts, greedy)
+        return [list(each[0].token_ids) for each in outputs], model.engine.runner.graphs.counters.hits
+
+    expected, _ = served(graphs="eager")
+    found, num_compiled = served(graphs="compile", tensor_parallel_size=2)
+    assert found == expected
+    assert num_compiled > 0
