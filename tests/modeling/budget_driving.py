@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,25 @@ from hpu_duo.request import Request
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.budget_oracle import BudgetOracle, budget_logits
 from tests.modeling.driving import step_logits
+from tests.modeling.families import BLOCK, LENGTHS
+
+BUDGET, CHUNK, NUM_NEW = 9, 6, 12
+
+
+def load_budget(path: Path, policy: str, **options: Any) -> HPUDuoModel:
+    """Serve a checkpoint with few slots and two small chunks a step, unless told otherwise."""
+    defaults = {
+        "max_num_seqs": len(LENGTHS),
+        "max_num_batched_tokens": 2 * CHUNK + len(LENGTHS),
+        "max_chunk_rows": 2,
+        "max_model_len": 80,
+        "kv_policy": policy,
+        "kv_budget": BUDGET,
+        "kv_chunk": CHUNK,
+        "enable_prefix_caching": False,
+        "attention": "reference",
+    }
+    return HPUDuoModel.from_pretrained(path, block_size=BLOCK, **{**defaults, **options})
 
 
 class Seen(NamedTuple):

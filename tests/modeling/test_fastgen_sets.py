@@ -11,14 +11,12 @@ import pytest
 
 from graphs import BucketTable
 from graphs.backends.compile import CompileBackend
-from hpu_duo import HPUDuoModel
 from hpu_duo.kv_plan import Keep, KVPlan
 from kernels_ref import TokenClass
-from tests.modeling.budget_driving import assert_follows, run_budget
-from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
+from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows, load_budget, run_budget
+from tests.modeling.families import BLOCK, Zoo, prompts_of
 from tests.modeling.words import PUNCTUATION, SPECIAL, save_words
 
-BUDGET, CHUNK, NUM_NEW = 9, 6, 12
 MARKS = {
     "fastgen:keep=special": dict.fromkeys(SPECIAL, 2e9),
     "fastgen:keep=punctuation": {**dict.fromkeys(PUNCTUATION, 1e9), **dict.fromkeys(SPECIAL, 2e9)},
@@ -37,23 +35,8 @@ def path(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def load(path: Path, policy: str, **options: Any) -> HPUDuoModel:
-    defaults = {
-        "max_num_seqs": len(LENGTHS),
-        "max_num_batched_tokens": 2 * CHUNK + len(LENGTHS),
-        "max_chunk_rows": 2,
-        "max_model_len": 80,
-        "kv_policy": policy,
-        "kv_budget": BUDGET,
-        "kv_chunk": CHUNK,
-        "enable_prefix_caching": False,
-        "attention": "reference",
-    }
-    return HPUDuoModel.from_pretrained(path, block_size=BLOCK, **{**defaults, **options})
-
-
 def assert_served(zoo: Zoo, path: Path, policy: str, chunk: int = CHUNK, **options: Any) -> None:
-    seen = run_budget(load(path, policy, **options), prompts_of(), NUM_NEW)
+    seen = run_budget(load_budget(path, policy, **options), prompts_of(), NUM_NEW)
     numbers: dict[str, Any] = {"budget": BUDGET, "chunk": chunk, "marks": MARKS[policy]}
     assert_follows(zoo.load("llama")[0], seen, prompts_of(), policy=policy, **numbers)
 
@@ -82,7 +65,7 @@ def test_sets_are_chosen_from_whole_prompts_too(zoo: Zoo, path: Path, policy: st
 def test_cached_prefixes_keep_their_marks(zoo: Zoo, path: Path) -> None:
     options = {"enable_prefix_caching": True, "kv_chunk": BLOCK, "max_num_batched_tokens": 2 * BLOCK + 6}
     policy, prompt = "fastgen:keep=punctuation", prompts_of([37])[0]
-    served = load(path, policy, num_prefix_snapshots=8, **options)
+    served = load_budget(path, policy, num_prefix_snapshots=8, **options)
     prompts = [[*prompt, *more] for more in ([], [1, 5], [2, 3, 9])]
     for each in prompts:
         (seen,) = run_budget(served, [each], NUM_NEW)
@@ -94,7 +77,7 @@ def test_cached_prefixes_keep_their_marks(zoo: Zoo, path: Path) -> None:
 
 
 def test_every_token_of_the_vocabulary_has_its_class(path: Path) -> None:
-    served = load(path, "fastgen")
+    served = load_budget(path, "fastgen")
     found = served.engine.runner.builder.class_of
     assert found is not None
     assert set(np.flatnonzero(found == TokenClass.SPECIAL).tolist()) >= set(SPECIAL)
@@ -105,7 +88,7 @@ def test_every_token_of_the_vocabulary_has_its_class(path: Path) -> None:
 def test_sets_of_a_plan_lie_side_by_side(path: Path) -> None:
     heads = (Keep("fastgen:keep=special", 6), Keep("fastgen", BUDGET))
     options = {"kv_policy": None, "kv_budget": None, "kv_plan": KVPlan((heads,) * 4)}
-    seen = run_budget(load(path, "", **options), prompts_of(), NUM_NEW)
+    seen = run_budget(load_budget(path, "", **options), prompts_of(), NUM_NEW)
     for prompt, each in zip(prompts_of(), seen):
         text = [*prompt, *each.new[:-1]]
         special = [position for position, token in enumerate(text) if token in SPECIAL]
@@ -126,9 +109,9 @@ def test_sets_of_a_plan_lie_side_by_side(path: Path) -> None:
 )
 def test_other_sets_are_refused(path: Path, policy: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load(path, policy)
+        load_budget(path, policy)
 
 
 def test_a_model_without_a_tokenizer_is_refused(zoo: Zoo) -> None:
     with pytest.raises(ValueError, match="needs the model's tokenizer"):
-        load(zoo.load("llama")[1], "fastgen")
+        load_budget(zoo.load("llama")[1], "fastgen")

@@ -13,7 +13,7 @@ from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.engine.budget_stats import positions_of
 from hpu_duo.sampling import SamplingParams
-from tests.modeling.budget_driving import assert_follows, run_budget
+from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows, load_budget, run_budget
 from tests.modeling.driving import teacher_forced
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
 
@@ -30,25 +30,13 @@ POLICIES = [
     "streaming-llm:positions=cache",
     "expected-attention:sink=2,future=20",
 ]
-BUDGET, CHUNK, NUM_NEW = 9, 6, 12
 MASK = np.array([[1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0]], np.bool_)
 PATTERN = HeadPattern(MASK.astype(np.float32), 2, 3, retrieval=MASK)
 TABLE = BucketTable.from_strings(["csu/q20/s0/u0/l6"])
 
 
 def load(zoo: Zoo, name: str, policy: str, **options: Any) -> HPUDuoModel:
-    defaults = {
-        "max_num_seqs": len(LENGTHS),
-        "max_num_batched_tokens": 2 * CHUNK + len(LENGTHS),
-        "max_chunk_rows": 2,
-        "max_model_len": 80,
-        "kv_policy": policy,
-        "kv_budget": BUDGET,
-        "kv_chunk": CHUNK,
-        "enable_prefix_caching": False,
-        "attention": "reference",
-    }
-    return HPUDuoModel.from_pretrained(zoo.load(name)[1], block_size=BLOCK, **{**defaults, **options})
+    return load_budget(zoo.load(name)[1], policy, **options)
 
 
 def assert_served(zoo: Zoo, name: str, policy: str, **options: Any) -> None:

@@ -13,29 +13,16 @@ from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.modeling.attention import AttentionLayer
 from kernels_ref.chunks import ChunkBounds
-from tests.modeling.budget_driving import assert_follows, run_budget
+from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows, load_budget, run_budget
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of
 
-BUDGET, CHUNK, NUM_NEW = 9, 6, 12
 ONE_CHUNK = 1 << 20
 MASK = np.array([[1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0]], np.bool_)
 PATTERN = HeadPattern(MASK.astype(np.float32), 2, 3, retrieval=MASK)
 
 
 def load(zoo: Zoo, name: str, policy: str, **options: Any) -> HPUDuoModel:
-    defaults = {
-        "max_num_seqs": len(LENGTHS),
-        "max_num_batched_tokens": 2 * CHUNK + len(LENGTHS),
-        "max_chunk_rows": 2,
-        "max_model_len": 80,
-        "kv_policy": policy,
-        "kv_budget": BUDGET,
-        "kv_prompt": "whole",
-        "kv_chunk": CHUNK,
-        "enable_prefix_caching": False,
-        "attention": "reference",
-    }
-    return HPUDuoModel.from_pretrained(zoo.load(name)[1], block_size=BLOCK, **{**defaults, **options})
+    return load_budget(zoo.load(name)[1], policy, **{"kv_prompt": "whole", **options})
 
 
 def assert_served(zoo: Zoo, name: str, policy: str, **options: Any) -> None:
