@@ -18,7 +18,7 @@ from kernels_ref.index import gather
 from kernels_ref.partial import FLOOR, Partial
 from kernels_ref.scoring import Scoring, soften
 
-_SUMMED_QUERIES, _SUMMED_SCORES = 128, 1 << 20
+_SUMMED_QUERIES, _SUMMED_SCORES = 128, 1 << 21
 """Queries of a row, and scores of a row and query head, that exist at a time."""
 
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpu_duo.kv_policies import TOVA, HeavyHitters, Local, StreamingLLM
-from kernels_ref import KVPolicy, Partial, Scoring, SlotView
+from kernels_ref import KVPolicy, Partial, Scoring, SlotView, reference
 from kernels_ref.groups.budget_slots import assign_slots, kept_tokens, slot_to_write
-from kernels_ref.groups.column_sums import ChunkStep, column_sums, log_sum_exp
+from kernels_ref.groups.column_sums import ChunkStep, column_sums, log_sum_exp, summed_queries
+from tests.kernels_ref.budget_cases import some_chunks
 
 POLICIES: list[KVPolicy] = [Local(), StreamingLLM(2), HeavyHitters(0.5), HeavyHitters(0.0), TOVA(2)]
 SIZES = st.tuples(st.integers(3, 9), st.integers(1, 12), st.integers(0, 1 << 30))
@@ -162,6 +163,14 @@ def test_columns_sum_to_the_queries_and_are_those_of_the_matrix_of_weights(
         torch.testing.assert_close(
             found.sum(dim=-1), torch.tensor(counted).float()[:, None].expand(-1, num_heads), atol=1e-2, rtol=0
         )
+
+
+def test_weights_on_many_keys_are_summed_in_smaller_slices_of_queries() -> None:
+    assert summed_queries(17_000 + 130) < 128 < 130
+    chunks, exact = some_chunks([(17_000, 130), (3, 5)], 17_000, (1, 1, 4), torch.float32)
+    for num_observed in (None, 120):
+        found = chunks.sums(reference, num_observed)
+        torch.testing.assert_close(found, exact(num_observed).float(), atol=1e-5, rtol=1e-4)
 
 
 def test_the_log_sum_exp_of_parts_is_that_of_the_whole() -> None:
