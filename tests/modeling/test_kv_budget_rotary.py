@@ -78,6 +78,9 @@ def test_texts_beyond_the_trained_length_are_served_by_place(zoo: Zoo) -> None:
     for policy in ("streaming-llm", EXPECTED):
         with pytest.raises(ValueError, match="max_model_len of at most"):
             load(zoo, "llama", policy, **options)
+    for whole in ({"kv_chunk": 30}, {"kv_chunk": None, "max_num_batched_tokens": longest + 1}):
+        with pytest.raises(ValueError, match="max_model_len of at most"):
+            load(zoo, "llama", PLACED, **{**options, **WHOLE, **whole, "max_model_len": longest})
     most = longest - 60
     with pytest.raises(ValueError, match=f"of at most {most} tokens together"):
         load(zoo, "llama", PLACED, **{**options, "kv_budget": most})
