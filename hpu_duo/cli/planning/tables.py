@@ -145,7 +145,8 @@ def caveats(serving: Serving, found: Sequence[Capacity]) -> list[str]:
     if serving.kept is not None:
         lines.append(
             "Memory of heads with a KV budget is the engine's. Their speed is that of rings of as many "
-            "tokens: what policies do to score tokens and to choose among them is not in it."
+            "tokens: what policies do to score tokens and to choose among them is not in it, nor is the "
+            "attention over all before a chunk where prompts are read whole."
         )
     not_served = sorted({what for each in found for what in each.not_served})
     if not_served:
