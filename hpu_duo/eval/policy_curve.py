@@ -15,12 +15,13 @@ from hpu_duo.eval.curve import binarised
 from hpu_duo.eval.interval import interval_fields
 from hpu_duo.eval.kv_bytes import KVBytes
 from hpu_duo.eval.model_under_test import ModelUnderTest
-from hpu_duo.eval.passkey import PasskeyTask, passkey_accuracy
+from hpu_duo.eval.passkey import PasskeyQuestions, PasskeyTask, passkey_accuracy
 from hpu_duo.eval.passkey_text import BUILTIN_TEXT, PasskeyText
-from hpu_duo.eval.perplexity import PerplexityResult, stream_perplexity
+from hpu_duo.eval.perplexity import PerplexityResult, check_stream, stream_perplexity
 from hpu_duo.eval.result_file import ResultFile
 from hpu_duo.eval.ruler import QUESTION_TASKS, RULER_TASKS, RulerTask
 from hpu_duo.heads import HeadPattern
+from hpu_duo.kv_policies import make_kv_policy
 
 FULL, DUO, STREAMING = "full", "duo", "streaming"
 """Policies that are head patterns; all other names are those of ``kv_policy``."""
@@ -59,7 +60,8 @@ class PolicyPoint:
             num_tokens: of the text.
 
         Raises:
-            ValueError: the windows of streaming heads alone are larger than the budget.
+            ValueError: there is no such policy, or the budget is too small: for it, or for the windows of
+                streaming heads alone.
         """
         kept = int(self.budget * num_tokens)
         match self.policy:
@@ -73,6 +75,7 @@ class PolicyPoint:
                 shape = (pattern.num_layers, pattern.num_kv_heads)
                 return {"pattern": HeadPattern.all_streaming(*shape, sink=_SINK, recent=kept - _SINK)}
             case _:
+                make_kv_policy(self.policy).check(self.num_kept(num_tokens))
                 return {"kv_policy": self.policy, "kv_budget": float(self.num_kept(num_tokens))}
 
     def num_kept(self, num_tokens: int) -> int:
@@ -131,6 +134,24 @@ class PolicyTask:
         if self.num_samples < 1:
             raise ValueError(f"expected at least 1 sample of each of RULER's tasks, got {self.num_samples}")
 
+    def check(self, subject: ModelUnderTest) -> None:
+        """Refuse tasks that do not fit a model, before any of them is measured.
+
+        Raises:
+            ValueError: there is one.
+        """
+        # First by the length alone: a text that is far too long takes minutes to write.
+        subject.check_lengths([self.num_tokens], "texts")
+        for name in self.names:
+            match name:
+                case "perplexity":
+                    check_stream(subject, *self._stream(subject), _WINDOW)
+                case "ruler":
+                    for task in self._ruler_tasks(subject):
+                        task.sample(0)
+                case _:
+                    PasskeyQuestions.write(subject, self._passkey_task(name))
+
     def measure(self, name: str, subject: ModelUnderTest) -> dict[str, Any]:
         """Value with its 95 % interval, number of answers, bytes held, and the time that it took.
 
@@ -149,19 +170,21 @@ class PolicyTask:
             case "ruler":
                 return self._ruler(subject)
             case _:
-                return self._passkeys(subject, self.rehearsals if name == REHEARSED else None)
+                return self._passkeys(subject, name)
 
-    def _passkeys(self, subject: ModelUnderTest, rehearsals: Rehearsals | None) -> dict[str, Any]:
-        task = PasskeyTask(
+    def _passkey_task(self, name: str) -> PasskeyTask:
+        return PasskeyTask(
             self.num_tokens,
             self.num_documents,
             self.num_passkeys,
             self.passkey_words,
             self.seed,
             text=self.text,
-            rehearsals=rehearsals,
+            rehearsals=self.rehearsals if name == REHEARSED else None,
         )
-        found = passkey_accuracy(subject, task)
+
+    def _passkeys(self, subject: ModelUnderTest, name: str) -> dict[str, Any]:
+        found = passkey_accuracy(subject, self._passkey_task(name))
         return {
             **interval_fields("value", found.accuracy, found.num_answers),
             "num_answers": found.num_answers,
@@ -170,9 +193,7 @@ class PolicyTask:
 
     def _perplexity(self, subject: ModelUnderTest) -> dict[str, Any]:
         """The last quarter of a text, decoded; the interval is that of the mean over windows of 64 tokens."""
-        text = document(subject.count, self.num_tokens, 0, 1, self.seed).text
-        ids = subject.encode(text, is_start=True)
-        found = stream_perplexity(subject, ids, 3 * len(ids) // 4, _WINDOW)
+        found = stream_perplexity(subject, *self._stream(subject), _WINDOW)
         low, high = perplexity_interval(found)
         return {
             "value": found.perplexity,
@@ -182,9 +203,18 @@ class PolicyTask:
             **found.kv[-1].record_fields,
         }
 
+    def _stream(self, subject: ModelUnderTest) -> tuple[list[int], int]:
+        """A text, and its tokens that are not scored."""
+        text = document(subject.count, self.num_tokens, 0, 1, self.seed).text
+        ids = subject.encode(text, is_start=True)
+        return ids, 3 * len(ids) // 4
+
+    def _ruler_tasks(self, subject: ModelUnderTest) -> list[RulerTask]:
+        return [RulerTask(name, subject.count, self.num_tokens, seed=self.seed) for name in self.ruler_tasks]
+
     def _ruler(self, subject: ModelUnderTest) -> dict[str, Any]:
         """The mean over all samples of its tasks."""
-        tasks = [RulerTask(name, subject.count, self.num_tokens, seed=self.seed) for name in self.ruler_tasks]
+        tasks = self._ruler_tasks(subject)
 
         def question(at: int) -> Question:
             sample = tasks[at // self.num_samples].sample(at % self.num_samples)

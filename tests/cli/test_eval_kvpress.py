@@ -64,6 +64,15 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_documents_that_cannot_hold_what_is_asked_are_refused(
+    hpu_duo: Run, command: tuple[str | Path, ...]
+) -> None:
+    refused = hpu_duo(*command, "--num-tokens", "200", "--tasks", "rehearsed")
+    assert (refused.exit_code, "4 rehearsals of each and a tail" in refused.stderr) == (2, True), (
+        refused.output
+    )
+
+
 def test_a_press_that_fails_ends_the_command_with_its_last_lines(
     hpu_duo: Run, command: tuple[str | Path, ...], tmp_path: Path
 ) -> None:

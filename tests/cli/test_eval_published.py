@@ -119,6 +119,14 @@ def test_passkeys_are_asked_under_a_policy(hpu_duo: Run) -> None:
     assert [row["num_exact"] for row in report["full_attention"]] == [1]
 
 
+def test_policies_that_there_are_not_are_refused_before_others_are_measured(
+    hpu_duo: Run, tmp_path: Path
+) -> None:
+    refused = hpu_duo("eval", "curve", "--policies", "full", "h3o", "--out", tmp_path / "out")
+    assert (refused.exit_code, "expected kv_policy" in refused.stderr) == (2, True), refused.output
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -132,7 +140,24 @@ def test_passkeys_are_asked_under_a_policy(hpu_duo: Run) -> None:
         ),
         (("longbench-v2", "--file", "FILE"), "'_id' to be a text in question 1"),
         (("curve", "--policies", "h3o"), "expected kv_policy"),
+        (
+            ("curve", "--policies", "full", "tova:protect=900", "--budgets", "0.1"),
+            "at least 900 slots, got 200",
+        ),
         (("curve", "--policies", "full", "full"), "policies, each once"),
+        (
+            ("curve", "--policies", "full", "--num-tokens", "300"),
+            "4 rehearsals of each and a tail of 105 tokens",
+        ),
+        (("curve", "--policies", "full", "--num-tokens", "9000"), "texts of at most 8192 tokens"),
+        (
+            ("curve", "--policies", "full", "--num-tokens", "100", "--policy-tasks", "ruler"),
+            "num_tokens of at least 365 for niah_single_1, got 100",
+        ),
+        (
+            ("curve", "--policies", "full", "--num-tokens", "3", "--policy-tasks", "perplexity"),
+            "expected a tokenizer that can encode ''",
+        ),
         (("curve", "--policies", "duo", "--budgets", "0.01"), "a budget of at least 4.0%"),
         (("curve", "--policies", "full", "--policy-tasks", "chess"), "tasks among passkey, rehearsed"),
         (("curve", "--kv-policy", "h2o", "--kv-budget", "9"), "--policies h2o for curves, got --kv-policy"),

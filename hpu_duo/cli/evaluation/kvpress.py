@@ -182,7 +182,10 @@ class _Comparison:
         def load(point: PolicyPoint) -> ModelUnderTest:
             press = None if point.policy == FULL else press_of(point.policy)
             kept = point.num_kept(self.task.num_tokens)
-            return KVPressModel(process, tokenizer, self._max_len(), eos, press, kept)
+            with user_errors():
+                model = KVPressModel(process, tokenizer, self._max_len(), eos, press, kept)
+                self.task.check(model)
+            return model
 
         points = [one for one in self.points if one.policy == FULL or press_of(one.policy) is not None]
         yield from measured_points(points, self.task, load, results, {"system": "kvpress"})
@@ -213,7 +216,9 @@ class _Comparison:
             width = engine.max_num_seqs or eopt.MAX_NUM_SEQS
             engine = replace(engine, max_model_len=longest, max_num_batched_tokens=longest + width)
         with user_errors():
-            return Subject(load_model(self.choice.model, opt.HeadOptions(), engine, eopt.MAX_NUM_SEQS))
+            subject = Subject(load_model(self.choice.model, opt.HeadOptions(), engine, eopt.MAX_NUM_SEQS))
+            self.task.check(subject)
+            return subject
 
     def _max_len(self) -> int:
         from hpu_duo.modeling.loading import read_config

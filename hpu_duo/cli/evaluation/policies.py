@@ -147,7 +147,9 @@ class PolicyCurve:
                 # Heads with a budget decode one token at a time.
                 arguments["decode_len"] = 1
             engine = replace(self.choice.engine, **arguments)
-            return Subject(load_model(self.choice.model, heads, engine, eopt.MAX_NUM_SEQS))
+            subject = Subject(load_model(self.choice.model, heads, engine, eopt.MAX_NUM_SEQS))
+            self.task.check(subject)
+            return subject
 
     def _settings(self) -> dict[str, Any]:
         pattern = [self.pattern.sink, self.pattern.recent, *self.pattern.scores.ravel().tolist()]
