@@ -147,7 +147,7 @@ class OneScoringEngine(opt.EngineOptions):
 _STEP = ("device", "dtype", "graphs", "attention", "softmax")
 _HELD = ("max_num_batched_tokens", "block_size", "device_memory_utilization", "enable_prefix_caching")
 _SIZES = (
-    *_HELD,
+    *(*_HELD, "max_model_len"),
     *("kv_policy", "kv_budget", "kv_plan", "kv_prompt", "kv_chunk", "attention_rule", "max_ring_window"),
 )
 Engine = Annotated[EvaluationEngine, Only(*_STEP, "max_num_seqs", *_SIZES)]
@@ -193,6 +193,8 @@ class Choice:
             "kv_plan": None if self.engine.kv_plan is None else self.engine.kv_plan.name,
             "kv_prompt": self.engine.kv_prompt,
             "kv_chunk": self.engine.kv_chunk,
+            # A budget may be a share of it.
+            "max_model_len": self.engine.max_model_len,
             "attention_rule": self.engine.attention_rule,
             "max_ring_window": self.engine.max_ring_window,
         }
