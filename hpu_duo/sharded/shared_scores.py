@@ -119,6 +119,11 @@ class SharedPolicy(KVPolicy):
         """As the policy says."""
         return self.policy.marks_tokens
 
+    @property
+    def has_scores(self) -> bool:
+        """As the policy says."""
+        return self.policy.has_scores
+
     def first_score(self, token_class: torch.Tensor) -> torch.Tensor:
         """Return what the policy says."""
         return self.policy.first_score(token_class)

@@ -165,7 +165,10 @@ class BudgetOracle:
                 [weights[head][(number + 1) * (end - start) - 1]] for head in mine for number in range(group)
             ]
             for head in mine:
-                old = {**held[head], **{position: self.first[position] for position in range(start, end)}}
+                old = {
+                    **held[head],
+                    **dict(zip(range(start, end), self.first[start:end] or [0.0] * (end - start))),
+                }
                 held[head] = RULES[self.policy].update(old, weights[head], everyone, end - start)
                 if self.policy.startswith("expected"):
                     held[head] = self._expected(head, old, start, end)

@@ -16,7 +16,7 @@ from kernels_ref import FutureQueries, KVPolicy, SlotView
 from tests.ranks.threads import ThreadRanks
 
 Patch = Callable[[int], ThreadRanks]
-SHARED = ("h2o", "snapkv:window=3,kernel=3", "tova", "expected-attention:sink=1,future=3")
+SHARED = ("h2o", "snapkv:window=3,kernel=3", "tova", "expected-attention:sink=1,future=3", "fastgen")
 QUICK = settings(
     deadline=None,
     max_examples=30,
@@ -91,7 +91,7 @@ def test_scores_of_ranks_are_those_of_one(
 def test_only_scores_that_other_ranks_have_a_part_in_are_exchanged(name: str) -> None:
     policy = make_kv_policy(name)
     own_heads, copies = (ScoreExchange.of(num, Ranks(1, 4), "") for num in (4, 2))
-    looks_at_weights = name in ("h2o", "snapkv", "tova", "expected-attention")
+    looks_at_weights = name in ("h2o", "snapkv", "tova", "expected-attention", "fastgen")
     assert isinstance(SharedPolicy.of(policy, copies), SharedPolicy) == looks_at_weights
     assert isinstance(SharedPolicy.of(policy, own_heads), SharedPolicy) == (name == "tova")
 

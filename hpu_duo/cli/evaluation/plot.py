@@ -8,10 +8,10 @@ from typing import Any
 
 COLOURS = (
     *("#1b6ca8", "#2e8b57", "#8e5ea2", "#c58b00", "#00798c"),
-    *("#a44200", "#d16ba5", "#7a5195", "#6b8e23", "#5c4033"),
+    *("#a44200", "#d16ba5", "#7a5195", "#6b8e23", "#5c4033", "#264653"),
 )
 _FIXED = {"full attention": "#4d4d4d", "all streaming": "#d1495b", "random heads": "#9a9a9a"}
-MARKERS = "osD^vPX*<>"
+MARKERS = "osD^vPX*<>h"
 BAR = {"elinewidth": 0.8, "capsize": 2}
 
 Row = Mapping[str, Any]
