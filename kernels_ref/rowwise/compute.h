@@ -1,189 +1,274 @@
 // What the instructions of a row program compute.
+//
+// The instructions that most steps consist of read and write floats and bfloat16 where they lie; all others see
+// floats side by side, which are made for them where values lie otherwise.
 
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/Exception.h>
 
-#include <cmath>
-#include <cstring>
+#include <algorithm>
 
+#include "functions.h"
 #include "rows.h"
 
 namespace hpu_duo {
 namespace {
 
-using Vec = at::vec::Vectorized<float>;
+// Floats for values that are not floats side by side: three operands and a result.
+class Scratch {
+ public:
+  Scratch(float *memory, int64_t items) : memory_(memory), items_(items) {}
+  float *part(int number) const { return memory_ + number * items_; }
 
-#if defined(CPU_CAPABILITY_AVX512)
-// x / (1 + exp(-x)), to 20 bits.
-Vec quick_silu(Vec v) {
-  const __m512 x = v, limit = _mm512_set1_ps(200), one = _mm512_set1_ps(1);
-  // A bound comes first: where the other operand is not a number, that one is taken.
-  const __m512 bounded = _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), limit), _mm512_min_ps(limit, x));
-  const __m512 scale = _mm512_set1_ps(-1.44269504f);
-  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(bounded, scale), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 part = _mm512_fmsub_ps(bounded, scale, whole);
-  __m512 power = _mm512_set1_ps(1.54035304e-4f);
-  for (float next : {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.f})
-    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(next));
-  const __m512 sum = _mm512_add_ps(one, _mm512_scalef_ps(power, whole));
-  const __m512 guess = _mm512_rcp14_ps(sum);
-  const __mmask16 is_finite = _mm512_cmp_ps_mask(sum, _mm512_set1_ps(INFINITY), _CMP_NEQ_UQ);
-  const __m512 twice = _mm512_fnmadd_ps(sum, guess, _mm512_set1_ps(2));
-  return _mm512_mul_ps(x, _mm512_mask_mul_ps(guess, is_finite, guess, twice));
-}
-#else
-Vec quick_silu(Vec v) { return v / (Vec(1) + v.neg().exp_u20()); }
-#endif
+  static constexpr int kParts = 4;
 
-template <class F> void unary(F f, const float *a, float *to, int64_t count) {
+ private:
+  float *memory_;
+  int64_t items_;
+};
+
+// One instruction, and the rows that it works on.
+struct Work {
+  const Program &program;
+  const Instruction &instruction;
+  const View *slots;
+  int64_t rows;
+  Scratch scratch;
+
+  int64_t width_of(int64_t slot) const { return program.slots[slot].width; }
+  int64_t width() const { return width_of(instruction.to); }
+  const View &to() const { return slots[instruction.to]; }
+
+  // A slot as floats side by side.
+  const float *floats(int64_t slot, int part) const {
+    const View &view = slots[slot];
+    const int64_t width = width_of(slot);
+    if (!view.is_half && view.stride == width) return (const float *)view.data;
+    float *copy = scratch.part(part);
+    with_items(view, [&](const auto *from) {
+      if (width == 1)
+        convert_apart(from, view.stride, copy, 1, rows);
+      else
+        for (int64_t r = 0; r < rows; ++r) convert(from + r * view.stride, copy + r * width, width);
+    });
+    return copy;
+  }
+
+  // Lets f write floats side by side, and rounds and puts them where the result lies.
+  template <class F> void write(F f) const {
+    const View &view = to();
+    const int64_t items = width();
+    const bool is_there = !view.is_half && view.stride == items;
+    float *result = is_there ? (float *)view.data : scratch.part(3);
+    f(result);
+    if (instruction.rounds && !view.is_half) round_items(result, rows * items);
+    if (is_there) return;
+    with_items(view, [&](auto *at) {
+      for (int64_t r = 0; r < rows; ++r) convert(result + r * items, at + r * view.stride, items);
+    });
+  }
+};
+
+// Calls f(i) for every kLanes items of a row, then g(i) for each item that is left.
+template <class F, class G> inline __attribute__((always_inline)) void for_each_lanes(int64_t count, F f, G g) {
   int64_t i = 0;
-  for (; i + Vec::size() <= count; i += Vec::size()) f(Vec::loadu(a + i)).store(to + i);
-  if (i < count) f(Vec::loadu(a + i, count - i)).store(to + i, count - i);
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    f(i);
+    f(i + kLanes);
+    f(i + 2 * kLanes);
+    f(i + 3 * kLanes);
+  }
+  for (; i + kLanes <= count; i += kLanes) f(i);
+  for (; i < count; ++i) g(i);
 }
 
-// A factor of width 1 counts for its whole row.
-template <bool kRounds, class F> void binary(F f, const float *__restrict a, int64_t wa, const float *__restrict b,
-                                             int64_t wb, float *__restrict to, int64_t width, int64_t rows) {
-  auto finish = [](float x) { return kRounds ? rounded(x) : x; };
-  if (wa == wb) {
-    for (int64_t i = 0; i < rows * width; ++i) to[i] = finish(f(a[i], b[i]));
+template <class A, class To, class F> void map(F f, const A *__restrict a, To *__restrict to, int64_t count) {
+  for_each_lanes(
+      count, [&](int64_t i) { put(to + i, f(get(a + i))); },
+      [&](int64_t i) { put_one(to + i, first_of(f(every(get_one(a + i))))); });
+}
+
+template <class A, class B, class To, class F> void map(F f, const A *__restrict a, const B *__restrict b,
+                                                        To *__restrict to, int64_t count) {
+  for_each_lanes(
+      count, [&](int64_t i) { put(to + i, f(get(a + i), get(b + i))); },
+      [&](int64_t i) { put_one(to + i, first_of(f(every(get_one(a + i)), every(get_one(b + i))))); });
+}
+
+// A function of each item, where it lies.
+template <class F> void in_place(const Work &work, F f) {
+  const View &a = work.slots[work.instruction.a], &to = work.to();
+  const int64_t width = work.width();
+  const bool is_dense = a.stride == width && to.stride == width;
+  const int64_t lines = is_dense ? 1 : work.rows, count = is_dense ? work.rows * width : width;
+  with_items(a, [&](const auto *from) {
+    with_items(to, [&](auto *result) {
+      for (int64_t r = 0; r < lines; ++r) map(f, from + r * a.stride, result + r * to.stride, count);
+    });
+  });
+}
+
+// A function of two items, where they lie. An operand of width 1 counts for its whole row.
+template <class F> void pair_in_place(const Work &work, F f) {
+  const Instruction &x = work.instruction;
+  const View &a = work.slots[x.a], &b = work.slots[x.b], &to = work.to();
+  const int64_t width = work.width(), wa = work.width_of(x.a), wb = work.width_of(x.b), rows = work.rows;
+  if (width == 1) {
+    const float *left = (const float *)a.data, *right = (const float *)b.data;
+    float *result = (float *)to.data;
+    for (int64_t r = 0; r < rows; ++r) {
+      const float value = first_of(f(every(left[r * a.stride]), every(right[r * b.stride])));
+      put_one(result + r * to.stride, x.rounds ? rounded(value) : value);
+    }
     return;
   }
-  for (int64_t r = 0; r < rows; ++r, to += width) {
-    if (wb == 1) {
-      const float *left = a + r * wa, right = b[r];
-      for (int64_t i = 0; i < width; ++i) to[i] = finish(f(left[i], right));
-    } else {
-      const float left = a[r], *right = b + r * wb;
-      for (int64_t i = 0; i < width; ++i) to[i] = finish(f(left, right[i]));
+  with_items(to, [&](auto *result) {
+    if (wa == wb) {
+      const bool is_dense = a.stride == width && b.stride == width && to.stride == width;
+      const int64_t lines = is_dense ? 1 : rows, count = is_dense ? rows * width : width;
+      with_items(a, [&](const auto *left) {
+        with_items(b, [&](const auto *right) {
+          for (int64_t r = 0; r < lines; ++r)
+            map(f, left + r * a.stride, right + r * b.stride, result + r * to.stride, count);
+        });
+      });
+      return;
     }
-  }
+    const View &wide = wa == 1 ? b : a, &single = wa == 1 ? a : b;
+    with_items(wide, [&](const auto *from) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const Lanes one = every(*single.row<float>(r));
+        if (wa == 1)
+          map([&](Lanes y) { return f(one, y); }, from + r * wide.stride, result + r * to.stride, width);
+        else
+          map([&](Lanes y) { return f(y, one); }, from + r * wide.stride, result + r * to.stride, width);
+      }
+    });
+  });
 }
 
-template <class F> void binary(bool rounds, F f, const float *a, int64_t wa, const float *b, int64_t wb, float *to,
-                               int64_t width, int64_t rows) {
-  if (rounds)
-    binary<true>(f, a, wa, b, wb, to, width, rows);
-  else
-    binary<false>(f, a, wa, b, wb, to, width, rows);
+// A function of floats side by side, by vectors.
+template <class F> void unary(const Work &work, F f) {
+  const float *a = work.floats(work.instruction.a, 0);
+  const int64_t count = work.rows * work.width();
+  work.write([&](float *to) {
+    int64_t i = 0;
+    for (; i + Vec::size() <= count; i += Vec::size()) f(Vec::loadu(a + i)).store(to + i);
+    if (i < count) f(Vec::loadu(a + i, count - i)).store(to + i, count - i);
+  });
 }
 
-// Rows are short: calls of memcpy would cost more than they copy.
-void copy_items(const float *__restrict from, float *__restrict to, int64_t count) {
-  int64_t i = 0;
-  for (; i + Vec::size() <= count; i += Vec::size()) Vec::loadu(from + i).store(to + i);
-  for (; i < count; ++i) to[i] = from[i];
-}
-
-void copy_row(const float *from, int64_t width_of_source, float *to, int64_t width) {
-  if (width_of_source == 1)
-    std::fill(to, to + width, *from);
-  else
-    copy_items(from, to, width);
-}
-
-void where(const float *c, int64_t wc, const float *a, int64_t wa, const float *b, int64_t wb, float *to,
-           int64_t width, int64_t rows) {
-  for (int64_t r = 0; r < rows; ++r, to += width, a += wa, b += wb) {
-    if (wc == 1) {
-      if (c[r] != 0)
-        copy_row(a, wa, to, width);
-      else
-        copy_row(b, wb, to, width);
-      continue;
+template <class F> void binary(const Work &work, F f) {
+  const Instruction &x = work.instruction;
+  const float *a = work.floats(x.a, 0), *b = work.floats(x.b, 1);
+  const int64_t width = work.width(), wa = work.width_of(x.a), wb = work.width_of(x.b);
+  work.write([&](float *__restrict to) {
+    if (wa == wb) {
+      for (int64_t i = 0; i < work.rows * width; ++i) to[i] = f(a[i], b[i]);
+      return;
     }
-    const float *seen = c + r * wc;
-    for (int64_t i = 0; i < width; ++i) to[i] = seen[i] != 0 ? a[wa == 1 ? 0 : i] : b[wb == 1 ? 0 : i];
-  }
-}
-
-float sum_row(const float *a, int64_t width) {
-  Vec sums[4] = {Vec(0), Vec(0), Vec(0), Vec(0)};
-  int64_t i = 0;
-  for (; i + 4 * Vec::size() <= width; i += 4 * Vec::size())
-    for (int k = 0; k < 4; ++k) sums[k] = sums[k] + Vec::loadu(a + i + k * Vec::size());
-  float lanes[Vec::size()];
-  ((sums[0] + sums[1]) + (sums[2] + sums[3])).store(lanes);
-  float total = 0;
-  for (float lane : lanes) total += lane;
-  for (; i < width; ++i) total += a[i];
-  return total;
-}
-
-float largest_of_row(const float *a, int64_t width) {
-  float largest = a[0];
-  for (int64_t i = 1; i < width; ++i) largest = a[i] > largest || std::isnan(a[i]) ? a[i] : largest;
-  return largest;
-}
-
-Vec sigmoid(Vec x) { return Vec(1) / (Vec(1) + x.neg().exp()); }
-Vec gelu(Vec x) { return x * Vec(0.5f) * (Vec(1) + (x * Vec((float)M_SQRT1_2)).erf()); }
-Vec gelu_tanh(Vec x) {
-  const Vec inner = Vec((float)(M_SQRT2 * M_2_SQRTPI * 0.5)) * (x + Vec(0.044715f) * x * x * x);
-  return Vec(0.5f) * x * (Vec(1) + inner.tanh());
-}
-
-// One instruction on some rows of the slots that begin at `at`.
-void compute(const Program &p, const Instruction &x, float *const *at, int64_t rows) {
-  float *to = at[x.to];
-  const float *a = at[x.a], *b = at[x.b];
-  const int64_t width = p.widths[x.to], wa = p.widths[x.a], wb = p.widths[x.b], count = rows * width;
-  auto pair = [&](auto f) { binary(x.rounds, f, a, wa, b, wb, to, width, rows); };
-  const bool is_pair = x.code >= kAdd && x.code <= kNotEqual;
-  switch (x.code) {
-    case kConstant: std::fill(to, to + count, x.number); break;
-    case kPlace:
-      for (int64_t r = 0; r < rows; ++r) copy_items(a + r * wa, to + r * width + x.c, wa);
-      break;
-    case kCopy: std::memcpy(to, a, count * sizeof(float)); break;
-    case kNeg: unary([](Vec v) { return v.neg(); }, a, to, count); break;
-    case kAbs: unary([](Vec v) { return v.abs(); }, a, to, count); break;
-    case kExp: unary([](Vec v) { return v.exp(); }, a, to, count); break;
-    case kLog: unary([](Vec v) { return v.log(); }, a, to, count); break;
-    case kSqrt: unary([](Vec v) { return v.sqrt(); }, a, to, count); break;
-    case kRsqrt: unary([](Vec v) { return Vec(1) / v.sqrt(); }, a, to, count); break;
-    case kReciprocal: unary([](Vec v) { return Vec(1) / v; }, a, to, count); break;
-    case kSigmoid: unary(sigmoid, a, to, count); break;
-    case kTanh: unary([](Vec v) { return v.tanh(); }, a, to, count); break;
-    case kSilu:
-      // What is rounded to 8 bits needs no more than 20.
-      if (x.rounds)
-        unary(quick_silu, a, to, count);
+    for (int64_t r = 0; r < work.rows; ++r, to += width) {
+      const float *left = a + r * wa, *right = b + r * wb;
+      if (wb == 1)
+        for (int64_t i = 0; i < width; ++i) to[i] = f(left[i], *right);
       else
-        unary([](Vec v) { return v / (Vec(1) + v.neg().exp()); }, a, to, count);
-      break;
-    case kRelu: unary([](Vec v) { return at::vec::maximum(v, Vec(0)); }, a, to, count); break;
-    case kGelu: unary(gelu, a, to, count); break;
-    case kGeluTanh: unary(gelu_tanh, a, to, count); break;
-    case kCos: unary([](Vec v) { return v.cos(); }, a, to, count); break;
-    case kSin: unary([](Vec v) { return v.sin(); }, a, to, count); break;
-    case kAdd: pair([](float u, float v) { return u + v; }); break;
-    case kSub: pair([](float u, float v) { return u - v; }); break;
-    case kMul: pair([](float u, float v) { return u * v; }); break;
-    case kDiv: pair([](float u, float v) { return u / v; }); break;
-    case kMax: pair([](float u, float v) { return u > v || u != u ? u : v; }); break;
-    case kMin: pair([](float u, float v) { return u < v || u != u ? u : v; }); break;
-    case kLess: pair([](float u, float v) { return u < v ? 1.f : 0.f; }); break;
-    case kLessEqual: pair([](float u, float v) { return u <= v ? 1.f : 0.f; }); break;
-    case kGreater: pair([](float u, float v) { return u > v ? 1.f : 0.f; }); break;
-    case kGreaterEqual: pair([](float u, float v) { return u >= v ? 1.f : 0.f; }); break;
-    case kEqual: pair([](float u, float v) { return u == v ? 1.f : 0.f; }); break;
-    case kNotEqual: pair([](float u, float v) { return u != v ? 1.f : 0.f; }); break;
-    case kWhere: where(a, wa, b, wb, at[x.c], p.widths[x.c], to, width, rows); break;
-    case kSum:
-      for (int64_t r = 0; r < rows; ++r) to[r] = sum_row(a + r * wa, wa);
-      break;
-    case kMean:
-      for (int64_t r = 0; r < rows; ++r) to[r] = sum_row(a + r * wa, wa) / (float)wa;
-      break;
-    case kAmax:
-      for (int64_t r = 0; r < rows; ++r) to[r] = largest_of_row(a + r * wa, wa);
-      break;
-    default: TORCH_CHECK(false, "expected an instruction, got ", x.code);
+        for (int64_t i = 0; i < width; ++i) to[i] = f(*left, right[i]);
+    }
+  });
+}
+
+void where(const Work &work) {
+  const Instruction &x = work.instruction;
+  const float *c = work.floats(x.a, 0), *a = work.floats(x.b, 1), *b = work.floats(x.c, 2);
+  const int64_t width = work.width(), wc = work.width_of(x.a), wa = work.width_of(x.b), wb = work.width_of(x.c);
+  work.write([&](float *to) {
+    for (int64_t r = 0; r < work.rows; ++r, to += width, c += wc, a += wa, b += wb) {
+      if (wc == 1) {
+        const float *from = *c != 0 ? a : b;
+        if ((*c != 0 ? wa : wb) == 1)
+          std::fill(to, to + width, *from);
+        else
+          convert(from, to, width);
+        continue;
+      }
+      for (int64_t i = 0; i < width; ++i) to[i] = c[i] != 0 ? a[wa == 1 ? 0 : i] : b[wb == 1 ? 0 : i];
+    }
+  });
+}
+
+// One number for each row.
+template <class F> void reduce(const Work &work, F f) {
+  const View &a = work.slots[work.instruction.a];
+  const int64_t width = work.width_of(work.instruction.a);
+  work.write([&](float *to) {
+    with_items(a, [&](const auto *from) {
+      for (int64_t r = 0; r < work.rows; ++r) to[r] = f(from + r * a.stride, width);
+    });
+  });
+}
+
+void place(const Work &work) {
+  const Instruction &x = work.instruction;
+  const View &a = work.slots[x.a], &to = work.to();
+  with_items(a, [&](const auto *from) {
+    with_items(to, [&](auto *items) {
+      for (int64_t r = 0; r < work.rows; ++r)
+        convert(from + r * a.stride, items + r * to.stride + x.c, work.width_of(x.a));
+    });
+  });
+}
+
+void silu(const Work &work) {
+  // What is rounded to 8 bits needs no more than 20.
+#if defined(CPU_CAPABILITY_AVX512)
+  if (work.to().is_half) return in_place(work, [](Lanes x) { return quick_silu(x); });
+#else
+  if (work.to().is_half) return unary(work, [](Vec v) { return v / (Vec(1) + v.neg().exp_u20()); });
+#endif
+  unary(work, [](Vec v) { return v / (Vec(1) + v.neg().exp()); });
+}
+
+void compute(const Work &work) {
+  switch (work.instruction.code) {
+    case kConstant: *work.to().row<float>(0) = work.instruction.number; break;
+    case kPlace: place(work); break;
+    case kCopy: in_place(work, [](auto v) { return v; }); break;
+    case kNeg: in_place(work, [](auto v) { return -v; }); break;
+    case kSilu: silu(work); break;
+    case kAbs: unary(work, [](Vec v) { return v.abs(); }); break;
+    case kExp: unary(work, [](Vec v) { return v.exp(); }); break;
+    case kLog: unary(work, [](Vec v) { return v.log(); }); break;
+    case kSqrt: unary(work, [](Vec v) { return v.sqrt(); }); break;
+    case kRsqrt: unary(work, [](Vec v) { return Vec(1) / v.sqrt(); }); break;
+    case kReciprocal: unary(work, [](Vec v) { return Vec(1) / v; }); break;
+    case kSigmoid: unary(work, [](Vec v) { return Vec(1) / (Vec(1) + v.neg().exp()); }); break;
+    case kTanh: unary(work, [](Vec v) { return v.tanh(); }); break;
+    case kRelu: unary(work, [](Vec v) { return at::vec::maximum(v, Vec(0)); }); break;
+    case kGelu: unary(work, gelu); break;
+    case kGeluTanh: unary(work, gelu_tanh); break;
+    case kCos: unary(work, [](Vec v) { return v.cos(); }); break;
+    case kSin: unary(work, [](Vec v) { return v.sin(); }); break;
+    case kAdd: pair_in_place(work, [](auto u, auto v) { return u + v; }); break;
+    case kSub: pair_in_place(work, [](auto u, auto v) { return u - v; }); break;
+    case kMul: pair_in_place(work, [](auto u, auto v) { return u * v; }); break;
+    case kDiv: pair_in_place(work, [](auto u, auto v) { return u / v; }); break;
+    case kMax: binary(work, [](float u, float v) { return u > v || u != u ? u : v; }); break;
+    case kMin: binary(work, [](float u, float v) { return u < v || u != u ? u : v; }); break;
+    case kLess: binary(work, [](float u, float v) { return u < v ? 1.f : 0.f; }); break;
+    case kLessEqual: binary(work, [](float u, float v) { return u <= v ? 1.f : 0.f; }); break;
+    case kGreater: binary(work, [](float u, float v) { return u > v ? 1.f : 0.f; }); break;
+    case kGreaterEqual: binary(work, [](float u, float v) { return u >= v ? 1.f : 0.f; }); break;
+    case kEqual: binary(work, [](float u, float v) { return u == v ? 1.f : 0.f; }); break;
+    case kNotEqual: binary(work, [](float u, float v) { return u != v ? 1.f : 0.f; }); break;
+    case kWhere: where(work); break;
+    case kSum: reduce(work, [](const auto *a, int64_t n) { return sum(a, n); }); break;
+    case kMean: reduce(work, [](const auto *a, int64_t n) { return sum(a, n) / (float)n; }); break;
+    case kMeanOfSquares: reduce(work, [](const auto *a, int64_t n) { return sum_of_squares(a, n) / (float)n; }); break;
+    case kAmax: reduce(work, [](const auto *a, int64_t n) { return largest(a, n); }); break;
+    default: TORCH_CHECK(false, "expected an instruction, got ", work.instruction.code);
   }
-  if (x.rounds && !is_pair) round_items(to, count);
 }
 
 }  // namespace

@@ -27,7 +27,10 @@ _VECTORS = {
 @cache
 def is_available() -> bool:
     """Whether the operators are there. False, with one warning, where they cannot be built."""
-    vectors = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
+    capability = torch.backends.cpu.get_cpu_capability()
+    vectors = _VECTORS.get(capability, ())
+    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
+        vectors = (*vectors, "-mavx512bf16")
     source = Path(__file__).parent / "rowwise.cpp"
     try:
         torch.ops.load_library(build("rowwise", [source], ("-O3", *vectors)))

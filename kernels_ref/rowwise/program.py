@@ -66,11 +66,9 @@ class Code(IntEnum):
     WHERE = auto()
     SUM = auto()
     MEAN = auto()
+    MEAN_OF_SQUARES = auto()
     AMAX = auto()
 
-
-_ROUNDED = 3
-"""The type of an output of bfloat16 whose items are rounded before they are stored."""
 
 _EXACT = frozenset({Code.COPY, Code.NEG, Code.ABS, Code.RELU, Code.MAX, Code.MIN, Code.WHERE, Code.AMAX})
 """Instructions whose results are rounded if their operands are."""
@@ -122,11 +120,13 @@ class Register:
 
     Attributes:
         width: items in each row, 1 where one counts for the whole row.
-        is_rounded: every item is a bfloat16.
+        is_rounded: every item is one that bfloat16 has.
+        is_half: items are kept as bfloat16, and as float32 otherwise.
     """
 
     width: int
     is_rounded: bool = False
+    is_half: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,6 @@ class _Output:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     rows: Rows
-    is_rounded: bool
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,7 @@ class _Instruction:
     to: Register | int
     sources: tuple[Register | int, ...]
     rounds: bool = False
+    output: int = -1  # the one that the result is written to at once
 
     @property
     def registers(self) -> tuple[Register, ...]:
@@ -185,7 +185,8 @@ class Builder:
 
     def load(self, tensor: int, rows: Rows) -> Register:
         """Rows of a tensor, by its place among those that the program is called with."""
-        register = Register(rows.width, rows.dtype != torch.float32)
+        is_half = rows.dtype == torch.bfloat16 and rows.width > 1
+        register = Register(rows.width, rows.dtype != torch.float32, is_half)
         # What all rows see is loaded once.
         is_same = rows.index is None and not any(
             stride for stride, size in zip(rows.strides, self.sizes) if size > 1
@@ -208,13 +209,15 @@ class Builder:
         """The result of an instruction, as wide as its widest source unless it sums up rows."""
         is_exact = code in _EXACT and all(source.is_rounded for source in sources)
         rounds = dtype == torch.bfloat16
-        register = Register(width, is_exact or rounds)
+        is_rounded = is_exact or rounds
+        register = Register(width, is_rounded, is_rounded and width > 1)
         self._body.append(_Instruction(code, register, tuple(sources), rounds and not is_exact))
         return register
 
     def join(self, parts: Sequence[Register]) -> Register:
         """Rows made of the rows of all parts, one after the other."""
-        register = Register(sum(part.width for part in parts), all(part.is_rounded for part in parts))
+        width, is_rounded = sum(part.width for part in parts), all(part.is_rounded for part in parts)
+        register = Register(width, is_rounded, is_rounded and width > 1)
         column = 0
         for part in parts:
             self._body.append(_Instruction(Code.PLACE, register, (part, part, column)))
@@ -224,42 +227,42 @@ class Builder:
     def store(self, register: Register, shape: Sequence[int], strides: Sequence[int], rows: Rows) -> None:
         """Make a register the next output, a new tensor of a shape and strides."""
         self._body.append(_Instruction(Code.STORE, len(self._outputs), (register,)))
-        self._outputs.append(_Output(tuple(shape), tuple(strides), rows, register.is_rounded))
+        self._outputs.append(_Output(tuple(shape), tuple(strides), rows))
 
     def build(self) -> RowProgram:
         """The program."""
         self._round_at_once()
+        self._square_at_once()
+        self._store_at_once()
         layouts = [rows for _, rows in self._inputs] + [output.rows for output in self._outputs]
         indexed = {rows.index.dim for rows in layouts if rows.index is not None}
         kept, strides, places = _merged(self.sizes, [rows.strides for rows in layouts], indexed)
-        slots, widths = self._slots()
-        code = [len(kept), *kept, len(widths), *widths, len(self._inputs)]
+        slots, forms = self._slots()
+        code = [len(kept), *kept, len(forms), *(number for form in forms for number in form)]
+        code.append(len(self._inputs))
         for (tensor, rows), steps in zip(self._inputs, strides):
             code += _layout(tensor, rows, steps, places)
         code.append(len(self._outputs))
         for output, steps in zip(self._outputs, strides[len(self._inputs) :]):
             code += [len(output.shape), *output.shape, len(output.strides), *output.strides]
-            layout = _layout(0, output.rows, steps, places)
-            if output.is_rounded and output.rows.dtype == torch.bfloat16:
-                layout[1] = _ROUNDED
-            code += layout
+            code += _layout(0, output.rows, steps, places)
         for part in (self._prologue, self._body):
             code.append(len(part))
             for each in part:
                 numbers = [slots[x] if isinstance(x, Register) else x for x in (each.to, *each.sources)]
                 numbers += [numbers[0] if each.code > Code.STORE else 0] * (4 - len(numbers))
-                code += [int(each.code), *numbers, int(each.rounds)]
+                code += [int(each.code), *numbers, int(each.rounds), each.output]
         return RowProgram(code, [*self._constants])
 
     def _round_at_once(self) -> None:
         """Let an instruction round its result itself if the result is only rounded afterwards."""
-        num_readers = Counter(x for each in self._body for x in each.sources if isinstance(x, Register))
+        num_readers = self._num_readers()
         maker = {each.to: at for at, each in enumerate(self._body) if each.code > Code.PLACE}
         merged = []
         for at, each in enumerate(self._body):
             source = each.sources[0]
             is_rounding = each.code is Code.COPY and each.rounds and isinstance(source, Register)
-            if is_rounding and source in maker and num_readers[source] == 1:  # type: ignore[index]
+            if is_rounding and source in maker and num_readers[source] == 1:
                 made = self._body[maker[source]]
                 # Others may have been merged before it; it is still the only one who writes there.
                 self._body[maker[source]] = replace(made, to=each.to, rounds=True)
@@ -267,28 +270,64 @@ class Builder:
                 merged.append(at)
         self._body = [each for at, each in enumerate(self._body) if at not in {*merged}]
 
-    def _slots(self) -> tuple[dict[Register, int], list[int]]:
-        """Assign each register a place, free again after its last reader; returns widths of places too."""
+    def _square_at_once(self) -> None:
+        """Let a mean square what it sums up if nobody else reads the squares."""
+        num_readers = self._num_readers()
+        squares = {
+            each.to: at
+            for at, each in enumerate(self._body)
+            if each.code is Code.MUL and each.sources[0] is each.sources[1] and not each.rounds
+        }
+        merged = []
+        for at, each in enumerate(self._body):
+            made = squares.get(each.sources[0]) if each.code is Code.MEAN else None
+            if made is not None and num_readers[each.sources[0]] == 1:
+                sources = self._body[made].sources[:1]
+                self._body[at] = replace(each, code=Code.MEAN_OF_SQUARES, sources=sources)
+                merged.append(made)
+        self._body = [each for at, each in enumerate(self._body) if at not in {*merged}]
+
+    def _store_at_once(self) -> None:
+        """Let an instruction write its result where it is stored."""
+        made = {each.to for each in self._body if each.code not in (Code.LOAD, Code.STORE)}
+        output_of: dict[Register | int, int] = {}
+        for each in self._body:
+            if each.code is Code.STORE and each.sources[0] in made:
+                output_of.setdefault(each.sources[0], int(each.to))  # type: ignore[arg-type]
+        for at, each in enumerate(self._body):
+            is_store = each.code is Code.STORE
+            output = output_of.get(each.sources[0] if is_store else each.to, -1)
+            if each.code is not Code.LOAD and (not is_store or output == each.to):
+                self._body[at] = replace(each, output=output)
+
+    def _num_readers(self) -> Counter[Register | int]:
+        return Counter(x for each in self._body for x in each.sources if isinstance(x, Register))
+
+    def _slots(self) -> tuple[dict[Register, int], list[tuple[int, int]]]:
+        """Assign each register a place, free again after its last reader; also returns what places hold."""
         last = {x: at for at, each in enumerate(self._body) for x in each.registers}
         slots: dict[Register, int] = {}
-        widths: list[int] = []
-        free: dict[int, list[int]] = {}
+        free: dict[tuple[int, int], list[int]] = {}
         for each in self._prologue:
             for register in each.registers:
                 slots.setdefault(register, len(slots))
-        widths += [register.width for register in slots]
+        forms = [_form(register) for register in slots]
         lasting = set(slots)
         for at, each in enumerate(self._body):
             for register in each.registers:
                 if register not in slots:
-                    reusable = free.get(register.width)
-                    slots[register] = reusable.pop() if reusable else len(widths)
-                    if slots[register] == len(widths):
-                        widths.append(register.width)
+                    reusable = free.get(_form(register))
+                    slots[register] = reusable.pop() if reusable else len(forms)
+                    if slots[register] == len(forms):
+                        forms.append(_form(register))
             for register in dict.fromkeys(each.registers):
                 if last[register] == at and register not in lasting:
-                    free.setdefault(register.width, []).append(slots[register])
-        return slots, widths
+                    free.setdefault(_form(register), []).append(slots[register])
+        return slots, forms
+
+
+def _form(register: Register) -> tuple[int, int]:
+    return register.width, int(register.is_half)
 
 
 def _layout(tensor: int, rows: Rows, strides: Sequence[int], places: Mapping[int, int]) -> list[int]:

@@ -6,23 +6,27 @@
 #include <cstdint>
 #include <cstring>
 
+#include "lanes.h"
 #include "program.h"
 
 namespace hpu_duo {
 namespace {
 
-// Rounded as a bfloat16 would be, to even.
-inline float rounded(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000;
-  bits = (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : even;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
+// Rows of a tile, evenly spaced: a slot's, or those of a tensor where they lie.
+struct View {
+  void *data;
+  int64_t stride;  // items from a row to the next one
+  bool is_half;
 
-inline void round_items(float *x, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) x[i] = rounded(x[i]);
+  template <class T> T *row(int64_t r) const { return (T *)data + r * stride; }
+};
+
+// Calls f with a pointer to the first item, as what it is.
+template <class F> void with_items(const View &view, F f) {
+  if (view.is_half)
+    f((Half *)view.data);
+  else
+    f((float *)view.data);
 }
 
 // Walks over rows and knows where each one begins.
@@ -69,31 +73,6 @@ class RowCursor {
   int64_t offset_, at_[kMaxDims];
 };
 
-template <class T> inline float widen(T x) { return (float)x; }
-template <> inline float widen<uint16_t>(uint16_t x) {
-  const uint32_t bits = (uint32_t)x << 16;
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return result;
-}
-
-template <class T> inline T narrow(float x) { return (T)x; }
-template <> inline uint16_t narrow<uint16_t>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-  return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (uint16_t)rounded;
-}
-struct Rounded {
-  uint16_t bits;
-};
-template <> inline Rounded narrow<Rounded>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return {(uint16_t)(bits >> 16)};
-}
-template <> inline bool narrow<bool>(float x) { return x != 0; }
-
 // Calls f(first, count, stride) for rows that begin at items first, first + stride, ... of a tensor.
 template <class F> void for_each_line(const Program &program, const Layout &layout, const void *index, int64_t row,
                                       int64_t rows, F f) {
@@ -105,67 +84,64 @@ template <class F> void for_each_line(const Program &program, const Layout &layo
   }
 }
 
-template <class T> void widen_items(const T *__restrict from, float *__restrict to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = widen(from[i]);
+inline float get_one(const bool *from) { return *from; }
+inline void put_one(bool *to, float x) { *to = x != 0; }
+
+template <class From, class To> void convert(const From *__restrict from, To *__restrict to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) put_one(to + i, get_one(from + i));
+}
+inline void convert(const Half *__restrict from, Half *__restrict to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
-template <class T> void narrow_items(const float *__restrict from, T *__restrict to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = narrow<T>(from[i]);
+// Items that lie `from_step` and `to_step` apart.
+template <class From, class To> void convert_apart(const From *from, int64_t from_step, To *to, int64_t to_step,
+                                                   int64_t count) {
+  if (from_step == 1 && to_step == 1) return convert(from, to, count);
+  for (int64_t i = 0; i < count; ++i) put_one(to + i * to_step, get_one(from + i * from_step));
 }
 
-template <class T> void load_rows(const Program &program, const Layout &in, const T *base, const void *index,
-                                  float *to, int64_t row, int64_t rows) {
-  const int64_t width = in.width;
-  if (in.is_flat) return widen_items(base + in.offset + row * width, to, rows * width);
-  for_each_line(program, in, index, row, rows, [&](int64_t first, int64_t count, int64_t stride) {
-    const T *from = base + first;
-    if (width == 1)
-      for (int64_t r = 0; r < count; ++r) to[r] = widen(from[r * stride]);
-    else if (in.step == 1)
-      for (int64_t r = 0; r < count; ++r) widen_items(from + r * stride, to + r * width, width);
-    else
-      for (int64_t r = 0; r < count; ++r)
-        for (int64_t i = 0; i < width; ++i) to[r * width + i] = widen(from[r * stride + i * in.step]);
-    to += count * width;
-  });
-}
-
-template <class T> void store_rows(const Program &program, const Layout &out, T *base, const float *from,
-                                   int64_t row, int64_t rows) {
-  const int64_t width = out.width;
-  if (out.is_flat) return narrow_items(from, base + out.offset + row * width, rows * width);
-  for_each_line(program, out, nullptr, row, rows, [&](int64_t first, int64_t count, int64_t stride) {
-    T *to = base + first;
-    if (width == 1)
-      for (int64_t r = 0; r < count; ++r) to[r * stride] = narrow<T>(from[r]);
-    else if (out.step == 1)
-      for (int64_t r = 0; r < count; ++r) narrow_items(from + r * width, to + r * stride, width);
-    else
-      for (int64_t r = 0; r < count; ++r)
-        for (int64_t i = 0; i < width; ++i) to[r * stride + i * out.step] = narrow<T>(from[r * width + i]);
-    from += count * width;
-  });
+// Calls f with a pointer to the items of a tensor.
+template <class F> void with_type(int64_t type, const void *data, F f) {
+  switch (type) {
+    case kFloat: return f((float *)data);
+    case kBfloat16: return f((Half *)data);
+    default: return f((bool *)data);
+  }
 }
 
 struct Source {
   const void *data, *index;
 };
 
-void load(const Program &p, const Layout &in, Source from, float *to, int64_t row, int64_t rows) {
-  switch (in.type) {
-    case kFloat: load_rows(p, in, (const float *)from.data, from.index, to, row, rows); break;
-    case kBfloat16: load_rows(p, in, (const uint16_t *)from.data, from.index, to, row, rows); break;
-    default: load_rows(p, in, (const bool *)from.data, from.index, to, row, rows);
-  }
+void load(const Program &p, const Layout &in, Source from, const View &to, int64_t row, int64_t rows) {
+  with_type(in.type, from.data, [&](auto *base) {
+    with_items(to, [&](auto *items) {
+      for_each_line(p, in, from.index, row, rows, [&](int64_t first, int64_t count, int64_t stride) {
+        if (in.width == 1)
+          convert_apart(base + first, stride, items, to.stride, count);
+        else
+          for (int64_t r = 0; r < count; ++r)
+            convert_apart(base + first + r * stride, in.step, items + r * to.stride, 1, in.width);
+        items += count * to.stride;
+      });
+    });
+  });
 }
 
-void store(const Program &p, const Layout &out, void *data, const float *from, int64_t row, int64_t rows) {
-  switch (out.type) {
-    case kFloat: store_rows(p, out, (float *)data, from, row, rows); break;
-    case kBfloat16: store_rows(p, out, (uint16_t *)data, from, row, rows); break;
-    case kRounded: store_rows(p, out, (Rounded *)data, from, row, rows); break;
-    default: store_rows(p, out, (bool *)data, from, row, rows);
-  }
+void store(const Program &p, const Layout &out, void *data, const View &from, int64_t row, int64_t rows) {
+  with_type(out.type, data, [&](auto *base) {
+    with_items(from, [&](const auto *items) {
+      for_each_line(p, out, nullptr, row, rows, [&](int64_t first, int64_t count, int64_t stride) {
+        if (out.width == 1)
+          convert_apart(items, from.stride, base + first, stride, count);
+        else
+          for (int64_t r = 0; r < count; ++r)
+            convert_apart(items + r * from.stride, 1, base + first + r * stride, out.step, out.width);
+        items += count * from.stride;
+      });
+    });
+  });
 }
 
 }  // namespace
