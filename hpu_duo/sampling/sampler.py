@@ -25,6 +25,7 @@ from hpu_duo.sampling.logprobs import TokenLogprobs, gather_logprobs
 from hpu_duo.sampling.masks import forbid
 from hpu_duo.sampling.route import SamplingRoute
 from hpu_duo.sampling.rows import FORBIDDEN, RowTensors
+from kernels_ref.x86 import largest
 
 # N logit rows, V vocabulary, K columns of a top-k selection, E edits or seen tokens
 
@@ -103,11 +104,13 @@ def sample_tokens(
 
 def most_likely(scores_NV: Tensor) -> Tensor:
     """The lowest id among the largest scores of each row, int32 [N]."""
+    if largest.fits(scores_NV):
+        return largest.place_of_largest(scores_NV)
     width = _ARGMAX_WIDTH
     vocab_size = scores_NV.shape[1]
     if scores_NV.device.type != "cpu" or vocab_size < 2 * width:
         return scores_NV.argmax(dim=-1).to(torch.int32)
-    # On a CPU, argmax looks at one number after the other and amax at a vector of them.
+    # On a CPU, torch's argmax looks at one number after the other and amax at a vector of them.
     end = vocab_size // width * width
     groups_NGW = scores_NV[:, :end].unflatten(1, (-1, width))
     group_N1 = groups_NGW.amax(dim=-1).argmax(dim=-1, keepdim=True)

@@ -39,6 +39,8 @@ void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &pla
 void first_to_go(const float *score, const int *position, const bool *is_protected, int *slot, int64_t num_lines,
                  int num_slots, int num_threads);
 
+void place_of_largest(const bf16 *rows, int *place, int64_t num_rows, int64_t width, int num_threads);
+
 void column_sums(const bf16 *q, const bf16 *k, const float *lse, float *sums, const int64_t *strides, const int *sizes,
                  Instructions instructions, int num_threads);
 

@@ -87,11 +87,16 @@ def _load() -> bool:
     torch.library.register_fake("hpu_duo_x86::attend_weighed", _with_mass)
     torch.library.register_fake("hpu_duo_x86::first_to_go", _one_of_each)
     torch.library.register_fake("hpu_duo_x86::column_sums", _sums)
+    torch.library.register_fake("hpu_duo_x86::place_of_largest", _places)
     return True
 
 
 def _sums(q: torch.Tensor, k: torch.Tensor, *_: object) -> torch.Tensor:
     return q.new_empty(k.shape[1], k.shape[0], dtype=torch.float32)
+
+
+def _places(rows: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(rows.shape[:1], dtype=torch.int32)
 
 
 def _one_of_each(_: object, position: torch.Tensor, is_protected: object) -> torch.Tensor:

@@ -165,6 +165,14 @@ Tensor first_to_go(const std::optional<Tensor> &score, const Tensor &position,
   return slot;
 }
 
+Tensor place_of_largest(const Tensor &x) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, "expected rows [N, V] of at least one item, got ", x.sizes());
+  const Tensor rows = x.contiguous();
+  Tensor place = at::empty({x.size(0)}, x.options().dtype(at::kInt));
+  hpu_duo::place_of_largest(data<bf16>(rows), data<int>(place), x.size(0), x.size(1), at::get_num_threads());
+  return place;
+}
+
 Tensor column_sums(const Tensor &query, const Tensor &keys, const Tensor &lse, std::optional<int64_t> offset,
                    std::string_view instructions) {
   const Tensor q = with_runs(query), k = with_runs(keys);
@@ -214,6 +222,7 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
         " -> (Tensor, Tensor, Tensor)");
   m.def("column_sums(Tensor q, Tensor k, Tensor lse, int? offset, str instructions='best') -> Tensor");
   m.def("first_to_go(Tensor? score, Tensor position, Tensor? is_protected) -> Tensor");
+  m.def("place_of_largest(Tensor x) -> Tensor");
   m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
         " bool is_causal, int sink, int recent, str instructions='best') -> ()");
 }
@@ -226,5 +235,6 @@ TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {
   m.impl("attend_held", attend_held);
   m.impl("column_sums", column_sums);
   m.impl("first_to_go", first_to_go);
+  m.impl("place_of_largest", place_of_largest);
   m.impl("attend", attend);
 }
