@@ -11,7 +11,7 @@ from graphs.backends import CHOSEN_LATER, chosen_name
 from graphs.backends.replay import ReplayBackend
 from hpu_duo.config import EngineConfig
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
-from hpu_duo.modeling.row_fusion import fuse_rows
+from hpu_duo.modeling.arrangement import arrange
 from kernels_ref import rowwise
 
 
@@ -76,4 +76,4 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
 
 
 def _make_backend(name: str) -> CaptureBackend:
-    return ReplayBackend(fuse_rows) if name == "replay" and rowwise.is_available() else make_backend(name)
+    return ReplayBackend(arrange) if name == "replay" and rowwise.is_available() else make_backend(name)

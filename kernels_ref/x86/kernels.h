@@ -14,8 +14,16 @@ enum class Instructions { kBest, kVectors, kTiles, kModel };
 // Whether this process may use AMX.
 bool have_tiles();
 
-void linear(const bf16 *x, const bf16 *packed, const float *bias, const int *live, bf16 *y, int64_t rows,
-            int64_t outputs, int64_t inputs, Instructions instructions, int num_threads);
+// A packed weight, and where the products with it go.
+struct Weight {
+  const bf16 *packed;
+  const float *bias;  // padded to whole panels, or null
+  bf16 *y;
+  int64_t outputs;
+};
+
+void linear(const bf16 *x, const Weight *weights, int64_t num_weights, const int *live, int64_t rows, int64_t inputs,
+            Instructions instructions, int num_threads);
 
 // What decode rows read: units that they own, which all their tokens see whole; and either tails, of which each
 // token sees leading slots, or a unit each, of which each token sees an interval of positions.

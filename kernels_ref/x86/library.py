@@ -82,7 +82,7 @@ def _load() -> bool:
         warnings.warn(f"bfloat16 runs slower than it could on this CPU: {error}", stacklevel=2)
         return False
     attention = (("attend_blocks", _triple), ("attend_rings", _triple), ("attend_held", _triple))
-    for name, shapes in (("linear", _linear), *attention):
+    for name, shapes in (("linear", _linear), ("linears", _linears), *attention):
         torch.library.register_fake(f"hpu_duo_x86::{name}", shapes)
     torch.library.register_fake("hpu_duo_x86::attend_weighed", _with_mass)
     torch.library.register_fake("hpu_duo_x86::first_to_go", _one_of_each)
@@ -116,6 +116,12 @@ def _linear(
     instructions: str = "",
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _linears(
+    x: torch.Tensor, packed: object, biases: object, out_features: list[int], *_: object
+) -> list[torch.Tensor]:
+    return [x.new_empty(*x.shape[:-1], number) for number in out_features]
 
 
 def _triple(q: torch.Tensor, *_: object) -> _Triple:

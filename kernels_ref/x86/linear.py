@@ -5,9 +5,14 @@ Products are summed in float32 and rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from kernels_ref.x86.library import Instructions, is_available, require
+
+NAME = "hpu_duo_x86.linear.default"
+"""The operator of ``multiply``, as torch calls it."""
 
 PANEL = 32
 """Outputs that are packed together, as well as inputs; the last ones are filled up with zeros."""
@@ -71,3 +76,35 @@ def multiply(
     """
     require()
     return torch.ops.hpu_duo_x86.linear.default(x, packed, bias, out_features, live, instructions)
+
+
+def multiply_each(
+    x: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    out_features: Sequence[int],
+    live: torch.Tensor | None = None,
+    instructions: Instructions = "best",
+) -> list[torch.Tensor]:
+    """The results of ``multiply`` with several weights that have the same inputs, bit for bit.
+
+    Inputs are laid out once for all of them, and threads share all outputs.
+
+    Raises:
+        ValueError: as ``multiply``, or the numbers of weights, biases and ``out_features`` differ.
+    """
+    results: list[torch.Tensor] = each_operator()(
+        x, [*packed], [*biases], [*out_features], live, instructions
+    )
+    return results
+
+
+def each_operator() -> Callable[..., list[torch.Tensor]]:
+    """The operator of ``multiply_each``.
+
+    Raises:
+        ValueError: there is no such kernel here.
+    """
+    require()
+    operator: Callable[..., list[torch.Tensor]] = torch.ops.hpu_duo_x86.linears.default
+    return operator

@@ -48,24 +48,41 @@ hpu_duo::Instructions instructions_of(std::string_view name) {
   return Instructions::kBest;
 }
 
-Tensor linear(const Tensor &x, const Tensor &packed, const std::optional<Tensor> &bias, int64_t out_features,
-              const std::optional<Tensor> &live, std::string_view instructions) {
-  const int64_t packed_inputs = kPanel * packed.size(1), inputs = x.size(-1);
+std::vector<Tensor> linears(const Tensor &x, at::TensorList packed, const c10::List<std::optional<Tensor>> &biases,
+                            at::IntArrayRef out_features, const std::optional<Tensor> &live,
+                            std::string_view instructions) {
+  TORCH_CHECK_VALUE(!packed.empty() && biases.size() == packed.size() && out_features.size() == packed.size(),
+                    "expected a bias or None and a number of outputs for each weight, got ", packed.size(),
+                    " weights, ", biases.size(), " biases and ", out_features.size(), " numbers");
+  const int64_t packed_inputs = kPanel * packed[0].size(1), inputs = x.size(-1);
   TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16 && inputs <= packed_inputs && inputs > packed_inputs - kPanel,
                     "expected bfloat16 [..., ", packed_inputs - kPanel + 1, " to ", packed_inputs, "], got ",
                     x.scalar_type(), " ", x.sizes());
-  const int64_t packed_features = kPanel * packed.size(0);
-  TORCH_CHECK_VALUE(out_features <= packed_features && (!bias || bias->numel() == packed_features), "expected ",
-                    out_features, " outputs and a packed bias, got a weight of ", packed_features);
   const Tensor rows =
       inputs == packed_inputs ? x.contiguous() : at::constant_pad_nd(x, {0, packed_inputs - inputs}).contiguous();
   std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = out_features;
-  Tensor y = at::empty(shape, x.options());
-  hpu_duo::linear(data<bf16>(rows), data<bf16>(packed), bias ? data<float>(*bias) : nullptr,
-                  live ? data<int>(*live) : nullptr, data<bf16>(y), rows.numel() / packed_inputs, out_features,
-                  packed_inputs, instructions_of(instructions), at::get_num_threads());
-  return y;
+  std::vector<Tensor> results;
+  c10::SmallVector<hpu_duo::Weight, 4> weights;
+  for (size_t n = 0; n < packed.size(); ++n) {
+    const int64_t packed_features = kPanel * packed[n].size(0);
+    const std::optional<Tensor> bias = biases[n];
+    TORCH_CHECK_VALUE(out_features[n] <= packed_features && (!bias || bias->numel() == packed_features), "expected ",
+                      out_features[n], " outputs and a packed bias, got a weight of ", packed_features);
+    TORCH_CHECK_VALUE(kPanel * packed[n].size(1) == packed_inputs, "expected weights of ", packed_inputs,
+                      " packed inputs, got one of ", kPanel * packed[n].size(1));
+    shape.back() = out_features[n];
+    results.push_back(at::empty(shape, x.options()));
+    weights.push_back({data<bf16>(packed[n]), bias ? data<float>(*bias) : nullptr, data<bf16>(results.back()),
+                       out_features[n]});
+  }
+  hpu_duo::linear(data<bf16>(rows), weights.data(), (int64_t)weights.size(), live ? data<int>(*live) : nullptr,
+                  rows.numel() / packed_inputs, packed_inputs, instructions_of(instructions), at::get_num_threads());
+  return results;
+}
+
+Tensor linear(const Tensor &x, const Tensor &packed, const std::optional<Tensor> &bias, int64_t out_features,
+              const std::optional<Tensor> &live, std::string_view instructions) {
+  return linears(x, packed, c10::List<std::optional<Tensor>>({bias}), out_features, live, instructions)[0];
 }
 
 Triple attend_units(const Tensor &query, const Tensor &keys, const Tensor &values, const hpu_duo::RowPlan &plan,
@@ -212,6 +229,8 @@ void attend(const Tensor &attn, const Tensor &largest, const Tensor &total, cons
 TORCH_LIBRARY(hpu_duo_x86, m) {
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? live,"
         " str instructions='best') -> Tensor");
+  m.def("linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features, Tensor? live,"
+        " str instructions='best') -> Tensor[]");
   m.def("have_tiles() -> bool", hpu_duo::have_tiles);
   m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor tail_block, Tensor tail_visible)"
         " -> (Tensor, Tensor, Tensor)");
@@ -229,6 +248,7 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
 
 TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {
   m.impl("linear", linear);
+  m.impl("linears", linears);
   m.impl("attend_blocks", attend_blocks);
   m.impl("attend_rings", attend_rings);
   m.impl("attend_weighed", attend_weighed);

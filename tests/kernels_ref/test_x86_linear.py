@@ -61,6 +61,44 @@ def test_few_rows_read_the_weight_in_parts_and_give_the_bits_of_many_rows(
     assert torch.equal(linear.multiply(x[:rows], packed, None, outputs, None, "vectors"), whole[:rows])
 
 
+@here
+@each
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), seed=st.integers(0, 99), num_threads=st.integers(1, 3))
+def test_products_with_several_weights_are_those_with_each(
+    data: st.DataObject, instructions: Instructions, seed: int, num_threads: int
+) -> None:
+    is_slow = instructions == "model"
+    rows = data.draw(st.one_of(st.integers(0, 40), st.just(50) if is_slow else st.integers(200, 500)))
+    inputs = data.draw(st.one_of(st.integers(1, 200), st.just(100 if is_slow else 2500)))
+    sizes = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
+    live = data.draw(st.one_of(st.none(), st.integers(0, rows)))
+    x, _ = draw_inputs(rows, 1, inputs, seed)
+    packed = [linear.pack(draw_inputs(0, outputs, inputs, number)[1]) for number, outputs in enumerate(sizes)]
+    biases = [linear.pack_bias(torch.randn(outputs)) if outputs % 2 else None for outputs in sizes]
+    counts = None if live is None else torch.tensor([rows, live], dtype=torch.int32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        got = linear.multiply_each(x, packed, biases, sizes, counts, instructions)
+    finally:
+        torch.set_num_threads(before)
+    for result, *weight in zip(got, packed, biases, sizes, strict=True):
+        assert torch.equal(result, linear.multiply(x, *weight, counts, instructions))
+
+
+@here
+def test_weights_of_other_inputs_or_without_a_bias_or_none_each_are_refused() -> None:
+    x = torch.randn(2, 64).bfloat16()
+    packed = [linear.pack(torch.randn(70, inputs).bfloat16()) for inputs in (64, 96)]
+    with pytest.raises(ValueError, match="expected weights of 64 packed inputs, got one of 96"):
+        linear.multiply_each(x, packed, [None, None], [70, 70])
+    with pytest.raises(ValueError, match="got 2 weights, 1 biases and 2 numbers"):
+        linear.multiply_each(x, packed, [None], [70, 70])
+    with pytest.raises(ValueError, match="got 0 weights, 0 biases and 0 numbers"):
+        linear.multiply_each(x, [], [], [])
+
+
 @pytest.mark.skipif(not has_tiles(), reason="needs a CPU with AMX")
 @settings(deadline=None, max_examples=40)
 @given(
