@@ -14,6 +14,7 @@ from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
+from hpu_duo.garbage import collector_paused
 from hpu_duo.kv_policies.token_classes import TokenClassifier
 from hpu_duo.modeling.loading import dtype_note, load_model, read_config, resolve_dtype
 from hpu_duo.modeling.probe import probe
@@ -62,8 +63,9 @@ def assemble(
         place = Place.of(config)
         device_type = place.device.type
         dtype = resolve_dtype(config.model.dtype, hf_config, device_type)
-        model = load_model(config.model.path, hf_config, dtype, place.first_device)
-        side = _device_side(model, config, place)
+        with collector_paused():
+            model = load_model(config.model.path, hf_config, dtype, place.first_device)
+            side = _device_side(model, config, place)
     dtype = resolve_dtype(config.model.dtype, hf_config, device_type)
     engine = engine_around(side, config, eos_token_ids, tokenizer, seed)
     engine.notes = (*dtype_note(config.model.dtype, hf_config, dtype), *pattern_notes, *engine.notes)

@@ -16,6 +16,7 @@ from hpu_duo.device.launched import TORCHRUN, Launched
 from hpu_duo.device.member import HOST
 from hpu_duo.device.ranks import MEETING_S, Followers, Membership, Ranks
 from hpu_duo.engine.orders import follow
+from hpu_duo.garbage import collector_paused
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
 from hpu_duo.sharded import (
@@ -129,6 +130,7 @@ def _follow(ranks: Ranks, local_rank: int, store: dist.Store, config: EngineConf
             lifeline.close()
 
 
+@collector_paused()
 def build_share(
     config: EngineConfig, place: Place, membership: Membership, followers: Followers | None
 ) -> DeviceSide:

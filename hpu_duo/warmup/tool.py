@@ -14,6 +14,7 @@ import torch
 from graphs import BatchShape, BucketTable, MissPolicy, Phase
 from graphs.manifest import GraphRecord, Manifest, write_manifest
 from hpu_duo.engine.engine import Engine
+from hpu_duo.garbage import collector_paused
 from hpu_duo.warmup.configuration import configuration_of, versions_of
 from hpu_duo.warmup.estimate import Estimate, GraphCosts, WarmUpBudget, estimate_of
 from hpu_duo.warmup.selection import check_holds_everything, select
@@ -195,7 +196,8 @@ class WarmUp:
         runtime = self._runner.runtime
         held, began = runtime.used_bytes(), time.perf_counter()
         try:
-            with runtime.compile_only() if self._compile_only else nullcontext():
+            # For one graph at a time, so that what a compiler leaves behind is found between them.
+            with runtime.compile_only() if self._compile_only else nullcontext(), collector_paused():
                 is_new = self._runner.warmup.capture(bucket)
                 runtime.synchronize()
         except torch.OutOfMemoryError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 import torch
 
 from graphs import BatchShape, BucketTable
+from graphs.backends.base import Inputs, Outputs
 from graphs.backends.compile import CompileBackend
+from graphs.backends.replay import ReplayBackend
 from graphs.manifest import GraphRecord, read_manifest
 from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
@@ -284,6 +288,28 @@ def test_time_that_turns_out_too_short_ends_the_warm_up_between_two_graphs(
     done = served.engine.runner.graphs.counters.captures
     assert 0 < done < 6
     assert sum(record.seconds is not None for record in read_manifest(path).graphs) == done
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_while_a_graph_is_made_and_is_then_as_it_was(tiny: Tiny, enabled: bool) -> None:
+    within: list[bool] = []
+
+    class Watching(ReplayBackend):
+        def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
+            within.append(gc.isenabled())
+            return super().capture(fn, shape)
+
+    between: list[bool] = []
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        served = load(tiny, "eager", graphs=Watching())
+        between.append(gc.isenabled())
+        served.warmup(lambda done, total, record: between.append(gc.isenabled()))
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+    assert within == [False] * len(SIX)
+    assert between == [enabled] * (1 + len(SIX))
 
 
 def test_memory_that_does_not_suffice_is_told_with_the_graph(
