@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import BoundedSemaphore, Lock
 
 import torch
 
 COMPILERS = ("g++", "clang++", "c++")
 _SHOWN_CHARACTERS = 2000
+_compilers = BoundedSemaphore(os.cpu_count() or 1)
+_locks: dict[Path, Lock] = {}
+_locks_lock = Lock()
 
 
 class BuildError(RuntimeError):
@@ -30,6 +34,8 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
     """The shared library of some sources, in torch's folder for extensions; they are compiled side by side.
 
     It is built again when a source, a header beside one, an option, the compiler's path or torch changes.
+    Threads that ask for the same library wait for the first of them, and all libraries together have as many
+    compilers at a time as the machine has cores.
 
     Args:
         name: what the file's name begins with.
@@ -53,21 +59,32 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
         key.update(path.read_bytes())
     folder = Path(cpp_extension.get_default_build_root()) / "hpu_duo"
     library = folder / f"{name}-{key.hexdigest()[:16]}.so"
-    if library.is_file():
-        return library
+    with _locks_lock:
+        lock = _locks.setdefault(library, Lock())
+    with lock:
+        if not library.is_file():
+            _compile(library, name, sources, command)
+    return library
+
+
+def _compile(library: Path, name: str, sources: Sequence[Path], command: Sequence[str]) -> None:
+    from torch.utils import cpp_extension
+
     headers_of_torch = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     libraries = ["-lc10", "-ltorch_cpu"]
     for directory in cpp_extension.library_paths():
         libraries += [f"-L{directory}", f"-Wl,-rpath,{directory}"]
 
     def run(arguments: Sequence[str]) -> None:
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        with _compilers:
+            done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BuildError(f"{program} refuses {name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
+            raise BuildError(f"{command[0]} refuses {name}: {done.stderr[-_SHOWN_CHARACTERS:]}")
 
+    folder = library.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Others may build at the same time: each does it in a folder of its own and moves the result.
+        # Other processes may build it too: each does so in a folder of its own, and moves the result.
         with TemporaryDirectory(prefix=f".{name}-", dir=folder) as own:
             objects = {source: str(Path(own) / f"{number}.o") for number, source in enumerate(sources)}
             with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -82,4 +99,3 @@ def build(name: str, sources: Sequence[Path], options: Sequence[str] = ()) -> Pa
             built.replace(library)
     except OSError as error:
         raise BuildError(f"{name} cannot be built in {folder}: {error}") from error
-    return library

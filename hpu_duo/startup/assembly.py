@@ -24,6 +24,7 @@ from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len
 from hpu_duo.startup.device_side import DeviceSide
 from hpu_duo.startup.heads import check_pattern
+from hpu_duo.startup.native_code import native_code_built
 from hpu_duo.startup.place import Place
 from hpu_duo.startup.ranker import read_ranker
 from hpu_duo.startup.retrieval_choice import settled
@@ -63,7 +64,7 @@ def assemble(
         place = Place.of(config)
         device_type = place.device.type
         dtype = resolve_dtype(config.model.dtype, hf_config, device_type)
-        with collector_paused():
+        with collector_paused(), native_code_built(config.model, place, dtype):
             model = load_model(config.model.path, hf_config, dtype, place.first_device)
             side = _device_side(model, config, place)
     dtype = resolve_dtype(config.model.dtype, hf_config, device_type)
@@ -96,9 +97,10 @@ def assemble_around(
             "several ranks load their parts of a checkpoint: expected a path, got a loaded model"
         )
     make_policy(config.scheduler.scheduling_policy)
-    return engine_around(
-        _device_side(model, config, Place.of(config)), config, eos_token_ids, tokenizer, seed
-    )
+    place = Place.of(config)
+    with native_code_built(config.model, place, model.dtype):
+        side = _device_side(model, config, place)
+    return engine_around(side, config, eos_token_ids, tokenizer, seed)
 
 
 def _device_side(model: PreTrainedModel, config: EngineConfig, place: Place) -> DeviceSide:

@@ -12,7 +12,6 @@ from graphs.backends.replay import ReplayBackend
 from hpu_duo.config import EngineConfig
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
 from hpu_duo.modeling.arrangement import arrange
-from kernels_ref import rowwise
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,11 @@ class Place:
         return cls(device, runtime, _backend(config, device, runtime))
 
     @property
+    def fuses_rows(self) -> bool:
+        """Whether steps will run row programs, if their interpreter can be built."""
+        return isinstance(self.backend, ReplayBackend)
+
+    @property
     def first_device(self) -> torch.device:
         """The device to probe a model on: the host, if the device would compile every operator."""
         return torch.device("cpu") if self.runtime.compiles_operators else self.device
@@ -76,4 +80,4 @@ def _backend(config: EngineConfig, device: torch.device, runtime: DeviceRuntime)
 
 
 def _make_backend(name: str) -> CaptureBackend:
-    return ReplayBackend(arrange) if name == "replay" and rowwise.is_available() else make_backend(name)
+    return ReplayBackend(arrange) if name == "replay" else make_backend(name)

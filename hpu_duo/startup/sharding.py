@@ -36,6 +36,7 @@ from hpu_duo.startup.head_shares import Shares, check_dealt
 from hpu_duo.startup.heads import ChosenHeads, choose_heads
 from hpu_duo.startup.kv_plan import read_kv_plan
 from hpu_duo.startup.launches import Launch, OwnLaunch, TorchrunLaunch
+from hpu_duo.startup.native_code import native_code_built
 from hpu_duo.startup.place import Place
 from hpu_duo.startup.ranks import LedRanks, joined_as, lifeline_to_rank_0
 from hpu_duo.startup.retrieval_choice import captures_exchanges
@@ -149,10 +150,11 @@ def build_share(
     check_same_plan(read_kv_plan(config), membership)
     dtype = resolve_dtype(config.model.dtype, hf_config, place.device.type)
     check_exchanges(membership, place.device, dtype, sends_to_each=config.parallel.deals_blocks)
-    share = load_rank(config, hf_config, dtype, place.device, membership.ranks, membership.group)
-    check_same_pattern(share.chosen.pattern, membership)
-    shared = Shared(membership, hf_config.get_text_config().vocab_size, share.sums, followers)
-    return DeviceSide.build(share.model, share.layers, config, place, share.chosen, shared)
+    with native_code_built(config.model, place, dtype):
+        share = load_rank(config, hf_config, dtype, place.device, membership.ranks, membership.group)
+        check_same_pattern(share.chosen.pattern, membership)
+        shared = Shared(membership, hf_config.get_text_config().vocab_size, share.sums, followers)
+        return DeviceSide.build(share.model, share.layers, config, place, share.chosen, shared)
 
 
 class RankShare(NamedTuple):

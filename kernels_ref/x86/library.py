@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ Instructions = Literal["best", "vectors", "tiles", "model"]
 _VECTORS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
 _TILES = ("amx-tile", "amx-bf16")
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_lock = Lock()
 
 
 def is_supported() -> bool:
@@ -56,7 +58,8 @@ def is_available() -> bool:
 
     False, with one warning, where they cannot be built; without one where the CPU is another one.
     """
-    return _load()
+    with _lock:
+        return _load()
 
 
 def require() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -55,16 +57,41 @@ def test_sources_are_built_once_and_a_failure_says_why(
         build("numbers", [eight])
 
 
+def build_seven(arguments: tuple[Path, Path]) -> Path:
+    """Build in a process of its own, in a folder that is given to it."""
+    folder, source = arguments
+    cpp_extension.get_default_build_root = lambda: str(folder)  # type: ignore[assignment]
+    return build("seven", [source])
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_own_folder")
-def test_builds_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_processes_that_build_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
     source = tmp_path / "seven.cpp"
     source.write_text('#include <iostream>\nextern "C" int seven() { return 7; }\n')
-    with ThreadPoolExecutor(4) as threads:
-        built = {*threads.map(lambda _: build("seven", [source]), range(4))}
+    # Threads of one process would wait for each other.
+    with ProcessPoolExecutor(4, get_context("spawn")) as processes:
+        arguments = [(tmp_path / "built", source)] * 4
+        built = {*processes.map(build_seven, arguments)}
     (library,) = built
     assert [*library.parent.iterdir()] == [library]
     assert ctypes.CDLL(str(library)).seven() == 7
+
+
+@pytest.mark.usefixtures("_own_folder")
+def test_threads_that_need_the_same_library_compile_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, compiler = tmp_path / "calls", tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {shutil.which("g++")} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    source = tmp_path / "seven.cpp"
+    source.write_text('extern "C" int seven() { return 7; }\n')
+    with ThreadPoolExecutor(4) as threads:
+        (library,) = {*threads.map(lambda _: build("seven", [source]), range(4))}
+    assert ctypes.CDLL(str(library)).seven() == 7
+    assert len(calls.read_text().splitlines()) == 2, "one source, one library"
 
 
 def test_torch_without_its_tools_for_extensions_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
