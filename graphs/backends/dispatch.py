@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
-__all__ = ["DispatchMode", "direct_function", "share_memory", "writes"]
+__all__ = ["DispatchMode", "decides_sizes", "direct_function", "is_random", "share_memory", "writes"]
 
 
 def direct_function(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,8 +23,25 @@ _COMPLETES = frozenset({"_c10d_functional::wait_tensor"})
 
 def writes(func: Callable[..., Any]) -> bool | None:
     """Whether an operator writes to its arguments; None of code that is no operator, and may."""
-    schema = getattr(func, "_schema", None)
-    return None if schema is None else bool(schema.is_mutable) or schema.name in _COMPLETES
+    return _operator_writes(func) if isinstance(func, torch._ops.OpOverload) else None
+
+
+@cache
+def _operator_writes(func: torch._ops.OpOverload) -> bool:
+    schema = func._schema
+    return bool(schema.is_mutable) or schema.name in _COMPLETES
+
+
+@cache
+def is_random(func: Callable[..., Any]) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+@cache
+def decides_sizes(func: Callable[..., Any]) -> bool:
+    """Whether the contents of an operator's arguments decide about the shapes of its results."""
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
 
 
 def share_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

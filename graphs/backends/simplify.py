@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphs.backends.dispatch import is_random
 from graphs.backends.trace import Call, Value, values_in
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -42,7 +43,7 @@ def simplify(calls: Sequence[Call], outputs: Any) -> tuple[list[Call], Any]:
 
 
 def _with_values(call: Call, renamed: Mapping[Value, Value]) -> Call:
-    if not any(value in renamed for value in call.read):
+    if renamed.keys().isdisjoint(call.read):
         return call
     kwargs = {name: _renamed(item, renamed) for name, item in call.kwargs.items()}
     args = _renamed(call.args, renamed)
@@ -72,13 +73,8 @@ def _is_whole(value: Value) -> bool:
     base = value.base
     if base is None or len(value.stride) != len(value.shape):
         return False
-    return all(
-        mine == its
-        for mine, its in zip(
-            (value.shape, value.stride, value.offset, value.dtype),
-            (base.shape, base.stride, base.offset, base.dtype),
-        )
-    )
+    mine = value.shape, value.stride, value.offset, value.dtype
+    return mine == (base.shape, base.stride, base.offset, base.dtype)
 
 
 def _written_memory(calls: Sequence[Call]) -> set[Value] | None:
@@ -96,9 +92,9 @@ def _key(call: Call, written: set[Value] | None) -> Hashable | None:
     """Return a key that is equal for calls with equal results; None if that cannot be said of this call."""
     if written is None or call.writes is not False or not call.results:
         return None
-    if torch.Tag.nondeterministic_seeded in call.func.tags:  # type: ignore[attr-defined]
+    if is_random(call.func):
         return None
-    if any(value.owner in written for value in (*call.read, *call.results)):
+    if written and any(value.owner in written for value in (*call.read, *call.results)):
         return None
     key = (call.func, _frozen(call.args), tuple((name, _frozen(x)) for name, x in call.kwargs.items()))
     try:

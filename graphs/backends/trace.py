@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 
 from graphs.backends.base import Inputs
 from graphs.backends.dispatch import direct_function, writes
+
+_NESTS = (tuple, list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +45,10 @@ class Value:
     @property
     def owner(self) -> Value:
         """The value whose memory this is: itself, or the one that it is a view of, directly or not."""
-        return self if self.base is None else self.base.owner
+        value = self
+        while value.base is not None:
+            value = value.base
+        return value
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class Call:
         results: values that the call makes.
         is_one: the call returns its result itself, not a list of results.
         keeps: an object that must stay alive for the call.
+        read: every value that the call reads, as often as it is read.
+        is_view: the results are views of an argument.
     """
 
     func: Callable[..., Any]
@@ -64,16 +71,13 @@ class Call:
     results: tuple[Value, ...] = ()
     is_one: bool = True
     keeps: Any = None
+    read: tuple[Value, ...] = field(init=False, repr=False, compare=False)
+    is_view: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def read(self) -> Iterator[Value]:
-        """Every value that the call reads, as often as it is read."""
-        return values_in((self.args, tuple(self.kwargs.values())))
-
-    @property
-    def is_view(self) -> bool:
-        """Whether the results are views of an argument."""
-        return bool(self.results) and all(result.base is not None for result in self.results)
+    def __post_init__(self) -> None:
+        is_view = bool(self.results) and all(result.base is not None for result in self.results)
+        object.__setattr__(self, "read", values_in((self.args, *self.kwargs.values())))
+        object.__setattr__(self, "is_view", is_view)
 
     @property
     def writes(self) -> bool | None:
@@ -81,13 +85,24 @@ class Call:
         return writes(self.func)
 
 
-def values_in(item: Any) -> Iterator[Value]:
+def values_in(item: Any) -> tuple[Value, ...]:
     """The values in a nest of tuples and lists."""
     if isinstance(item, Value):
-        yield item
-    elif type(item) in (tuple, list):
-        for part in item:
-            yield from values_in(part)
+        return (item,)
+    found: list[Value] = []
+    if type(item) in _NESTS:
+        _collect(item, found)
+    return tuple(found)
+
+
+def _collect(nest: Iterable[Any], found: list[Value]) -> None:
+    # Most items are numbers of shapes: no call is made for them.
+    for part in nest:
+        kind = type(part)
+        if kind is Value:
+            found.append(part)
+        elif kind in _NESTS:
+            _collect(part, found)
 
 
 def function_of(

@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphs.backends.base import Inputs, Outputs
-from graphs.backends.dispatch import DispatchMode, share_memory, writes
+from graphs.backends.dispatch import DispatchMode, decides_sizes, share_memory, writes
 from graphs.backends.simplify import simplify
 from graphs.backends.trace import Call, Value, function_of
 from graphs.backends.whole_step import tensors_of
@@ -221,7 +221,7 @@ def _reads_numbers(func: Any, args: tuple[Any, ...]) -> bool:
         return True
     if func is _ATEN.index.Tensor:  # a mask or, by far most often, numbers
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return torch.Tag.dynamic_output_shape in func.tags
+    return decides_sizes(func)
 
 
 def _is_of_tensors(value: Any) -> bool:
