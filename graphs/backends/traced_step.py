@@ -25,6 +25,7 @@ _CONSTANT = (
     *(torch.Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(NoneType, bool, int, float, complex, str),
 )
+_PLAIN = frozenset((torch.dtype, torch.device, torch.layout, torch.memory_format, NoneType, bool, int, float))
 Arrange: TypeAlias = Callable[[Sequence[Call], Any], list[Call]]
 """Rearranges a trace: takes its calls and the nest of values that the step returns, gives new calls."""
 
@@ -184,8 +185,12 @@ class _Tracer(DispatchMode):
 
     def _named(self, item: Any) -> Any:
         """Return ``item`` with a value in place of each tensor."""
-        if type(item) in (tuple, list):
-            return type(item)(map(self._named, item))
+        kind = type(item)
+        if kind in _PLAIN:
+            return item
+        if kind in (tuple, list):
+            # Of shapes and strides, most often.
+            return kind(item if all(type(part) is int for part in item) else map(self._named, item))
         if not isinstance(item, torch.Tensor):
             self._is_complete &= isinstance(item, _CONSTANT)
             return item
