@@ -16,15 +16,15 @@ class ReplayBackend:
 
     No request waits for a compiler, and a start costs nothing.
 
-    Args:
-        arrange: rearranges the calls of a trace into fewer or faster ones.
+    Attributes:
+        arrange: rearranges the calls of a trace into fewer or faster ones; None = it is left as it is.
     """
 
     name = "replay"
     num_first_runs = 1
 
     def __init__(self, arrange: Arrange | None = None) -> None:
-        self._arrange = arrange
+        self.arrange = arrange
 
     def problem(self, device: torch.device) -> str | None:
         """Return why steps on ``device`` are not replayed, or None."""
@@ -32,7 +32,7 @@ class ReplayBackend:
 
     def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
         """Return the step, which is traced in its first run."""
-        return TracedStep(fn, self._arrange)
+        return TracedStep(fn, self.arrange)
 
     def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
         """Return ``fn``: steps are traced whole."""

@@ -11,6 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from graphs.backends.replay import ReplayBackend
+from hpu_duo.config import EngineConfig, GraphConfig, ModelConfig
+from hpu_duo.startup.place import Place
 from kernels_ref.x86.library import is_supported
 from tests.modeling.families import BASE, save_random
 
@@ -78,3 +81,16 @@ def test_all_libraries_are_built_at_the_same_time_before_the_model_is_loaded(
     assert warned.count("rowwise beside x86") == 1
     assert warned.count("x86 beside rowwise") == 1
     assert printed.endswith("4 tokens\n")
+
+
+@pytest.mark.parametrize(
+    ("graphs", "is_asked_for"),
+    [("replay", True), ("auto", True), ("eager", False), (ReplayBackend(), False)],
+)
+def test_the_interpreter_of_row_programs_is_built_for_those_who_run_them(
+    graphs: str | ReplayBackend, is_asked_for: bool
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(path="somewhere", device="cpu"), graph=GraphConfig(backend=graphs)
+    )
+    assert Place.of(config).fuses_rows is is_asked_for
