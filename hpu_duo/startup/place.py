@@ -49,7 +49,7 @@ class Place:
     @property
     def fuses_rows(self) -> bool:
         """Whether steps will run row programs, if their interpreter can be built."""
-        return isinstance(self.backend, ReplayBackend) and self.backend.arrange is _with_fused_rows
+        return isinstance(self.backend, ReplayBackend) and self.backend.arrange is arrange
 
     @property
     def first_device(self) -> torch.device:

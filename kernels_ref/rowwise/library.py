@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 import torch
 
 from kernels_ref.native import BuildError, build
 
+_lock = Lock()
 _VECTORS = {
     "AVX512": (
         "-mavx512f",
@@ -24,9 +26,14 @@ _VECTORS = {
 }
 
 
-@cache
 def is_available() -> bool:
     """Whether the operators are there. False, with one warning, where they cannot be built."""
+    with _lock:
+        return _load()
+
+
+@cache
+def _load() -> bool:
     capability = torch.backends.cpu.get_cpu_capability()
     vectors = _VECTORS.get(capability, ())
     if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():

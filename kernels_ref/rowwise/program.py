@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from math import prod
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -179,7 +180,8 @@ class Builder:
         self.sizes = tuple(sizes)
         self._inputs: list[tuple[int, Rows]] = []
         self._outputs: list[_Output] = []
-        self._constants: dict[float, Register] = {}
+        # By their digits: 0.0 and -0.0 are equal and not the same.
+        self._constants: dict[str, Register] = {}
         self._prologue: list[_Instruction] = []
         self._body: list[_Instruction] = []
 
@@ -198,10 +200,11 @@ class Builder:
 
     def constant(self, number: float) -> Register:
         """A number, the same in every row."""
-        if number not in self._constants:
-            register = self._constants[number] = Register(1)
+        digits = number.hex()
+        if digits not in self._constants:
+            register = self._constants[digits] = Register(1)
             self._prologue.append(_Instruction(Code.CONSTANT, register, (0, 0, len(self._constants) - 1)))
-        return self._constants[number]
+        return self._constants[digits]
 
     def compute(
         self, code: Code, sources: Sequence[Register], width: int, dtype: torch.dtype = torch.float32
@@ -252,7 +255,7 @@ class Builder:
                 numbers = [slots[x] if isinstance(x, Register) else x for x in (each.to, *each.sources)]
                 numbers += [numbers[0] if each.code > Code.STORE else 0] * (4 - len(numbers))
                 code += [int(each.code), *numbers, int(each.rounds), each.output]
-        return RowProgram(code, [*self._constants])
+        return _program_of(tuple(code), tuple(self._constants))
 
     def _round_at_once(self) -> None:
         """Let an instruction round its result itself if the result is only rounded afterwards."""
@@ -324,6 +327,17 @@ class Builder:
                 if last[register] == at and register not in lasting:
                     free.setdefault(_form(register), []).append(slots[register])
         return slots, forms
+
+
+_programs: WeakValueDictionary[tuple[tuple[int, ...], tuple[str, ...]], RowProgram] = WeakValueDictionary()
+
+
+def _program_of(code: tuple[int, ...], constants: tuple[str, ...]) -> RowProgram:
+    """A program, the same one for equal code: all layers of a kind have theirs from here."""
+    program = _programs.get((code, constants))
+    if program is None:
+        program = _programs[code, constants] = RowProgram(code, [*map(float.fromhex, constants)])
+    return program
 
 
 def _form(register: Register) -> tuple[int, int]:

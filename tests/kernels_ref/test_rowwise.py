@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_ref.rowwise import Builder, Code, Index, Rows, is_available
+from kernels_ref.rowwise import Builder, Code, Index, RowProgram, Rows, is_available
 
 needs_compiler = pytest.mark.skipif(not is_available(), reason="the interpreter cannot be built here")
 pytestmark = needs_compiler
@@ -279,6 +279,27 @@ def test_a_program_is_gone_with_its_owner() -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match=f"expected the number of a program, got {number}"):
         torch.ops.hpu_duo_rowwise.run(number, [x])
+
+
+def test_equal_programs_are_one_and_others_are_not() -> None:
+    def program(number: float) -> RowProgram:
+        builder = Builder((1,))
+        builder.store(builder.constant(number), (1, 1), (1, 1), Rows(torch.float32, 0, 1, 0, (1,)))
+        return builder.build()
+
+    first = program(0.0)
+    assert program(0.0) is first
+    assert program(-0.0) is not first
+    assert math.copysign(1, program(-0.0)([])[0].item()) == -1
+    assert math.copysign(1, first([])[0].item()) == 1
+
+
+def test_constants_that_are_equal_and_not_the_same_stay_apart() -> None:
+    builder = Builder((1,))
+    for number in (0.0, -0.0, math.nan):
+        builder.store(builder.constant(number), (1, 1), (1, 1), Rows(torch.float32, 0, 1, 0, (1,)))
+    signs = [math.copysign(1, x.item()) for x in builder.build()([])]
+    assert signs[:2] == [1, -1]
 
 
 def test_silu_of_extreme_values_is_that_of_torch() -> None:
