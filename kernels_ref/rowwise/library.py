@@ -40,7 +40,7 @@ def _load() -> bool:
         vectors = (*vectors, "-mavx512bf16")
     source = Path(__file__).parent / "rowwise.cpp"
     try:
-        torch.ops.load_library(build("rowwise", [source], ("-O3", *vectors)))
+        torch.ops.load_library(build("rowwise", [source], ("-O3", "-fopenmp", *vectors)))
     except (BuildError, OSError) as error:
         warnings.warn(f"small operators of a step run one by one: {error}", stacklevel=2)
         return False

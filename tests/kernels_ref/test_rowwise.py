@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from kernels_ref.rowwise import Builder, Code, Index, RowProgram, Rows, is_avail
 needs_compiler = pytest.mark.skipif(not is_available(), reason="the interpreter cannot be built here")
 pytestmark = needs_compiler
 
+TASKS = Path("/proc/self/task")
 FLOATS = (torch.float32, torch.bfloat16)
 LEAST_NORMAL = torch.finfo(torch.bfloat16).tiny
 UNARY: dict[Code, Callable[[Tensor], Tensor]] = {
@@ -261,6 +263,26 @@ def test_several_threads_share_the_rows() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(got, run((3000,), [x], Code.SILU, 128, x.dtype))
+
+
+def ticks_of_threads() -> dict[str, int]:
+    """Processor time of each thread of this process, in ticks of the system."""
+    stats = {path.parent.name: path.read_text().rpartition(")")[2].split() for path in TASKS.glob("*/stat")}
+    return {thread: int(fields[11]) for thread, fields in stats.items()}
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="needs Linux's account of threads")
+def test_another_thread_takes_part_of_the_rows() -> None:
+    x = random(4000, 1024, dtype=torch.bfloat16)
+    threads, before = torch.get_num_threads(), ticks_of_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(200):
+            run((4000,), [x], Code.SILU, 1024, x.dtype)
+    finally:
+        torch.set_num_threads(threads)
+    busy = [thread for thread, ticks in ticks_of_threads().items() if ticks > before.get(thread, 0) + 3]
+    assert len(busy) >= 2
 
 
 def test_no_rows_are_no_work() -> None:
