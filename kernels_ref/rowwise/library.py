@@ -10,6 +10,7 @@ from threading import Lock
 import torch
 
 from kernels_ref.native import BuildError, build
+from kernels_ref.x86.library import is_supported
 
 _lock = Lock()
 _VECTORS = {
@@ -36,7 +37,7 @@ def is_available() -> bool:
 def _load() -> bool:
     capability = torch.backends.cpu.get_cpu_capability()
     vectors = _VECTORS.get(capability, ())
-    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
+    if capability == "AVX512" and is_supported():
         vectors = (*vectors, "-mavx512bf16")
     source = Path(__file__).parent / "rowwise.cpp"
     try:

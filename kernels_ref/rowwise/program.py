@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum, auto
+from dataclasses import dataclass
 from math import prod
 from weakref import WeakValueDictionary
 
 import torch
+
+from kernels_ref.rowwise.instructions import (
+    Code,
+    Instruction,
+    Register,
+    round_at_once,
+    square_at_once,
+    store_at_once,
+)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.bool: 2}
 """Dtypes that can be loaded and stored; a bool is 0 or 1 in registers."""
@@ -23,52 +30,6 @@ MAX_WIDTH = 16_384
 
 MAX_DIMS = 8
 """Most dimensions that count rows."""
-
-
-class Code(IntEnum):
-    """Instructions; the numbers are those of ``rowwise.cpp``."""
-
-    @staticmethod
-    def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
-        return count
-
-    LOAD = auto()
-    CONSTANT = auto()
-    STORE = auto()
-    PLACE = auto()
-    COPY = auto()
-    NEG = auto()
-    ABS = auto()
-    EXP = auto()
-    LOG = auto()
-    SQRT = auto()
-    RSQRT = auto()
-    RECIPROCAL = auto()
-    SIGMOID = auto()
-    TANH = auto()
-    SILU = auto()
-    RELU = auto()
-    GELU = auto()
-    GELU_TANH = auto()
-    COS = auto()
-    SIN = auto()
-    ADD = auto()
-    SUB = auto()
-    MUL = auto()
-    DIV = auto()
-    MAX = auto()
-    MIN = auto()
-    LESS = auto()
-    LESS_EQUAL = auto()
-    GREATER = auto()
-    GREATER_EQUAL = auto()
-    EQUAL = auto()
-    NOT_EQUAL = auto()
-    WHERE = auto()
-    SUM = auto()
-    MEAN = auto()
-    MEAN_OF_SQUARES = auto()
-    AMAX = auto()
 
 
 _EXACT = frozenset({Code.COPY, Code.NEG, Code.ABS, Code.RELU, Code.MAX, Code.MIN, Code.WHERE, Code.AMAX})
@@ -115,39 +76,11 @@ class Rows:
     index: Index | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Register:
-    """A value of a program.
-
-    Attributes:
-        width: items in each row, 1 where one counts for the whole row.
-        is_rounded: every item is one that bfloat16 has.
-        is_half: items are kept as bfloat16, and as float32 otherwise.
-    """
-
-    width: int
-    is_rounded: bool = False
-    is_half: bool = False
-
-
 @dataclass(frozen=True)
 class _Output:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     rows: Rows
-
-
-@dataclass(frozen=True)
-class _Instruction:
-    code: Code
-    to: Register | int
-    sources: tuple[Register | int, ...]
-    rounds: bool = False
-    output: int = -1  # the one that the result is written to at once
-
-    @property
-    def registers(self) -> tuple[Register, ...]:
-        return tuple(x for x in (self.to, *self.sources) if isinstance(x, Register))
 
 
 class RowProgram:
@@ -182,8 +115,8 @@ class Builder:
         self._outputs: list[_Output] = []
         # By their digits: 0.0 and -0.0 are equal and not the same.
         self._constants: dict[str, Register] = {}
-        self._prologue: list[_Instruction] = []
-        self._body: list[_Instruction] = []
+        self._prologue: list[Instruction] = []
+        self._body: list[Instruction] = []
 
     def load(self, tensor: int, rows: Rows) -> Register:
         """Rows of a tensor, by its place among those that the program is called with."""
@@ -194,7 +127,7 @@ class Builder:
             stride for stride, size in zip(rows.strides, self.sizes) if size > 1
         )
         target = self._prologue if is_same else self._body
-        target.append(_Instruction(Code.LOAD, register, (len(self._inputs),)))
+        target.append(Instruction(Code.LOAD, register, (len(self._inputs),)))
         self._inputs.append((tensor, rows))
         return register
 
@@ -203,7 +136,7 @@ class Builder:
         digits = number.hex()
         if digits not in self._constants:
             register = self._constants[digits] = Register(1)
-            self._prologue.append(_Instruction(Code.CONSTANT, register, (0, 0, len(self._constants) - 1)))
+            self._prologue.append(Instruction(Code.CONSTANT, register, (0, 0, len(self._constants) - 1)))
         return self._constants[digits]
 
     def compute(
@@ -214,7 +147,7 @@ class Builder:
         rounds = dtype == torch.bfloat16
         is_rounded = is_exact or rounds
         register = Register(width, is_rounded, is_rounded and width > 1)
-        self._body.append(_Instruction(code, register, tuple(sources), rounds and not is_exact))
+        self._body.append(Instruction(code, register, tuple(sources), rounds and not is_exact))
         return register
 
     def join(self, parts: Sequence[Register]) -> Register:
@@ -223,20 +156,18 @@ class Builder:
         register = Register(width, is_rounded, is_rounded and width > 1)
         column = 0
         for part in parts:
-            self._body.append(_Instruction(Code.PLACE, register, (part, part, column)))
+            self._body.append(Instruction(Code.PLACE, register, (part, part, column)))
             column += part.width
         return register
 
     def store(self, register: Register, shape: Sequence[int], strides: Sequence[int], rows: Rows) -> None:
         """Make a register the next output, a new tensor of a shape and strides."""
-        self._body.append(_Instruction(Code.STORE, len(self._outputs), (register,)))
+        self._body.append(Instruction(Code.STORE, len(self._outputs), (register,)))
         self._outputs.append(_Output(tuple(shape), tuple(strides), rows))
 
     def build(self) -> RowProgram:
         """The program."""
-        self._round_at_once()
-        self._square_at_once()
-        self._store_at_once()
+        self._body = store_at_once(square_at_once(round_at_once(self._body)))
         layouts = [rows for _, rows in self._inputs] + [output.rows for output in self._outputs]
         indexed = {rows.index.dim for rows in layouts if rows.index is not None}
         kept, strides, places = _merged(self.sizes, [rows.strides for rows in layouts], indexed)
@@ -256,55 +187,6 @@ class Builder:
                 numbers += [numbers[0] if each.code > Code.STORE else 0] * (4 - len(numbers))
                 code += [int(each.code), *numbers, int(each.rounds), each.output]
         return _program_of(tuple(code), tuple(self._constants))
-
-    def _round_at_once(self) -> None:
-        """Let an instruction round its result itself if the result is only rounded afterwards."""
-        num_readers = self._num_readers()
-        maker = {each.to: at for at, each in enumerate(self._body) if each.code > Code.PLACE}
-        merged = []
-        for at, each in enumerate(self._body):
-            source = each.sources[0]
-            is_rounding = each.code is Code.COPY and each.rounds and isinstance(source, Register)
-            if is_rounding and source in maker and num_readers[source] == 1:
-                made = self._body[maker[source]]
-                # Others may have been merged before it; it is still the only one who writes there.
-                self._body[maker[source]] = replace(made, to=each.to, rounds=True)
-                maker[each.to] = maker.pop(source)
-                merged.append(at)
-        self._body = [each for at, each in enumerate(self._body) if at not in {*merged}]
-
-    def _square_at_once(self) -> None:
-        """Let a mean square what it sums up if nobody else reads the squares."""
-        num_readers = self._num_readers()
-        squares = {
-            each.to: at
-            for at, each in enumerate(self._body)
-            if each.code is Code.MUL and each.sources[0] is each.sources[1] and not each.rounds
-        }
-        merged = []
-        for at, each in enumerate(self._body):
-            made = squares.get(each.sources[0]) if each.code is Code.MEAN else None
-            if made is not None and num_readers[each.sources[0]] == 1:
-                sources = self._body[made].sources[:1]
-                self._body[at] = replace(each, code=Code.MEAN_OF_SQUARES, sources=sources)
-                merged.append(made)
-        self._body = [each for at, each in enumerate(self._body) if at not in {*merged}]
-
-    def _store_at_once(self) -> None:
-        """Let an instruction write its result where it is stored."""
-        made = {each.to for each in self._body if each.code not in (Code.LOAD, Code.STORE)}
-        output_of: dict[Register | int, int] = {}
-        for each in self._body:
-            if each.code is Code.STORE and each.sources[0] in made:
-                output_of.setdefault(each.sources[0], int(each.to))  # type: ignore[arg-type]
-        for at, each in enumerate(self._body):
-            is_store = each.code is Code.STORE
-            output = output_of.get(each.sources[0] if is_store else each.to, -1)
-            if each.code is not Code.LOAD and (not is_store or output == each.to):
-                self._body[at] = replace(each, output=output)
-
-    def _num_readers(self) -> Counter[Register | int]:
-        return Counter(x for each in self._body for x in each.sources if isinstance(x, Register))
 
     def _slots(self) -> tuple[dict[Register, int], list[tuple[int, int]]]:
         """Assign each register a place, free again after its last reader; also returns what places hold."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_ref.rowwise import Builder, Code, Index, RowProgram, Rows, is_available
+from kernels_ref.rowwise import Builder, Code, Index, Rows, is_available
+from tests.kernels_ref.row_cases import random, rows_of, run
 
 needs_compiler = pytest.mark.skipif(not is_available(), reason="the interpreter cannot be built here")
 pytestmark = needs_compiler
 
-TASKS = Path("/proc/self/task")
 FLOATS = (torch.float32, torch.bfloat16)
 LEAST_NORMAL = torch.finfo(torch.bfloat16).tiny
 UNARY: dict[Code, Callable[[Tensor], Tensor]] = {
@@ -62,26 +60,6 @@ REDUCTIONS: dict[Code, Callable[[Tensor], Tensor]] = {
     Code.MEAN_OF_SQUARES: lambda x: x.square().mean(-1, keepdim=True),
     Code.AMAX: lambda x: x.amax(-1, keepdim=True),
 }
-
-
-def rows_of(x: Tensor) -> Rows:
-    *strides, step = x.stride()
-    return Rows(x.dtype, 0, x.shape[-1], 0 if x.shape[-1] == 1 else step, tuple(strides))
-
-
-def run(sizes: tuple[int, ...], tensors: list[Tensor], code: Code, width: int, dtype: torch.dtype) -> Tensor:
-    """One instruction on rows of tensors, as a new contiguous tensor."""
-    builder = Builder(sizes)
-    sources = [builder.load(place, rows_of(x)) for place, x in enumerate(tensors)]
-    result = builder.compute(code, sources, width, dtype)
-    like = torch.empty(*sizes, width, dtype=dtype, device="meta")
-    builder.store(result, like.shape, like.stride(), rows_of(like))
-    return builder.build()(tensors)[0]
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * 2).to(dtype)
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
@@ -254,74 +232,9 @@ def test_a_mean_of_squares_is_one_instruction_where_nobody_reads_the_squares(dty
     torch.testing.assert_close(*outputs)
 
 
-def test_several_threads_share_the_rows() -> None:
-    x = random(3000, 128, dtype=torch.bfloat16)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        got = run((3000,), [x], Code.SILU, 128, x.dtype)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(got, run((3000,), [x], Code.SILU, 128, x.dtype))
-
-
-def ticks_of_threads() -> dict[str, int]:
-    """Processor time of each thread of this process, in ticks of the system."""
-    stats = {path.parent.name: path.read_text().rpartition(")")[2].split() for path in TASKS.glob("*/stat")}
-    return {thread: int(fields[11]) for thread, fields in stats.items()}
-
-
-@pytest.mark.skipif(not TASKS.is_dir(), reason="needs Linux's account of threads")
-def test_another_thread_takes_part_of_the_rows() -> None:
-    x = random(4000, 1024, dtype=torch.bfloat16)
-    threads, before = torch.get_num_threads(), ticks_of_threads()
-    torch.set_num_threads(2)
-    try:
-        for _ in range(200):
-            run((4000,), [x], Code.SILU, 1024, x.dtype)
-    finally:
-        torch.set_num_threads(threads)
-    busy = [thread for thread, ticks in ticks_of_threads().items() if ticks > before.get(thread, 0) + 3]
-    assert len(busy) >= 2
-
-
 def test_no_rows_are_no_work() -> None:
     x = torch.empty(0, 5)
     assert run((0,), [x], Code.EXP, 5, x.dtype).shape == (0, 5)
-
-
-def test_a_program_is_gone_with_its_owner() -> None:
-    x = torch.ones(1, 4)
-    builder = Builder((1,))
-    builder.store(builder.load(0, rows_of(x)), x.shape, x.stride(), rows_of(x))
-    program = builder.build()
-    number = program.number
-    assert torch.equal(program([x])[0], x)
-    del program
-    gc.collect()
-    with pytest.raises(RuntimeError, match=f"expected the number of a program, got {number}"):
-        torch.ops.hpu_duo_rowwise.run(number, [x])
-
-
-def test_equal_programs_are_one_and_others_are_not() -> None:
-    def program(number: float) -> RowProgram:
-        builder = Builder((1,))
-        builder.store(builder.constant(number), (1, 1), (1, 1), Rows(torch.float32, 0, 1, 0, (1,)))
-        return builder.build()
-
-    first = program(0.0)
-    assert program(0.0) is first
-    assert program(-0.0) is not first
-    assert math.copysign(1, program(-0.0)([])[0].item()) == -1
-    assert math.copysign(1, first([])[0].item()) == 1
-
-
-def test_constants_that_are_equal_and_not_the_same_stay_apart() -> None:
-    builder = Builder((1,))
-    for number in (0.0, -0.0, math.nan):
-        builder.store(builder.constant(number), (1, 1), (1, 1), Rows(torch.float32, 0, 1, 0, (1,)))
-    signs = [math.copysign(1, x.item()) for x in builder.build()([])]
-    assert signs[:2] == [1, -1]
 
 
 def test_silu_of_extreme_values_is_that_of_torch() -> None:
