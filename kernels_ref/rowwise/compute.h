@@ -108,6 +108,9 @@ template <class F> void in_place(const Work &work, F f) {
       for (int64_t r = 0; r < lines; ++r) map(f, from + r * a.stride, result + r * to.stride, count);
     });
   });
+  // A half is rounded as it is put.
+  if (work.instruction.rounds && !to.is_half)
+    for (int64_t r = 0; r < work.rows; ++r) round_items(to.row<float>(r), width);
 }
 
 // A function of two items, where they lie. An operand of width 1 counts for its whole row.

@@ -214,6 +214,19 @@ def test_rows_of_heads_are_read_and_written_where_they_lie(num_heads: int, num_r
     assert first.stride() == (*apart, 1)
 
 
+@pytest.mark.parametrize("code", [Code.COPY, Code.NEG, Code.EXP, Code.SILU, Code.MEAN, Code.ADD, Code.MAX])
+def test_one_number_for_a_row_is_rounded_before_others_read_it(code: Code) -> None:
+    number, x = random(20, 1, dtype=torch.float32), random(20, 33, dtype=torch.float32, seed=1)
+    builder = Builder((20,))
+    loaded = [builder.load(0, rows_of(number))] * (2 if code in BINARY else 1)
+    rounded = builder.compute(code, loaded, 1, torch.bfloat16)
+    builder.store(
+        builder.compute(Code.MUL, [rounded, builder.load(1, rows_of(x))], 33), x.shape, x.stride(), rows_of(x)
+    )
+    exact = {**UNARY, **REDUCTIONS}[code](number) if code not in BINARY else BINARY[code](number, number)
+    torch.testing.assert_close(builder.build()([number, x])[0], exact.bfloat16().float() * x)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_mean_of_squares_is_one_instruction_where_nobody_reads_the_squares(dtype: torch.dtype) -> None:
     x = random(9, 100, dtype=dtype)
