@@ -85,10 +85,10 @@ class GenerateCall:
         """Return the host sampler of each sample of a prompt."""
         row, prompt_len = self._questions.rows[number], len(self._questions.prompts[number])
         samples = []
-        for index in range(number * params.n, (number + 1) * params.n):
+        for _ in range(params.n):
             processors = None
             if hooks is not None:
-                processors = processors_for(model, self._asked, params, row, prompt_len, hooks, index)
+                processors = processors_for(model, self._asked, params, row, prompt_len, hooks, number)
             samples.append(ProcessedSample(row, processors, criteria, self._asked))
         return samples
 

@@ -42,7 +42,7 @@ class Hooks:
     allowed_tokens: Callable[[int, Tensor], list[int]] | None
 
     def allowed_tokens_of(self, number: int) -> Callable[[int, Tensor], list[int]] | None:
-        """Return ``prefix_allowed_tokens_fn`` for one sample, called with its number among the samples."""
+        """Return ``prefix_allowed_tokens_fn`` for one prompt, called with its number among the prompts."""
         allowed = self.allowed_tokens
         return None if allowed is None else lambda _, ids: allowed(number, ids)
 
@@ -144,7 +144,7 @@ def processors_for(
 
     Args:
         row: the prompt as given; all but its last ``prompt_len`` tokens are padding.
-        number: index of the sample among all samples of the call.
+        number: index of the prompt among all prompts of the call.
 
     Raises:
         ValueError: a value that a processor does not take.
@@ -175,6 +175,7 @@ def _processor_config(asked: GenerationRequest, params: SamplingParams, row_len:
     config = copy(asked.config)
     new: dict[str, Any] = {
         "num_beams": 1,
+        "num_return_sequences": 1,
         "temperature": 1.0 if config.temperature is None else config.temperature,
         "top_k": DEFAULT_TOP_K if config.top_k is None else config.top_k,
         "top_p": 1.0 if config.top_p is None else config.top_p,

@@ -153,6 +153,14 @@ def test_draws_on_the_host_are_those_of_the_device(served: HPUDuoModel) -> None:
     assert on_host.scores[0].shape == (6, VOCAB)
 
 
+def test_the_prefix_function_gets_the_number_of_the_prompt(tiny: Tiny, served: HPUDuoModel) -> None:
+    kwargs: dict[str, Any] = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 2}
+    kwargs["prefix_allowed_tokens_fn"] = lambda batch_id, ids: [11 + batch_id]
+    ours, theirs = both(tiny, served, **kwargs)
+    assert ours.tolist() == theirs.tolist()
+    assert ours[:, -1].tolist() == [11 + row // 2 for row in range(len(ours))]
+
+
 @pytest.mark.slow
 def test_drawn_tokens_follow_the_processed_distribution(tiny: Tiny, served: HPUDuoModel) -> None:
     kwargs: dict[str, Any] = {"do_sample": True, "typical_p": 0.5, "temperature": 2.0, "top_k": 0}
@@ -170,7 +178,7 @@ def test_a_dictionary_holds_what_was_asked_for(
     tiny: Tiny, served: HPUDuoModel, plain: list[list[int]], flags: dict[str, bool]
 ) -> None:
     ours, theirs = both(tiny, served, return_dict_in_generate=True, **flags)
-    assert set(ours.keys()) == set(theirs.keys()) - {"past_key_values"}
+    assert set(ours.keys()) == set(theirs.keys()) - {"past_key_values", "cache"}
     assert ours.sequences.tolist() == theirs.sequences.tolist()
     only, _ = both(tiny, served, **flags)
     assert torch.equal(only, ours.sequences)

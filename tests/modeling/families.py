@@ -49,7 +49,8 @@ LENGTH_DEPENDENT: tuple[dict[str, Any], ...] = (
 """Rotary embeddings of heads of size 8 whose frequencies change with the length of a sequence."""
 
 
-IS_5 = int(transformers.__version__.split(".")[0]) >= 5
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+IS_5 = VERSION >= (5, 0)
 """Older versions lack some families, and serve fewer of those they have; only what they have is tested."""
 
 
@@ -120,9 +121,10 @@ _ALL: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": _of("PhiConfig", partial_rotary_factor=0.5),
     "gpt_neox": _of("GPTNeoXConfig", rotary_pct=0.5),
     "gpt2": _of("GPT2Config"),
+    "gptj": _of("GPTJConfig", rotary_dim=4),
 }
-# Its layers pass on no arguments to their attention before 5, so it is refused there.
-_SERVED_FROM_5 = {"gpt2"}
+# Before these versions, their layers pass no arguments on to their attention, so they are refused.
+_SERVED_FROM = {"gpt2": (5, 0), "gptj": (5, 24)}
 
 # Its experts are separate parameters before 5, so a seed draws another model there. No near ties in either.
 _SEEDS = {"mixtral": 1}
@@ -130,7 +132,7 @@ _SEEDS = {"mixtral": 1}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     name: partial(make_config, of_class, **fields)
     for name, (of_class, fields) in _ALL.items()
-    if is_known(of_class) and (IS_5 or name not in _SERVED_FROM_5)
+    if is_known(of_class) and VERSION >= _SERVED_FROM.get(name, (0, 0))
 }
 
 

@@ -59,7 +59,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"alibi": True},
         "falcon.*attention classes",
     ),
-    "attention_classes_of_its_own": ("GPTJConfig", {"rotary_dim": 4}, "gptj.*attention classes"),
+    "attention_classes_of_its_own": (
+        "GPTNeoConfig",
+        {"attention_types": [[["global"], 4]]},
+        "gpt_neo.*attention classes",
+    ),
     "biases_by_distance": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 4}, "cannot be served"),
     "biases_by_distance_from_the_mask": ("BloomConfig", {}, "cannot be served"),
     "no_use_for_a_step": ("StableLmConfig", {}, "does not pass such arguments" if IS_5 else OWN_CLASSES),
