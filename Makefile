@@ -3,15 +3,21 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# torch is installed first and pinned for everything after it, so that no other package pulls a second build in.
-TORCH ?= $(shell grep '^torch' constraints.txt)
+# constraints.txt pins everything. torch is installed first, so that no other package pulls a second build in.
+LOCKED_TORCH := $(shell grep -m1 -o '^torch==[^ ]*' constraints.txt)
+TORCH ?= $(LOCKED_TORCH)
+# NEWEST=1 installs the newest version of everything but torch: what a scheduled job tries.
+NEWEST ?=
+UPGRADE := $(if $(NEWEST),--upgrade --upgrade-strategy eager)
+# triton belongs to one torch, and is free beside another.
+OF_LOCKED_TORCH := $(if $(filter $(LOCKED_TORCH),$(TORCH)),,|triton)
 
 BIN := $(VENV)/bin
 PINNED := $(VENV)/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help run test slow lint format clean FORCE
+.PHONY: help run test slow lint format lock clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -40,22 +46,29 @@ format: $(VENV)/installed-dev ## Format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+lock: | $(BIN)/python ## Write the newest versions that fit into constraints.txt
+	$(BIN)/python -m pip install -q uv
+	echo '$(TORCH)' > $(VENV)/torch.txt
+	{ sed '/^[^#]/d' constraints.txt; $(BIN)/uv pip compile -q --universal --python-version 3.10 --no-annotate --no-header \
+	  --upgrade --extra dev -c $(VENV)/torch.txt pyproject.toml; } > $(VENV)/lock.txt
+	mv $(VENV)/lock.txt constraints.txt
+
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/installed: pyproject.toml $(PINNED)
 	$(BIN)/python -m pip install -q -c $(PINNED) "$(TORCH)"
-	$(BIN)/python -m pip install -q -c $(PINNED) -e .
+	$(BIN)/python -m pip install -q $(UPGRADE) -c $(PINNED) -e .
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml $(PINNED)
 	$(BIN)/python -m pip install -q -c $(PINNED) "$(TORCH)"
-	$(BIN)/python -m pip install -q -c $(PINNED) -e '.[dev]'
+	$(BIN)/python -m pip install -q $(UPGRADE) -c $(PINNED) -e '.[dev]'
 	@touch $@ $(VENV)/installed
 
 # Rewritten only when a wanted version changes, so that a second make installs nothing.
 $(PINNED): FORCE | $(BIN)/python
-	@{ grep -Ev '^(#|torch)' constraints.txt; echo '$(TORCH)'; } > $@.new
+	@{ [ "$(NEWEST)" ] || grep -Ev '^(#|(torch$(OF_LOCKED_TORCH))==)' constraints.txt; echo '$(TORCH)'; } > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
 $(BIN)/python:

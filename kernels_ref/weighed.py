@@ -54,7 +54,7 @@ def weighed(
     Args:
         valid_N1S: slots that a row sees; None = all of them, in all rows.
     """
-    scores = soften(torch.matmul(q_NKGD, k_NKSD.transpose(2, 3)), scoring).float()
+    scores = soften(_products(q_NKGD, k_NKSD), scoring).float()
     if valid_N1S is not None:
         scores = torch.where(valid_N1S[:, :, None], scores, FLOOR)
         # Slots that are not seen may hold anything.
@@ -68,3 +68,11 @@ def weighed(
     whole = total if sinks_KG is None else total + torch.exp(sinks_KG.float() - largest)
     share = torch.where(sees_any, 1.0 / torch.where(sees_any, whole, 1.0), 0.0)
     return partial, torch.matmul(share[:, :, None], weights)[:, :, 0]
+
+
+def _products(q_NKGD: torch.Tensor, k_NKSD: torch.Tensor) -> torch.Tensor:
+    if q_NKGD.device.type != "cpu" or q_NKGD.dtype == torch.float32:
+        return torch.matmul(q_NKGD, k_NKSD.transpose(2, 3))
+    # Scores rounded to bfloat16 put weights off by 2 %. One row at a time, the widened keys stay in a cache.
+    rows = [torch.matmul(q.float(), k.float().transpose(1, 2)) for q, k in zip(q_NKGD, k_NKSD)]
+    return torch.stack(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from functools import cache
 from pathlib import Path
@@ -15,15 +16,30 @@ from kernels_ref.native import BuildError, build
 Instructions = Literal["best", "vectors", "tiles", "model"]
 """Instructions for products: the best for the work, AVX512-BF16, AMX, or a slow model of AMX for tests."""
 
+SWITCH = "HPU_DUO_X86_KERNELS"
+"""Environment variable: 0 = compute as on a CPU without AVX512-BF16."""
+
 _VECTORS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
 _TILES = ("amx-tile", "amx-bf16")
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _lock = Lock()
 
 
+def is_switched_off() -> bool:
+    """Whether ``HPU_DUO_X86_KERNELS=0`` asks for torch's operators in place of these kernels.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    found = os.environ.get(SWITCH) or "1"
+    if found not in ("0", "1"):
+        raise ValueError(f"{SWITCH}: expected 0 or 1, got {found!r}")
+    return found == "0"
+
+
 def is_supported() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 in vectors."""
-    return torch.cpu._is_avx512_bf16_supported()
+    """Whether this CPU multiplies pairs of bfloat16 in vectors, and ``is_switched_off`` says no."""
+    return torch.cpu._is_avx512_bf16_supported() and not is_switched_off()
 
 
 @cache

@@ -127,3 +127,11 @@ def test_every_source_and_header_is_installed_with_the_package() -> None:
             if path.suffix in (".cpp", ".h"):
                 patterns = data[".".join(path.parent.relative_to(root).parts)]
                 assert any(path.match(pattern) for pattern in patterns), f"{path} is left out of the package"
+
+
+def test_a_variable_switches_our_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert not library.is_supported()
+    monkeypatch.setenv(library.SWITCH, "off")
+    with pytest.raises(ValueError, match="HPU_DUO_X86_KERNELS: expected 0 or 1, got 'off'"):
+        library.is_supported()

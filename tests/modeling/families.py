@@ -132,7 +132,7 @@ _SEEDS = {"mixtral": 1}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     name: partial(make_config, of_class, **fields)
     for name, (of_class, fields) in _ALL.items()
-    if is_known(of_class) and VERSION >= _SERVED_FROM.get(name, (0, 0))
+    if is_known(of_class) and _SERVED_FROM.get(name, (0, 0)) <= VERSION
 }
 
 

@@ -31,7 +31,9 @@ class _Press:
 
     def _cut(self, module: Any, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
         # Called past_key_value up to transformers 4.55, and past_key_values up to 5.23.
-        cache = next(kwargs[name] for name in ("cache", "past_key_values", "past_key_value") if name in kwargs)
+        cache = next(
+            kwargs[name] for name in ("cache", "past_key_values", "past_key_value") if name in kwargs
+        )
         layer = cache.layers[module.layer_idx]
         length = layer.keys.shape[2]
         kept = self.choose(length, int(length * (1 - self.compression_ratio)), output[1])

@@ -1,0 +1,41 @@
+"""Private names of transformers that this package uses: where to look when a release breaks something.
+
+Tried with 4.55.4, 5.23.0 and 5.24.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+
+ENDS = "_eos_token_tensor"
+"""Field of a ``GenerationConfig`` from which processors read the ids that end a text, a LongTensor or None."""
+
+FROM_MODEL_CONFIG = "_from_model_config"
+"""Field of a ``GenerationConfig``: whether a model's configuration gave it."""
+
+EXPERTS = "_experts_implementation"
+"""Field of a configuration whose experts can be computed by other functions, from transformers 5 on."""
+
+NAME_OR_PATH = "_name_or_path"
+"""Field of a configuration: where it was read from."""
+
+
+def causal_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class of the causal language model of a configuration; None if there is none."""
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    return mapping[type(config)] if type(config) in mapping else None
+
+
+def logits_processors(model: PreTrainedModel, **arguments: Any) -> LogitsProcessorList:
+    """Return the processors that ``generate`` itself makes, in its order.
+
+    Args:
+        arguments: those of ``GenerationMixin._get_logits_processor``.
+
+    Raises:
+        TypeError, AttributeError, ValueError: arguments that a processor does not take.
+    """
+    generation: Any = model
+    return generation._get_logits_processor(**arguments)  # type: ignore[no-any-return]
