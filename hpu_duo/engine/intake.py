@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpu_duo.engine.samples import SampleState
+from hpu_duo.extras import install_command
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs, derive_seed, special_token_ids
 
@@ -94,7 +95,7 @@ class Intake:
         if find_spec("llguidance") is None:
             raise FieldError(
                 "structured_outputs",
-                "expected llguidance, which is not installed: pip install 'hpu-duo[structured]'",
+                f"expected llguidance, which is not installed: {install_command('structured')}",
             )
         from hpu_duo.sampling.guidance import Grammars
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hpu_duo.extras import install_command
+
 
 def cut_words(text: str) -> list[str]:
     """Words of a text in order, spaces and punctuation among them; their concatenation is the text.
@@ -13,7 +15,7 @@ def cut_words(text: str) -> list[str]:
         import jieba
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"expected the package jieba for Chinese words (pip install 'hpu-duo[longbench]'), got: {error}"
+            f"expected the package jieba for Chinese words ({install_command('longbench')}), got: {error}"
         ) from None
     # It tells on stderr that it reads its dictionary.
     jieba.setLogLevel("WARNING")

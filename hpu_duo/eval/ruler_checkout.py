@@ -19,6 +19,7 @@ from typing import Any
 from hpu_duo.builtin.haystack import Haystack, TextHaystack
 from hpu_duo.eval.ruler_questions import DocumentQuestions, QuestionFormat, read_questions
 from hpu_duo.eval.ruler_texts import OWN_TEXTS, RulerTexts, TaskTemplate
+from hpu_duo.extras import install_command
 
 _SYNTHETIC = Path("scripts") / "data" / "synthetic"
 _SPACES = re.compile(r"\s+")
@@ -108,7 +109,7 @@ def _wonderwords(name: str) -> Sequence[str]:
     found = find_spec("wonderwords")
     if found is None or not found.submodule_search_locations:
         raise ValueError(
-            "expected the package wonderwords for RULER's words (pip install 'hpu-duo[ruler]'), got none"
+            f"expected the package wonderwords for RULER's words ({install_command('ruler')}), got none"
         )
     lines = _read(Path(found.submodule_search_locations[0]) / "assets" / name).splitlines()
     return [line.rstrip() for line in lines]

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from hpu_duo.cli.app import app
 from hpu_duo.cli.planning.tables import hardware_table, print_report
 from hpu_duo.cost import GAUDI2, GAUDI3, Format, Serving, capacity
+from hpu_duo.extras import install_command
 from hpu_duo.heads import HeadPattern
 from tests.cost.sizes import LLAMA_3_1_8B, tiny
 
@@ -145,7 +146,7 @@ def test_without_matplotlib_a_picture_is_refused_and_tables_are_not(
     monkeypatch.setattr("hpu_duo.cli.terminal.drawing.find_spec", lambda name: None)
     refused = hpu_duo("--png", tmp_path / "a.png")
     assert refused.exit_code == 2
-    assert "pip install 'hpu-duo[plot]'" in refused.stderr
+    assert install_command("plot") in refused.stderr
     assert hpu_duo("--context", "100").exit_code == 0
     assert "matplotlib" not in sys.modules
 

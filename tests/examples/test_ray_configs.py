@@ -53,7 +53,7 @@ def test_eight_cards_are_taken_and_no_more(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_ray_knows_every_field(path: Path) -> None:
-    pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install 'hpu-duo[ray]'")
+    pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install -e '.[ray]'")
     from ray.serve.schema import ServeDeploySchema
 
     ServeDeploySchema.model_validate(read(path))

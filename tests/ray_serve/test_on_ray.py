@@ -32,7 +32,7 @@ HEALTH = {"health_check_period_s": 0.5, "health_check_timeout_s": 4.0}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install 'hpu-duo[ray]'")
+    pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install -e '.[ray]'")
     from tests.ray_serve.clusters import Cluster
 
     with pytest.MonkeyPatch.context() as patch:

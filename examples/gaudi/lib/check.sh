@@ -18,11 +18,11 @@ step_check() {
 
 check_packages() {
   command -v hpu-duo >/dev/null ||
-    stop "hpu-duo is not on the path: pip install 'hpu-duo[serve]' in the environment that has the vendor's torch, or take the image of the Dockerfile"
+    stop "hpu-duo is not on the path: pip install '$(cd "$HERE/../.." && pwd)[serve]' in the environment that has the vendor's torch, or take the image of the Dockerfile"
   say "$(software | paste -s -d ' ')"
   python3 -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' \
     fastapi uvicorn openai prometheus_client ||
-    stop "packages of the server are missing: pip install 'hpu-duo[serve]'"
+    stop "packages of the server are missing: $(python3 -m hpu_duo.extras serve)"
 }
 
 check_driver() {

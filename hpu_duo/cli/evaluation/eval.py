@@ -20,6 +20,7 @@ from hpu_duo.cli.evaluation.report import KV_COLUMNS, RESULTS, check_outputs, fi
 from hpu_duo.cli.evaluation.ruler import ruler
 from hpu_duo.cli.terminal.drawing import check_matplotlib
 from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.extras import install_command
 
 eval_app = typer.Typer(
     help="Measure accuracy beside KV bytes, everything through the decode path.", no_args_is_help=True
@@ -202,7 +203,7 @@ def lm_eval(ctx: typer.Context) -> None:
             from hpu_duo.eval.lm_eval_adapter import run_harness
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"expected the package lm-eval (pip install 'hpu-duo[eval]'), got: {error}"
+                f"expected the package lm-eval ({install_command('eval')}), got: {error}"
             ) from None
         # What the harness refuses, an unknown task say, it refuses while running; the model's own work raises
         # no ValueError there.

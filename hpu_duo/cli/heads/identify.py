@@ -21,6 +21,7 @@ from hpu_duo.cli.heads.identify_options import (
 )
 from hpu_duo.cli.heads.view import heads_table, pattern_fields
 from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
+from hpu_duo.extras import install_command
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
@@ -76,7 +77,7 @@ def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None
         picture = request.output / PICTURE_FILE
         draw_heads([(f"{pattern.config['model_name']}, {request.method.value}", pattern)], picture)
     else:
-        typer.echo("no heat map: matplotlib is not installed (pip install 'hpu-duo[plot]')", err=True)
+        typer.echo(f"no heat map: matplotlib is not installed ({install_command('plot')})", err=True)
     cuts = {"> 0.5": pattern.binarise(threshold=0.5), "at 0.5": pattern.binarise(sparsity=0.5)}
     if as_json:
         fields = {"output": str(request.output), "picture": picture and str(picture)}

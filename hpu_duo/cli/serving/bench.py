@@ -25,6 +25,7 @@ from hpu_duo.cli.serving.load_options import (
 )
 from hpu_duo.cli.serving.load_views import LoadProgress, notes, print_summary
 from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
+from hpu_duo.extras import install_command
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def serve(
     """
     with user_errors():
         if find_spec("aiohttp") is None:
-            raise ValueError("bench needs aiohttp, which is not installed: pip install 'hpu-duo[bench]'")
+            raise ValueError(f"bench needs aiohttp, which is not installed: {install_command('bench')}")
         from hpu_duo.load import Endpoint, Goals, Pace, Summary, result_fields
         from hpu_duo.load.client import Client, ServerError
         from hpu_duo.load.measure import Measurement

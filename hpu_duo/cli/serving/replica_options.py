@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpu_duo.extras import install_command
+
 if TYPE_CHECKING:
     from hpu_duo.replicas.front import Front
     from hpu_duo.server.config import ServerConfig
@@ -72,7 +74,7 @@ class ServedReplicas:
         if self.replicas is None and self.replica_load_seconds is not None:
             raise ValueError("expected --replica-load-seconds with --replicas")
         if self.replicas is not None and find_spec("aiohttp") is None:
-            raise ValueError("expected aiohttp for --replicas: pip install 'hpu-duo[serve]'")
+            raise ValueError(f"expected aiohttp for --replicas: {install_command('serve')}")
 
     def front(self, config: ServerConfig, device: str | None, num_devices: int) -> Front:
         """The front process' own part.

@@ -19,6 +19,7 @@ from hpu_duo.cli.serving.replica_options import ServedReplicas
 from hpu_duo.cli.serving.serve_replicas import serve_replicas
 from hpu_duo.cli.serving.telling_options import TellingOptions
 from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.extras import install_command
 from hpu_duo.limit_config import SchedulerConfig
 
 _NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
@@ -52,7 +53,7 @@ def serve(
     with user_errors():
         if missing := [name for name in _NEEDED if find_spec(name) is None]:
             raise ValueError(
-                f"expected the packages of the extra serve: pip install 'hpu-duo[serve]'; missing: "
+                f"expected the packages of the extra serve: {install_command('serve')}; missing: "
                 f"{', '.join(missing)}"
             )
         if engine.rank_launcher != "own":

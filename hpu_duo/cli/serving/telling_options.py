@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpu_duo.extras import install_command
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -81,6 +82,6 @@ class TellingOptions:
         except ImportError as error:
             raise ValueError(
                 "--otlp-traces-endpoint needs the packages of the extra tracing: "
-                "pip install 'hpu-duo[tracing]'"
+                f"{install_command('tracing')}"
             ) from error
         return Tracing(self.otlp_traces_endpoint)

@@ -135,7 +135,9 @@ def test_a_state_directory_that_cannot_be_made_is_refused(server: Server) -> Non
 
 def test_a_package_that_is_missing_ends_with_how_to_install_it(server: Server) -> None:
     server.environment["PATH"] = "/usr/bin:/bin"
-    assert "pip install 'hpu-duo[serve]'" in refusal(server.launch("--env", SIMULATED, "check"))
+    assert f"pip install '{GAUDI.parent.parent}[serve]'" in refusal(
+        server.launch("--env", SIMULATED, "check")
+    )
 
 
 def test_a_simulated_device_is_not_looked_for(server: Server) -> None:
