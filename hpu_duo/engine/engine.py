@@ -15,6 +15,7 @@ from hpu_duo.engine.calls import Add, Calls
 from hpu_duo.engine.contexts import Contexts
 from hpu_duo.engine.entry import Entry
 from hpu_duo.engine.intake import Intake, Prompt
+from hpu_duo.engine.model_len import warn_of_cuts
 from hpu_duo.engine.outputs import (
     Completion,
     ContinuationScore,
@@ -244,7 +245,8 @@ class Engine(Uncopied):
         """Serve prompts to the end; returns the ``n`` samples of each, in order of the prompts.
 
         Nothing is left behind when a prompt is refused, an error ends one of the requests, which is raised
-        here, or the loop is interrupted: requests of this call that are still running are aborted.
+        here, or the loop is interrupted: requests of this call that are still running are aborted. Outputs
+        that ``max_model_len`` cut are warned of once.
 
         Args:
             params: one for all prompts, or one each.
@@ -262,7 +264,9 @@ class Engine(Uncopied):
             partial(self._entry.add, prompt, _samples_of(one), name=f"prompt {number}", context=context)
             for number, (prompt, one) in enumerate(zip(prompts, each))
         )
-        return self._calls.serve(waiting, on_output)
+        done = self._calls.serve(waiting, on_output)
+        warn_of_cuts(done, each, self.limits.max_model_len)
+        return done
 
     def score(
         self,

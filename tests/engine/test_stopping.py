@@ -89,6 +89,33 @@ def test_reaching_max_model_len_ends_the_output_with_reason_length(
     assert done.token_ids == greedy(tiny.model, PROMPT, 40 - len(PROMPT))
 
 
+def cuts_told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "max_model_len=40" in record.getMessage()]
+
+
+def test_a_call_whose_outputs_max_model_len_cuts_warns_once(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = tiny.load(max_model_len=40)
+    asked = [greedy_params(max_tokens=1000, n=2), greedy_params(max_tokens=3), greedy_params(max_tokens=None)]
+    caplog.clear()
+    served.engine.generate([PROMPT] * 3, asked)
+    (told,) = cuts_told(caplog)
+    assert told.startswith(f"2 of 3 outputs ended at max_model_len=40, up to {1000 - 29} tokens before")
+    served.generate([PROMPT], max_new_tokens=100)
+    assert len(cuts_told(caplog)) == 2
+
+
+def test_a_call_that_ends_as_asked_does_not_warn(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture, full: list[int]
+) -> None:
+    served = tiny.load(max_model_len=40)
+    caplog.clear()
+    asked = [greedy_params(max_tokens=29), greedy_params(max_tokens=100, stop_token_ids=[full[3]])]
+    served.engine.generate([PROMPT] * 2, asked)
+    assert not cuts_told(caplog)
+
+
 def test_the_longest_prompt_leaves_room_for_one_token(tiny: Tiny) -> None:
     prompt = prompts_of([MAX_LEN - 1])[0]
     done = serve(tiny.load(), [prompt], greedy_params())[0][0]

@@ -85,7 +85,7 @@ class Run:
     ) -> None:
         from hpu_duo.engine.outputs import Completion
 
-        self._engine = engine
+        self._engine, self._params = engine, params
         self._num_prompt_tokens = sum(map(len, prompts))
         self._index: dict[str, int] = {}
         try:
@@ -99,6 +99,8 @@ class Run:
 
     def finish(self, view: View) -> RunReport:
         """Step until every prompt is answered or the user interrupts."""
+        from hpu_duo.engine.model_len import warn_of_cuts
+
         prefill, decode = Pace(), Pace()
         is_interrupted = False
         try:
@@ -110,6 +112,7 @@ class Run:
             view.ended()
             stats = self._engine.stats()
             self._abort()
+        warn_of_cuts([[one] for one in self._completions], self._params, self._engine.limits.max_model_len)
         return RunReport(self._completions, prefill, decode, stats, is_interrupted)
 
     def _step(self, view: View, prefill: Pace, decode: Pace) -> None:
