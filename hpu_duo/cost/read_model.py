@@ -14,6 +14,7 @@ from hpu_duo.cost.model import AttentionSize, Experts, ModelSize
 from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
 from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from hpu_duo.modeling.layer_kind import LayerKind
+from hpu_duo.modeling.plain_weights import refuse_adapter
 from hpu_duo.modeling.rope import positions_served
 from hpu_duo.remote_code import refusal
 
@@ -24,14 +25,16 @@ def read_model(path: str | Path) -> ModelSize:
     Parameters are counted on a model without storage, so this takes no memory and less than a second.
 
     Args:
-        path: the file, or a directory that holds it. Nothing else is read.
+        path: the file, or a directory that holds it. No weights are read.
 
     Raises:
-        ValueError: the file is missing, cannot be read, or describes a model whose cache is not keys and
-            values of decoder layers.
+        ValueError: the file is missing, cannot be read, is that of quantised weights or of an adapter,
+            or describes a model whose cache is not keys and values of decoder layers.
     """
     given = Path(path)
     file = given / CONFIG_FILE if given.is_dir() else given
+    if str(path) and given.is_dir():
+        refuse_adapter(given)
     if not str(path) or not file.is_file():
         raise ValueError(f"expected config.json or a directory with it, got {str(path)!r}")
     config = read_config_file(file)

@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hpu_duo.modeling.config_numbers import check_numbers
+from hpu_duo.modeling.plain_weights import refuse_quantised
 from hpu_duo.modeling.rope import rope_types
 from hpu_duo.remote_code import NO_REMOTE_CODE, refusal
 
@@ -38,9 +39,12 @@ def read_config_file(file: Path) -> Any:
 
     Raises:
         ValueError: the file cannot be read, a number in it is out of range, its activation or its rotary
-            embedding is unknown, its model type needs code of the checkpoint, or it has an encoder.
+            embedding is unknown, its weights are quantised, its model type needs code of the checkpoint, or
+            it has an encoder.
     """
-    check_numbers(file, _parse(file))
+    fields = _parse(file)
+    refuse_quantised(file, fields)
+    check_numbers(file, fields)
     try:
         config = AutoConfig.from_pretrained(file, **NO_REMOTE_CODE)
     except FILE_ERRORS as error:

@@ -16,11 +16,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from hpu_duo.modeling.plain_weights import ADAPTER_FILE
+
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _HUB_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
 
-_CONFIG_FILES = ["config.json"]
+_CONFIG_FILES = ["config.json", ADAPTER_FILE]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 _UNUSED_FILES = ["*/*", "consolidated*"]
@@ -36,7 +38,7 @@ def find_checkpoint(name: str | Path, revision: str | None = None, *, needs_weig
     Args:
         name: a directory, or an id such as ``org/name``.
         revision: branch, tag or commit on the hub; None is its main branch.
-        needs_weights: False downloads config.json only.
+        needs_weights: False downloads config.json only, or an adapter's.
 
     Raises:
         ValueError: there is no such directory, and the hub has no such model or revision, does not give it to

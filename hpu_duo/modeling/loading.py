@@ -21,6 +21,7 @@ from hpu_duo.modeling.attention import NAME
 from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
 from hpu_duo.modeling.config_numbers import RANGES
 from hpu_duo.modeling.experts import register_experts
+from hpu_duo.modeling.plain_weights import refuse_adapter
 from hpu_duo.remote_code import NO_REMOTE_CODE, refusal
 
 _WEIGHT_ERRORS = (*FILE_ERRORS, RuntimeError, ImportError, SafetensorError)
@@ -86,9 +87,11 @@ def read_config(path: str | Path, *, needs_weights: bool = True) -> Any:
 
     Raises:
         ValueError: the directory, its config.json or its weights are missing, the configuration
-            cannot be read, or it is not that of a decoder-only language model.
+            cannot be read, it is not that of a decoder-only language model, its weights are quantised, or
+            there is an adapter.
     """
     directory = checked_directory(path)
+    refuse_adapter(directory)
     file = directory / CONFIG_FILE
     if not file.is_file():
         raise ValueError(f"expected {CONFIG_FILE} in {directory}, found none")
@@ -100,8 +103,6 @@ def read_config(path: str | Path, *, needs_weights: bool = True) -> Any:
             f"model_type {config.model_type!r} has no causal language model in transformers "
             f"{transformers.__version__}"
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("expected plain weights, got a checkpoint with quantization_config")
     _check_sizes(file, config.get_text_config())
     return config
 

@@ -51,6 +51,55 @@ def test_experts_are_apart_from_what_every_token_reads(name: str, tmp_path: Path
     assert experts.num_params == counted
 
 
+QUANTISED = {
+    "gptq": ({"bits": 4, "quant_method": "gptq"}, "by gptq to 4 bits .*load the checkpoint that they were"),
+    "mxfp4": ({"quant_method": "mxfp4"}, r"by mxfp4 .*transformers.Mxfp4Config\(dequantize=True\)"),
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors"},
+        "compressed-tensors .*write plain ones",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised_weights_are_refused_by_their_method(method: str, tmp_path: Path) -> None:
+    file = save(FAMILIES["llama"](), tmp_path) / "config.json"
+    fields, message = QUANTISED[method]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": fields}))
+    with pytest.raises(ValueError, match=message):
+        read_model(file)
+
+
+def test_quantised_weights_are_refused_where_another_file_or_the_text_model_says_so(tmp_path: Path) -> None:
+    file = save(FAMILIES["llama"](), tmp_path) / "config.json"
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text("{}")
+    with pytest.raises(ValueError, match=r"by modelopt \(.*hf_quant_config.json"):
+        read_model(tmp_path)
+    beside.unlink()
+    read_model(tmp_path)
+    told = {"text_config": {"quantization_config": {"load_in_4bit": True}}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **told}))
+    with pytest.raises(ValueError, match="by a method that it does not name to 4 bits"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+def test_an_adapter_is_refused_with_its_base_and_how_to_merge_it(has_base: bool, tmp_path: Path) -> None:
+    if has_base:
+        save(FAMILIES["llama"](), tmp_path)
+    fields = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"got a LORA adapter of org/base .*merge_and_unload"):
+        read_model(tmp_path)
+
+
+def test_a_gguf_file_alone_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.Q4_K_M.gguf").touch()
+    with pytest.raises(ValueError, match=r"got the GGUF file .*Q4_K_M"):
+        read_model(tmp_path)
+
+
 def test_windows_are_those_of_the_layers(tmp_path: Path) -> None:
     sliding = read_model(save(FAMILIES["mistral_sliding"](), tmp_path / "a"))
     partly = read_model(save(FAMILIES["qwen2_partly_sliding"](), tmp_path / "b"))

@@ -73,7 +73,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tokenizer_that_is_not": (lambda d: (d / "tokenizer.json").write_text('{"a": 1}'), "tokenizer"),
     "quantised": (
         lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
-        "quantization_config",
+        r"plain weights, got weights quantised by gptq to 4 bits \(quantization_config in ",
+    ),
+    "adapter": (
+        lambda d: (d / "adapter_config.json").write_text(
+            '{"peft_type": "LORA", "base_model_name_or_path": "a/b"}'
+        ),
+        r"a whole model, got a LORA adapter of a/b .*merge_and_unload",
     ),
 }
 
