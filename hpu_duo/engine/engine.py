@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphs.interrupts import interrupts_deferred
 from graphs.recording import write_shapes
@@ -65,6 +65,7 @@ class Engine(Uncopied):
     Attributes:
         contexts: prefixes that are kept until they are let go.
         notes: remarks for the user on how the model was loaded; ``stats`` has them too.
+        hf_config: transformers' configuration of the whole model, also where ranks share it.
         pattern, own_pattern: the binarised head pattern, and that of this rank's heads; None if all heads
             retrieve.
     """
@@ -88,6 +89,7 @@ class Engine(Uncopied):
         copies = PrefixCopies(runner, scheduler, self._stepper, self._turns)
         self.contexts = Contexts(self._intake, self._entry, self._calls, scheduler, self._turns, copies)
         self.notes: tuple[str, ...] = ()
+        self.hf_config: Any = None
         self.pattern: HeadPattern | None = None
         self.own_pattern: HeadPattern | None = None
 

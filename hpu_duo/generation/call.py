@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
+from transformers import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hpu_duo.generation.arguments import GenerationRequest
-from hpu_duo.generation.processing import Hooks, ProcessedSample, processors_for
+from hpu_duo.generation.processing import Hooks, ProcessedSample, WholeModel, processors_for
 from hpu_duo.generation.questions import Questions
 from hpu_duo.generation.results import assemble_rows, assemble_scores, feed
 from hpu_duo.sampling import SamplingParams, derive_seed
@@ -35,7 +35,7 @@ class GenerateCall:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: WholeModel,
         asked: GenerationRequest,
         questions: Questions,
         hooks: Hooks,
@@ -76,7 +76,7 @@ class GenerateCall:
 
     def _watched(
         self,
-        model: PreTrainedModel,
+        model: WholeModel,
         number: int,
         params: SamplingParams,
         hooks: Hooks | None,

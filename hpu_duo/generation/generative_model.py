@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from hpu_duo.generation.arguments import read_generation
 from hpu_duo.generation.call import GenerateCall
 from hpu_duo.generation.inputs import TokenLists
-from hpu_duo.generation.processing import Hooks
+from hpu_duo.generation.processing import Hooks, WholeModel
 from hpu_duo.generation.questions import Context, Questions
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ class GenerativeModel:
 
     @property
     def config(self) -> PretrainedConfig:
-        """The model's configuration, as transformers has it."""
-        return self.engine.runner.model.model.config
+        """The checkpoint's configuration, as transformers has it, also where ranks share the model."""
+        config: PretrainedConfig = self.engine.hf_config
+        return config
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,8 +71,8 @@ class GenerativeModel:
         See the method of transformers' models, which computes it. Behind their end, rows that ended early
         have scores of zero, or of equal probabilities if they are normalized.
         """
-        model: Any = self.engine.runner.model.model
-        found: torch.Tensor = model.compute_transition_scores(sequences, scores, *args, **kwargs)
+        whole: Any = WholeModel(self.config)
+        found: torch.Tensor = whole.compute_transition_scores(sequences, scores, *args, **kwargs)
         return found
 
     def can_generate(self) -> bool:
@@ -161,8 +162,8 @@ class GenerativeModel:
                 raise ValueError("expected a context of this model, got one of another model")
             given_inputs = input_ids if inputs is None else inputs
             questions = Questions.read(given_inputs, attention_mask, asked, context)
-            model = self.engine.runner.model.model
-            return GenerateCall(model, asked, questions, hooks, streamer).run(self.engine)
+            whole = WholeModel(self.config)
+            return GenerateCall(whole, asked, questions, hooks, streamer).run(self.engine)
         finally:
             if streamer is not None:
                 streamer.end()

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
+    PretrainedConfig,
     StoppingCriteriaList,
 )
 
@@ -60,6 +61,16 @@ class Hooks:
                 f"prefix_allowed_tokens_fn: expected a function, got {prefix_allowed_tokens_fn!r}"
             )
         return cls(LogitsProcessorList(processors), StoppingCriteriaList(criteria), prefix_allowed_tokens_fn)
+
+
+class WholeModel(GenerationMixin):
+    """transformers' methods of generation, with the configuration of the whole model.
+
+    The model of a rank has that of its share, with fewer tokens.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
 
 
 class ProcessedSample:
@@ -132,7 +143,7 @@ class ProcessedSample:
 
 
 def processors_for(
-    model: PreTrainedModel,
+    model: WholeModel,
     asked: GenerationRequest,
     params: SamplingParams,
     row: list[int],

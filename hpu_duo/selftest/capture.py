@@ -49,7 +49,7 @@ def capture(subject: Subject, notes: Notes, backend: str) -> None:
     twice = [sampled_rows(run_captured(model, last), last) for _ in range(2)]
     notes.check("replay twice", bool((twice[0] == twice[1]).all()), "the same step gives the same logits")
     notes.begin("traffic")
-    vocab_size = model.engine.runner.model.model.config.get_text_config().vocab_size
+    vocab_size = model.config.get_text_config().vocab_size
     for seed in range(3):
         run_prompts(model, Subject(subject.device, seed=seed).prompts(vocab_size))
     found = model.engine.runner.watch.snapshot() - before

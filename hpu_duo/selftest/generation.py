@@ -16,7 +16,7 @@ def compare_generation(subject: Subject, notes: Notes) -> None:
         notes.begin(f"generation in {dtype}")
         there = subject.load(dtype=dtype, graphs="auto")
         here = subject.load("cpu", attention="reference", dtype=dtype, graphs="eager")
-        prompts = subject.prompts(there.engine.runner.model.model.config.get_text_config().vocab_size)
+        prompts = subject.prompts(there.config.get_text_config().vocab_size)
         got, expected = run_prompts(there, prompts), run_prompts(here, prompts)
         same = [_num_equal(*pair) for pair in zip(got, expected)]
         total, equal = sum(map(len, expected)), sum(same)

@@ -61,7 +61,7 @@ class _Messages:
 def record_steps(subject: Subject) -> RecordedSteps:
     """Serve the subject's prompts on the CPU, padded to the default table, and keep every step."""
     model = subject.load("cpu", attention="reference", dtype="float32", graphs="eager", **_COLD)
-    runner, config = model.engine.runner, model.engine.runner.model.model.config.get_text_config()
+    runner, config = model.engine.runner, model.config.get_text_config()
     table = default_table(model.engine.scheduler.limits, runner.model.specs, config)
     runner.set_table(table, MissPolicy.ERROR)
     sink = _Messages()

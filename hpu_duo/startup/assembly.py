@@ -121,16 +121,18 @@ def engine_around(
         ValueError: heads keep some classes of tokens first, and there is no tokenizer to tell them.
     """
     runner, blueprint, limits = side.runner, side.blueprint, side.limits
+    vocab_size = side.hf_config.get_text_config().vocab_size
     if limits.uses_token_classes:
         if tokenizer is None:
             raise ValueError("kv_policy 'fastgen' needs the model's tokenizer, which tells special tokens")
-        runner.builder.class_of = TokenClassifier(tokenizer).table(side.vocab_size)
+        runner.builder.class_of = TokenClassifier(tokenizer).table(vocab_size)
     policy = make_policy(config.scheduler.scheduling_policy)
     scheduler = Scheduler(limits, _trimming(config, runner), policy)
-    ranker = read_ranker(config.scheduler, side.vocab_size)
-    token_limits = TokenLimits(limits.max_model_len, eos_token_ids, side.vocab_size)
+    ranker = read_ranker(config.scheduler, vocab_size)
+    token_limits = TokenLimits(limits.max_model_len, eos_token_ids, vocab_size)
     engine = Engine(runner, scheduler, token_limits, tokenizer, seed, ranker)
     engine.notes = frequencies_note(blueprint.text_config, blueprint.max_len)
+    engine.hf_config = side.hf_config
     engine.pattern, engine.own_pattern = blueprint.pattern, blueprint.own_pattern
     _log.info("engine of %s: %s", type(runner.model.model).__name__, engine.stats().resolved)
     return engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -47,13 +48,13 @@ class Shared:
 
     Attributes:
         membership: this rank among the others.
-        vocab_size: tokens of the whole model.
+        hf_config: transformers' configuration of the whole model.
         sums: where ranks sum.
         followers: the others, if this is rank 0.
     """
 
     membership: Membership
-    vocab_size: int
+    hf_config: Any
     sums: Sums
     followers: Followers | None = None
 
@@ -66,13 +67,13 @@ class DeviceSide:
         runner: runs them.
         blueprint: what it was built from.
         limits: what steps may hold.
-        vocab_size: tokens of the model.
+        hf_config: transformers' configuration of the whole model, also where ranks share it.
     """
 
     runner: Runner
     blueprint: Blueprint
     limits: StepLimits
-    vocab_size: int
+    hf_config: Any
 
     @classmethod
     def build(
@@ -127,8 +128,9 @@ class DeviceSide:
         store, step_model = blueprint.build(model, memory, live)
         executor = _make_executor(config, step_model, store, tables, runtime, shared)
         limits = tables.limits(memory)
-        vocab_size = blueprint.text_config.vocab_size if shared is None else shared.vocab_size
-        return cls(Runner(executor, vocab_size, limits.max_model_len), blueprint, limits, vocab_size)
+        hf_config = model.config if shared is None else shared.hf_config
+        runner = Runner(executor, hf_config.get_text_config().vocab_size, limits.max_model_len)
+        return cls(runner, blueprint, limits, hf_config)
 
 
 def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared: Shared) -> MemoryPlan:
@@ -209,7 +211,9 @@ def _make_executor(
     spread = followers = exchanges = None
     if shared is not None:
         membership, followers = shared.membership, shared.followers
-        spread = SpreadLogits(membership.ranks, membership.group, shared.vocab_size)
+        spread = SpreadLogits(
+            membership.ranks, membership.group, shared.hf_config.get_text_config().vocab_size
+        )
         sizes = (model.model.config.get_text_config().hidden_size, model.model.dtype.itemsize)
         exchanges = StepExchanges.of_model(model.model, model.specs, *sizes, geometry.decode_len)
     executor = Executor(

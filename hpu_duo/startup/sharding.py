@@ -153,7 +153,7 @@ def build_share(
     with native_code_built(config.model, place, dtype):
         share = load_rank(config, hf_config, dtype, place.device, membership.ranks, membership.group)
         check_same_pattern(share.chosen.pattern, membership)
-        shared = Shared(membership, hf_config.get_text_config().vocab_size, share.sums, followers)
+        shared = Shared(membership, hf_config, share.sums, followers)
         return DeviceSide.build(share.model, share.layers, config, place, share.chosen, shared)
 
 

@@ -18,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from hpu_duo import HPUDuoModel
 from hpu_duo.generation.arguments import read_generation
 from hpu_duo.generation.call import GenerateCall
-from hpu_duo.generation.processing import Hooks
+from hpu_duo.generation.processing import Hooks, WholeModel
 from hpu_duo.generation.questions import Questions
 from tests.engine.test_generate_like_transformers import LENGTHS, left_padded
 from tests.engine.tiny import Tiny, assert_holds_nothing
@@ -275,7 +275,7 @@ def test_a_step_that_is_computed_again_leaves_one_score_per_token(
     served = tiny.load()
     expected = served.generate(PROMPTS, max_new_tokens=5, **SCORED)
     call = GenerateCall(
-        served.engine.runner.model.model,
+        WholeModel(served.config),
         read_generation(GenerationConfig(), None, {"max_new_tokens": 5, **SCORED}, VOCAB),
         Questions(PROMPTS, PROMPTS, PROMPTS),
         Hooks.read(None, None, None),
