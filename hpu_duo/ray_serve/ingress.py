@@ -68,8 +68,9 @@ class Ingress:
 
     def _routes(self) -> APIRouter:
         routes = APIRouter()
-        routes.add_api_route("/health", self.health, methods=["GET", "HEAD"])
-        routes.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
+        routes.add_api_route("/live", self.live, methods=["GET", "HEAD"])
+        for path in ("/health", "/ready"):
+            routes.add_api_route(path, self.ready, methods=["GET", "HEAD"])
         routes.add_api_route("/stats", self.stats, methods=["GET"])
         routes.add_api_route("/metrics", self.metrics, methods=["GET"])
         routes.add_api_route("/{path:path}", self.passed_on, methods=["GET", "HEAD", "POST"])
@@ -77,8 +78,8 @@ class Ingress:
 
     # Routes
 
-    async def health(self) -> Response:
-        """Whether this process can serve; replicas are Ray's to look after."""
+    async def live(self) -> Response:
+        """Whether this process works; replicas are Ray's to look after."""
         return Response()
 
     async def ready(self) -> Response:

@@ -17,8 +17,7 @@ from hpu_duo.replicas.metrics import exposition
 from hpu_duo.replicas.replica import ReplicaState
 from hpu_duo.server.http.errors import install_error_handlers
 from hpu_duo.server.http.guards import add_guards
-from hpu_duo.server.responding import as_api_error, error_response
-from hpu_duo.server.running.admission import NotServingError, Stage
+from hpu_duo.server.http.probes import probe_routes
 
 _STATS_S = 2.0
 
@@ -49,18 +48,6 @@ def create_front_app(front: Front) -> FastAPI:
 def _routes(front: Front) -> APIRouter:
     router = APIRouter()
 
-    async def health() -> Response:
-        """Whether the process can still serve, or will when replicas are back."""
-        if front.stage is Stage.FAILED:
-            return error_response(as_api_error(NotServingError(Stage.FAILED)))
-        return Response()
-
-    async def ready() -> Response:
-        """Whether any replica takes calls."""
-        if front.stage is not Stage.READY:
-            return error_response(as_api_error(NotServingError(front.stage)))
-        return Response()
-
     async def stats() -> dict[str, Any]:
         """The statistics of each replica, and of the router."""
         return await statistics(front)
@@ -73,8 +60,7 @@ def _routes(front: Front) -> APIRouter:
         """Everything else."""
         return await front.answer(request)
 
-    router.add_api_route("/health", health, methods=["GET", "HEAD"])
-    router.add_api_route("/ready", ready, methods=["GET", "HEAD"])
+    router.include_router(probe_routes(lambda: front.stage))
     router.add_api_route("/stats", stats, methods=["GET"])
     router.add_api_route("/metrics", metrics, methods=["GET"])
     router.add_api_route("/{path:path}", passed_on, methods=["GET", "HEAD", "POST"])

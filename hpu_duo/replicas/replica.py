@@ -148,7 +148,7 @@ class Replica:
         loop, has_answered = asyncio.get_running_loop(), False
         deadline = loop.time() + self._load_timeout_s
         while not await self._says_yes(process, "/ready"):
-            has_answered = has_answered or await self._says_yes(process, "/health")
+            has_answered = has_answered or await self._says_yes(process, "/live")
             if not has_answered and loop.time() > deadline:
                 limit_s = self._load_timeout_s
                 _log.error("replica %s has not loaded within %g s; it is ended", self.name, limit_s)
@@ -160,7 +160,7 @@ class Replica:
         num_silent = 0
         while num_silent < _MOST_SILENT:
             await asyncio.sleep(_HEALTH_LOOK_S)
-            is_well = await self._says_yes(process, "/health")
+            is_well = await self._says_yes(process, "/live")
             num_silent = 0 if is_well else num_silent + 1
             if self._is_stopping:
                 return  # it ends its calls, and is given time for that

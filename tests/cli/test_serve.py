@@ -36,8 +36,8 @@ def test_it_serves_the_built_in_model_until_a_signal_comes(number: signal.Signal
             lines.append(process.stderr.readline())
             assert lines[-1], lines
         with httpx.Client(base_url=found[1].rstrip(","), timeout=30) as http:
-            assert http.get("/health").status_code == 200
-            while http.get("/ready").status_code != 200:
+            assert http.get("/live").status_code == 200
+            while http.get("/health").status_code != 200:
                 time.sleep(0.05)
             asked = {"messages": MESSAGES, "temperature": 0, "max_tokens": 20}
             assert http.post("/v1/chat/completions", json=asked).status_code == 401

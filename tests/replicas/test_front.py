@@ -155,7 +155,7 @@ def test_metrics_have_the_replica_as_a_label_and_those_of_the_router(http: httpx
 
 
 def test_the_state_is_that_of_all(http: httpx.Client) -> None:
-    assert [http.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+    assert [http.get(path).status_code for path in ("/live", "/health", "/ready")] == [200, 200, 200]
     fields = http.get("/stats").json()
     assert (fields["model"], fields["stage"], fields["router"]) == ("stub", "ready", "least-loaded")
     assert (fields["num_open"], fields["max_open"], fields["num_ready"]) == (2, 16, 2)
@@ -203,8 +203,8 @@ def test_no_replica_is_answered_with_503_until_one_is_ready(tmp_path: Path) -> N
         with front.http() as http:
             answer = ask(http, "hello")
             assert (answer.status_code, http.get("/ready").status_code) == (503, 503)
+            assert (http.get("/live").status_code, http.get("/health").status_code) == (200, 503)
             assert "no replica is ready" in answer.json()["error"]["message"]
-            assert http.get("/health").status_code == 200
     finally:
         front.signal()
         assert front.join()

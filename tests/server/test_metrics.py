@@ -172,7 +172,7 @@ def test_statistics_are_json(server: Live) -> None:
 def test_the_schema_says_what_is_answered(server: Live) -> None:
     with server.http() as http:
         paths = http.get("/openapi.json").json()["paths"]
-        for path in ("/health", "/ready", "/version", "/stats", "/v1/models"):
+        for path in ("/live", "/health", "/ready", "/version", "/stats", "/v1/models"):
             told = paths[path]["get"]["responses"]["200"].get("content", {})
             answer = http.get(path)
             assert answer.status_code == 200

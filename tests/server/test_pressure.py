@@ -225,7 +225,7 @@ def test_calls_need_one_of_the_keys(tiny: TinyChat) -> None:
         with server.http() as http:
             assert http.get("/v1/models").status_code == 401
             assert http.get("/v1/models", headers={"Authorization": f"Basic {KEY}"}).status_code == 401
-            for path in ("/health", "/ready", "/metrics", "/version"):
+            for path in ("/live", "/health", "/ready", "/metrics", "/version"):
                 assert http.get(path).status_code == 200
 
 
@@ -282,14 +282,16 @@ def test_calls_are_taken_once_every_shape_is_captured(
     monkeypatch.setattr(model, "warmup", late)
     server = Live(model, warm_up=True)
     with server.http() as http:
-        assert (http.get("/health").status_code, http.get("/ready").status_code) == (200, 503)
+        probes = ("/live", "/health", "/ready")
+        assert [http.get(path).status_code for path in probes] == [200, 503, 503]
         refused = http.post("/v1/completions", json=LONG)
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         assert http.get("/metrics").status_code == http.get("/v1/models").status_code == 200
         before = recompilations(http)
         may_capture.set()
-        wait_until(lambda: http.get("/ready").status_code == 200)
+        wait_until(lambda: http.get("/health").status_code == 200)
+        assert [http.get(path).status_code for path in probes] == [200, 200, 200]
         assert http.post("/v1/completions", json=LONG).json()["usage"]["completion_tokens"] == 80
         done, total = server.service.warm_up_progress or (0, 1)
         assert done == total

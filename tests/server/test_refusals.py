@@ -179,7 +179,7 @@ def test_paths_and_methods_that_do_not_exist_have_the_same_body(http: httpx.Clie
 
 
 def test_probes_may_ask_without_a_body(http: httpx.Client) -> None:
-    for path in ("/health", "/ready"):
+    for path in ("/live", "/health", "/ready"):
         response = http.head(path)
         assert (response.status_code, response.content) == (200, b"")
 

@@ -47,8 +47,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with the API of OpenAI: completions, chats, streams, tools.
 
-    It listens once the model is loaded; /ready tells when it has warmed up. SIGTERM and Ctrl-C let calls end,
-    a second one ends them at once.
+    It listens once the model is loaded; /health is 503 until it has warmed up. SIGTERM and Ctrl-C let calls
+    end, a second one ends them at once.
     """
     with user_errors():
         if missing := [name for name in _NEEDED if find_spec(name) is None]:

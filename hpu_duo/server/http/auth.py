@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hpu_duo.server.protocol.errors import unauthorized
 from hpu_duo.server.responding import error_response
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/stats"})
+OPEN_PATHS = frozenset({"/", "/live", "/health", "/ready", "/metrics", "/version", "/stats"})
 """Paths that need no key: nothing of any request can be read there."""
 
 

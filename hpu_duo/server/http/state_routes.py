@@ -1,4 +1,4 @@
-"""``/health``, ``/ready``, ``/metrics``, ``/stats`` and ``/version``."""
+"""``/metrics``, ``/stats`` and ``/version``, and the probes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from hpu_duo import __version__
-from hpu_duo.server.http.schemas import BUSY
+from hpu_duo.server.http.probes import probe_routes
 from hpu_duo.server.http.statistics import statistics
-from hpu_duo.server.responding import as_api_error, error_response
-from hpu_duo.server.running.admission import NotServingError, Stage
 from hpu_duo.server.service import Service
 
 
@@ -25,22 +23,7 @@ def state_routes(service: Service) -> APIRouter:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
 
-    @router.get("/health", response_class=Response, responses={503: BUSY[503]})
-    async def health() -> Response:
-        """Whether the process can still serve: 503 asks a supervisor to start it anew."""
-        if service.stage is Stage.FAILED:
-            return error_response(as_api_error(NotServingError(Stage.FAILED)))
-        return Response()
-
-    @router.get("/ready", response_class=Response, responses={503: BUSY[503]})
-    async def ready() -> Response:
-        """Whether requests are taken: all is loaded and captured, and the server is not about to stop."""
-        if service.stage is not Stage.READY:
-            return error_response(as_api_error(NotServingError(service.stage)))
-        return Response()
-
-    for path, endpoint in (("/health", health), ("/ready", ready)):
-        router.head(path, include_in_schema=False)(endpoint)
+    router.include_router(probe_routes(lambda: service.stage))
 
     @router.get("/version")
     async def version() -> dict[str, str]:

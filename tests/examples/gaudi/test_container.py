@@ -126,11 +126,11 @@ def test_the_unit_starts_the_script_and_has_its_directories() -> None:
 
 
 class _Health(BaseHTTPRequestHandler):
-    """Answers /health with the status of its server."""
+    """Answers /live with the status of its server."""
 
     def do_GET(self) -> None:
         """Answer."""
-        self.send_response(self.server.status if self.path == "/health" else 404)  # type: ignore[attr-defined]
+        self.send_response(self.server.status if self.path == "/live" else 404)  # type: ignore[attr-defined]
         self.end_headers()
 
     def log_message(self, *_: object) -> None:

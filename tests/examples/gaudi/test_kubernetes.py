@@ -95,8 +95,8 @@ def test_probes_ask_what_the_server_answers(overlay: Path) -> None:
     resources = build(overlay)
     (container,) = pod(resources)["containers"]
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
-    assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
-    assert container["startupProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/live", "port": "http"}
+    assert container["startupProbe"]["httpGet"] == {"path": "/live", "port": "http"}
     assert only(resources, "Service")["spec"]["ports"][0]["targetPort"] == "http"
     assert only(resources, "ServiceMonitor")["spec"]["endpoints"][0]["port"] == "http"
 
