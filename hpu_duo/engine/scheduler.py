@@ -56,7 +56,7 @@ class Scheduler:
         self._unfinished: dict[str, Request] = {}
         self.holding = PrefixHolding(self.leases, self._unfinished)
         self._prefixes = PrefixSharing(limits, self.leases, self.holding)
-        self._waiting = Waiting(self.policy, self.leases.find)
+        self._waiting = Waiting(self.policy, self.leases.find, self.leases.block_size)
         self._running = ArrivalOrder()
         self._siblings = Siblings(self.leases, limits.decode_len)
         self._num_arrived = 0

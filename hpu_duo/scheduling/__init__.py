@@ -10,6 +10,7 @@ from hpu_duo.scheduling.fcfs import FirstComeFirstServed
 from hpu_duo.scheduling.ltr import LearnedToRank
 from hpu_duo.scheduling.mlfq import MultiLevelFeedback
 from hpu_duo.scheduling.policy import SchedulingPolicy
+from hpu_duo.scheduling.preble import CachedShareGroups
 from hpu_duo.scheduling.priority import PriorityFirst
 from hpu_duo.scheduling.ranked import RankedPolicy
 from hpu_duo.scheduling.shortest import ShortestJobFirst, ShortestRemainingFirst
@@ -20,6 +21,7 @@ __all__ = [
     "POLICIES",
     "ArrivalOrder",
     "CachedPrefix",
+    "CachedShareGroups",
     "DeficitLongestPrefixMatch",
     "DepthFirst",
     "FirstComeFirstServed",
@@ -44,6 +46,7 @@ POLICIES: dict[str, Callable[..., SchedulingPolicy]] = {
     "mlfq": MultiLevelFeedback,
     "lpm": LongestPrefixMatch,
     "dfs-weight": DepthFirst,
+    "preble": CachedShareGroups,
     "vtc": VirtualTokenCounter,
     "dlpm": DeficitLongestPrefixMatch,
     "ltr": LearnedToRank,

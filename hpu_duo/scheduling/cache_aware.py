@@ -77,8 +77,8 @@ class LongestPrefixMatch(CacheAware):
     """
 
     def order(self, requests: Sequence[Request], waiting: Waiting) -> list[Request]:
-        """Return the requests by cached blocks."""
-        return sorted(requests, key=lambda each: (-num_cached_blocks(each, waiting), each.arrival))
+        """Return the requests by cached tokens."""
+        return sorted(requests, key=lambda each: (-waiting.num_cached_tokens(each), each.arrival))
 
 
 class DepthFirst(CacheAware):
@@ -99,12 +99,6 @@ class DepthFirst(CacheAware):
             for path, request in zip(paths, requests)
         ]
         return [requests[place] for place in sorted(range(len(requests)), key=keys.__getitem__)]
-
-
-def num_cached_blocks(request: Request, waiting: Waiting) -> int:
-    """Return the blocks that a request would take up from the prefix cache."""
-    found = waiting.find(request)
-    return 0 if found is None else found.num_usable
 
 
 def _usable_path(request: Request, waiting: Waiting) -> Sequence[Any]:

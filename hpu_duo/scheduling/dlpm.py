@@ -9,7 +9,7 @@ from itertools import islice
 from math import floor, inf
 
 from hpu_duo.request import Request, RequestStatus
-from hpu_duo.scheduling.cache_aware import WINDOW, num_cached_blocks
+from hpu_duo.scheduling.cache_aware import WINDOW
 from hpu_duo.scheduling.policy import SchedulingPolicy
 from hpu_duo.scheduling.shortest import PATIENCE
 from hpu_duo.scheduling.users import User, UserQueues
@@ -17,7 +17,7 @@ from hpu_duo.scheduling.vtc import check_prices
 from hpu_duo.scheduling.waiting import Waiting
 
 _Choice = tuple[int, int, Request]
-"""Cached blocks as a negative number, place by arrival, and the request."""
+"""Cached tokens as a negative number, place by arrival, and the request."""
 
 
 class DeficitLongestPrefixMatch(SchedulingPolicy):
@@ -65,7 +65,7 @@ class DeficitLongestPrefixMatch(SchedulingPolicy):
         self._new: set[Request] = set()
         # Admissions since the earliest request of a user became so, of its later ones.
         self._num_overtakes: Counter[User] = Counter()
-        # Of this step: cached blocks of the requests that were looked up. Those that may be chosen are in the
+        # Of this step: cached tokens of the requests that were looked up. Those that may be chosen are in the
         # heap, first those of which most is cached, or put aside because their users have no credit.
         self._num_cached: dict[Request, int] = {}
         self._is_looked_up = False
@@ -175,7 +175,7 @@ class DeficitLongestPrefixMatch(SchedulingPolicy):
         num_each = max(1, self._window // max(1, len(self._queues)))
         for request in islice(self._queues.offered(user, waiting), num_each):
             if request not in self._num_cached:
-                self._num_cached[request] = num_cached_blocks(request, waiting)
+                self._num_cached[request] = waiting.num_cached_tokens(request)
             heappush(self._choices, (-self._num_cached[request], request.arrival, request))
             self._num_choices[user] += 1
 

@@ -33,6 +33,7 @@ class Waiting:
     Args:
         policy: is told who waits.
         find: looks a request up in the prefix cache.
+        block_size: tokens of a block of that cache.
 
     Attributes:
         arrivals: all of them.
@@ -42,9 +43,12 @@ class Waiting:
     """
 
     def __init__(
-        self, policy: SchedulingPolicy, find: Callable[[Request], CachedPrefix | None] | None = None
+        self,
+        policy: SchedulingPolicy,
+        find: Callable[[Request], CachedPrefix | None] | None = None,
+        block_size: int = 1,
     ) -> None:
-        self._policy, self._find = policy, find
+        self._policy, self._find, self._block_size = policy, find, block_size
         self.arrivals = ArrivalOrder()
         self.num_overtakes = self.step = 0
         self._passed: set[Request] = set()
@@ -99,6 +103,11 @@ class Waiting:
     def find(self, request: Request) -> CachedPrefix | None:
         """Return what the prefix cache has of a request; None without one."""
         return None if self._find is None else self._find(request)
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Return the tokens that a request would take up from the prefix cache."""
+        found = self.find(request)
+        return 0 if found is None else found.num_usable * self._block_size
 
     @property
     def first(self) -> Request:

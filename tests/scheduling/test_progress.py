@@ -23,6 +23,7 @@ HURRIED = {
     "dfs-weight": "dfs-weight:window=3,patience=inf",
     "vtc": "vtc:lengths=recent",
     "dlpm": "dlpm:quantum=3,window=2,patience=2",
+    "preble": "preble:groups=3,window=4",
     "ltr": "ltr:idle=2,period=2",
 }
 """Options that make rare things frequent."""
