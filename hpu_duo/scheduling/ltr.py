@@ -26,7 +26,7 @@ class LearnedToRank(RankedPolicy):
     """
 
     displaces: ClassVar[bool] = True
-    needs_scores: ClassVar[bool] = True
+    needs_scores = True
 
     def __init__(self, idle: float = 1000.0, period: int = 100) -> None:
         super().__init__()

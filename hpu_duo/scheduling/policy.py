@@ -33,9 +33,9 @@ class SchedulingPolicy(ABC):
         name: what it was made from.
     """
 
-    honours_priority: ClassVar[bool] = False
     displaces: ClassVar[bool] = False
-    needs_scores: ClassVar[bool] = False
+    honours_priority: bool = False
+    needs_scores: bool = False
     name: str = "of its own"
 
     @abstractmethod

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from hpu_duo.request import Request
 from hpu_duo.scheduling.ranked import Rank, RankedPolicy
 
@@ -19,7 +17,7 @@ class PriorityFirst(RankedPolicy):
         patience: see ``RankedPolicy``.
     """
 
-    honours_priority: ClassVar[bool] = True
+    honours_priority = True
 
     def rank(self, request: Request) -> Rank:
         """Return the priority."""

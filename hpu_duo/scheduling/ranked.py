@@ -93,3 +93,11 @@ class RankedPolicy(SchedulingPolicy):
 
     def _place(self, request: Request) -> tuple[Rank, int]:
         return self.rank(request), request.arrival
+
+
+class ArrivalRank(RankedPolicy):
+    """First come, first served: all have the same rank."""
+
+    def rank(self, request: Request) -> Rank:
+        """Return nothing to tell requests apart by."""
+        return ()

@@ -90,6 +90,39 @@ def _is_next_on_its_level(request: Request, policy: MultiLevelFeedback, requests
     return all(policy.rank(each) >= policy.rank(request) for each in waiting)
 
 
+@pytest.mark.parametrize(
+    ("inner", "order"),
+    [("fcfs", "LabcABC"), ("sjf", "LcbaCBA"), ("sjf/fcfs", "LcbaABC"), ("fcfs/sjf", "LabcCBA")],
+)
+def test_each_level_has_its_policy(inner: str, order: str) -> None:
+    """Small letters have prompts of the first level, large ones of the second; L holds the row first."""
+    serving = Serving(f"mlfq:quantum=16,inner={inner}", ALONE)
+    serving.add("L", 1)
+    serving.step()
+    for number, name in enumerate("ABCabc"):
+        serving.add(name, 5 - number % 3, prompt=20 if name.isupper() else 1)
+    assert serving.finish().admissions == list(order)
+
+
+def test_within_a_level_nobody_is_displaced() -> None:
+    serving = Serving("mlfq:quantum=64,inner=srtf", ALONE)
+    serving.add("long", 20)
+    serving.step()
+    serving.add("short", 1)
+    assert serving.finish().num_displaced == 0
+
+
+def test_inner_policies_read_what_they_need() -> None:
+    assert make_policy("mlfq:inner=fcfs/priority").honours_priority
+    assert make_policy("mlfq:inner=ltr").needs_scores
+    assert not make_policy("mlfq:inner=sjf").honours_priority
+
+
+def test_an_inner_policy_without_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected inner .* one of fcfs, priority, sjf, .*got 'sjf/lpm'"):
+        make_policy("mlfq:inner=sjf/lpm")
+
+
 @pytest.mark.parametrize("option", ["quantum=0", "idle=0", "period=-1"])
 def test_options_below_one_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"expected {option.split('=')[0]} of .* to be 1 or more, got"):

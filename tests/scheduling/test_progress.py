@@ -19,6 +19,7 @@ HURRIED = {
     "priority": "priority:patience=3",
     "sjf": "sjf:lengths=recent,patience=2",
     "mlfq": "mlfq:quantum=2,idle=3,period=2",
+    "mlfq inner": "mlfq:quantum=4,idle=3,period=2,inner=srtf/ltr",
     "lpm": "lpm:window=2,patience=3",
     "dfs-weight": "dfs-weight:window=3,patience=inf",
     "vtc": "vtc:lengths=recent",
