@@ -25,7 +25,7 @@ from hpu_duo.server.config import ServerConfig, read_api_keys
 _RESOURCES = {"hpu": "HPU", "cuda": "GPU", "cpu": None, "hpu-sim": None}
 """Ray's names of the devices; of the last two every process has as many as it likes."""
 _NAMED_ELSEWHERE = ("path", "device", "tensor_parallel_size")
-_SET_HERE = ("model_names", "api_keys", "quiet_s")
+_SET_HERE = ("model_names", "api_keys", "metrics_api_keys", "quiet_s")
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,28 @@ class IngressSettings:
     Attributes:
         server: limits of bodies and origins hold here; without keys.
         api_key_file: file on its node with the keys that callers must have one of; None asks for none.
+        metrics_api_key_file: the same for metrics and statistics.
         router: name of the router of its handle. It is here so that another one restarts the ingress, since
             Ray does not replace the request router of a handle that has one.
     """
 
     server: ServerConfig
     api_key_file: str | None
+    metrics_api_key_file: str | None
     router: str
 
     @property
     def guarded(self) -> ServerConfig:
-        """The settings of the server with the keys of the file.
+        """The settings of the server with the keys of the files.
 
         Raises:
-            ValueError: the file cannot be read, or has none.
+            ValueError: a file cannot be read, or has none.
         """
-        if self.api_key_file is None:
-            return self.server
-        return replace(self.server, api_keys=read_api_keys(Path(self.api_key_file)))
+        api_keys, metrics_api_keys = (
+            () if file is None else read_api_keys(Path(file))
+            for file in (self.api_key_file, self.metrics_api_key_file)
+        )
+        return replace(self.server, api_keys=api_keys, metrics_api_keys=metrics_api_keys)
 
 
 class RayServeArgs(BaseModel):
@@ -82,6 +86,7 @@ class RayServeArgs(BaseModel):
         engine: further arguments of ``HPUDuoModel.from_pretrained``, such as ``sparsity``.
         server: fields of ``ServerConfig``, such as ``max_choices``; ``max_queue`` is that of one replica.
         api_key_file: file with a key in each line, on the node of the ingress; callers must have one.
+        metrics_api_key_file: the same for those who read metrics and statistics.
         warm_up: capture every shape before calls are taken.
         tensor_parallel_size: devices of each replica, all of one node.
         num_replicas: engines; not with ``autoscaling_config``.
@@ -104,6 +109,7 @@ class RayServeArgs(BaseModel):
     engine: dict[str, Any] = Field(default_factory=dict)
     server: dict[str, Any] = Field(default_factory=dict)
     api_key_file: str | None = None
+    metrics_api_key_file: str | None = None
     warm_up: bool = True
     tensor_parallel_size: PositiveInt = 1
     num_replicas: PositiveInt | None = None
@@ -169,7 +175,9 @@ class RayServeArgs(BaseModel):
     @property
     def ingress_settings(self) -> IngressSettings:
         """Settings of the ingress; nothing else restarts it when it changes."""
-        return IngressSettings(self.server_config(), self.api_key_file, self.router)
+        return IngressSettings(
+            self.server_config(), self.api_key_file, self.metrics_api_key_file, self.router
+        )
 
     @property
     def engine_settings(self) -> EngineSettings:

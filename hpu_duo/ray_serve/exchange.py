@@ -9,6 +9,8 @@ from urllib.parse import quote, unquote
 
 from starlette.types import ASGIApp, Message, Scope
 
+from hpu_duo.server.http.auth import PREFIX_NAMESPACE
+
 
 @dataclass(frozen=True)
 class EngineCall:
@@ -19,6 +21,7 @@ class EngineCall:
         path, query: of its address, as they were sent.
         headers: in any case.
         body: all of it.
+        prefix_namespace: calls of different ones share no cached prefix.
     """
 
     method: str
@@ -26,6 +29,7 @@ class EngineCall:
     query: str = ""
     headers: Mapping[str, str] | None = None
     body: bytes = b""
+    prefix_namespace: str | None = None
 
     @property
     def scope(self) -> Scope:
@@ -44,6 +48,7 @@ class EngineCall:
             "headers": headers,
             "client": None,
             "server": None,
+            PREFIX_NAMESPACE: self.prefix_namespace,
         }
 
     @property

@@ -25,6 +25,7 @@ from hpu_duo.replicas.answer import BrokenError
 from hpu_duo.replicas.counts import FrontCounts
 from hpu_duo.replicas.metrics import text_of
 from hpu_duo.replicas.prompts import RoutedCall, read_call
+from hpu_duo.server.http.auth import PREFIX_NAMESPACE
 from hpu_duo.server.http.errors import install_error_handlers
 from hpu_duo.server.http.guards import add_guards
 
@@ -115,10 +116,11 @@ class Ingress:
     async def passed_on(self, request: Request) -> Response:
         """Answer everything else by a replica."""
         body = await request.body()
-        routed = self._read(body if request.method == "POST" else b"")
+        namespace = request.scope.get(PREFIX_NAMESPACE)
+        routed = self._read(body if request.method == "POST" else b"", namespace)
         headers = {name: value for name, value in request.headers.items() if name not in _OF_ONE_HOP}
         path = request.scope["raw_path"].decode("latin-1")
-        call = EngineCall(request.method, path, request.url.query, headers, body)
+        call = EngineCall(request.method, path, request.url.query, headers, body, namespace)
         return EngineResponse(self._engines, self._counts, routed, call)
 
     # Replicas
@@ -127,8 +129,8 @@ class Ingress:
     def _router(self) -> SharedRouter | None:
         return announced(*self._own)
 
-    def _read(self, body: bytes = b"") -> RoutedCall:
-        return read_call(str(next(self._numbers)), body)
+    def _read(self, body: bytes = b"", namespace: str | None = None) -> RoutedCall:
+        return read_call(str(next(self._numbers)), body, namespace)
 
     async def _asked(self, path: str, only: str | None = None) -> bytes | None:
         """The body of an answer, of one replica or of any; None if it does not come or is an error."""

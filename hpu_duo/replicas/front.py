@@ -20,6 +20,7 @@ from hpu_duo.replicas.prompts import RoutedCall, read_call
 from hpu_duo.replicas.replica import Replica, ReplicaState
 from hpu_duo.replicas.upstream import Upstream
 from hpu_duo.routing import Dispatch, make_router
+from hpu_duo.server.http.auth import PREFIX_NAMESPACE
 from hpu_duo.server.protocol.errors import unavailable
 from hpu_duo.server.running.admission import NotServingError, Stage
 
@@ -66,7 +67,7 @@ class Front:
 
     async def start(self) -> None:
         """Start the replicas; returns before they are ready."""
-        self.upstream = Upstream()
+        self.upstream = Upstream(next(iter(self.config.server.metrics_api_keys), None))
         for number, command in enumerate(self._commands):
             name = str(number)
             self.replicas[name] = Replica(
@@ -142,7 +143,8 @@ class Front:
         if not self.router.replicas:
             raise unavailable("no replica is ready", _BACK_S)
         body = await request.body()
-        call = read_call(str(next(self._numbers)), body if request.method == "POST" else b"")
+        asked = body if request.method == "POST" else b""
+        call = read_call(str(next(self._numbers)), asked, request.scope.get(PREFIX_NAMESPACE))
         headers = {name: value for name, value in request.headers.items() if name not in _OF_ONE_HOP}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         return ForwardedResponse(self, call, request.method, path, body, headers)

@@ -23,11 +23,14 @@ class RoutedCall:
     is_streamed: bool
 
 
-def read_call(call_id: str, body: bytes) -> RoutedCall:
+def read_call(call_id: str, body: bytes, key_name: str | None = None) -> RoutedCall:
     """Read what routing goes by: the prompt's characters, or its token ids where it has them.
 
     Messages are compared as the text of their JSON, so conversations that begin alike are alike. Of several
     prompts the first one counts. A body that is no JSON object has no prompt; the replica says what is wrong.
+
+    Args:
+        key_name: of the caller's API key, where callers with different ones share no prefix.
     """
     try:
         fields = from_json(body)
@@ -37,7 +40,8 @@ def read_call(call_id: str, body: bytes) -> RoutedCall:
         return RoutedCall(RoutedRequest.of_text(call_id, ""), False)
     user, salt = fields.get("user"), fields.get("cache_salt")
     user = user if isinstance(user, str) else None
-    namespace = salt if isinstance(salt, str) else None
+    salt = salt if isinstance(salt, str) else None
+    namespace = salt if key_name is None else (key_name, salt)
     is_streamed = fields.get("stream") is True
     prompt: Any = fields.get("messages", fields.get("prompt"))
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str) and "messages" not in fields:

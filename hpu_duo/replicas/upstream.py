@@ -50,9 +50,14 @@ class HttpAnswer:
 
 
 class Upstream:
-    """Connections to replicas; opened in an event loop, and closed there."""
+    """Connections to replicas; opened in an event loop, and closed there.
 
-    def __init__(self) -> None:
+    Args:
+        metrics_key: with which replicas are asked for their metrics and statistics; None for none.
+    """
+
+    def __init__(self, metrics_key: str | None = None) -> None:
+        self._state_headers = {} if metrics_key is None else {"Authorization": f"Bearer {metrics_key}"}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -90,7 +95,7 @@ class Upstream:
         """Get a short answer; returns status and body, or None if none came in time."""
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.get(url, timeout=limit) as response:
+            async with self._session.get(url, timeout=limit, headers=self._state_headers) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError):
             return None

@@ -16,6 +16,8 @@ class ServerConfig:
     Attributes:
         model_names: names under which the model is served; answers have the one that was asked for.
         api_keys: callers must have one of them; none asks for none.
+        metrics_api_keys: whoever reads metrics and statistics must have one of these; none asks for none.
+        shares_prefixes: let callers with different keys share what is cached of their prompts.
         max_queue: samples that may wait besides those that can run; more are answered with 429.
         max_body_bytes: longest body of a request.
         max_choices: most choices of one call: prompts times ``n``.
@@ -33,6 +35,8 @@ class ServerConfig:
 
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    metrics_api_keys: tuple[str, ...] = ()
+    shares_prefixes: bool = False
     max_queue: int = 2048
     max_body_bytes: int = 64 * 2**20
     max_choices: int = 256
@@ -60,7 +64,7 @@ class ServerConfig:
                 "expected a metrics_namespace of letters, digits and _, and no digit at its beginning, got "
                 f"{self.metrics_namespace!r}"
             )
-        if not all(self.api_keys):
+        if not all(self.api_keys + self.metrics_api_keys):
             raise ValueError("expected API keys of one or more characters, got an empty one")
 
 

@@ -91,10 +91,16 @@ def test_replicas_are_added_when_more_wait_than_one_can_run() -> None:
 def test_replicas_have_no_keys_and_the_ingress_reads_them_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# comment\none\n\n two \n")
-    args = RayServeArgs(device="cpu", api_key_file=str(file), server={"allowed_origins": ["*"]})
-    assert args.engine_settings.server.api_keys == ()
+    args = RayServeArgs(
+        device="cpu",
+        api_key_file=str(file),
+        metrics_api_key_file=str(file),
+        server={"allowed_origins": ["*"]},
+    )
+    assert args.engine_settings.server.api_keys == args.engine_settings.server.metrics_api_keys == ()
     config = args.ingress_settings.guarded
     assert (config.api_keys, config.allowed_origins) == (("one", "two"), ("*",))
+    assert config.metrics_api_keys == ("one", "two")
     file.write_text("# none\n")
     with pytest.raises(ValueError, match="found none"):
         _ = args.ingress_settings.guarded

@@ -69,7 +69,7 @@ def test_answers_are_those_of_a_server_alone_and_prefixes_stay_together(
     cluster: Cluster, expected: str, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("a key\n")
+    keys.write_text("a key\nother key\n")
     cluster.deploy(num_replicas=2, router="e2:min_requests=0", api_key_file=str(keys))
     with OpenAI(base_url=f"{cluster.url}/v1", api_key="a key", max_retries=0) as client:
         whole = client.completions.create(
@@ -88,6 +88,11 @@ def test_answers_are_those_of_a_server_alone_and_prefixes_stay_together(
                 story = f"{name} walked on. " * 8
                 client.completions.create(model="builtin", prompt=f"{story} Turn {turn}.", max_tokens=1)
         assert client.models.list().data[0].id == "builtin"
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="other key", max_retries=0) as client:
+        usage = client.completions.create(model="builtin", prompt=PROMPT, max_tokens=1).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == 0
     with cluster.http() as http:
         assert http.post("/v1/completions", json=LONG).status_code == 401
         assert http.get("/nowhere", headers={"Authorization": "Bearer a key"}).status_code == 404

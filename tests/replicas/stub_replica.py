@@ -17,6 +17,7 @@ from pathlib import Path
 NAME, NOTES = sys.argv[1], sys.argv[2]
 FD = int(sys.argv[sys.argv.index("--fd") + 1])
 USAGE = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+STATS = {"model": "stub", "num_open": 1, "max_open": 8}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -31,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         """Answer what the front process asks."""
         texts = {
             "/metrics": b'# TYPE steps_total counter\nsteps_total{phase="p"} 3.0\n',
-            "/stats": json.dumps({"model": "stub", "num_open": 1, "max_open": 8}).encode(),
+            "/stats": json.dumps({**STATS, "key": self.headers.get("authorization")}).encode(),
         }
         self.whole(200, texts.get(self.path, NAME.encode()), "text/plain")
 

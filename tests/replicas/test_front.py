@@ -6,7 +6,9 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -169,6 +171,28 @@ def test_keys_and_limits_hold_before_any_replica(tmp_path: Path) -> None:
         assert ask(http, "hello").status_code == 200
         assert ask(http, "x" * 200).status_code == 413
         assert sum(front.front.counts.requests.values()) == 1
+
+
+def test_keys_of_metrics_hold_before_and_at_replicas(tmp_path: Path) -> None:
+    with live_front(tmp_path, metrics_api_keys=("scrape",)) as front, front.http() as http:
+        assert http.get("/metrics").status_code == http.get("/stats").status_code == 401
+        http.headers["Authorization"] = "Bearer scrape"
+        assert "replica=" in http.get("/metrics").text
+        assert {each["stats"]["key"] for each in http.get("/stats").json()["replicas"]} == {"Bearer scrape"}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_callers_with_different_keys_are_routed_as_sharing_what_replicas_let_them(
+    tmp_path: Path, shares: bool
+) -> None:
+    settings: dict[str, Any] = {"api_keys": ("a", "b"), "shares_prefixes": shares, "router": "cache-aware"}
+    with live_front(tmp_path, **settings) as front, front.http() as http:
+        found = [0.0]
+        for key in ("a", "b", "a"):
+            http.headers["Authorization"] = f"Bearer {key}"
+            assert ask(http, "x" * 400).status_code == 200
+            found.append(sum(front.front.counts.expected_tokens.values()))
+    assert [after > before for before, after in pairwise(found)] == [False, shares, True]
 
 
 def test_calls_under_way_end_before_the_server_does(tmp_path: Path) -> None:

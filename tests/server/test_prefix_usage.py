@@ -78,3 +78,27 @@ def test_metrics_tell_idle_bytes_contexts_and_snapshots_apart(tiny: TinyChat) ->
             assert found[f"hpuduo:prefix_{name}_bytes"] == getattr(told, f"{name}_bytes") > 0
         assert found["hpuduo:prefix_cache_queries_total"] == 2 * BLOCK + 2 * len(TEXT)
         context.close()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_callers_with_different_keys_share_no_prefix_unless_they_are_to(tiny: TinyChat, shares: bool) -> None:
+    theirs = HIT if shares else 0
+    with live(tiny.load(), api_keys=("a", "b"), shares_prefixes=shares) as server:
+
+        def cached(key: str, **fields: Any) -> int:
+            usage = server.client(api_key=key).completions.create(**ASKED, **fields).usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            return usage.prompt_tokens_details.cached_tokens or 0
+
+        assert [cached("a"), cached("b"), cached("b"), cached("a")] == [0, theirs, HIT, HIT]
+        salted = {"extra_body": {"cache_salt": "s"}}
+        assert [cached("b", **salted), cached("a", **salted), cached("a", **salted)] == [0, theirs, HIT]
+
+
+def test_prompts_that_are_scored_keep_to_their_salt_too(tiny: TinyChat) -> None:
+    scored: dict[str, Any] = {"echo": True, "logprobs": 0, "max_tokens": 0}
+    with live(tiny.load()) as server:
+        _cached(server, **scored, cache_salt="a")
+        assert _cached(server) == 0
+        assert _cached(server, cache_salt="a") == HIT

@@ -229,6 +229,16 @@ def test_calls_need_one_of_the_keys(tiny: TinyChat) -> None:
                 assert http.get(path).status_code == 200
 
 
+@pytest.mark.parametrize("api_keys", [(), (KEY,)])
+def test_metrics_and_statistics_may_need_keys_of_their_own(tiny: TinyChat, api_keys: tuple[str, ...]) -> None:
+    with live(tiny.load(), api_keys=api_keys, metrics_api_keys=("scrape",)) as server, server.http() as http:
+        for path in ("/metrics", "/stats"):
+            for key, status in (("scrape", 200), (KEY, 401), ("x", 401)):
+                assert http.get(path, headers={"Authorization": f"Bearer {key}"}).status_code == status
+        assert http.get("/health").status_code == 200
+        assert http.get("/v1/models").status_code == (401 if api_keys else 200)
+
+
 def test_long_bodies_are_refused_whether_they_say_their_length_or_not(tiny: TinyChat) -> None:
     with live(tiny.load(), max_body_bytes=1000) as server, server.http() as http:
         headers = {"content-type": "application/json"}

@@ -93,6 +93,8 @@ class CallOptions:
         return ServerConfig(
             model_names=tuple(self.served_model_name or (own_name,)),
             api_keys=listening.keys,
+            metrics_api_keys=tuple(listening.metrics_api_key or ()),
+            shares_prefixes=listening.share_prefixes,
             max_queue=self.max_queue,
             max_body_bytes=parse_bytes(self.max_body_size),
             max_choices=self.max_choices,

@@ -57,6 +57,25 @@ class ListeningOptions:
             rich_help_panel=_LISTENING,
         ),
     ] = None
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes",
+            help="Let callers with different keys share what is cached of their prompts; they can tell by "
+            "cached_tokens what others have sent.",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = False
+    metrics_api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="HPU_DUO_METRICS_API_KEY",
+            metavar="KEY",
+            help="Who reads /metrics and /stats must have one of these keys; repeat for several.",
+            show_default="everybody may read them",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(

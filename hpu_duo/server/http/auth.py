@@ -15,6 +15,12 @@ from hpu_duo.server.responding import error_response
 OPEN_PATHS = frozenset({"/", "/live", "/health", "/ready", "/metrics", "/version", "/stats"})
 """Paths that need no key: nothing of any request can be read there."""
 
+METRICS_PATHS = frozenset({"/metrics", "/stats"})
+"""Paths that may have keys of their own."""
+
+PREFIX_NAMESPACE = "hpu_duo.prefix_namespace"
+"""Name in an ASGI scope: calls of different ones share no cached prefix."""
+
 
 class ApiKeys:
     """Known keys.
@@ -30,12 +36,12 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def admits(self, authorization: str | None) -> bool:
-        """Whether a header names a known key; every known key is compared, whichever it is."""
+    def admitted(self, authorization: str | None) -> str | None:
+        """A name for the known key in a header; None if there is none. Every known key is compared."""
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip())
         matches = [hmac.compare_digest(given, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        return given.hex() if scheme.lower() == "bearer" and any(matches) else None
 
 
 class KeyMiddleware:
@@ -43,27 +49,45 @@ class KeyMiddleware:
 
     Args:
         app: behind it.
-        keys: at least one.
+        keys: of calls; none lets everybody call.
+        metrics_keys: of ``METRICS_PATHS``; none lets everybody read them.
+        shares_prefixes: give no call a ``PREFIX_NAMESPACE``; else each key has one of its own.
         open_prefixes: paths below these need no key, besides ``OPEN_PATHS``.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, open_prefixes: tuple[str, ...] = ()) -> None:
-        self._app, self._keys, self._open_prefixes = app, keys, open_prefixes
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        *,
+        metrics_keys: ApiKeys,
+        shares_prefixes: bool = False,
+        open_prefixes: tuple[str, ...] = (),
+    ) -> None:
+        self._app, self._keys, self._metrics_keys = app, keys, metrics_keys
+        self._shares_prefixes, self._open_prefixes = shares_prefixes, open_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a connection."""
-        if scope["type"] == "http" and not self._is_open(scope):
-            authorization = Headers(scope=scope).get("authorization")
-            if not self._keys.admits(authorization):
+        if scope["type"] == "http" and (keys := self._asked(scope)):
+            name = keys.admitted(Headers(scope=scope).get("authorization"))
+            if name is None:
                 await error_response(unauthorized())(scope, receive, send)
                 return
+            if not self._shares_prefixes:
+                scope[PREFIX_NAMESPACE] = name
         await self._app(scope, receive, send)
 
-    def _is_open(self, scope: Scope) -> bool:
+    def _asked(self, scope: Scope) -> ApiKeys | None:
+        """The keys of which a call needs one."""
         path: str = scope["path"]
         # Browsers ask for permission without a key (CORS).
-        is_question = scope["method"] == "OPTIONS"
-        return is_question or path in OPEN_PATHS or path.startswith(self._open_prefixes or ("\0",))
+        if scope["method"] == "OPTIONS":
+            return None
+        if path in METRICS_PATHS:
+            return self._metrics_keys
+        is_open = path in OPEN_PATHS or path.startswith(self._open_prefixes or ("\0",))
+        return None if is_open else self._keys
 
 
 def _digest(key: str) -> bytes:

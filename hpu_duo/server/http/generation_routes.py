@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from hpu_duo.server.http.auth import PREFIX_NAMESPACE
 from hpu_duo.server.http.json_route import JsonRoute
 from hpu_duo.server.http.schemas import BUSY, REFUSALS
 from hpu_duo.server.protocol import ChatRequest, CompletionRequest
 from hpu_duo.server.protocol.errors import unknown_model
+from hpu_duo.server.protocol.generation import GenerationRequest
 from hpu_duo.server.service import Service
+
+_Body = TypeVar("_Body", bound=GenerationRequest)
+
+
+def _kept_apart(body: _Body, request: Request) -> _Body:
+    """A call that shares cached prefixes with calls of the same key only: its salt holds the key's name."""
+    namespace: str | None = request.scope.get(PREFIX_NAMESPACE)
+    if namespace is None:
+        return body
+    return body.model_copy(update={"cache_salt": f"{namespace}:{body.cache_salt or ''}"})
 
 
 def _answer(model: type, events: str) -> dict[int | str, dict[str, Any]]:
@@ -31,7 +43,7 @@ def generation_routes(service: Service) -> APIRouter:
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
-        return await service.answer(request, lambda: service.completions.plan(body))
+        return await service.answer(request, lambda: service.completions.plan(_kept_apart(body, request)))
 
     @router.post(
         "/chat/completions",
@@ -40,7 +52,7 @@ def generation_routes(service: Service) -> APIRouter:
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Continue a conversation."""
-        return await service.answer(request, lambda: service.chats.plan(body))
+        return await service.answer(request, lambda: service.chats.plan(_kept_apart(body, request)))
 
     @router.get("/models", responses={401: REFUSALS[401]})
     async def list_models() -> dict[str, Any]:

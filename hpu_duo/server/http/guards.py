@@ -20,8 +20,14 @@ def add_guards(app: FastAPI, config: ServerConfig, count: Count) -> None:
     """
     # The last one added is the first to see a call.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)
-    if config.api_keys:
-        app.add_middleware(KeyMiddleware, keys=ApiKeys(config.api_keys), open_prefixes=(PAGE_PREFIX,))
+    if config.api_keys or config.metrics_api_keys:
+        app.add_middleware(
+            KeyMiddleware,
+            keys=ApiKeys(config.api_keys),
+            metrics_keys=ApiKeys(config.metrics_api_keys),
+            shares_prefixes=config.shares_prefixes,
+            open_prefixes=(PAGE_PREFIX,),
+        )
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

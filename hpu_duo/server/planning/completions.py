@@ -76,19 +76,25 @@ class CompletionPlanner:
             generates=max_tokens > 0,
             **stream_flags(request),
         )
-        is_scored = request.echo and request.logprobs is not None
         return Plan(
             answer_id=answer_id,
             model=model,
             prompts=prompts,
             params=params if max_tokens else None,
             answer=answer,
-            scoring=Scoring(prompts, request.logprobs or 0, answer) if is_scored else None,
+            scoring=self._scoring(request, prompts, answer),
             is_streamed=bool(request.stream),
             user=request.user,
             cache_salt=request.cache_salt,
             texts=[one for one in given if isinstance(one, str)],
         )
+
+    def _scoring(
+        self, request: CompletionRequest, prompts: Sequence[Sequence[int]], answer: CompletionAnswer
+    ) -> Scoring | None:
+        if not request.echo or request.logprobs is None:
+            return None
+        return Scoring(prompts, request.logprobs, answer, request.cache_salt)
 
     async def _encode(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
         if not isinstance(prompt, str):

@@ -22,18 +22,20 @@ class Scoring:
         prompts: token ids of each.
         num_top: so many of the likeliest tokens are named beside each.
         answer: echoes the prompts.
+        cache_salt: see ``SamplingParams``.
     """
 
     prompts: Sequence[Sequence[int]]
     num_top: int
     answer: CompletionAnswer
+    cache_salt: str | None = None
 
     @property
     def submissions(self) -> list[Submission]:
         """Requests to submit, one for each prompt of more than a token; their samples are the prompts."""
         name = uuid.uuid4().hex
         return [
-            Submission(f"{name}-{index}", prompt[:1], _forcing(prompt[1:], self.num_top), index)
+            Submission(f"{name}-{index}", prompt[:1], self._forcing(prompt[1:]), index)
             for index, prompt in enumerate(self.prompts)
             if len(prompt) > 1
         ]
@@ -51,13 +53,13 @@ class Scoring:
         # Nothing comes before the first token of a prompt, so that it stands alone.
         self.answer.score([[int(one[0]), *choice.logprobs] for one, choice in zip(self.prompts, scored)])
 
-
-def _forcing(tokens: Sequence[int], num_top: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0,
-        logprobs=num_top,
-        max_tokens=len(tokens),
-        ignore_eos=True,
-        forced_token_ids=tuple(tokens),
-        decoded_prompt_tokens=1,
-    )
+    def _forcing(self, tokens: Sequence[int]) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.0,
+            logprobs=self.num_top,
+            max_tokens=len(tokens),
+            ignore_eos=True,
+            forced_token_ids=tuple(tokens),
+            decoded_prompt_tokens=1,
+            cache_salt=self.cache_salt,
+        )
