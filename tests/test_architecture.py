@@ -48,6 +48,12 @@ TORCH_INTERNALS = (
 )
 """One file of each part that cannot do without private names of torch; nobody else uses any."""
 
+TRANSFORMERS_INTERNALS = "hpu_duo.modeling.transformers_internals"
+"""The file with all private names of transformers, and the versions that they were tried with."""
+
+NOT_TRANSFORMERS = {"_replace", "_fingerprint", "_hpu_duo_kv_order", "_bias"}
+"""Of named tuples, of our own files and modules, and the end of a public name."""
+
 PRIVATE_TO_TORCH = {"_cdata", "_schema", "_op", "_parameters", "_buffers", "_modules"}
 """Attributes of torch's objects."""
 
@@ -193,6 +199,27 @@ def test_private_names_of_torch_are_in_one_file_of_each_part() -> None:
     for module in MODULES:
         found = sorted(set(private_names_of_torch(tree_of(module))))
         assert bool(found) is (module in TORCH_INTERNALS), f"{module} uses {found}"
+
+
+def private_names_of_transformers(tree: ast.Module) -> Iterator[str]:
+    """Private attributes of other objects, and words like them, in a module that uses transformers."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    if not any("transformers" in ast.unparse(node) for node in imports):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and dotted(node.value) not in ("self", "cls"):
+            name = node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+        else:
+            continue
+        if re.fullmatch(r"_[a-z][a-z_]+", name) and name not in NOT_TRANSFORMERS:
+            yield name
+
+
+def test_private_names_of_transformers_are_in_one_file() -> None:
+    found = {module: set(private_names_of_transformers(tree_of(module))) for module in MODULES}
+    assert {module for module, names in found.items() if names} == {TRANSFORMERS_INTERNALS}, found
 
 
 def names_of_torch(tree: ast.Module) -> set[str]:

@@ -16,6 +16,7 @@ from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.plain_weights import refuse_adapter
 from hpu_duo.modeling.rope import positions_served
+from hpu_duo.modeling.transformers_internals import causal_model_class
 from hpu_duo.remote_code import refusal
 
 
@@ -40,7 +41,7 @@ def read_model(path: str | Path) -> ModelSize:
     config = read_config_file(file)
     text = config.get_text_config()
     name = (given if given.is_dir() else given.parent).resolve().name
-    if type(text) not in AutoModelForCausalLM._model_mapping:
+    if causal_model_class(text) is None:
         raise ValueError(
             f"model_type {text.model_type!r} has no causal language model in transformers "
             f"{transformers.__version__}"

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin
 
+from hpu_duo.modeling.transformers_internals import FROM_MODEL_CONFIG
+
 SIGNATURE = frozenset(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
 """Arguments that are no fields of ``GenerationConfig``. Those not named in our ``generate`` may be None."""
 
@@ -74,7 +76,7 @@ WITHOUT_EFFECT = frozenset(
         "tokenizer",
         "transformers_version",
         "use_cache",
-        "_from_model_config",
+        FROM_MODEL_CONFIG,
         # Of beams, an assistant or contrastive search, which are refused where they are asked for.
         "assistant_confidence_threshold",
         "assistant_ensemble_weight",

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hpu_duo.generation.arguments import DEFAULT_TOP_K, GenerationRequest
+from hpu_duo.modeling.transformers_internals import ENDS, logits_processors
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.sampling.sampler import draw
 
@@ -162,12 +163,12 @@ def processors_for(
     """
     config = _processor_config(asked, params, len(row))
     mask = torch.tensor([[0] * (len(row) - prompt_len) + [1] * prompt_len])
-    generation: Any = model
     has_counts = params.presence_penalty or params.frequency_penalty
     counts = [_CountPenalties(params, len(row))] if has_counts else []
     try:
         # What ``generate`` itself calls: lists of our own would follow each version's order by hand.
-        processors = generation._get_logits_processor(
+        processors = logits_processors(
+            model,
             generation_config=config,
             input_ids_seq_length=len(row),
             encoder_input_ids=torch.tensor([row]),
@@ -198,7 +199,7 @@ def _processor_config(asked: GenerationRequest, params: SamplingParams, row_len:
         "sequence_bias": config.sequence_bias or None,
     }
     ends = list(params.stop_token_ids)
-    new["_eos_token_tensor"] = torch.tensor(ends) if ends else None
+    new[ENDS] = torch.tensor(ends) if ends else None
     for name, value in new.items():
         setattr(config, name, value)
     return config

@@ -22,6 +22,7 @@ from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_f
 from hpu_duo.modeling.config_numbers import RANGES
 from hpu_duo.modeling.experts import register_experts
 from hpu_duo.modeling.plain_weights import refuse_adapter
+from hpu_duo.modeling.transformers_internals import EXPERTS, causal_model_class
 from hpu_duo.remote_code import NO_REMOTE_CODE, refusal
 
 _WEIGHT_ERRORS = (*FILE_ERRORS, RuntimeError, ImportError, SafetensorError)
@@ -98,7 +99,7 @@ def read_config(path: str | Path, *, needs_weights: bool = True) -> Any:
     if needs_weights and not any(directory.glob("*.safetensors")):
         raise ValueError(f"expected *.safetensors weights in {directory}, found {_other_weights(directory)}")
     config = read_config_file(file)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if causal_model_class(config) is None:
         raise ValueError(
             f"model_type {config.model_type!r} has no causal language model in transformers "
             f"{transformers.__version__}"
@@ -177,7 +178,7 @@ def load_state(
     Raises:
         ValueError: see ``load_model``.
     """
-    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    model_class: Any = causal_model_class(config)
     # From 5 on transformers itself reads entries by a subscript, one after the other.
     held = dict(state) if _IS_5 else {name: each[...] for name, each in state.items()}
 
@@ -234,7 +235,7 @@ def build_without_weights(path: str | Path, config: Any, dtype: torch.dtype) -> 
 
 def _build_options(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     options: dict[str, Any] = {**dtype_option(dtype), "attn_implementation": NAME}
-    if hasattr(config, "_experts_implementation") and (experts := register_experts()) is not None:
+    if hasattr(config, EXPERTS) and (experts := register_experts()) is not None:
         options["experts_implementation"] = experts
     return options
 

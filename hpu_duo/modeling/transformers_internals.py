@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationMixin,
+    LogitsProcessorList,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 ENDS = "_eos_token_tensor"
-"""Field of a ``GenerationConfig`` from which processors read the ids that end a text, a LongTensor or None."""
+"""Field of a ``GenerationConfig``: ids that end a text, a LongTensor or None, which processors read."""
 
 FROM_MODEL_CONFIG = "_from_model_config"
 """Field of a ``GenerationConfig``: whether a model's configuration gave it."""
@@ -25,10 +31,10 @@ NAME_OR_PATH = "_name_or_path"
 def causal_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class of the causal language model of a configuration; None if there is none."""
     mapping: Any = AutoModelForCausalLM._model_mapping
-    return mapping[type(config)] if type(config) in mapping else None
+    return mapping.get(type(config), None)
 
 
-def logits_processors(model: PreTrainedModel, **arguments: Any) -> LogitsProcessorList:
+def logits_processors(model: GenerationMixin, **arguments: Any) -> LogitsProcessorList:
     """Return the processors that ``generate`` itself makes, in its order.
 
     Args:
@@ -38,4 +44,4 @@ def logits_processors(model: PreTrainedModel, **arguments: Any) -> LogitsProcess
         TypeError, AttributeError, ValueError: arguments that a processor does not take.
     """
     generation: Any = model
-    return generation._get_logits_processor(**arguments)  # type: ignore[no-any-return]
+    return generation._get_logits_processor(**arguments)

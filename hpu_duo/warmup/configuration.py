@@ -16,11 +16,12 @@ from hpu_duo.config import EngineConfig
 from hpu_duo.device import PLUGGED, DeviceRuntime
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import read_config, resolve_dtype
+from hpu_duo.modeling.transformers_internals import NAME_OR_PATH
 from hpu_duo.sharded.config import NARROWED
 from kernels_ref import Blocks, LayerSpec, Softmax
 
 _SHAPE_NO_GRAPH = frozenset(
-    {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+    {NAME_OR_PATH, "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
     | {"bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"}
     | {"initializer_range", "id2label", "label2id", "attention_dropout", "return_dict", "is_decoder"}
     | {"output_attentions", "output_hidden_states", "problem_type", "chunk_size_feed_forward"}
