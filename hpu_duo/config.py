@@ -38,7 +38,7 @@ class ModelConfig:
     Attributes:
         path: directory of a transformers checkpoint.
         device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.sim``).
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16", or a short name such as "bf16".
         attention: "auto", "reference", "sdpa", "triton" or "hpu"; "auto" is "sdpa" on CPU where the model
             allows it, "triton" on CUDA where Triton is installed, and "hpu" on HPU where one of its fused
             operators passes a trial.

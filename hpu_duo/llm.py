@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -29,6 +29,7 @@ from hpu_duo.engine.stats import EngineStats
 from hpu_duo.generation import as_eos_ids
 from hpu_duo.modeling.hub import find_checkpoint
 from hpu_duo.modeling.loading import choose_dtype, load_tokenizer, read_config, read_generation_config
+from hpu_duo.modeling.loading_arguments import LoadingArguments
 from hpu_duo.remote_code import refuse_remote_code
 from hpu_duo.startup.assembly import assemble
 from hpu_duo.startup.retrieval_choice import settled
@@ -117,6 +118,7 @@ class HPUDuoModel(ContextModel, Uncopied):
         record_shapes: str | Path | None = None,
         record_steps: str | Path | None = None,
         seed: int = 0,
+        **elsewhere: Any,
     ) -> HPUDuoModel:
         """Load any decoder-only transformers checkpoint, from a directory or from the hub.
 
@@ -131,19 +133,15 @@ class HPUDuoModel(ContextModel, Uncopied):
                 HPU, no bound elsewhere.
             tie_break, balance: see ``HeadPattern.binarise``.
             device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.sim``).
-            dtype, torch_dtype: "auto", "float32", "bfloat16" or "float16"; two names of one argument.
+            dtype, torch_dtype: "auto", "float32", "bfloat16", "float16" or a short name such as "bf16".
             revision: branch, tag or commit of a model of the hub.
             trust_remote_code: False; code of a checkpoint is never run.
             attention: "auto", "reference", "sdpa", "triton" or "hpu".
             softmax, pack_weights, score_bytes: see ``ModelConfig``.
             max_model_len: tokens of prompt and output; None = what model and cache hold. Rotary frequencies
                 that depend on a text's length are those of this length.
-            max_num_seqs, max_num_batched_tokens, max_chunk_rows, trim_chunks, decode_len, scheduling_policy,
-                ranker: see ``SchedulerConfig``.
-            block_size, num_blocks, kv_cache_bytes, enable_prefix_caching, num_prefix_snapshots,
-                device_memory_utilization, kv_policy, kv_budget, kv_plan, kv_prompt, kv_chunk: see
-                ``CacheConfig``.
-            attention_rule, max_ring_window: see ``HeadConfig``.
+            attention_rule, max_ring_window: see ``HeadConfig``; others up to ``ranker``: see
+                ``SchedulerConfig``; from ``block_size`` to ``kv_chunk``: see ``CacheConfig``.
             graphs: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto", or a capture
                 backend of your own; "default" is "auto" on HPU and "eager" elsewhere. None of them falls
                 back to another one.
@@ -164,6 +162,8 @@ class HPUDuoModel(ContextModel, Uncopied):
             record_steps: file to which every step is written, replacing older recordings: a debugging tool,
                 see ``hpu_duo.steplog``.
             seed: base of the seeds of requests of ``engine`` without one.
+            elsewhere: transformers' ``device_map`` (one device), ``cache_dir``, ``token`` and
+                ``local_files_only``; others of transformers and vLLM are refused with ours in their place.
 
         Raises:
             ValueError: a file is missing or unreadable, the architecture cannot be served, or an
@@ -173,10 +173,11 @@ class HPUDuoModel(ContextModel, Uncopied):
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"expected seed to be an integer, got {seed!r}")
         refuse_remote_code(trust_remote_code)
+        loading = LoadingArguments.read(elsewhere, device)
         config = EngineConfig(
             model=ModelConfig(
                 path=path,
-                device=device,
+                device=loading.device,
                 dtype=choose_dtype(dtype, torch_dtype),
                 attention=attention,
                 softmax=softmax,
@@ -235,7 +236,7 @@ class HPUDuoModel(ContextModel, Uncopied):
                 launcher=rank_launcher,
             ),
         )
-        path = find_checkpoint(path, revision)
+        path = find_checkpoint(path, revision, access=loading.access)
         config = given.complete(settled(replace(config, model=replace(config.model, path=path))))
         generation_config = read_generation_config(path, read_config(path))
         eos = as_eos_ids(generation_config.eos_token_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
@@ -29,7 +30,31 @@ _UNUSED_FILES = ["*/*", "consolidated*"]
 """Files of other formats, some of them the same weights again."""
 
 
-def find_checkpoint(name: str | Path, revision: str | None = None, *, needs_weights: bool = True) -> Path:
+@dataclass(frozen=True)
+class HubAccess:
+    """How the hub is asked; without a value the hub's own environment variables and login hold.
+
+    Attributes:
+        cache_dir: of downloads.
+        token: of a user; True is that of the login, False none.
+        local_files_only: take what is in the cache, and do not ask.
+    """
+
+    cache_dir: Path | None = None
+    token: str | bool | None = field(default=None, repr=False)
+    local_files_only: bool = False
+
+
+_AS_SET_UP = HubAccess()
+
+
+def find_checkpoint(
+    name: str | Path,
+    revision: str | None = None,
+    *,
+    needs_weights: bool = True,
+    access: HubAccess = _AS_SET_UP,
+) -> Path:
     """Return the directory of a checkpoint, after a download into the hub's cache if need be.
 
     What exists on disk goes before the hub. The hub's own environment variables and login hold: its cache,
@@ -64,13 +89,16 @@ def find_checkpoint(name: str | Path, revision: str | None = None, *, needs_weig
             revision=revision,
             allow_patterns=[*_TOKENIZER_FILES, *_WEIGHT_FILES] if needs_weights else _CONFIG_FILES,
             ignore_patterns=_UNUSED_FILES,
+            cache_dir=access.cache_dir,
+            token=access.token,
+            local_files_only=access.local_files_only,
         )
     except _HUB_ERRORS as error:
-        raise ValueError(_reason(text, revision, error)) from error
+        raise ValueError(_reason(text, revision, access, error)) from error
     return Path(found)
 
 
-def _reason(name: str, revision: str | None, error: Exception) -> str:
+def _reason(name: str, revision: str | None, access: HubAccess, error: Exception) -> str:
     """Say in a sentence what went wrong."""
     what = repr(name) if revision is None else f"{name!r} at {revision!r}"
     if isinstance(error, GatedRepoError):
@@ -84,9 +112,11 @@ def _reason(name: str, revision: str | None, error: Exception) -> str:
             "HF_TOKEN to see your own"
         )
     if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+        cache = access.cache_dir or constants.HF_HUB_CACHE
+        why = "may not be asked (local_files_only)" if access.local_files_only else "cannot be reached"
         return (
-            f"{what} is no directory and is not in the hub's cache ({constants.HF_HUB_CACHE}), and the hub "
-            "cannot be reached: go online once to download it, or name a directory"
+            f"{what} is no directory and is not in the hub's cache ({cache}), and the hub {why}: go online "
+            "once to download it, or name a directory"
         )
     return f"cannot download {what} from the hub: {error}"
 

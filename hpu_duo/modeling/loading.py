@@ -35,9 +35,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
 
 def resolve_dtype(dtype: str | torch.dtype, config: Any, device_type: str = "cpu") -> torch.dtype:
     """The dtype of weights and caches; "auto" is the checkpoint's own, and on an HPU always bfloat16.
+
+    Short names are known too: bf16, fp16, half, fp32, float.
 
     A Gaudi computes float32 at a fraction of its speed, and float16 at the speed of bfloat16 with less range.
 
@@ -56,8 +60,10 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device_type: str = "cpu
         return torch.bfloat16 if device_type == "hpu" else DTYPES[name]
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
-    if isinstance(dtype, str) and dtype.removeprefix("torch.") in DTYPES:
-        return DTYPES[dtype.removeprefix("torch.")]
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        if (name := _ALIASES.get(name, name)) in DTYPES:
+            return DTYPES[name]
     raise ValueError(f"expected dtype 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
 
 

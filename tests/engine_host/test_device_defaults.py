@@ -51,6 +51,11 @@ def test_an_hpu_computes_in_bfloat16_unless_told_otherwise(own: str) -> None:
     assert all(own in note for note in told)
 
 
+@pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_a_dtype_has_a_short_name(short: str, name: str) -> None:
+    assert resolve_dtype(short, SimpleNamespace(dtype=None)) == getattr(torch, name)
+
+
 @pytest.mark.slow
 def test_a_table_of_an_accelerator_is_planned_and_pads_less() -> None:
     served = HPUDuoModel.from_pretrained(MODEL_DIR, device="hpu-sim", num_blocks=64, **LIMITS)

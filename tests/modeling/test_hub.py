@@ -86,6 +86,19 @@ def test_a_token_opens_what_the_hub_hides_from_others(checkpoint: Path, use_hub:
         assert find_checkpoint(NAME, needs_weights=False).name == COMMIT
 
 
+def test_a_call_has_a_token_and_a_cache_of_its_own(
+    checkpoint: Path, use_hub: Callable[..., None], tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"cache_dir": tmp_path / "own", **SMALL}
+    with hub_of(NAME, checkpoint, token="hf_secret") as address:
+        use_hub(address)
+        with pytest.raises(ValueError, match=r"is no directory .*own\), and the hub may not be asked"):
+            HPUDuoModel.from_pretrained(NAME, local_files_only=True, **given)
+        served = HPUDuoModel.from_pretrained(NAME, token="hf_secret", **given)
+    assert Path(served.engine_config.model.path).is_relative_to(tmp_path / "own")
+    HPUDuoModel.from_pretrained(NAME, local_files_only=True, **given)
+
+
 @pytest.mark.parametrize("offline", [True, False], ids=["offline mode", "no answer"])
 def test_without_a_hub_a_sentence_says_what_to_do(use_hub: Callable[..., None], offline: bool) -> None:
     # Nothing listens on this port.
