@@ -21,6 +21,8 @@ class ServerConfig:
         max_queue: samples that may wait besides those that can run; more are answered with 429.
         max_body_bytes: longest body of a request.
         max_choices: most choices of one call: prompts times ``n``.
+        max_logprobs: most ``logprobs`` and ``top_logprobs`` of a call; -1 is as many as there are tokens.
+        max_answer_bytes: most memory of the outputs of one call, see ``running.Holding``.
         max_behind: outputs of one stream that may lie unread, before it is ended.
         drain_seconds: how long requests may take to end once the server was told to stop.
         quiet_s: seconds of silence after which a stream gets a comment: less than proxies wait, and no more
@@ -40,6 +42,8 @@ class ServerConfig:
     max_queue: int = 2048
     max_body_bytes: int = 64 * 2**20
     max_choices: int = 256
+    max_logprobs: int = 20
+    max_answer_bytes: int = 256 * 2**20
     max_behind: int = 8192
     drain_seconds: float = 30.0
     quiet_s: float = 15.0
@@ -51,12 +55,14 @@ class ServerConfig:
     metrics_namespace: str = "hpuduo"
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_choices", "max_behind"):
+        for name in ("max_body_bytes", "max_choices", "max_answer_bytes", "max_behind"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of 1 or more, got {getattr(self, name)}")
         for name in ("max_queue", "drain_seconds", "quiet_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"expected {name} of 0 or more, got {getattr(self, name)}")
+        if self.max_logprobs < -1:
+            raise ValueError(f"expected max_logprobs of -1 (no limit), 0 or more, got {self.max_logprobs}")
         if not self.model_names or not all(self.model_names):
             raise ValueError(f"expected names to serve the model under, got {self.model_names}")
         if not _METRIC_PREFIX.fullmatch(self.metrics_namespace):

@@ -15,7 +15,7 @@ from hpu_duo.server.config import ServerConfig
 from hpu_duo.server.planning import ChatPlanner, CompletionPlanner, Plan, SamplingDefaults, Scoring, Served
 from hpu_duo.server.prompts import PromptEncoder, TokenTexts
 from hpu_duo.server.responding import CallerGoneError, PlannedResponse, as_api_error, while_there
-from hpu_duo.server.running import AsyncEngine, OutputStream
+from hpu_duo.server.running import AsyncEngine, Holding, OutputStream
 from hpu_duo.server.running.admission import Admission, NotServingError, Stage
 from hpu_duo.server.running.timing import Timing
 from hpu_duo.server.telemetry.metrics import ServerMetrics
@@ -58,7 +58,7 @@ class Service:
 
     def __init__(self, model: HPUDuoModel, config: ServerConfig, sinks: tuple[Sink, ...] = ()) -> None:
         self.config, self._model = config, model
-        self.engine = AsyncEngine(model.engine, config.max_behind)
+        self.engine = AsyncEngine(model.engine, config.max_behind, config.max_answer_bytes)
         self.served = _served(model, self.engine, config)
         self.completions, self.chats = CompletionPlanner(self.served), ChatPlanner(self.served)
         rows = model.engine.scheduler.limits.max_num_seqs
@@ -72,6 +72,7 @@ class Service:
             lambda: self.engine.stats,
             lambda: self.engine.num_open,
             lambda: self.num_recompiles,
+            lambda: self.engine.held_bytes,
             config.metrics_namespace,
         )
         self._sinks: tuple[Sink, ...] = (self.metrics.ended, *sinks)
@@ -184,19 +185,23 @@ class Service:
         with self.admission.held(1):
             plan = record.plan = await planned()
             submissions = await self.engine.scored(plan.submissions)
+        holding = self.engine.hold()
         if plan.scoring is None:
             self._admit(plan.num_samples)
         else:
-            await self._score(plan.scoring, plan.num_samples)
+            await self._score(plan.scoring, plan.num_samples, holding)
+        holding.echo(plan.answer.num_echoed, len(plan.answer.choices) // len(plan.prompts))
+        holding.keeps = not plan.is_streamed
         record.is_opened = True
-        return plan, self.engine.open(submissions, record.timing) if plan.num_samples else None
+        return plan, self.engine.open(submissions, record.timing, holding) if plan.num_samples else None
 
-    async def _score(self, scoring: Scoring, num_samples: int) -> None:
+    async def _score(self, scoring: Scoring, num_samples: int, holding: Holding) -> None:
         """Score prompts, and keep places for the samples that follow."""
+        holding.keeps = True
         submissions = scoring.submissions
         self._admit(max(len(submissions), num_samples))
         with self.admission.held(num_samples):
-            stream = self.engine.open(submissions)
+            stream = self.engine.open(submissions, holding=holding)
             try:
                 await scoring.read(stream)
             finally:
@@ -231,6 +236,7 @@ def _served(model: HPUDuoModel, engine: AsyncEngine, config: ServerConfig) -> Se
         defaults=SamplingDefaults.read(path) if config.uses_generation_config else SamplingDefaults(),
         max_model_len=max_model_len,
         max_choices=config.max_choices,
+        max_logprobs=config.max_logprobs,
         tool_parser=resolve_parser(
             config.tool_call_parser, None if encoder is None else encoder.template.source
         ),

@@ -26,6 +26,7 @@ FROM_PROMETHEUS = frozenset({"instance", "job"})
 """Labels that Prometheus adds."""
 
 OMITTED = {
+    "hpuduo:answer_bytes": "bounded for each call; an alert, not a curve",
     "hpuduo:lost_log_lines": "only servers that log calls lose lines; an alert, not a curve",
     "hpuduo:request_prefill_time_seconds": "time to first token less the queue, which both have panels",
     "hpuduo:request_inference_time_seconds": "end to end less the queue, which both have panels",

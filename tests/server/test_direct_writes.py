@@ -12,7 +12,7 @@ from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.http.direct_writes import DirectWrites
 from hpu_duo.server.responding.event_sender import WRITE, EventSender
-from hpu_duo.server.running import ChoiceOutput, OutputStream, Submission
+from hpu_duo.server.running import ChoiceOutput, Holding, OutputStream, Submission
 from hpu_duo.server.running.timing import Timing
 from tests.server.conftest import TinyChat
 from tests.server.live import live
@@ -21,7 +21,7 @@ from tests.server.test_pressure import LONG, raw_post, wait_until
 
 def opened() -> OutputStream:
     params = SamplingParams(max_tokens=12)
-    return OutputStream([Submission("x", [1], params)], 10, lambda _: None, Timing())
+    return OutputStream([Submission("x", [1], params)], 10, Holding(10_000), lambda _: None, Timing())
 
 
 def push(stream: OutputStream, token: int) -> None:
@@ -104,7 +104,7 @@ def test_a_reader_that_comes_late_gets_every_event_once_and_in_order(
 
     monkeypatch.setattr(EventSender, "take", noted)
     body = {**LONG, "stream": True, "n": 128, "logprobs": 90, "return_token_ids": True, "seed": 1}
-    with live(tiny.load(max_num_seqs=16), max_behind=1 << 20, max_choices=128) as server:
+    with live(tiny.load(max_num_seqs=16), max_behind=1 << 20, max_choices=128, max_logprobs=90) as server:
         with server.http() as http:
             calm = http.post("/v1/completions", json=body).text
         refused.clear()

@@ -99,7 +99,7 @@ def test_one_call_that_is_larger_than_the_queue_is_served_alone(tiny: TinyChat) 
 
 def test_a_reader_that_does_not_read_is_cut_and_the_others_are_served(tiny: TinyChat) -> None:
     # Answers of several megabytes, more than sockets buffer.
-    with live(tiny.load(max_num_seqs=16), max_behind=200, max_choices=2048) as server:
+    with live(tiny.load(max_num_seqs=16), max_behind=200, max_choices=2048, max_logprobs=-1) as server:
         greedy = {"stream": True, "n": 1024, "logprobs": 90, "temperature": 1.0, "prompt": "Once"}
         stuck = raw_post(server, {**LONG, **greedy})
         wait_until(lambda: server.model.stats().num_running)

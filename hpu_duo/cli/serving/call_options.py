@@ -64,6 +64,14 @@ class CallOptions:
     max_choices: Annotated[
         int, typer.Option(help="Most choices of one call: prompts times n.", rich_help_panel=_CALLS)
     ] = 256
+    max_logprobs: Annotated[
+        int,
+        typer.Option(help="Most logprobs and top_logprobs; -1 for any number.", rich_help_panel=_CALLS),
+    ] = 20
+    max_answer_size: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Most memory of the outputs of one call.", rich_help_panel=_CALLS),
+    ] = "256MiB"
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -98,6 +106,8 @@ class CallOptions:
             max_queue=self.max_queue,
             max_body_bytes=parse_bytes(self.max_body_size),
             max_choices=self.max_choices,
+            max_logprobs=self.max_logprobs,
+            max_answer_bytes=parse_bytes(self.max_answer_size),
             drain_seconds=self.drain_seconds,
             allowed_origins=tuple(listening.allowed_origin or ()),
             chat_template=None if self.chat_template is None else _read_template(self.chat_template),

@@ -73,6 +73,11 @@ class CompletionAnswer(Answer):
             replace(echo, entries=entries[index // num_each]) for index, echo in enumerate(self._echoes)
         ]
 
+    @property
+    def num_echoed(self) -> int:
+        """Characters of prompts that stand before choices."""
+        return sum(len(echo.text) for echo in self._echoes)
+
     def beginning(self) -> bytes:
         """The echoed prompts, and the ends of choices that nothing is generated for."""
         told = bytearray()

@@ -40,6 +40,11 @@ def params_of(
     Raises:
         ApiError: a value is out of range.
     """
+    if logprobs is not None and 0 <= served.max_logprobs < logprobs:
+        field = (names or {}).get("logprobs", "logprobs")
+        raise bad_value(
+            field, f"{field}: expected at most {served.max_logprobs} (--max-logprobs), got {logprobs}"
+        )
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     for name in _DEFAULTED:
         value = getattr(request, name)

@@ -26,6 +26,7 @@ class Served:
         defaults: of sampling parameters.
         max_model_len: tokens of prompt and output together.
         max_choices: most choices of a call.
+        max_logprobs: most of the likeliest tokens that are named beside each; -1 for no limit.
         tool_parser: name of the parser for its tool calls; None when it makes none.
         created: when it was loaded, seconds since 1970.
     """
@@ -37,6 +38,7 @@ class Served:
     defaults: SamplingDefaults
     max_model_len: int
     max_choices: int
+    max_logprobs: int
     tool_parser: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -9,7 +9,12 @@ from starlette.responses import JSONResponse, Response
 from hpu_duo.sampling import FieldError
 from hpu_duo.server.protocol import ApiError
 from hpu_duo.server.protocol.errors import bad_value, failed, too_busy, unavailable
-from hpu_duo.server.running import EngineDiedError, RequestFailedError, SlowReaderError
+from hpu_duo.server.running import (
+    AnswerTooLargeError,
+    EngineDiedError,
+    RequestFailedError,
+    SlowReaderError,
+)
 from hpu_duo.server.running.admission import NotServingError, QueueFullError, Stage
 
 _log = logging.getLogger(__name__)
@@ -36,6 +41,8 @@ def as_api_error(error: Exception) -> ApiError:
             return unavailable(str(error))
         case RequestFailedError(__cause__=FieldError() as cause):
             return bad_value(cause.field, str(cause))
+        case AnswerTooLargeError():
+            return ApiError(400, str(error), code="answer_too_large")
         case RequestFailedError() | SlowReaderError():
             return failed(str(error))
         case _:

@@ -10,7 +10,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hpu_duo.server.answers import DONE, event
-from hpu_duo.server.answers.events import as_json
 from hpu_duo.server.planning import Plan
 from hpu_duo.server.responding.errors import as_api_error
 from hpu_duo.server.responding.event_sender import EventSender
@@ -20,6 +19,10 @@ from hpu_duo.server.telemetry.record import CallRecord
 
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Neither caches nor proxies are to hold events back."""
+
+
+_SHORT_TOKENS = 256
+"""Answers of fewer tokens are written at once: a thread would take longer to be asked."""
 
 
 class PlannedResponse(Response):
@@ -71,7 +74,10 @@ class PlannedResponse(Response):
             answer.add(batch)
         if self._stream is not None and self._stream.is_closed:
             return  # nobody is there
-        body = Response(as_json(answer.body()), media_type="application/json")
+        # Whatever its length, the loop goes on.
+        is_short = answer.usage.completion_tokens < _SHORT_TOKENS
+        data = answer.body() if is_short else await asyncio.to_thread(answer.body)
+        body = Response(data, media_type="application/json")
         await body(scope, receive, send)
 
     async def _send_events(self, scope: Scope, send: Send) -> None:

@@ -2,15 +2,23 @@
 
 from hpu_duo.server.running.async_engine import AsyncEngine
 from hpu_duo.server.running.engine_thread import EngineThread
-from hpu_duo.server.running.failures import EngineDiedError, RequestFailedError, SlowReaderError
+from hpu_duo.server.running.failures import (
+    AnswerTooLargeError,
+    EngineDiedError,
+    RequestFailedError,
+    SlowReaderError,
+)
+from hpu_duo.server.running.holding import Holding
 from hpu_duo.server.running.stream import ChoiceOutput, OutputStream
 from hpu_duo.server.running.submission import Submission
 
 __all__ = [
+    "AnswerTooLargeError",
     "AsyncEngine",
     "ChoiceOutput",
     "EngineDiedError",
     "EngineThread",
+    "Holding",
     "OutputStream",
     "RequestFailedError",
     "SlowReaderError",

@@ -10,13 +10,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
 from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.running.engine_thread import EngineThread
 from hpu_duo.server.running.failures import EngineDiedError, RequestFailedError
+from hpu_duo.server.running.holding import Holding
 from hpu_duo.server.running.stream import OutputStream
 from hpu_duo.server.running.submission import Submission
 from hpu_duo.server.running.timing import Timing
@@ -39,11 +40,20 @@ class AsyncEngine:
     Args:
         engine: stepped by a thread of this object from ``start`` on.
         max_behind: most outputs of a stream that nobody has read.
+        max_answer_bytes: most bytes of the outputs of one call, see ``Holding``.
         no_news_s: every so often readers are woken without news.
     """
 
-    def __init__(self, engine: Engine, max_behind: int = 8192, no_news_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        max_behind: int = 8192,
+        max_answer_bytes: int = 256 * 2**20,
+        no_news_s: float = 5.0,
+    ) -> None:
         self._engine, self._max_behind, self._no_news_s = engine, max_behind, no_news_s
+        self._max_answer_bytes = max_answer_bytes
+        self._holdings: WeakSet[Holding] = WeakSet()
         self._thread = EngineThread(engine, self)
         self._streams: dict[str, OutputStream] = {}
         self._arrived: deque[tuple[list[RequestOutput], float]] = deque()
@@ -104,17 +114,38 @@ class AsyncEngine:
         scores = await asyncio.to_thread(self._engine.rank, prompts)
         return [replace(one, score=score) for one, score in zip(submissions, scores)]
 
-    def open(self, submissions: Sequence[Submission], timing: Timing | None = None) -> OutputStream:
+    def hold(self) -> Holding:
+        """Begin to count the bytes of a call's outputs."""
+        holding = Holding(self._max_answer_bytes)
+        self._holdings.add(holding)
+        return holding
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the outputs of all calls that are under way."""
+        return sum(one.num_bytes for one in self._holdings)
+
+    def open(
+        self,
+        submissions: Sequence[Submission],
+        timing: Timing | None = None,
+        holding: Holding | None = None,
+    ) -> OutputStream:
         """Submit requests whose outputs one reader gets.
 
         What the engine refuses, though ``check`` did not, comes as a ``RequestFailedError`` of the stream.
+
+        Args:
+            timing: told when tokens come.
+            holding: of the call, by ``hold``; None is one of its own.
 
         Raises:
             EngineDiedError: nothing is served any more.
         """
         if self._death is not None:
             raise self._death
-        stream = OutputStream(submissions, self._max_behind, self._abort, timing or Timing())
+        holding = holding or self.hold()
+        stream = OutputStream(submissions, self._max_behind, holding, self._abort, timing or Timing())
         for one in submissions:
             self._streams[one.request_id] = stream
             self._num_open += one.params.n

@@ -11,5 +11,9 @@ class SlowReaderError(Exception):
     """A stream was read so much slower than it was written that its requests were aborted."""
 
 
+class AnswerTooLargeError(Exception):
+    """The outputs of a call take more memory than they may."""
+
+
 class EngineDiedError(Exception):
     """The engine's thread has ended, and nothing will be served any more."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.server.running.failures import RequestFailedError, SlowReaderError
+from hpu_duo.server.running.holding import Holding
 from hpu_duo.server.running.submission import Submission
 from hpu_duo.server.running.timing import Timing
 
@@ -28,11 +29,13 @@ class OutputStream:
 
     A reader that is slow gets more at a time, and the engine never waits for it: outputs lie here until they
     are read, at most ``max_behind`` of them, or four for each sample if that is more. With one more the
-    stream fails with a ``SlowReaderError``.
+    stream fails with a ``SlowReaderError``, as it does when they take too many bytes; where read outputs are
+    kept, those fail it with an ``AnswerTooLargeError``.
 
     Args:
         submissions: the requests.
         max_behind: most outputs that lie here unread.
+        holding: counts the bytes of outputs.
         abort: ends requests of these names in the engine.
         timing: told when tokens come.
 
@@ -47,6 +50,7 @@ class OutputStream:
         self,
         submissions: Sequence[Submission],
         max_behind: int,
+        holding: Holding,
         abort: Callable[[Sequence[str]], None],
         timing: Timing,
     ) -> None:
@@ -55,6 +59,7 @@ class OutputStream:
         self._num_open = {one.request_id: one.params.n for one in submissions}
         self.on_slow: Callable[[], object] = lambda: None
         self._max_behind, self._abort = max(max_behind, 4 * self.num_open), abort
+        self._holding = holding
         self._pending: list[ChoiceOutput] = []
         self.error: Exception | None = None
         self._is_closed = False
@@ -89,18 +94,23 @@ class OutputStream:
         if output.error is not None:
             self.fail(_failure(output.error))
         elif not self._is_closed and self.error is None:
-            if len(self._pending) < self._max_behind:
-                self._pending.append(ChoiceOutput(choice, output))
-            else:
-                self.fail(SlowReaderError(f"{self._max_behind:,} outputs of a stream were not read"))
-                self.on_slow()
+            self._keep(ChoiceOutput(choice, output))
         return has_ended
+
+    def _keep(self, one: ChoiceOutput) -> None:
+        self._holding.came(one.output)
+        self._pending.append(one)
+        if self._holding.is_full and self._holding.keeps:
+            self.fail(self._holding.refusal())
+        elif self._holding.is_full or len(self._pending) > self._max_behind:
+            self.fail(SlowReaderError(f"{len(self._pending):,} outputs of a stream were not read"))
+            self.on_slow()
 
     def fail(self, error: Exception) -> None:
         """Let the reader get an error next; what it has not read is dropped, and its requests are aborted."""
         if self.error is None and not self._is_closed:
             self.error = error
-            self._pending.clear()
+            self._taken()
             self._abort_open()
             self.wake()
 
@@ -108,7 +118,7 @@ class OutputStream:
         """Say that nobody reads any more: requests that run are aborted, and a read ends with nothing."""
         if not self._is_closed:
             self._is_closed = True
-            self._pending.clear()
+            self._taken()
             self._abort_open()
             self.wake()
 
@@ -121,7 +131,7 @@ class OutputStream:
         if self._reader is None or self._reader.done():
             return
         if self._take is not None and self._pending and self._num_open:
-            pending, self._pending = self._pending, []
+            pending = self._taken()
             try:
                 is_taken = self._take(pending)
             except Exception as error:
@@ -143,7 +153,7 @@ class OutputStream:
 
         Raises:
             RequestFailedError: one of the requests failed; the others have been aborted.
-            SlowReaderError: see the class.
+            SlowReaderError, AnswerTooLargeError: see the class.
             EngineDiedError: the engine is gone.
         """
         if not (self._pending or self._is_closed or self.error is not None) and self._num_open:
@@ -153,7 +163,12 @@ class OutputStream:
             raise self.error
         if self._is_closed or not (self._pending or self._num_open):
             return None
+        return self._taken()
+
+    def _taken(self) -> list[ChoiceOutput]:
+        """Empty what lies here."""
         pending, self._pending = self._pending, []
+        self._holding.left(one.output for one in pending)
         return pending
 
     def _abort_open(self) -> None:

@@ -172,6 +172,7 @@ class ServerMetrics(Collector):
         stats: of the engine, as of a moment ago.
         num_open: samples that run and wait.
         num_recompiles: compilations and captures after warm-up.
+        answer_bytes: of outputs of calls under way.
         namespace: prefix of those that are called as vLLM's.
     """
 
@@ -181,11 +182,12 @@ class ServerMetrics(Collector):
         stats: Callable[[], EngineStats],
         num_open: Callable[[], int],
         num_recompiles: Callable[[], int],
+        answer_bytes: Callable[[], int],
         namespace: str = _OWN,
     ) -> None:
         self._labels = {"model_name": model, "engine": "0"}
         self._stats, self._num_open, self._num_recompiles = stats, num_open, num_recompiles
-        self._namespace = namespace
+        self._answer_bytes, self._namespace = answer_bytes, namespace
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._first = self._histograms["time_to_first_token_seconds"]
         self._next = self._histograms["inter_token_latency_seconds"]
@@ -266,6 +268,8 @@ class ServerMetrics(Collector):
             yield gauge(f"{_OWN}:{name}", text, of(stats))
         for name, (text, of) in _OWN_COUNTERS.items():
             yield counter(f"{_OWN}:{name}", text, of(stats))
+        text = "Bytes of outputs that were not sent yet, about."
+        yield gauge(f"{_OWN}:answer_bytes", text, self._answer_bytes())
         text = "Compilations and captures after warm-up."
         yield counter(f"{_OWN}:recompilations", text, self._num_recompiles())
         text = "Lines that could not be written to a log."

@@ -172,7 +172,7 @@ def test_alerts_watch_recompilations_padding_memory_and_queue() -> None:
 
 def test_every_expression_is_promql_about_metrics_that_the_server_has(tmp_path: Path) -> None:
     model = make_tiny(tmp_path).load()
-    metrics = ServerMetrics("tiny", model.stats, lambda: 0, lambda: 0)
+    metrics = ServerMetrics("tiny", model.stats, lambda: 0, lambda: 0, lambda: 0)
     metrics.responded("GET", "/health", 200)
     names = {sample.name for metric in metrics.collect() for sample in metric.samples} | {"up"}
     for rule in RULES:

@@ -1,0 +1,57 @@
+"""Answers take no more memory than they may, and what they take is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.conftest import TinyChat
+from tests.server.live import Live, live, wait_until
+from tests.server.test_metrics import samples
+from tests.server.test_pressure import LONG, raw_post, slowed
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_more_logprobs_than_the_server_gives_are_refused(server: Live) -> None:
+    client = server.client()
+    with pytest.raises(openai.BadRequestError, match=r"logprobs: expected at most 20 .*got 21") as refused:
+        client.completions.create(model="tiny", prompt="hi", logprobs=21)
+    assert refused.value.param == "logprobs"
+    chat: Any = {"model": "tiny", "messages": MESSAGES, "logprobs": True, "max_tokens": 1}
+    with pytest.raises(openai.BadRequestError, match="top_logprobs: expected at most 20") as refused:
+        client.chat.completions.create(**chat, top_logprobs=21)
+    assert refused.value.param == "top_logprobs"
+    done = client.chat.completions.create(**chat, top_logprobs=20)
+    told = done.choices[0].logprobs
+    assert told is not None
+    assert told.content is not None
+    assert len(told.content[0].top_logprobs) == 20
+
+
+def test_a_whole_answer_that_grows_too_large_ends_with_an_error_and_a_stream_goes_on(tiny: TinyChat) -> None:
+    with live(tiny.load(), max_answer_bytes=50_000) as server:
+        asked: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 40, "temperature": 0}
+        create: Any = server.client().completions.create
+        assert create(**asked).choices
+        with pytest.raises(openai.BadRequestError, match="at most 50,000 bytes") as refused:
+            create(**asked, logprobs=9, extra_body={"ignore_eos": True})
+        assert refused.value.code == "answer_too_large"
+        parts = list(create(**asked, logprobs=9, stream=True, extra_body={"ignore_eos": True}))
+        assert parts[-1].choices[0].finish_reason == "length"
+        # Prompts that stand before their answers count once for each answer, as do their logprobs.
+        for echoed in ({"n": 200}, {"logprobs": 9}, {"logprobs": 0, "n": 10}):
+            with pytest.raises(openai.BadRequestError, match="at most 50,000 bytes"):
+                create(**{**asked, "prompt": "Once upon a time " * 4, "max_tokens": 0}, echo=True, **echoed)
+
+
+def test_what_waits_to_be_sent_is_counted(tiny: TinyChat, monkeypatch: pytest.MonkeyPatch) -> None:
+    with live(tiny.load()) as server:
+        slowed(server, 0.02, monkeypatch)
+        assert samples(server)["hpuduo:answer_bytes"] == 0
+        connection = raw_post(server, {**LONG, "logprobs": 20})
+        wait_until(lambda: samples(server)["hpuduo:answer_bytes"] > 10_000)
+        connection.close()
+        wait_until(lambda: samples(server)["hpuduo:answer_bytes"] == 0)
