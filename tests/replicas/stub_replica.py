@@ -52,7 +52,8 @@ class Handler(BaseHTTPRequestHandler):
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             answer = {"replica": NAME, "key": self.headers.get("authorization"), "usage": USAGE}
-            self.whole(200, json.dumps(answer).encode(), "application/json", {"X-Request-Id": "one"})
+            named = {"X-Request-Id": self.headers["x-request-id"] + "!"}
+            self.whole(200, json.dumps(answer).encode(), "application/json", named)
 
     def whole(self, status, body, kind, more=None):
         """Send a whole body."""

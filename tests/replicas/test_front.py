@@ -46,11 +46,11 @@ def events(http: httpx.Client, prompt: str) -> list[str]:
 
 
 def test_answers_pass_through_with_their_headers(http: httpx.Client) -> None:
-    answer = http.post(
-        "/v1/completions?x=1", json={"prompt": "hello"}, headers={"Authorization": "Bearer mine"}
-    )
+    headers = {"Authorization": "Bearer mine", "X-Request-Id": "one"}
+    answer = http.post("/v1/completions?x=1", json={"prompt": "hello"}, headers=headers)
     assert answer.status_code == 200
-    assert answer.headers["x-request-id"] == "one"
+    assert answer.headers["x-request-id"] == "one!"
+    assert len(ask(http, "hello").headers["x-request-id"]) == 33
     assert answer.json()["key"] == "Bearer mine"
     assert http.get("/v1/models").text in ("0", "1")
 
@@ -175,7 +175,8 @@ def test_keys_and_limits_hold_before_any_replica(tmp_path: Path) -> None:
 
 def test_keys_of_metrics_hold_before_and_at_replicas(tmp_path: Path) -> None:
     with live_front(tmp_path, metrics_api_keys=("scrape",)) as front, front.http() as http:
-        assert http.get("/metrics").status_code == http.get("/stats").status_code == 401
+        assert [http.get(path).status_code for path in ("/metrics", "/stats", "/stats/")] == [401] * 3
+        assert http.get("/health/").status_code == 200
         http.headers["Authorization"] = "Bearer scrape"
         assert "replica=" in http.get("/metrics").text
         assert {each["stats"]["key"] for each in http.get("/stats").json()["replicas"]} == {"Bearer scrape"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import openai
 import pytest
@@ -230,3 +231,17 @@ def test_models_are_listed_by_each_name(server: Live) -> None:
         server.client().models.retrieve("gpt")
     with pytest.raises(openai.NotFoundError, match="tiny"):
         server.client().completions.create(model="gpt", prompt="hi")
+
+
+def test_a_call_has_the_name_of_its_header(server: Live) -> None:
+    create = server.client().completions.create
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1}
+    named = create(**asked, extra_headers={"X-Request-Id": "mine"})
+    assert (named._request_id, named.id) == ("mine", "cmpl-mine")
+    own = create(**asked, extra_headers={"X-Request-Id": "x" * 300})
+    assert own._request_id not in (None, "x" * 300)
+    assert own.id == f"cmpl-{own._request_id}"
+    assert create(**asked, extra_body={"request_id": "body"}).id == "cmpl-body"
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(**{**asked, "max_tokens": -1}, extra_headers={"X-Request-Id": "mine"})
+    assert refused.value.request_id == "mine"

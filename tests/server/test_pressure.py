@@ -226,7 +226,7 @@ def test_calls_need_one_of_the_keys(tiny: TinyChat) -> None:
             assert http.get("/v1/models").status_code == 401
             assert http.get("/v1/models", headers={"Authorization": f"Basic {KEY}"}).status_code == 401
             for path in ("/live", "/health", "/ready", "/metrics", "/version"):
-                assert http.get(path).status_code == 200
+                assert http.get(path).status_code == http.get(f"{path}/").status_code == 200
 
 
 @pytest.mark.parametrize("api_keys", [(), (KEY,)])
@@ -234,7 +234,9 @@ def test_metrics_and_statistics_may_need_keys_of_their_own(tiny: TinyChat, api_k
     with live(tiny.load(), api_keys=api_keys, metrics_api_keys=("scrape",)) as server, server.http() as http:
         for path in ("/metrics", "/stats"):
             for key, status in (("scrape", 200), (KEY, 401), ("x", 401)):
-                assert http.get(path, headers={"Authorization": f"Bearer {key}"}).status_code == status
+                for asked in (path, f"{path}/"):
+                    headers = {"Authorization": f"Bearer {key}"}
+                    assert http.get(asked, headers=headers).status_code == status
         assert http.get("/health").status_code == 200
         assert http.get("/v1/models").status_code == (401 if api_keys else 200)
 

@@ -44,6 +44,24 @@ class ApiKeys:
         return given.hex() if scheme.lower() == "bearer" and any(matches) else None
 
 
+class StatePathMiddleware:
+    """Takes ``OPEN_PATHS`` with a slash behind them for those without.
+
+    Args:
+        app: behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a connection."""
+        if scope["type"] == "http" and scope["path"].endswith("/") and scope["path"][:-1] in OPEN_PATHS:
+            scope["path"] = scope["path"][:-1]
+            scope["raw_path"] = scope["path"].encode()
+        await self._app(scope, receive, send)
+
+
 class KeyMiddleware:
     """Answers 401 to calls without a known key.
 

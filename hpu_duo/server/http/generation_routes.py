@@ -10,6 +10,7 @@ from openai.types.chat import ChatCompletion
 
 from hpu_duo.server.http.auth import PREFIX_NAMESPACE
 from hpu_duo.server.http.json_route import JsonRoute
+from hpu_duo.server.http.request_ids import REQUEST_ID
 from hpu_duo.server.http.schemas import BUSY, REFUSALS
 from hpu_duo.server.protocol import ChatRequest, CompletionRequest
 from hpu_duo.server.protocol.errors import unknown_model
@@ -19,8 +20,12 @@ from hpu_duo.server.service import Service
 _Body = TypeVar("_Body", bound=GenerationRequest)
 
 
-def _kept_apart(body: _Body, request: Request) -> _Body:
-    """A call that shares cached prefixes with calls of the same key only: its salt holds the key's name."""
+def _named(body: _Body, request: Request) -> _Body:
+    """A call with the name of its header, and with the name of its key in its salt.
+
+    So calls of different keys share no cached prefix.
+    """
+    body = body.model_copy(update={"request_id": body.request_id or request.headers[REQUEST_ID]})
     namespace: str | None = request.scope.get(PREFIX_NAMESPACE)
     if namespace is None:
         return body
@@ -43,7 +48,7 @@ def generation_routes(service: Service) -> APIRouter:
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
-        return await service.answer(request, lambda: service.completions.plan(_kept_apart(body, request)))
+        return await service.answer(request, lambda: service.completions.plan(_named(body, request)))
 
     @router.post(
         "/chat/completions",
@@ -52,7 +57,7 @@ def generation_routes(service: Service) -> APIRouter:
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Continue a conversation."""
-        return await service.answer(request, lambda: service.chats.plan(_kept_apart(body, request)))
+        return await service.answer(request, lambda: service.chats.plan(_named(body, request)))
 
     @router.get("/models", responses={401: REFUSALS[401]})
     async def list_models() -> dict[str, Any]:

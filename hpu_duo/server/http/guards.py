@@ -6,14 +6,15 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from hpu_duo.server.config import ServerConfig
-from hpu_duo.server.http.auth import ApiKeys, KeyMiddleware
+from hpu_duo.server.http.auth import ApiKeys, KeyMiddleware, StatePathMiddleware
 from hpu_duo.server.http.body_limit import BodyLimitMiddleware
 from hpu_duo.server.http.page_routes import PAGE_PREFIX
+from hpu_duo.server.http.request_ids import REQUEST_ID, RequestIdMiddleware
 from hpu_duo.server.telemetry.counting import Count, CountingMiddleware
 
 
 def add_guards(app: FastAPI, config: ServerConfig, count: Count) -> None:
-    """Add what every call goes through: counting, origins, keys and the limit of its body.
+    """Add what every call goes through: its name, counting, origins, keys and the limit of its body.
 
     Args:
         count: see ``CountingMiddleware``.
@@ -28,11 +29,14 @@ def add_guards(app: FastAPI, config: ServerConfig, count: Count) -> None:
             shares_prefixes=config.shares_prefixes,
             open_prefixes=(PAGE_PREFIX,),
         )
+    app.add_middleware(StatePathMiddleware)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
         )
     app.add_middleware(CountingMiddleware, count=count)
+    app.add_middleware(RequestIdMiddleware)

@@ -66,6 +66,7 @@ class RequestLog:
         ended_at = datetime.fromtimestamp(record.ended_at, timezone.utc)
         fields: dict[str, Any] = {
             "time": ended_at.isoformat(timespec="milliseconds"),
+            "request_id": record.headers.get("x-request-id"),
             "path": record.path,
             "status": 200 if record.error is None else record.error.status,
             "error": None if record.error is None else record.error.code,
