@@ -38,7 +38,7 @@ def read_call(call_id: str, body: bytes, key_name: str | None = None) -> RoutedC
         fields = None
     if not isinstance(fields, dict):
         return RoutedCall(RoutedRequest.of_text(call_id, ""), False)
-    user, salt = fields.get("user"), fields.get("cache_salt")
+    user, salt = fields.get("user") or fields.get("safety_identifier"), fields.get("cache_salt")
     user = user if isinstance(user, str) else None
     salt = salt if isinstance(salt, str) else None
     namespace = salt if key_name is None else (key_name, salt)

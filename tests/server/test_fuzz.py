@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpu_duo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hpu_duo.server.protocol.refusals import REFUSED
 from tests.server.live import HOST, Live, wait_until
 
 REQUESTS = {
@@ -43,7 +44,8 @@ ANYTHING = st.recursive(
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     """A valid body with some fields that may hold anything."""
-    fields = draw(st.lists(st.sampled_from(sorted(REQUESTS[path].model_fields)), max_size=4))
+    known = sorted({*REQUESTS[path].model_fields, *REFUSED})
+    fields = draw(st.lists(st.sampled_from(known), max_size=4))
     return {**VALID[path], **{field: draw(ANYTHING) for field in fields}}
 
 

@@ -8,10 +8,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OpenAIChat
+from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
 
+from hpu_duo.server.protocol import ChatRequest, CompletionRequest
+from hpu_duo.server.protocol.generation import GenerationRequest
+from hpu_duo.server.protocol.refusals import REFUSED
 from tests.server.live import Live
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT = {"prompt": "hi", "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -31,9 +36,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 WRONG_TEXTS = {
     "prompt": [None, "", [], 5, [[]], ["a", 5], [5, "a"], [-1], [10**6], [2**31], "x" * 200, [[1.5]], {}],
-    "max_tokens": [-1, 1.5, "5", True, 10**9],
-    "n": [0, -1, "2", 10**6],
-    "temperature": [-0.1, "hot", 1e300, True],
+    "max_tokens": [-1, 1.5, "5.5", 10**9],
+    "n": [0, -1, "-2", 10**6],
+    "temperature": [-0.1, "hot", 1e300, "inf", "nan"],
     "top_p": [0, 1.1, -1],
     "top_k": [-2, 0.5],
     "min_p": [-0.1, 1.1],
@@ -45,10 +50,10 @@ WRONG_TEXTS = {
     "stop": [5, [5], "", [""], {"a": 1}],
     "stop_token_ids": [[-1], ["a"], [10**6]],
     "min_tokens": [-1, 3],
-    "logprobs": [-1, 10**6, True],
-    "stream": ["yes", 1],
-    "stream_options": [{"include_usage": True}, 5],
-    "echo": ["yes"],
+    "logprobs": [-1, 10**6],
+    "stream": ["often", 2],
+    "stream_options": [{"include_usage": True}, 5, {"include_obfuscation": True}],
+    "echo": ["often"],
     "model": [5],
     "user": [5],
     "priority": [1],
@@ -61,7 +66,11 @@ WRONG_TEXTS = {
     "cache_salt": [""],
 }
 WRONG_CHATS = {
-    "messages": [None, [], "hi", [5], [{}], [{"role": "user", "content": 5}], [{"content": "hi"}]],
+    "messages": [
+        *(None, [], "hi", [5], [{}], [{"role": "user", "content": 5}], [{"content": "hi"}]),
+        [{"role": "assistant", "audio": {"id": "a"}}],
+        [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}],
+    ],
     "max_completion_tokens": [0, -1, 10**9],
     "top_logprobs": [2, -1],
     "tools": [[5], [{"type": "web"}], [{"type": "function"}], {}],
@@ -71,6 +80,11 @@ WRONG_CHATS = {
     "functions": [[{"name": "f"}]],
     "modalities": [["audio"]],
     "documents": ["x"],
+    "prediction": [{"type": "content", "content": "hi"}],
+    "store": [True],
+    "metadata": [{"a": "b"}],
+    "service_tier": ["flex"],
+    "verbosity": ["low"],
 }
 
 
@@ -103,6 +117,45 @@ def test_null_is_the_same_as_nothing_and_unknown_fields_are_ignored(http: httpx.
     assert http.post("/v1/chat/completions", json={**chat_nulls, **CHAT}).status_code == 200
 
 
+def test_numbers_are_taken_as_vllm_takes_them(http: httpx.Client) -> None:
+    plain = {"prompt": [5, 6], "max_tokens": 5, "temperature": 0.7, "seed": 3, "stop_token_ids": [9]}
+    lax = {
+        "prompt": [5.0, 6],
+        "max_tokens": 5.0,
+        "temperature": "0.7",
+        "seed": "3",
+        "stop_token_ids": ["9"],
+    }
+    texts = [http.post("/v1/completions", json=each).json()["choices"][0]["text"] for each in (plain, lax)]
+    assert texts[0] == texts[1]
+    chat = {**CHAT, "max_tokens": "2", "top_p": "1", "n": 2.0}
+    assert len(http.post("/v1/chat/completions", json=chat).json()["choices"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("documented", "served"),
+    [(OpenAICompletion, CompletionRequest), (OpenAIChat, ChatRequest)],
+    ids=["completion", "chat"],
+)
+def test_every_field_that_openai_documents_is_served_or_refused_by_name(
+    documented: type, served: type[GenerationRequest]
+) -> None:
+    assert not set(documented.__annotations__) - set(served.model_fields) - REFUSED.keys()
+
+
+def test_refusals_of_the_assistant_are_its_words(server: Live, http: httpx.Client) -> None:
+    conversations = [
+        {"role": "assistant", "content": "no"},
+        {"role": "assistant", "content": None, "refusal": "no", "audio": None, "function_call": None},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ]
+    counts = [
+        http.post("/tokenize", json={"messages": [*CHAT["messages"], each]}).json()["tokens"]
+        for each in conversations
+    ]
+    assert counts[0] == counts[1] == counts[2]
+
+
 def test_values_that_ask_for_nothing_are_served(http: httpx.Client) -> None:
     neutral = {
         "best_of": None,
@@ -116,6 +169,13 @@ def test_values_that_ask_for_nothing_are_served(http: httpx.Client) -> None:
     assert http.post("/v1/completions", json={**TEXT, **neutral}).status_code == 200
     chat = {
         "modalities": ["text"],
+        "store": False,
+        "metadata": {},
+        "service_tier": "auto",
+        "verbosity": "medium",
+        "prompt_cache_key": "key",
+        "stream": True,
+        "stream_options": {"include_obfuscation": False},
         "function_call": "none",
         "functions": [],
         "tool_choice": "none",

@@ -21,11 +21,15 @@ _Body = TypeVar("_Body", bound=GenerationRequest)
 
 
 def _named(body: _Body, request: Request) -> _Body:
-    """A call with the name of its header, and with the name of its key in its salt.
+    """A call with its names: of its header, of who asks, and of its key, which its salt holds.
 
     So calls of different keys share no cached prefix.
     """
-    body = body.model_copy(update={"request_id": body.request_id or request.headers[REQUEST_ID]})
+    own = {
+        "request_id": body.request_id or request.headers[REQUEST_ID],
+        "user": body.user or body.safety_identifier,
+    }
+    body = body.model_copy(update=own)
     namespace: str | None = request.scope.get(PREFIX_NAMESPACE)
     if namespace is None:
         return body

@@ -24,7 +24,7 @@ from hpu_duo.server.planning.served import Served
 from hpu_duo.server.prompts import Chat, ChatTemplateError
 from hpu_duo.server.protocol import ChatMessage, ChatRequest, FunctionTool, TokenizeRequest, ToolChoice
 from hpu_duo.server.protocol.errors import bad_value, unsupported
-from hpu_duo.server.protocol.refusals import refuse_unserved
+from hpu_duo.server.protocol.refusals import refuse_unserved, refuse_unserved_of_message
 from hpu_duo.server.tools import calls_grammar, make_parser
 
 
@@ -187,7 +187,8 @@ def _num_logprobs(request: ChatRequest) -> int | None:
 
 def _for_template(message: ChatMessage, number: int) -> dict[str, Any]:
     """A message as templates take it."""
-    plain = message.model_dump(exclude_none=True)
+    refuse_unserved_of_message(message, number)
+    plain = message.model_dump(exclude_none=True, exclude={"refusal"})
     plain["content"] = _content(message, number)
     for call in plain.get("tool_calls", ()):
         call["function"]["arguments"] = _arguments(call["function"].get("arguments"), number)
@@ -196,13 +197,13 @@ def _for_template(message: ChatMessage, number: int) -> dict[str, Any]:
 
 def _content(message: ChatMessage, number: int) -> str:
     if message.content is None or isinstance(message.content, str):
-        return message.content or ""
+        return message.content or message.refusal or ""
     for part in message.content:
-        if part.type not in ("text", "input_text", "refusal") or part.text is None:
+        if part.type not in ("text", "input_text", "refusal") or part.words is None:
             raise unsupported(
                 "messages", f"messages[{number}].content: expected parts of type text, got {part.type!r}"
             )
-    return "\n".join(part.text or "" for part in message.content)
+    return "\n".join(part.words or "" for part in message.content)
 
 
 def _text(message: ChatMessage) -> str:

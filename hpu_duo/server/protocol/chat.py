@@ -14,6 +14,12 @@ class ContentPart(Fields):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """The text of the part, of whichever type; None if it has none."""
+        return self.refusal if self.text is None else self.text
 
 
 class FunctionCall(Fields):
@@ -34,10 +40,11 @@ class ToolCall(Fields):
 class ChatMessage(Fields):
     """One message; what it has besides goes to the chat template as it is."""
 
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow")
 
     role: str
     content: str | list[ContentPart] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -97,9 +104,3 @@ class ChatRequest(GenerationRequest):
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-
-    chat_template: Any = None
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: list[str] | None = None

@@ -23,7 +23,6 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     add_special_tokens: bool | None = None
-    suffix: Any = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

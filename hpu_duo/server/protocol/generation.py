@@ -11,18 +11,23 @@ Text = Annotated[str, Field(max_length=512)]
 
 
 class Fields(BaseModel):
-    """A JSON object whose types are taken as they are, and whose unknown fields are ignored."""
+    """A JSON object, read in pydantic's lax mode: ``"0.7"`` is a number and ``5.0`` an integer.
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    Unknown fields are ignored.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False, extra="ignore", protected_namespaces=())
 
 
 class StreamOptions(Fields):
-    """Things that a stream tells besides text.
+    """Things that a stream tells besides text; unknown fields are kept, for ``refuse_unserved``.
 
     Attributes:
         include_usage: end with the numbers of tokens.
         continuous_usage_stats: tell them in every chunk.
     """
+
+    model_config = ConfigDict(extra="allow")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -32,8 +37,10 @@ class GenerationRequest(Fields):
     """Fields that completions and chats have in common.
 
     None, and null in JSON, is the same as leaving a field out. Attributes that are not the OpenAI API's are
-    those of vLLM. ``Any`` is the type of fields that are refused by name, whatever they hold.
+    those of vLLM. Unknown fields are kept, for ``refuse_unserved``.
     """
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = Field(None, description="One of /v1/models; left out, the one that is served.")
     stream: bool | None = None
@@ -48,6 +55,10 @@ class GenerationRequest(Fields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: str | None = Field(None, description="Who asks; for logs and for scheduling among users.")
+    safety_identifier: str | None = Field(None, description="The same, where user is left out.")
+    prompt_cache_key: str | None = Field(
+        None, description="Has no effect: the prefix cache compares prompts themselves."
+    )
 
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -74,13 +85,6 @@ class GenerationRequest(Fields):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    best_of: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    logits_processors: Any = None
-    prompt_logprobs: Any = None
 
     @property
     def stops(self) -> tuple[str, ...]:
