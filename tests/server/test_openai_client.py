@@ -143,6 +143,63 @@ def test_token_ids_are_prompts_and_come_back_when_asked_for(server: Live) -> Non
         assert text_of(choice.token_ids) == choice.text  # type: ignore[attr-defined]
 
 
+def _extras(part: Any, name: str) -> list[Any]:
+    """A field of an answer or event and its choices that only vLLM has, wherever it is."""
+    return [each.model_extra[name] for each in (part, *part.choices) if name in (each.model_extra or {})]
+
+
+def test_token_ids_of_prompts_come_with_those_of_answers(server: Live) -> None:
+    client = server.client()
+    prompts = [ids_of(server, text) for text in PROMPTS[:2]]
+    told = [prompts[0], prompts[0], prompts[1], prompts[1]]
+    asked: dict[str, Any] = {"model": "tiny", "prompt": prompts, "n": 2, "max_tokens": 3}
+    asked["extra_body"] = {"return_token_ids": True}
+    assert _extras(client.completions.create(**asked), "prompt_token_ids") == told
+    found = {}
+    for part in client.completions.create(**asked, stream=True):
+        for ids in _extras(part, "prompt_token_ids"):
+            assert part.choices[0].index not in found
+            found[part.choices[0].index] = ids
+    assert [found[index] for index in range(4)] == told
+    chat: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    chat["extra_body"] = {"return_token_ids": True}
+    prompt = ids_of(server, "u:hi;a:")
+    assert _extras(client.chat.completions.create(**chat), "prompt_token_ids") == [prompt]
+    parts = list(client.chat.completions.create(**chat, stream=True))
+    assert [_extras(part, "prompt_token_ids") for part in parts[:2]] == [[prompt], []]
+
+
+def test_prompts_are_truncated_on_the_side_that_is_asked_for(server: Live) -> None:
+    def kept(**fields: object) -> str:
+        done = server.client().completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=1, echo=True, extra_body=fields
+        )
+        return done.choices[0].text[: len(done.choices[0].text) - 1]
+
+    assert PROMPT[-4:] in kept(truncate_prompt_tokens=4)
+    assert PROMPT[-4:] in kept(truncate_prompt_tokens=4, truncation_side="left")
+    assert kept(truncate_prompt_tokens=4, truncation_side="right").startswith(PROMPT[:4])
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "x" * 200, "max_tokens": 6}
+    done = server.client().completions.create(**asked, extra_body={"truncate_prompt_tokens": -1})
+    assert done.usage is not None
+    assert done.usage.prompt_tokens == server.model.engine.limits.max_model_len - 6
+
+
+def test_a_chat_may_echo_what_the_assistant_has_begun(server: Live) -> None:
+    create = server.client().chat.completions.create
+    asked: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 5}
+    asked["messages"] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well,"}]
+    asked["extra_body"] = {"add_generation_prompt": False, "continue_final_message": True}
+    plain = create(**asked).choices[0].message.content
+    asked["extra_body"] |= {"echo": True}
+    assert create(**asked).choices[0].message.content == f"well,{plain}"
+    parts = [part.choices[0].delta for part in create(**asked, stream=True)]
+    assert "".join(part.content or "" for part in parts) == f"well,{plain}"
+    assert [part.role for part in parts].count("assistant") == 1
+    user = {**asked, "messages": asked["messages"][:1], "extra_body": {"echo": True}}
+    assert not (create(**user).choices[0].message.content or "").startswith("hi")
+
+
 def test_log_probabilities_of_completions_are_parallel_lists(server: Live) -> None:
     done = server.client().completions.create(
         model="tiny", prompt=PROMPT, temperature=0, max_tokens=6, logprobs=3

@@ -43,7 +43,7 @@ class Answer(ABC):
         num_choices: how many choices there will be.
         tells_usage: whether a stream ends with the usage.
         tells_usage_always: whether each of its events has it.
-        returns_token_ids: whether choices have their token ids.
+        returned_prompts: token ids of each prompt, to be told with those of choices; None for neither.
     """
 
     kind: str
@@ -59,12 +59,12 @@ class Answer(ABC):
         *,
         tells_usage: bool = False,
         tells_usage_always: bool = False,
-        returns_token_ids: bool = False,
+        returned_prompts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.head, self.usage = head, usage
         self.choices = [Choice() for _ in range(num_choices)]
         self._tells_usage, self._tells_usage_always = tells_usage, tells_usage_always
-        self._returns_token_ids = returns_token_ids
+        self._returned_prompts = returned_prompts
         self._frame = EventFrame(head.fields(self.part_kind))
 
     def add(self, batch: Sequence[ChoiceOutput]) -> None:
@@ -123,8 +123,12 @@ class Answer(ABC):
     def _parts(self, index: int, fresh: Choice) -> list[dict[str, Any]]:
         """Choices of events."""
 
-    def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        data: dict[str, Any] = {"choices": choices}
+    @property
+    def _returns_token_ids(self) -> bool:
+        return self._returned_prompts is not None
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        data: dict[str, Any] = {"choices": choices, **more}
         if self._tells_usage_always:
             data["usage"] = self.usage.fields()
         elif self._tells_usage:

@@ -80,6 +80,7 @@ class ChatAnswer(Answer):
         names: of tokens, where log-probabilities were asked for.
         make_parser: for the tool calls of each choice; None where none are expected.
         only_first_call: leave all tool calls but the first out.
+        echo: what each message begins with.
         options: see ``Answer``.
     """
 
@@ -94,19 +95,42 @@ class ChatAnswer(Answer):
         names: TokenNames | None = None,
         make_parser: Callable[[], ToolParser] | None = None,
         only_first_call: bool = False,
-        **options: bool,
+        echo: str = "",
+        **options: Any,
     ) -> None:
         super().__init__(head, usage, num_choices, **options)
-        self._names = names
+        self._names, self._echo = names, echo
+        self._has_told_prompt = False
         self._readers = [
             _Reader(None if make_parser is None else make_parser(), only_first_call)
             for _ in range(num_choices)
         ]
 
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        return {**super().body(), **self._prompt()}
+
+    def beginning(self) -> bytes:
+        """The beginnings of messages that echo another one."""
+        if not self._echo:
+            return b""
+        delta = {"role": "assistant", "content": self._echo}
+        for reader in self._readers:
+            reader.has_begun = True
+        return b"".join(self._event([_part(index, delta)]) for index in range(len(self._readers)))
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        first = {} if self._has_told_prompt else self._prompt()
+        self._has_told_prompt = True
+        return super()._event(choices, **first, **more)
+
+    def _prompt(self) -> dict[str, Any]:
+        return {} if self._returned_prompts is None else {"prompt_token_ids": self._returned_prompts[0]}
+
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         reader = self._readers[index]
         pieces = reader.read(choice)
-        content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        content = self._echo + "".join(piece.text for piece in pieces if isinstance(piece, Content))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reader.calls:
             message["content"] = content or None
@@ -132,9 +156,7 @@ class ChatAnswer(Answer):
             reader.has_begun = True
             content = None if "tool_calls" in deltas[0] else ""
             deltas[0] = {"role": "assistant", "content": content, **deltas[0]}
-        parts: list[dict[str, Any]] = [
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
-        ]
+        parts = [_part(index, delta) for delta in deltas]
         if self._names is not None and fresh.logprobs:
             parts[0]["logprobs"] = chat_logprobs(fresh.logprobs, self._names)
         parts[0] = self._with_token_ids(parts[0], fresh)
@@ -155,3 +177,7 @@ class ChatAnswer(Answer):
                 return {"tool_calls": [head]}
             case CallArguments(number, text):
                 return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
+
+
+def _part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -52,10 +52,11 @@ class CompletionAnswer(Answer):
         echoes: Sequence[EchoedPrompt] = (),
         has_special: bool = False,
         generates: bool = True,
-        **options: bool,
+        **options: Any,
     ) -> None:
         super().__init__(head, usage, num_choices, **options)
         self._echoes, self._generates, self._has_special = echoes, generates, has_special
+        self._untold_prompts = set(range(num_choices)) if self._returns_token_ids else set()
         self._logprobs = None if names is None else [CompletionLogprobs(names) for _ in range(num_choices)]
         if not generates:
             for choice in self.choices:
@@ -84,7 +85,8 @@ class CompletionAnswer(Answer):
         nothing = () if self._generates else (EchoedPrompt(""),) * len(self.choices)
         for index, echo in enumerate(self._echoes or nothing):
             logprobs = self._fields(index, echo.entries, echo.has_special)
-            told += self._event([_part(index, echo.text, logprobs, self.choices[index])])
+            part = _part(index, echo.text, logprobs, self.choices[index])
+            told += self._event([self._with_prompt(index, part)])
         return bytes(told)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -94,11 +96,21 @@ class CompletionAnswer(Answer):
         if logprobs is not None:
             rest = self._fields(index, choice.logprobs, self._has_special) or {}
             logprobs = {name: [*values, *rest[name]] for name, values in logprobs.items()}
-        return self._with_token_ids(_part(index, text, logprobs, choice), choice)
+        part = self._with_prompt(index, _part(index, text, logprobs, choice))
+        return self._with_token_ids(part, choice)
 
     def _parts(self, index: int, fresh: Choice) -> list[dict[str, Any]]:
         logprobs = self._fields(index, fresh.logprobs, self._has_special)
-        return [self._with_token_ids(_part(index, fresh.text, logprobs, fresh), fresh)]
+        part = self._with_prompt(index, _part(index, fresh.text, logprobs, fresh))
+        return [self._with_token_ids(part, fresh)]
+
+    def _with_prompt(self, index: int, part: dict[str, Any]) -> dict[str, Any]:
+        """The first part of a choice with the token ids of its prompt."""
+        if self._returned_prompts is None or index not in self._untold_prompts:
+            return part
+        self._untold_prompts.discard(index)
+        prompt = self._returned_prompts[index * len(self._returned_prompts) // len(self.choices)]
+        return {**part, "prompt_token_ids": prompt}
 
     def _fields(
         self, index: int, entries: Sequence[TokenLogprob | int], has_special: bool

@@ -49,10 +49,10 @@ class ChatPlanner:
         refuse_unserved(request)
         check_options(request, request.num_samples, served)
         parser = self._parser(request)
-        prompt = truncated(request, await self.encode(request, parser is not None))
         max_tokens, max_name = request.max_completion_tokens, "max_completion_tokens"
         if max_tokens is None:
             max_tokens, max_name = request.max_tokens, "max_tokens"
+        prompt = truncated(request, await self.encode(request, parser is not None), max_tokens, served)
         check_length("messages", len(prompt), max_name, max_tokens, served)
         names = {"max_tokens": max_name, "logprobs": "top_logprobs"}
         params = params_of(
@@ -82,7 +82,8 @@ class ChatPlanner:
                 names=self._names(request),
                 make_parser=None if parser is None else partial(make_parser, parser, _functions(request)),
                 only_first_call=request.parallel_tool_calls is False,
-                **stream_flags(request),
+                echo=_echo(request),
+                **stream_flags(request, [prompt]),
             ),
             is_streamed=bool(request.stream),
             user=request.user,
@@ -108,11 +109,11 @@ class ChatPlanner:
             variables=variables,
         )
         encoder = self._served.needs_encoder("messages")
-        keeps_end = isinstance(request, ChatRequest) and request.truncate_prompt_tokens is not None
+        side = request.truncated_side if isinstance(request, ChatRequest) else None
         try:
             with checked_text("messages", self._served):
                 return await encoder.encode_chat(
-                    chat, add_special_tokens=bool(request.add_special_tokens), keeps_end=keeps_end
+                    chat, add_special_tokens=bool(request.add_special_tokens), truncation_side=side
                 )
         except ChatTemplateError as error:
             raise bad_value(error.field, f"{error.field}: {error}") from error
@@ -204,6 +205,12 @@ def _content(message: ChatMessage, number: int) -> str:
                 "messages", f"messages[{number}].content: expected parts of type text, got {part.type!r}"
             )
     return "\n".join(part.words or "" for part in message.content)
+
+
+def _echo(request: ChatRequest) -> str:
+    """What each answer begins with: the last message, where the assistant has begun it."""
+    last = request.messages[-1]
+    return _text(last) if request.echo and last.role == "assistant" else ""
 
 
 def _text(message: ChatMessage) -> str:

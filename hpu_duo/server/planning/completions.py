@@ -51,8 +51,8 @@ class CompletionPlanner:
         if not given:
             raise bad_value("prompt", "prompt: expected at least one prompt, got an empty list")
         check_options(request, len(given) * request.num_samples, served)
-        prompts = [truncated(request, await self._encode(one, request)) for one in given]
         max_tokens = _MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        prompts = [truncated(request, await self._encode(one, request), max_tokens, served) for one in given]
         for prompt in prompts:
             check_length("prompt", len(prompt), "max_tokens", max_tokens, served)
         # Nothing is generated for max_tokens=0, but the other fields are checked all the same.
@@ -74,7 +74,7 @@ class CompletionPlanner:
             echoes=await self._echoes(request, given, prompts),
             has_special=request.skip_special_tokens is False,
             generates=max_tokens > 0,
-            **stream_flags(request),
+            **stream_flags(request, prompts),
         )
         return Plan(
             answer_id=answer_id,
@@ -104,7 +104,7 @@ class CompletionPlanner:
             return await encoder.encode(
                 prompt,
                 add_special_tokens=request.add_special_tokens is not False,
-                keeps_end=request.truncate_prompt_tokens is not None,
+                truncation_side=request.truncated_side,
             )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:

@@ -72,10 +72,26 @@ def refusal(error: FieldError, names: Mapping[str, str] | None = None) -> Except
     return bad_value(field, f"{field}{bracket}{key}: {error.reason}")
 
 
-def truncated(request: GenerationRequest, prompt: Sequence[int]) -> Sequence[int]:
-    """The last tokens of a prompt, as many as the request wants to keep."""
+def truncated(
+    request: GenerationRequest, prompt: Sequence[int], max_tokens: int | None, served: Served
+) -> Sequence[int]:
+    """The tokens of a prompt that the request wants to keep: the last ones, or the first ones.
+
+    Args:
+        max_tokens: that are to fit behind it; None is at least one.
+
+    Raises:
+        ApiError: none are to be kept.
+    """
     keep = request.truncate_prompt_tokens
-    return prompt if keep is None else prompt[-keep:]
+    if keep is None:
+        return prompt
+    if keep == 0:
+        name = "truncate_prompt_tokens"
+        raise bad_value(name, f"{name}: expected 1 or more tokens to keep, or -1 for as many as fit, got 0")
+    if keep == -1:
+        keep = max(1, served.max_model_len - (1 if max_tokens is None else max_tokens))
+    return prompt[:keep] if request.truncated_side == "right" else prompt[-keep:]
 
 
 def check_length(param: str, num_tokens: int, max_param: str, max_tokens: int | None, served: Served) -> None:
@@ -134,11 +150,15 @@ def check_options(request: GenerationRequest, num_choices: int, served: Served) 
         )
 
 
-def stream_flags(request: GenerationRequest) -> dict[str, bool]:
-    """Options of ``Answer`` that a request sets."""
+def stream_flags(request: GenerationRequest, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Options of ``Answer`` that a request sets.
+
+    Args:
+        prompts: token ids of each.
+    """
     options = request.stream_options
     return {
         "tells_usage": bool(options and options.include_usage),
         "tells_usage_always": bool(options and options.continuous_usage_stats),
-        "returns_token_ids": bool(request.return_token_ids),
+        "returned_prompts": prompts if request.return_token_ids else None,
     }

@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from hpu_duo.server.prompts.chat import Chat, TemplateChoice
 
@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+Side = Literal["left", "right"]
+"""Where a prompt is cut: left keeps its last tokens."""
+
 _NUM_THREADS = 4
 _SHORT = 2048
 """Texts of up to so many characters are encoded at once: a thread would take longer to be asked."""
 
 
 _SPARE = 4
-"""Of a text whose last tokens are kept, so many times the longest that can fit is encoded: tokens may change
+"""Of a text that is truncated, so many times the longest that can fit is encoded: tokens may change
 where a text is cut, and those that are wanted are far from there."""
 
 
@@ -65,26 +68,27 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hpu-duo-encode")
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, keeps_end: bool = False
+        self, text: str, *, add_special_tokens: bool = True, truncation_side: Side | None = None
     ) -> list[int]:
         """Token ids of a text.
 
         Args:
-            keeps_end: only the last tokens are wanted, so that a long text is no error, and encoded in part.
+            truncation_side: where the caller cuts tokens, so that a long text is no error, and encoded in
+                part; None for nowhere.
 
         Raises:
             TextTooLongError: it cannot fit.
         """
-        fitting = self._fitting(text, keeps_end)
+        fitting = self._fitting(text, truncation_side)
         return await self._soon(lambda: self._ids(fitting, add_special_tokens), len(fitting))
 
     async def encode_chat(
-        self, chat: Chat, *, add_special_tokens: bool = False, keeps_end: bool = False
+        self, chat: Chat, *, add_special_tokens: bool = False, truncation_side: Side | None = None
     ) -> list[int]:
         """Token ids of a conversation, as the chat template writes it.
 
         Args:
-            keeps_end: see ``encode``.
+            truncation_side: see ``encode``.
 
         Raises:
             ChatTemplateError: the template does not take it.
@@ -92,7 +96,7 @@ class PromptEncoder:
         """
 
         def found() -> list[int]:
-            return self._ids(self._fitting(self.template.render(chat), keeps_end), add_special_tokens)
+            return self._ids(self._fitting(self.template.render(chat), truncation_side), add_special_tokens)
 
         return await self._soon(found, self.num_at_once + 1 if chat.is_long(self.num_at_once) else 0)
 
@@ -115,9 +119,10 @@ class PromptEncoder:
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def _fitting(self, text: str, keeps_end: bool) -> str:
-        if keeps_end:
-            return text[-_SPARE * self.max_characters :]
+    def _fitting(self, text: str, truncation_side: Side | None) -> str:
+        if truncation_side is not None:
+            most = _SPARE * self.max_characters
+            return text[-most:] if truncation_side == "left" else text[:most]
         if len(text) > self.max_characters:
             raise TextTooLongError(len(text), self.max_characters)
         return text

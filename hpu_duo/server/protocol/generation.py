@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -68,8 +68,11 @@ class GenerationRequest(Fields):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Keep only so many last tokens of the prompt."
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="Keep only so many tokens of the prompt; -1 for as many as fit beside max_tokens."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where a prompt is truncated: left (by default) keeps its last tokens."
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -92,6 +95,11 @@ class GenerationRequest(Fields):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def truncated_side(self) -> Literal["left", "right"] | None:
+        """The side on which a long prompt loses tokens; None if it is not to be truncated."""
+        return None if self.truncate_prompt_tokens is None else self.truncation_side or "left"
 
     @property
     def num_samples(self) -> int:
