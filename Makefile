@@ -17,7 +17,7 @@ PINNED := $(VENV)/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help run test slow lint format lock clean FORCE
+.PHONY: help run test slow exhaustive lint format lock clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -28,12 +28,15 @@ run: $(VENV)/installed ## Install, then find passkeys in a long document with ha
 
 # A file's tests share what they load, so one worker runs all of a file. Slow ones share less, and differ more.
 test: PYTEST_ARGS ?= -n auto --dist loadfile
-slow: PYTEST_ARGS ?= -n auto --dist worksteal
+slow exhaustive: PYTEST_ARGS ?= -n auto --dist worksteal
 
 test: lint ## Install with the development tools, check everything, run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 slow: $(VENV)/installed-dev ## Run the tests that take minutes, which test leaves out
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow and not exhaustive"
+
+exhaustive: $(VENV)/installed-dev ## Run all tests that take minutes, further cases of what slow tries included
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
 lint: $(VENV)/installed-dev ## Formatting, lint, types, import rules

@@ -15,6 +15,7 @@ from hpu_duo.cost import GAUDI3
 from hpu_duo.heads import HeadPattern
 from hpu_duo.rules import REGION_NODES
 from tests.modeling.families import make_config
+from tests.tiers import every
 
 SIZES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32},
@@ -100,7 +101,9 @@ def test_a_step_without_context_is_one_graph_for_each_layer(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["reference", "hpu"])
-@pytest.mark.parametrize(("name", "shape"), CASES)
+@pytest.mark.parametrize(
+    ("name", "shape", "attention"),
+    every(4, [(*case, attention) for attention in ("hpu", "reference") for case in CASES]),
+)
 def test_no_graph_of_a_known_model_is_large(name: str, attention: str, shape: str, tmp_path: Path) -> None:
     check(graphs_of(name, attention, shape, tmp_path))

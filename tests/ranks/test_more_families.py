@@ -18,15 +18,16 @@ from tests.modeling.families import prompts_of, save_random
 from tests.ranks.more_families import OTHER_WAYS, REFUSED, SERVED, is_known, tiny
 from tests.ranks.test_serving import counted_alike
 from tests.ranks.work import Answer, Case, serve, serve_here
+from tests.tiers import every, selected
 
 LENGTHS = (1, 9, 21)
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("more")
     greedy = [SamplingParams(max_tokens=6, temperature=0)] * len(LENGTHS)
-    known = [name for name in SERVED if is_known(name)]
+    known = [name for name in selected(request, "name", OTHER_WAYS) if name in SERVED and is_known(name)]
     for name in known:
         save_random(tiny(name, SERVED[name]), root / name)
     return {name: Case(root / name, prompts_of(LENGTHS), greedy) for name in known}
@@ -38,7 +39,7 @@ def answers(cases: dict[str, Case]) -> dict[str, Answer]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", every(5, SERVED))
 def test_two_ranks_give_the_tokens_of_one(
     name: str, cases: dict[str, Case], answers: dict[str, Answer]
 ) -> None:
