@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hpu_duo.identify.attention import Band
 from hpu_duo.identify.gates import FullFrom, GatedAttention, TeacherAttention
-from hpu_duo.modeling.attention import Trial, placeholder_mask
+from hpu_duo.modeling.attention import Trial, attending, placeholder_mask
 from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
 from hpu_duo.modeling.probe import DecoderLayer, probe
 
@@ -106,8 +106,9 @@ class GatedModel:
         Each layer keeps its input only, and is run again in the backward pass.
         """
         by_module = {id(layer.attention): gates[i] for i, layer in enumerate(self.layers) if gated[i]}
-        with self._checkpointed():
-            return self.hidden(ids, GatedAttention(self.calls, by_module, band, attention))[positions]
+        trial = GatedAttention(self.calls, by_module, band, attention)
+        with self._checkpointed(trial):
+            return self.hidden(ids, trial)[positions]
 
     def hidden(self, ids: Tensor, trial: Trial) -> Tensor:
         """Last hidden states ``[T, hidden]`` of a text ``[T]``, attended by ``trial``."""
@@ -115,23 +116,23 @@ class GatedModel:
         # Some models of transformers 4 name a part as their base that they do not have, and get themselves.
         is_own_base = self.model.base_model is self.model
         body = self.model.get_decoder() if is_own_base else self.model.base_model
-        output: Any = body(
-            input_ids=tokens,
-            position_ids=torch.arange(tokens.shape[1], device=self.device)[None],
-            attention_mask=self._mask,
-            use_cache=False,
-            hpu_duo_step=trial,
-        )
+        with attending(self.model, trial):
+            output: Any = body(
+                input_ids=tokens,
+                position_ids=torch.arange(tokens.shape[1], device=self.device)[None],
+                attention_mask=self._mask,
+                use_cache=False,
+            )
         hidden: Tensor = output.last_hidden_state
         return hidden[0]
 
     @contextmanager
-    def _checkpointed(self) -> Iterator[None]:
+    def _checkpointed(self, trial: Trial) -> Iterator[None]:
         modules = [layer.module for layer in self.layers]
         replaced: list[Any] = []
         for module in modules:
             replaced.append(vars(module).get("forward"))
-            module.forward = _recomputed(module.forward)
+            module.forward = _recomputed(module, trial)
         try:
             yield
         finally:
@@ -148,5 +149,12 @@ def check_device(name: str) -> None:
         raise ValueError(f"expected device auto, cpu, cuda or hpu to run a whole model on, got {name!r}")
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+def _recomputed(module: nn.Module, trial: Trial) -> Callable[..., Any]:
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Run again in the backward pass, when nothing attends for the model any more.
+        with attending(module, trial):
+            return forward(*args, **kwargs)
+
+    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)

@@ -17,7 +17,7 @@ from hpu_duo.identify.gated_model import GatedModel
 from hpu_duo.identify.gates import TeacherAttention, attend_as_model, weighing_of
 from hpu_duo.identify.objective import Gates
 from hpu_duo.identify.workers import Workers
-from hpu_duo.modeling.attention import AttentionCall, Trial
+from hpu_duo.modeling.attention import AttentionCall, Trial, attending
 
 _QUERIES_AT_ONCE = 32
 MEAN_QK_TOKENS = 500
@@ -152,7 +152,8 @@ def _averaging(call: AttentionCall, scores: dict[int, Tensor]) -> Callable[..., 
             kwargs = {**kwargs, "hidden_states": _averaged(kwargs["hidden_states"])}
         trial = _MeanScore(call)
         # Not called as a module, which would enter this hook again.
-        module.forward(*positional, **{**kwargs, "hpu_duo_step": trial})
+        with attending(module, trial):
+            module.forward(*positional, **kwargs)
         assert trial.score is not None
         scores[id(module)] = trial.score
 

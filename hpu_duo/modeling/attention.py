@@ -1,13 +1,14 @@
 """The attention function that transformers models call, registered under one name.
 
-In normal running it finds the layer's stores on the attention module and the step among the
-keyword arguments of the model's forward. At load, it takes notes for a probe, or attends for a trial.
+In normal running it finds the layer's stores and the step on the attention module, whatever arguments the
+family hands on to it. At load, it takes notes for a probe, or attends for a trial, see ``attending``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ from kernels_ref import (
 NAME = "hpu_duo"
 cut_at(loops.operator, loops.run_loop)
 LAYER_ATTRIBUTE = "hpu_duo_layer"
+_NO_STEP = f"the attention implementation {NAME!r} runs an engine's steps: expected one, got a call outside of a step"
 _BUFFERS = ("k", "v", "k_scratch", "v_scratch", "slot_position", "slot_score")
 _REGION_BUFFERS = ("k_region", "v_region", "region_score")
 
@@ -82,7 +84,7 @@ class AttentionCall:
 
 @dataclass
 class Probe:
-    """Passed in place of a step: records the calls of one forward, in order."""
+    """Attends in place of layers with stores: records the calls of one forward, in order."""
 
     calls: list[AttentionCall] = field(default_factory=list)
 
@@ -117,13 +119,37 @@ class Probe:
 
 
 class Trial(ABC):
-    """Passed in place of a step: attends without stores."""
+    """Attends in place of layers with stores."""
 
     @abstractmethod
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """``[1, heads, Q, D]`` each, and sink logits ``[H]``, to ``[1, Q, H, D]``."""
+
+
+@contextmanager
+def attending(module: nn.Module, by: Probe | Trial) -> Iterator[None]:
+    """Let a probe or a trial attend for a module and all modules in it, instead of layers with stores."""
+    members = [vars(each) for each in module.modules()]
+    before = [each.get(LAYER_ATTRIBUTE) for each in members]
+    for each in members:
+        each[LAYER_ATTRIBUTE] = by
+    try:
+        yield
+    finally:
+        for each, earlier in zip(members, before):
+            if earlier is None:
+                del each[LAYER_ATTRIBUTE]
+            else:
+                each[LAYER_ATTRIBUTE] = earlier
+
+
+@dataclass
+class RunningStep:
+    """The step that a model runs, where all its layers find it; None between steps."""
+
+    step: Step | None = None
 
 
 class AttentionLayer(nn.Module):
@@ -133,9 +159,9 @@ class AttentionLayer(nn.Module):
     vectors; the units that attention reads are views of them which a layer makes itself.
     """
 
-    def __init__(self, spec: LayerSpec, cache: LayerCache) -> None:
+    def __init__(self, spec: LayerSpec, cache: LayerCache, running: RunningStep) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.running = spec, running
         # Three pairs of buffers for each group of heads: stores, scratch and state. Layouts are of the first.
         self.layouts = tuple(units.layout for units in cache)
         self.region_layouts = tuple(None if u.regions is None else u.regions.layout for u in cache)
@@ -148,8 +174,11 @@ class AttentionLayer(nn.Module):
                 self.register_buffer(f"{name}_{i}", buffer, persistent=False)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, sinks: torch.Tensor | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
+        step = self.running.step
+        if step is None:
+            raise ValueError(_NO_STEP)
         # One after the other: a graph that writes a store may not hold a view of it from before a cut.
         cache = (self._units(i, layout) for i, layout in enumerate(self.layouts))
         return unified_attention(q, k, v, cache, step, self.spec, sinks)
@@ -174,8 +203,6 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    hpu_duo_step: Step | Probe | Trial | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface.
@@ -183,23 +210,23 @@ def attention(
     Args:
         query, key, value: ``[1, heads, Q, D]``, after rotary embedding.
         attention_mask: only noted by a probe; visibility comes with the step.
-        hpu_duo_step: the step, handed to the model's forward under this name.
+
     Returns:
         ``[1, Q, H, D]`` and no weights.
+
+    Raises:
+        ValueError: it is called outside of a step.
     """
-    if isinstance(hpu_duo_step, Probe):
-        return hpu_duo_step.record(module, query, key, value, attention_mask, kwargs), None
-    if isinstance(hpu_duo_step, Trial):
-        return hpu_duo_step.attend(module, query, key, value, kwargs.get("s_aux")), None
-    if hpu_duo_step is None:
-        raise ValueError(
-            f"the attention implementation {NAME!r} needs hpu_duo_step, got none: it was not given to "
-            "forward, or the model does not pass such arguments on to its attention"
-        )
-    layer: Callable[..., torch.Tensor] = getattr(module, LAYER_ATTRIBUTE)
+    layer = getattr(module, LAYER_ATTRIBUTE, None)
+    if isinstance(layer, Probe):
+        return layer.record(module, query, key, value, attention_mask, kwargs), None
+    if isinstance(layer, Trial):
+        return layer.attend(module, query, key, value, kwargs.get("s_aux")), None
+    if layer is None:
+        raise ValueError(_NO_STEP)
     tokens_first = (x[0].transpose(0, 1) for x in (query, key, value))
     # Some families view the result as [1, Q, H * D].
-    return layer(*tokens_first, hpu_duo_step, kwargs.get("s_aux"))[None].contiguous(), None
+    return layer(*tokens_first, kwargs.get("s_aux"))[None].contiguous(), None
 
 
 def placeholder_mask(device: torch.device) -> torch.Tensor:

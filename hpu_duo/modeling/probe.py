@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpu_duo.modeling.attention import AttentionCall, Probe
+from hpu_duo.modeling.attention import AttentionCall, Probe, attending
 from hpu_duo.modeling.refusal import refusing
 from hpu_duo.modeling.trial import try_flat_batch
 from hpu_duo.modeling.visibility import read_window
@@ -71,14 +71,13 @@ def _record_calls(model: PreTrainedModel) -> list[AttentionCall]:
     recorder = Probe()
     device = next(model.parameters()).device
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    with refusing(model):
+    with refusing(model), attending(model, recorder):
         model(
             input_ids=token,
             position_ids=token,
             attention_mask=torch.ones_like(token),
             use_cache=False,
             logits_to_keep=token[0],
-            hpu_duo_step=recorder,
         )
     return recorder.calls
 

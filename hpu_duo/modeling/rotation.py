@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hpu_duo.modeling.attention import Probe, placeholder_mask
+from hpu_duo.modeling.attention import Probe, attending, placeholder_mask
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.refusal import refusing
 from kernels_ref.rotary import turned, turns
@@ -54,13 +54,12 @@ def rotary_frequencies(
     tokens = torch.tensor([ids]).repeat_interleave(len(_POSITIONS), dim=1).to(device)
     position = torch.tensor([_POSITIONS * len(ids)]).to(device)
     seen = _Queries()
-    with refusing(model):
+    with refusing(model), attending(model, seen):
         model(
             input_ids=tokens,
             position_ids=position,
             attention_mask=placeholder_mask(device),
             use_cache=False,
-            hpu_duo_step=seen,
         )
     known = {
         tuple(buffer.float().tolist())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer, placeholder_mask
+from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer, RunningStep, placeholder_mask
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.live_rows import LiveRows
 from hpu_duo.modeling.probe import DecoderLayer
@@ -62,13 +62,14 @@ class StepModel(Uncopied):
         self.model, self.live = model, live
         self.specs = tuple(specs)
         self._caches = tuple(caches)
+        self._running = RunningStep()
         self._runners: dict[Hashable, LayerRunner] = {}
         # Where it is not given, transformers counts it anew in each step, as int64.
         self._takes_cache_position = "cache_position" in signature(model.forward).parameters
         self._mask = placeholder_mask(caches[0][0].k_flat.device)
         kinds: dict[LayerKind, LayerKind] = {}
         for layer, spec, cache in zip(layers, specs, caches):
-            setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache))
+            setattr(layer.attention, LAYER_ATTRIBUTE, AttentionLayer(spec, cache, self._running))
             kind = LayerKind(layer.module, spec)
             # Equal kinds become one object, which dictionaries find without comparing.
             kind = kinds.setdefault(kind, kind)
@@ -110,13 +111,16 @@ class StepModel(Uncopied):
         self._runners.clear()
         self._runners.update(runners)
         positions = step.tensors.positions
-        output = self.model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            **({"cache_position": positions} if self._takes_cache_position else {}),
-            attention_mask=self._mask,
-            use_cache=False,
-            logits_to_keep=logit_index,
-            hpu_duo_step=step,
-        )
+        self._running.step = step
+        try:
+            output = self.model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                **({"cache_position": positions} if self._takes_cache_position else {}),
+                attention_mask=self._mask,
+                use_cache=False,
+                logits_to_keep=logit_index,
+            )
+        finally:
+            self._running.step = None
         return output.logits[0]

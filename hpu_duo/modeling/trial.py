@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bias_builders import Window, causal_mask
-from hpu_duo.modeling.attention import NAME, AttentionCall, Trial, placeholder_mask
+from hpu_duo.modeling.attention import NAME, AttentionCall, Trial, attending, placeholder_mask
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.refusal import refusing
 
@@ -55,13 +55,13 @@ def try_flat_batch(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> No
     texts = tokens.view(NUM_TEXTS, TEXT_LEN)
     layers = _representatives(model, calls)
     with refusing(model), _only(model, layers) as skipped, _widened(model, layers, skipped):
-        flat = model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            attention_mask=placeholder_mask(device),
-            use_cache=False,
-            hpu_duo_step=trial,
-        ).logits[0]
+        with attending(model, trial):
+            flat = model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                attention_mask=placeholder_mask(device),
+                use_cache=False,
+            ).logits[0]
         model.set_attn_implementation("eager")
         apart = model(input_ids=texts, attention_mask=torch.ones_like(texts), use_cache=False).logits
     model.set_attn_implementation(NAME)

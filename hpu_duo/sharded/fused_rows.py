@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hpu_duo.heads.permute import FUSED_UNKNOWN
-from hpu_duo.modeling.attention import Trial
+from hpu_duo.modeling.attention import Trial, attending
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.refusal import refusing
 from hpu_duo.sharded.cuts import FusedRows, HeadSizes
@@ -94,12 +94,11 @@ def _numbered(layer: DecoderLayer, name: str) -> tuple[list[int], ...]:
     setattr(attention, name, _Numbers(fused.out_features))
     reader, angles = _Reader(), torch.zeros(1, 1, layer.call.head_dim)
     try:
-        with refusing(attention):
+        with refusing(attention), attending(attention, reader):
             attention(
                 torch.zeros(1, 1, fused.in_features),
                 attention_mask=None,
                 position_embeddings=(angles.cos(), angles.sin()),
-                hpu_duo_step=reader,
             )
     except _Read:
         pass

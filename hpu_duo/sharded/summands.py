@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpu_duo.modeling.attention import Trial
+from hpu_duo.modeling.attention import Trial, attending
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.probe import DecoderLayer, read_layers
 from hpu_duo.modeling.refusal import refusing
@@ -99,8 +99,7 @@ class _Call:
 
     def filled(self, generator: torch.Generator) -> _Call:
         """The same with values in place of tensors on ``meta``."""
-        args, kwargs = (_filled(each, generator) for each in (self.args, self.kwargs))
-        return _Call(args, {**kwargs, "hpu_duo_step": _PerHead()} if "hpu_duo_step" in kwargs else kwargs)
+        return _Call(*(_filled(each, generator) for each in (self.args, self.kwargs)))
 
     def of_heads(self, heads: Sequence[int], num_heads: int) -> _Call:
         """The same with those heads of keys and values ``[1, heads, Q, D]`` that come from another layer."""
@@ -115,7 +114,8 @@ class _Call:
     def run(self, module: nn.Module) -> torch.Tensor:
         """Run a module; returns its first output."""
         # Some attention modules write their keys and values into what they are given.
-        output = module(*self.args, **_mapped(lambda each: each, self.kwargs))
+        with attending(module, _PerHead()):
+            output = module(*self.args, **_mapped(lambda each: each, self.kwargs))
         first: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return first
 

@@ -121,10 +121,13 @@ _ALL: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": _of("PhiConfig", partial_rotary_factor=0.5),
     "gpt_neox": _of("GPTNeoXConfig", rotary_pct=0.5),
     "gpt2": _of("GPT2Config"),
+    # Layers that hand no arguments of their own on to their attention, GPT-2's before 5 too.
+    "stablelm": _of("StableLmConfig", qk_layernorm=True),
+    "nemotron": _of("NemotronConfig"),
     "gptj": _of("GPTJConfig", rotary_dim=4),
 }
-# Before these versions, their layers pass no arguments on to their attention, so they are refused.
-_SERVED_FROM = {"gpt2": (5, 0), "gptj": (5, 24)}
+# Before these versions they have attention classes of their own.
+_SERVED_FROM = {"stablelm": (5, 0), "nemotron": (5, 0), "gptj": (5, 24)}
 
 # Its experts are separate parameters before 5, so a seed draws another model there. No near ties in either.
 _SEEDS = {"mixtral": 1}

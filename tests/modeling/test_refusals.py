@@ -21,7 +21,7 @@ from transformers import (
 
 from bias_builders import Window
 from hpu_duo import HPUDuoModel
-from hpu_duo.modeling.attention import NAME, Probe
+from hpu_duo.modeling.attention import NAME, Probe, attending
 from hpu_duo.modeling.loading import load_model, read_config
 from hpu_duo.modeling.probe import probe
 from hpu_duo.modeling.trial import try_flat_batch
@@ -66,7 +66,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "biases_by_distance": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 4}, "cannot be served"),
     "biases_by_distance_from_the_mask": ("BloomConfig", {}, "cannot be served"),
-    "no_use_for_a_step": ("StableLmConfig", {}, "does not pass such arguments" if IS_5 else OWN_CLASSES),
     "no_positions": ("OpenAIGPTConfig", {}, "cannot be served"),
     "latent_heads_of_two_sizes": ("DeepseekV2Config", {**MLA, "v_head_dim": 4, **EXPERTS}, "keys of size 16"),
     "looks_ahead": ("BertConfig", {"is_decoder": False}, "cannot be served"),
@@ -84,7 +83,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 if not IS_5:
     REFUSED |= {
-        "gpt2": ("GPT2Config", {}, "does not pass such arguments"),
+        "stablelm": ("StableLmConfig", {}, OWN_CLASSES),
         "olmoe": ("OlmoeConfig", EXPERTS, OWN_CLASSES),
         "phimoe": ("PhimoeConfig", EXPERTS, OWN_CLASSES),
     }
@@ -128,7 +127,8 @@ def test_the_trial_runs_in_float32_and_widens_one_layer_at_a_time(tmp_path: Path
     assert list(model.model.layers) == layers
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
     assert {p.dtype for p in model.parameters()} == {dtype}
-    assert model(torch.tensor([[5]]), hpu_duo_step=Probe()).logits.shape == (1, 1, BASE["vocab_size"])
+    with attending(model, Probe()):
+        assert model(torch.tensor([[5]])).logits.shape == (1, 1, BASE["vocab_size"])
 
 
 def noting(forward: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from tests.ranks.work import Answer, Case, serve, serve_here
 REFUSED = {
     "gpt2": "'gpt2' cannot be served by several ranks: transformers has no tensor-parallel plan",
     "gpt_oss": "'gpt_oss' cannot be served by several ranks: transformers has no tensor-parallel plan",
+    "stablelm": "'stablelm' cannot be served by several ranks: transformers has no tensor-parallel plan",
 }
 BY_FOUR = ("llama", "llama_mqa", "phi3", "olmo2", "gemma3", "qwen3_moe", "gpt_neox")
 """Families by four ranks: few key/value heads, two kinds of fused projections, wide norms, experts."""
