@@ -34,7 +34,7 @@ from kernels_ref import (
 NAME = "hpu_duo"
 cut_at(loops.operator, loops.run_loop)
 LAYER_ATTRIBUTE = "hpu_duo_layer"
-_NO_STEP = f"the attention implementation {NAME!r} runs an engine's steps: expected one, got a call outside of a step"
+_NO_STEP = f"attention implementation {NAME!r}: expected a step of an engine, got a call outside of one"
 _BUFFERS = ("k", "v", "k_scratch", "v_scratch", "slot_position", "slot_score")
 _REGION_BUFFERS = ("k_region", "v_region", "region_score")
 
