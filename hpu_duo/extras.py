@@ -12,17 +12,17 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 _NAME = "hpu-duo"
-_ABOVE = Path(__file__).parent.parent
 
 
-def install_command(extra: str) -> str:
+def install_command(extra: str, above: Path = Path(__file__).parent.parent) -> str:
     """The command that installs an extra: from this checkout, or its packages by name beside a wheel.
 
     Args:
         extra: of ``pyproject.toml``, for example ``serve``.
+        above: the folder in which this package lies; a checkout has ``pyproject.toml`` there.
     """
-    if (_ABOVE / "pyproject.toml").is_file():
-        return f"pip install -e {_quoted(f'{_ABOVE}[{extra}]')}"
+    if (above / "pyproject.toml").is_file():
+        return f"pip install -e {_quoted(f'{above}[{extra}]')}"
     try:
         return " ".join(["pip install", *(_quoted(one) for one in _packages(extra))])
     except PackageNotFoundError:  # files that were copied without their metadata

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hpu_duo import extras
 from hpu_duo.extras import install_command
 
 ROOT = Path(__file__).parent.parent
@@ -18,10 +17,9 @@ def test_a_checkout_suggests_itself() -> None:
 
 @pytest.mark.parametrize(("extra", "some"), [("plot", {"matplotlib"}), ("ray", {"ray", "fastapi", "openai"})])
 def test_a_wheel_suggests_the_packages_of_the_extra(
-    extra: str, some: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    extra: str, some: set[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(extras, "_ABOVE", tmp_path)
-    said = re.findall(r"'(.*?)'", install_command(extra))
+    said = re.findall(r"'(.*?)'", install_command(extra, tmp_path))
     names = {Requirement(one).name for one in said}
     assert some <= names
     assert not names & {"hpu-duo", "torch", "ruff"}

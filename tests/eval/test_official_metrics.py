@@ -112,5 +112,5 @@ def test_a_missing_dictionary_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "jieba", None)
-    with pytest.raises(ValueError, match=r"package jieba .*hpu-duo\[longbench\]"):
+    with pytest.raises(ValueError, match=r"package jieba .*\[longbench\]"):
         official_metrics.rouge_l_zh("北京", "北京")

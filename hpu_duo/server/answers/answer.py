@@ -81,8 +81,13 @@ class Answer(ABC):
     def body(self) -> bytes:
         """The whole answer, as JSON: choice by choice, since its objects take more memory than its text."""
         choices = (as_json(self._choice(index, choice)) for index, choice in enumerate(self.choices))
-        head, usage = as_json(self.head.fields(self.kind)), as_json(self.usage.fields())
+        head = as_json({**self.head.fields(self.kind), **self._own_fields()})
+        usage = as_json(self.usage.fields())
         return b'%b,"choices":[%b],"usage":%b}' % (head[:-1], b",".join(choices), usage)
+
+    def _own_fields(self) -> dict[str, Any]:
+        """Fields of a whole answer that not every kind has."""
+        return {}
 
     def beginning(self) -> bytes:
         """Events before the first output."""

@@ -106,10 +106,6 @@ class ChatAnswer(Answer):
             for _ in range(num_choices)
         ]
 
-    def body(self) -> dict[str, Any]:
-        """The whole answer."""
-        return {**super().body(), **self._prompt()}
-
     def beginning(self) -> bytes:
         """The beginnings of messages that echo another one."""
         if not self._echo:
@@ -120,11 +116,11 @@ class ChatAnswer(Answer):
         return b"".join(self._event([_part(index, delta)]) for index in range(len(self._readers)))
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        first = {} if self._has_told_prompt else self._prompt()
+        first = {} if self._has_told_prompt else self._own_fields()
         self._has_told_prompt = True
         return super()._event(choices, **first, **more)
 
-    def _prompt(self) -> dict[str, Any]:
+    def _own_fields(self) -> dict[str, Any]:
         return {} if self._returned_prompts is None else {"prompt_token_ids": self._returned_prompts[0]}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
