@@ -134,12 +134,13 @@ class ModelUnderTest(ABC):
         """Tokens of a text, special tokens not counted."""
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def check_lengths(self, lengths: Sequence[int], what: str) -> None:
+    def check_lengths(self, lengths: Sequence[int], what: str, option: str | None = None) -> None:
         """Refuse texts that the model cannot hold, before anything runs.
 
         Args:
             lengths: tokens of prompt and answer of each text.
             what: their name in the message.
+            option: of the command line, that makes them shorter; for the message.
 
         Raises:
             ValueError: one is too long.
@@ -148,7 +149,7 @@ class ModelUnderTest(ABC):
         if longest > self.max_len:
             raise ValueError(
                 f"expected {what} of at most {self.max_len} tokens with their answers, which the model can "
-                f"hold, got {longest}"
+                f"hold, got {longest}{'' if option is None else f'; give a smaller {option}'}"
             )
 
 

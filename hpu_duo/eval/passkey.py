@@ -170,10 +170,12 @@ class PasskeyQuestions:
             ValueError: the documents do not fit the model, or the tokenizer cannot encode them.
         """
         # First by the length alone: a text that is far too long takes minutes to write.
-        subject.check_lengths([task.num_tokens], "passkey documents")
+        subject.check_lengths([task.num_tokens], "passkey documents", "--num-tokens")
         asked = [_asked(subject, one, task.num_decoded) for one in task.documents(subject)]
         subject.check_lengths(
-            [len(one.prompt) + max(map(len, one.continuations)) for one in asked], "passkey documents"
+            [len(one.prompt) + max(map(len, one.continuations)) for one in asked],
+            "passkey documents",
+            "--num-tokens",
         )
         return cls(
             tuple(one.prompt for one in asked),

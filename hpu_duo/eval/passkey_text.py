@@ -62,7 +62,7 @@ class PasskeyText:
         if self.source is not WordSource.BUILTIN and len(words) < num_needed:
             raise ValueError(
                 f"expected at least {num_needed} whole words among the model's tokens, got {len(words)}; "
-                "fewer or shorter passkeys need less, and the built-in words can be asked for"
+                "give --words builtin, or fewer or shorter passkeys (--num-passkeys, --passkey-words)"
             )
 
 

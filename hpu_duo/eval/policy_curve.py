@@ -141,7 +141,7 @@ class PolicyTask:
             ValueError: there is one.
         """
         # First by the length alone: a text that is far too long takes minutes to write.
-        subject.check_lengths([self.num_tokens], "texts")
+        subject.check_lengths([self.num_tokens], "texts", "--num-tokens")
         for name in self.names:
             match name:
                 case "perplexity":

@@ -10,7 +10,8 @@ Source: the multi-passkey data of DuoAttention (Xiao et al. 2024, arXiv:2410.108
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -145,20 +146,51 @@ class PasskeyDataset:
             ids += self._separator
         return Sample(*(np.array(numbers, dtype=np.int64) for numbers in (ids, labelled, questions)))
 
-    def check(self, num_documents: int, max_positions: int | None) -> None:
-        """Raise ValueError unless each of the first documents holds its passkeys and fits into a model."""
+    def check(
+        self,
+        num_documents: int,
+        max_positions: int | None,
+        length_options: Sequence[str] = ("--max-length", "--min-length"),
+    ) -> None:
+        """Check that the first documents can be written, and that a model has positions for them.
+
+        Args:
+            num_documents: the first ones, that are checked.
+            max_positions: of the model; None for any number.
+            length_options: options of the caller that set the longest length, and the shortest one.
+
+        Raises:
+            ValueError: one cannot; the message says which options make them fit.
+        """
         if not self._num_haystack_tokens(1):
             raise ValueError("expected a tokenizer that can encode the haystack, got no tokens")
         for index in range(num_documents):
             draft = self._draft(index)
-            if self._num_fixed(draft) > draft.length:
-                raise ValueError(self._too_short(draft))
-            asked = sum(len(one.question) + len(one.answer) + len(self._separator) for one in draft.passkeys)
-            if max_positions is not None and draft.length + asked > max_positions:
+            fixed, asked = self._num_fixed(draft), self._num_asked(draft)
+            if max_positions is not None and max(fixed, draft.length) + asked > max_positions:
                 raise ValueError(
                     f"expected documents of at most {max_positions} tokens, the positions of the model, got "
-                    f"one of {draft.length} with {asked} of questions and answers: lower max_length"
+                    f"one of {draft.length} with {asked} of questions and answers"
+                    f"{self._smaller(num_documents, max_positions, length_options)}"
                 )
+            if fixed > draft.length:
+                raise ValueError(self._too_short(draft))
+
+    def _smaller(self, num_documents: int, max_positions: int, length_options: Sequence[str]) -> str:
+        """Options of the most and longest passkeys that fit into a model, beside as much text; or nothing."""
+        given = self.settings
+        for num, words in _smaller_passkeys(given.num_passkeys, given.passkey_words):
+            smaller = replace(given, num_passkeys=num, passkey_words=words)
+            dataset = PasskeyDataset(smaller, self._haystack, self._encoder)
+            drafts = [dataset._draft(index) for index in range(num_documents)]
+            length = max_positions - max(map(dataset._num_asked, drafts))
+            if 2 * max(map(dataset._num_fixed, drafts)) <= length:
+                values = {name: length for name in length_options if length < given.min_length}
+                values |= {length_options[0]: length}
+                values |= {"--num-passkeys": num} if num < given.num_passkeys else {}
+                values |= {"--passkey-words": words} if words < given.passkey_words else {}
+                return f"; what fits: {' '.join(f'{name} {value}' for name, value in values.items())}"
+        return ""
 
     def check_filler(self, length: int, max_positions: int | None) -> None:
         """Raise ValueError unless the haystack holds ``length`` tokens unrepeated, and the model as well."""
@@ -183,6 +215,9 @@ class PasskeyDataset:
     def _num_fixed(self, draft: _Draft) -> int:
         needles = sum(len(one.needle) for one in draft.passkeys)
         return len(self._opening) + len(self._closing) + needles
+
+    def _num_asked(self, draft: _Draft) -> int:
+        return sum(len(one.question) + len(one.answer) + len(self._separator) for one in draft.passkeys)
 
     def _too_short(self, draft: _Draft) -> str:
         return (
@@ -249,3 +284,13 @@ class PasskeyDataset:
                 return filler
             filler.append(ids)
             budget -= len(ids)
+
+
+def _smaller_passkeys(num: int, words: int) -> Iterator[tuple[int, int]]:
+    """Numbers and words of passkeys, the given ones first: fewer down to one, then shorter ones."""
+    while num > 1:
+        yield num, words
+        num //= 2
+    while words >= 1:
+        yield num, words
+        words //= 2

@@ -133,7 +133,7 @@ class Documents:
         dataset = PasskeyDataset(self._settings(), haystack, Encoder(tokenizer))
         numbers = range(self.num_prompts)
         if self.num_passkeys:
-            dataset.check(self.num_prompts, max_positions)
+            dataset.check(self.num_prompts, max_positions, ("--num-tokens",))
             ids = [dataset.sample(number).ids for number in numbers]
         else:
             dataset.check_filler(self.num_tokens, max_positions)

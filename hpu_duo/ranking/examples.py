@@ -38,7 +38,7 @@ class TracePrompts:
         if arrival.text is None:
             return self._ids.of(arrival, index)
         if self._encode is None:
-            raise ValueError("expected a tokenizer for a trace with texts")
+            raise ValueError("expected a tokenizer for a trace with texts: give --tokenizer PATH")
         return np.asarray(self._encode(arrival.text), dtype=np.int32)
 
 

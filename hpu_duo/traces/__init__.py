@@ -11,7 +11,7 @@ from hpu_duo.traces.rate import Rate
 from hpu_duo.traces.readers.mooncake import write_mooncake
 from hpu_duo.traces.session import Session, Turn, count_requests
 from hpu_duo.traces.synthetic import RandomLengths
-from hpu_duo.traces.workloads import WORKLOADS, Workload, make_workload
+from hpu_duo.traces.workloads import WORKLOADS, Workload, make_workload, with_shorter
 
 __all__ = [
     "WORKLOADS",
@@ -32,5 +32,6 @@ __all__ = [
     "no_longer_than",
     "read_trace",
     "scaled",
+    "with_shorter",
     "write_mooncake",
 ]

@@ -125,5 +125,5 @@ def _rows(
             return read_mooncake(path)
         case TraceFormat.SHAREGPT:
             if count_tokens is None:
-                raise ValueError(f"expected a tokenizer: {path} has texts and no lengths")
+                raise ValueError(f"expected a tokenizer (--tokenizer): {path} has texts and no lengths")
             return read_sharegpt(path, count_tokens)

@@ -80,6 +80,7 @@ def test_equal_calls_write_equal_files_and_another_seed_another_one(hpu_duo: Run
         (("--threads", "0"), "expected --threads of at least 1"),
         (("--num-tokens", "30"), "expected a length of at least"),
         (("--model", "{model}", "--num-tokens", "5000"), "at most 4096 tokens, the positions of the model"),
+        (("--model", "{model}", "--num-tokens", "5000"), "what fits: --num-tokens "),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_nothing_is_written(

@@ -58,6 +58,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
         (("--ruler-tasks", "qa_1"), "expected tasks of RULER among"),
         (("--ruler-limit", "0"), "at least 1 sample of each of RULER's tasks, got 0"),
         (("--kvpress-python", str(tmp_path / "none")), "expected a Python that has kvpress"),
+        (("--num-tokens", "999999"), "got 999999; give a smaller --num-tokens"),
     ):
         refused = hpu_duo(*command, *wrong)
         assert (refused.exit_code, told in refused.stderr) == (2, True), refused.output

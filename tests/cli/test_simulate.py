@@ -145,6 +145,10 @@ def test_a_trace_is_served_and_what_does_not_fit_is_counted(hpu_duo: Run, config
         (("--model", "{}", "--workload", "poisson:outputs=x"), "expected a length such as 512"),
         (("--model", "{}", "--workload", "poisson:per_s=0"), "expected per_s above 0"),
         (("--model", "{}", "--workload", "poisson:prompts=9000"), "expected a request of at most 512 tokens"),
+        (
+            ("--model", "{}", "--workload", "chats:per_s=2,system_len=600"),
+            "--workload chats:per_s=2,messages=19~1,outputs=57~0.8,system_len=179",
+        ),
         (("--model", "{}", "--request-rate", 3), "expected --request-rate with --trace"),
         (("--model", "{}", "--num-requests", 0), "expected --num-requests of at least 1"),
         (("--model", "{}", "--trace", "missing.csv"), "cannot read the trace missing.csv"),

@@ -69,3 +69,16 @@ def test_texts_need_a_tokenizer(tmp_path: Path) -> None:
     assert "expected a tokenizer" in refused.output
     done = CliRunner().invoke(app, [*asked, "--tokenizer", str(MODEL_DIR), "--held-out", "0.3"])
     assert done.exit_code == 0, done.output
+
+
+def test_a_vocabulary_that_is_too_small_is_refused_with_what_to_leave_out(
+    trace: Path, tmp_path: Path
+) -> None:
+    config = {"model_type": "opt", "vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "ffn_dim": 16, "word_embed_proj_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ["train-ranker", str(trace), "--output", str(tmp_path / "ranker"), "--model", str(tmp_path)]
+    refused = CliRunner().invoke(app, asked)
+    assert refused.exit_code == 2
+    assert "got one of 100 tokens; tokens of a trace without texts are drawn" in refused.output
+    assert "leave --model out" in refused.output

@@ -191,6 +191,15 @@ def test_documents_longer_than_the_positions_are_found_before_the_run() -> None:
         dataset.check(50, max_positions=330)
 
 
+def test_what_a_refusal_advises_fits() -> None:
+    with pytest.raises(ValueError, match="what fits: --max-length") as refused:
+        make(DatasetSettings()).check(16, max_positions=512)
+    words = str(refused.value).partition("what fits: ")[2].split()
+    options = {name[2:].replace("-", "_"): int(value) for name, value in zip(words[::2], words[1::2])}
+    make(DatasetSettings(**options)).check(16, max_positions=512)
+    assert options["max_length"] > 200
+
+
 def test_documents_too_short_for_their_passkeys_are_found_before_the_run() -> None:
     dataset = make(DatasetSettings(min_length=40, max_length=300, num_passkeys=3, passkey_words=8))
     with pytest.raises(ValueError, match="cannot hold 3 passkeys of 8 words: expected a length of at least"):

@@ -140,7 +140,7 @@ def ruler(
         results = open_results(out, "ruler", {**choice.settings(), **settings})
         subject = choice.load()
         if write is None:
-            subject.check_lengths(num_tokens, "samples")
+            subject.check_lengths(num_tokens, "samples", "--num-tokens")
         around = num_around(subject, chat_template)
         written = [
             _task(name, subject, length, texts, questions, seed, around)

@@ -154,6 +154,7 @@ def train_ranker(
             rate = _LINEAR_RATE if model.model is None else _ENCODER_RATE
         plan = TrainingPlan(training.epochs, training.list_len, rate, training.held_out, seed)
         examples, ranker = traffic.examples(trace), model.ranker(seed)
+        _check_vocabulary(examples, ranker, traffic)
         err = Console(stderr=True)
         report = train(
             ranker,
@@ -163,6 +164,17 @@ def train_ranker(
         )
         save_ranker(ranker, output)
     typer.echo(json.dumps(asdict(report), indent=2) if as_json else _told(report, output))
+
+
+def _check_vocabulary(examples: Examples, ranker: Ranker, traffic: TrafficOptions) -> None:
+    size, largest = ranker.vocab_size, max(int(prompt.max()) for prompt in examples.prompts)
+    if size is not None and largest >= size:
+        advice = (
+            "tokens of a trace without texts are drawn from 1,000: leave --model out"
+            if traffic.tokenizer is None
+            else "give the --tokenizer of the --model"
+        )
+        raise ValueError(f"expected a model that knows token {largest}, got one of {size} tokens; {advice}")
 
 
 def _told(report: TrainingReport, output: Path) -> str:

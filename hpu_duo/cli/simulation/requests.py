@@ -154,8 +154,23 @@ class RequestOptions:
             asked, settings = self._of_trace(self.trace, seed), self._trace_settings()
         kept = tuple(one for each in asked if (one := each.no_longer_than(max_len)) is not None)
         if not kept:
-            raise ValueError(f"expected a request of at most {max_len} tokens, got none")
+            shortest = min(each.first.num_tokens for each in asked)
+            raise ValueError(
+                f"expected a request of at most {max_len} tokens, which the server can hold; the shortest "
+                f"has {shortest}: {self._shorter(max_len, shortest, seed)}"
+            )
         return Asked(kept, count_requests(asked) - count_requests(kept), settings)
+
+    def _shorter(self, max_len: int, shortest: int, seed: int) -> str:
+        """Options that make requests short enough."""
+        from hpu_duo.traces import make_workload, with_shorter
+
+        if self.trace is not None:
+            return f"give --length-scale {self.length_scale * max_len / (2 * shortest):.2g}"
+        # Spreads and the turns of conversations need room too.
+        return (
+            f"give --workload {with_shorter(self.workload, make_workload(self.workload, seed), max_len // 2)}"
+        )
 
     def _drawn(self, seed: int) -> list[Session]:
         from hpu_duo.traces import make_workload

@@ -10,7 +10,7 @@ from hpu_duo.traces.workloads.chats import Chats
 from hpu_duo.traces.workloads.documents import Documents
 from hpu_duo.traces.workloads.flood import Flood
 from hpu_duo.traces.workloads.poisson import Poisson
-from hpu_duo.traces.workloads.workload import Workload
+from hpu_duo.traces.workloads.workload import Workload, with_shorter
 
 __all__ = [
     "WORKLOADS",
@@ -22,6 +22,7 @@ __all__ = [
     "Poisson",
     "Workload",
     "make_workload",
+    "with_shorter",
 ]
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
