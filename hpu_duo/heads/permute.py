@@ -104,11 +104,11 @@ def permute_heads(
         if hasattr(module, ORDER_ATTRIBUTE):
             raise ValueError(f"expected {_name(module)} in its original head order, got one permuted before")
     moving = [part for part in parts if not part[1].is_identity]
+    if moving:
+        _check_not_shared(attentions)
     moves: list[_Move] = []
     for module, layout, size in moving:
         moves += _plan(module, _orders(layout.query_order, layout.kv_order, size), fused_rows)
-    if moving:
-        _check_not_shared(attentions)
     for move in moves:
         move.apply()
     for module, layout, _ in moving:

@@ -54,8 +54,7 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     if len(calls) != num_layers or len({id(call.module) for call in calls}) != num_layers:
         raise ValueError(
             f"{name} cannot be served: expected one attention call in each of its {num_layers} layers, "
-            f"got {len(calls)} calls; layers without attention, or that share keys and values, "
-            "are missing here"
+            f"got {len(calls)} calls; layers without attention are missing here"
         )
     for index, call in enumerate(calls):
         _check_call(f"{name}, layer {index}", call)
