@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,12 +78,17 @@ class Sample:
     Attributes:
         ids: int64 ``[T]``, token ids.
         labelled: int64, ascending positions of the tokens that count.
-        questions: int64, position of the first token behind each question, where its answer begins.
+        questions: int64 ``[P]``, position of the first token behind each question, where its answer begins.
+        answer_ends: int64 ``[P]``, position behind the last token of each answer, its end of text left out.
+        needles: int64 ``[P, 2]``, first position of each passkey's needle and the one behind its last, in the
+            order of the questions.
     """
 
     ids: NDArray[np.int64]
     labelled: NDArray[np.int64]
     questions: NDArray[np.int64]
+    answer_ends: NDArray[np.int64]
+    needles: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -134,17 +139,22 @@ class PasskeyDataset:
         needles = [one.needle for one in draft.passkeys]
         pieces = place(needles, draft.depths, filler, list(map(len, filler)))
         ids = [*self._opening, *(token for piece in pieces for token in piece), *self._closing]
+        starts = dict(zip(pieces, accumulate(map(len, pieces), initial=len(self._opening))))
         labelled: list[int] = []
         questions: list[int] = []
+        answer_ends: list[int] = []
         # The end-of-text token is no token of the passkey.
         num_end = len(self._encoder.end) if self.settings.form.texts.ends else 0
         for one in draft.passkeys:
             start = len(ids) if self.settings.label_questions else len(ids) + len(one.question)
             questions.append(len(ids) + len(one.question))
             ids += one.question + one.answer
-            labelled += range(start, len(ids) - num_end)
+            answer_ends.append(len(ids) - num_end)
+            labelled += range(start, answer_ends[-1])
             ids += self._separator
-        return Sample(*(np.array(numbers, dtype=np.int64) for numbers in (ids, labelled, questions)))
+        places = [(starts[needle], starts[needle] + len(needle)) for needle in needles]
+        numbers = (ids, labelled, questions, answer_ends, places)
+        return Sample(*(np.array(one, dtype=np.int64) for one in numbers))
 
     def check(
         self,

@@ -20,6 +20,8 @@ from hpu_duo.modeling.attention import Trial, attending, placeholder_mask
 from hpu_duo.modeling.loading import load_model, read_config, resolve_dtype
 from hpu_duo.modeling.probe import DecoderLayer, probe
 
+_LOGITS_AT_ONCE = 32
+
 
 @dataclass(frozen=True)
 class Teaching:
@@ -125,6 +127,12 @@ class GatedModel:
             )
         hidden: Tensor = output.last_hidden_state
         return hidden[0]
+
+    def next_tokens(self, hidden: Tensor) -> Tensor:
+        """Likeliest next tokens, int64 ``[N]``, behind last hidden states ``[N, hidden]``."""
+        head = self.model.get_output_embeddings()
+        # What some models do to logits behind the head, a factor or a cap, leaves the largest where it is.
+        return torch.cat([head(part).argmax(dim=-1) for part in hidden.split(_LOGITS_AT_ONCE)])
 
     @contextmanager
     def _checkpointed(self, trial: Trial) -> Iterator[None]:

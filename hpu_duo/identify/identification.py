@@ -19,7 +19,13 @@ from hpu_duo.identify.attention import Band
 from hpu_duo.identify.dataset import DatasetSettings, PasskeyDataset
 from hpu_duo.identify.encoding import Encoder
 from hpu_duo.identify.gated_model import GatedModel, check_device
-from hpu_duo.identify.measure import MEAN_QK_TOKENS, mean_qk_scores, measured, profile_scores
+from hpu_duo.identify.measure import (
+    MEAN_QK_TOKENS,
+    mean_qk_scores,
+    measured,
+    profile_scores,
+    retrieval_scores,
+)
 from hpu_duo.identify.objective import Gates
 from hpu_duo.identify.optimise import GateTraining, TrainingSettings
 from hpu_duo.identify.run_state import STATE_FILE, StepLosses
@@ -40,6 +46,8 @@ class Method(str, Enum):
     """Gates trained on the distance to the unchanged model."""
     PROFILE = "profile"
     """Attention that passkey tokens pay to keys outside of sink and recent tokens."""
+    RETRIEVAL_SCORE = "retrieval-score"
+    """Share of passkey tokens that a head attends to most in the step that copies them."""
     MEAN_QK = "mean-qk"
     """Reach of the mean query over mean keys, from positions alone."""
 
@@ -161,6 +169,8 @@ class Identification:
         def score(index: int) -> Gates:
             if request.method is Method.PROFILE:
                 return profile_scores(model, dataset, index, band)
+            if request.method is Method.RETRIEVAL_SCORE:
+                return retrieval_scores(model, dataset, index)
             return mean_qk_scores(model, dataset, index)
 
         for done, scores in measured(score, request.num_samples, self._workers):

@@ -44,6 +44,22 @@ def distant_mass(q: Tensor, k: Tensor, positions: Tensor, weighing: Weighing, ba
     return total / len(positions)
 
 
+def most_attended(q: Tensor, k: Tensor, positions: Tensor, weighing: Weighing) -> Tensor:
+    """The key that each query attends to most; a sink logit is no key.
+
+    Args:
+        q: ``[1, H, N, D]``, queries at ``positions``.
+        k: ``[1, K, T, D]``, all keys.
+        positions: int64 ``[N]``.
+
+    Returns:
+        int64 ``[H, N]``, positions of keys.
+    """
+    parts = zip(q.split(_QUERIES_AT_ONCE, dim=2), positions.split(_QUERIES_AT_ONCE))
+    found = [causal_weights(q_part, k, at, weighing)[0].argmax(dim=-1) for q_part, at in parts]
+    return torch.cat(found, dim=-1)
+
+
 def mean_qk_score(q: Tensor, k: Tensor, weighing: Weighing) -> Tensor:
     """Reach of attention by position alone, with the content of the text averaged away.
 
@@ -75,6 +91,21 @@ class _Profile(Trial):
         return attend_as_model(call, q, k, v, sinks).transpose(1, 2).contiguous()
 
 
+class _MostAttended(Trial):
+    """The model's own attention, with the most attended keys of each layer on the way."""
+
+    def __init__(self, calls: Mapping[int, AttentionCall], positions: Tensor) -> None:
+        self._calls, self._positions = calls, positions
+        self.keys: dict[int, Tensor] = {}
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        call = self._calls[id(module)]
+        if call.sliding_window is None:
+            queries = q[:, :, self._positions]
+            self.keys[id(module)] = most_attended(queries, k, self._positions, weighing_of(call, sinks))
+        return attend_as_model(call, q, k, v, sinks).transpose(1, 2).contiguous()
+
+
 class _MeanScore(Trial):
     """Replaces one layer's attention: notes the score and returns zeros."""
 
@@ -99,6 +130,33 @@ def profile_scores(model: GatedModel, dataset: PasskeyDataset, index: int, band:
     with torch.no_grad():
         model.hidden(torch.from_numpy(sample.ids), trial)
     return _per_kv_head(model, trial.masses, lambda grouped: grouped.amax(dim=1))
+
+
+def retrieval_scores(model: GatedModel, dataset: PasskeyDataset, index: int) -> Gates:
+    """Retrieval score of each KV head ``[L, K]`` on document ``index``; layers with a window get 0.
+
+    That of a query head is the share of passkey tokens that it copies. It copies one if, in the step in which
+    the model says the token, it attends most to the same token in the needle that tells the passkey. A KV
+    head gets the largest score of its query heads.
+
+    Source: Wu et al. 2024, Retrieval Head Mechanistically Explains Long-Context Factuality
+    (arXiv:2404.15574). There the model goes on from its own answers, here from the right ones.
+    """
+    sample = dataset.sample(index)
+    sizes = sample.answer_ends - sample.questions
+    tokens = [np.arange(start, end) for start, end in zip(sample.questions, sample.answer_ends)]
+    steps = torch.from_numpy(np.concatenate(tokens)).to(model.device)
+    starts, ends = torch.from_numpy(np.repeat(sample.needles, sizes, axis=0)).to(model.device).unbind(dim=1)
+    ids = torch.from_numpy(sample.ids).to(model.device)
+    trial = _MostAttended(model.calls, steps - 1)
+    with torch.no_grad():
+        hidden = model.hidden(ids, trial)[steps - 1]
+        is_said = model.next_tokens(hidden) == ids[steps]
+    copied = {
+        module: (is_said & (starts <= keys) & (keys < ends) & (ids[keys] == ids[steps])).double().mean(dim=1)
+        for module, keys in trial.keys.items()
+    }
+    return _per_kv_head(model, copied, lambda grouped: grouped.amax(dim=1))
 
 
 def mean_qk_scores(model: GatedModel, dataset: PasskeyDataset, index: int) -> Gates:

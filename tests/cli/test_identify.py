@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
+from hpu_duo.builtin import PATTERN_DIR
 from hpu_duo.heads import HeadPattern
 from hpu_duo.identify import Identification, LossForm, Method
 from tests.identify.induction import save_induction_model
@@ -60,7 +61,8 @@ def test_the_pattern_is_in_the_published_format_with_a_heat_map(identify: Run, t
     assert "4 of 4  loss" in result.stderr
 
 
-@pytest.mark.parametrize("method", Method)
+# A model that says no passkey has no head that copies one.
+@pytest.mark.parametrize("method", [each for each in Method if each is not Method.RETRIEVAL_SCORE])
 def test_the_same_seed_gives_the_same_files_and_another_seed_others(
     identify: Run, tmp_path: Path, method: Method
 ) -> None:
@@ -72,6 +74,16 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_others(
     assert first == again
     assert set(first) >= FILES
     assert first["full_attention_heads.tsv"] != other["full_attention_heads.tsv"]
+
+
+def test_retrieval_scores_find_the_heads_that_the_builtin_model_was_trained_with(
+    hpu_duo: Run, tmp_path: Path
+) -> None:
+    small = ("--samples", "1", "--max-length", "512")
+    result = hpu_duo("identify", "--method", "retrieval-score", "--output", tmp_path / "out", *small)
+    assert result.exit_code == 0, result.stderr
+    found = HeadPattern.load(tmp_path / "out").scores > 0.5
+    np.testing.assert_array_equal(found, HeadPattern.load(PATTERN_DIR).scores > 0.5)
 
 
 def test_an_interrupted_run_goes_on_to_the_same_files(
@@ -161,7 +173,10 @@ def test_the_directory_of_a_checkpoint_is_no_place_for_a_pattern(
     [
         (("--max-length", "5000"), "at most 1024 tokens, the positions of the model, got one of"),
         (("--passkey-words", "70"), "cannot hold 2 passkeys of 70 words"),
-        (("--method", "guess"), "expected --method to be one of optimise, profile, mean-qk, got 'guess'"),
+        (
+            ("--method", "guess"),
+            "expected --method to be one of optimise, profile, retrieval-score, mean-qk",
+        ),
         (("--loss", "l3"), "expected --loss to be one of mean, sum, got 'l3'"),
         (("--haystack", "none.txt"), "cannot read the haystack 'none.txt'"),
         (("--method", "profile", "--resume"), "--resume with the method 'optimise' only"),

@@ -25,6 +25,7 @@ from hpu_duo.identify.measure import (
     mean_qk_scores,
     measured,
     profile_scores,
+    retrieval_scores,
 )
 from tests.identify.conftest import CPU
 from tests.identify.induction import INDUCTION_HEAD
@@ -67,6 +68,43 @@ def test_the_hand_built_induction_head_has_the_largest_distant_mass(
     scores = profile_scores(induction_model, small_dataset, 0, Band(4, 24))
     assert scores[INDUCTION_HEAD] > 0.9
     assert np.sort(scores.ravel())[-2] < 0.1
+
+
+def test_retrieval_scores_are_those_of_decode_steps_with_eager_attention(
+    small_dataset: PasskeyDataset,
+) -> None:
+    """The paper's definition: what a step attends to most, if it is the needle's token that the step says."""
+    gated = GatedModel.load(MODEL_DIR, "float32", CPU)
+    model = LlamaForCausalLM.from_pretrained(MODEL_DIR, attn_implementation="eager").float().eval()
+    sample = small_dataset.sample(0)
+    ids = sample.ids.tolist()
+    hits = torch.zeros(gated.num_layers, model.config.num_attention_heads)
+    num_tokens = 0
+    for start, end, (first, last) in zip(sample.questions, sample.answer_ends, sample.needles):
+        assert all(token in ids[first:last] for token in ids[start:end])
+        for step in range(start, end):
+            num_tokens += 1
+            with torch.no_grad():
+                out = model(torch.tensor([ids[:step]]), output_attentions=True, use_cache=False)
+            if int(out.logits[0, -1].argmax()) != ids[step]:
+                continue
+            for layer, weights in enumerate(out.attentions):
+                for head, key in enumerate(weights[0, :, -1].argmax(dim=-1).tolist()):
+                    hits[layer, head] += first <= key < last and ids[key] == ids[step]
+    expected = (hits / num_tokens).unflatten(1, (gated.num_kv_heads, -1)).amax(dim=2)
+    got = retrieval_scores(gated, small_dataset, 0)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+    # The model was trained with four heads that may retrieve.
+    assert got.max() > 0.5
+    assert (got < 0.1).sum() >= 8
+
+
+def test_a_token_that_the_model_does_not_say_is_not_copied(
+    small_dataset: PasskeyDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated = GatedModel.load(MODEL_DIR, "float32", CPU)
+    monkeypatch.setattr(GatedModel, "next_tokens", lambda self, hidden: torch.full(hidden.shape[:1], -1))
+    assert not retrieval_scores(gated, small_dataset, 0).any()
 
 
 def test_mean_query_and_key_are_those_before_rotation(encoder: Encoder) -> None:

@@ -34,7 +34,7 @@ def identify(
     output: Annotated[Path, typer.Option(help="Directory for the pattern; nothing in it is overwritten.")],
     model: Model = None,
     method: Annotated[
-        str, typer.Option(help="optimise, or one of the cheaper profile and mean-qk.")
+        str, typer.Option(help="optimise, or one of the cheaper profile, retrieval-score and mean-qk.")
     ] = "optimise",
     documents: DocumentOptions,
     window: WindowOptions,
@@ -45,7 +45,8 @@ def identify(
     """Score the KV heads of a model, and write its head pattern and a heat map.
 
     Runs alone, or in several processes that share each batch: --num-processes on one machine, or torchrun
-    --nproc-per-node 2 -m hpu_duo.cli identify ... The built-in model takes a minute or two on one CPU core.
+    --nproc-per-node 2 -m hpu_duo.cli identify ... The built-in model takes one to three minutes of
+    a CPU core.
     """
     with user_errors():
         run.check()

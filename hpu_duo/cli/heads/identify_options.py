@@ -94,7 +94,9 @@ class DocumentOptions:
     samples: Annotated[
         int | None,
         typer.Option(
-            help="Documents of profile and mean-qk.", show_default="50, or 16", rich_help_panel=_DATA
+            help="Documents of methods that do not train.",
+            show_default="50, or 16",
+            rich_help_panel=_DATA,
         ),
     ] = None
 
