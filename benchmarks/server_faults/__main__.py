@@ -15,7 +15,7 @@ import torch
 from benchmarks.first_contact.page import Page
 from benchmarks.serving import serving
 
-PARTS = ("fuzz", "kills", "ending", "disk", "connections", "files", "soak")
+PARTS = ("fuzz", "bombs", "kills", "ending", "disk", "connections", "files", "soak")
 _INTRODUCTION = """# Faults of the server
 
 Made by `python -m benchmarks.server_faults PART --page benchmarks/results/server-faults.md`. Each part harms

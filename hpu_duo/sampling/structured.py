@@ -69,7 +69,7 @@ def _schema_text(schema: object) -> str:
         _check_text("json", schema)
         try:
             schema = loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FieldError(
                 "structured_outputs.json", f"expected a JSON schema, got no JSON: {error}"
             ) from None

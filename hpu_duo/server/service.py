@@ -198,7 +198,7 @@ class Service:
     async def _score(self, scoring: Scoring, num_samples: int, holding: Holding) -> None:
         """Score prompts, and keep places for the samples that follow."""
         holding.keeps = True
-        submissions = scoring.submissions
+        submissions = await asyncio.to_thread(lambda: scoring.submissions)
         self._admit(max(len(submissions), num_samples))
         with self.admission.held(num_samples):
             stream = self.engine.open(submissions, holding=holding)

@@ -129,7 +129,7 @@ def test_what_the_engine_refuses_late_fails_the_stream_and_aborts_the_others(tin
                 await tokens(engine.open(asked), 4)
             assert engine.num_open == 0
             with pytest.raises(ValueError, match="at least one prompt token"):
-                engine.check([], PARAMS)
+                await engine.check([], PARAMS)
 
     run(work)
 

@@ -170,9 +170,9 @@ def test_what_is_no_format_is_refused_by_its_field(
 def test_more_choices_than_the_library_follows_are_refused_by_their_field(http: httpx.Client) -> None:
     choices = [f"a{number}" for number in range(1025)]
     asked = {"prompt": "hi", "max_tokens": 9}
-    refused = http.post("/v1/completions", json={**asked, "guided_choice": choices})
+    refused = http.post("/v1/completions", json={**asked, "structured_outputs": {"choice": choices}})
     error = refused.json()["error"]
-    assert (refused.status_code, error["param"]) == (400, "guided_choice"), error
+    assert (refused.status_code, error["param"]) == (400, "structured_outputs"), error
     assert "at most 1024 choices, got 1025" in error["message"]
     served = http.post("/v1/completions", json={**asked, "guided_choice": choices[:-1]})
     assert served.json()["choices"][0]["text"] in choices

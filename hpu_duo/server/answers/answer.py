@@ -14,6 +14,9 @@ from hpu_duo.server.answers.events import EventFrame, as_json
 from hpu_duo.server.answers.usage import Usage
 from hpu_duo.server.running import ChoiceOutput
 
+_SHORT = 512
+"""Tokens of an answer, and characters of echoed prompts."""
+
 
 @dataclass(frozen=True)
 class AnswerHead:
@@ -72,6 +75,11 @@ class Answer(ABC):
         for choice, output in batch:
             self.usage.count(output)
             self.choices[choice].add(output)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether what is written at once is not worth a thread."""
+        return self.usage.completion_tokens + self.num_echoed < _SHORT
 
     @property
     def num_echoed(self) -> int:

@@ -1,4 +1,4 @@
-"""Bodies that are too long."""
+"""Bodies that are too long, or hold too many values."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hpu_duo.server.http.errors import of_status
+from hpu_duo.server.protocol.bounds import MAX_VALUES, ValueCount
 from hpu_duo.server.responding import error_response
 
 
 class BodyLimitMiddleware:
-    """Answers 413 to bodies that are longer than they may be, as soon as that is known.
+    """Answers 413 to bodies of more bytes or JSON values than they may have, as soon as that is known.
+
+    A body of a few MiB may hold more values than a process has memory for, so they are counted before any
+    is made.
 
     Args:
         app: behind it.
@@ -28,21 +32,27 @@ class BodyLimitMiddleware:
             return
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_bytes:
-            await error_response(of_status(self._refusal()))(scope, receive, send)
+            await error_response(of_status(self._too_long()))(scope, receive, send)
             return
-        num_bytes = 0
+        num_bytes, values = 0, ValueCount()
 
         async def counted() -> Message:
             nonlocal num_bytes
             message = await receive()
-            num_bytes += len(message.get("body", b""))
+            body = message.get("body", b"")
+            num_bytes += len(body)
             if num_bytes > self._max_bytes:
-                raise self._refusal()
+                raise self._too_long()
+            if values.add(body) > MAX_VALUES:
+                raise _refusal(f"expected a body of at most {MAX_VALUES:,} JSON values")
             return message
 
         await self._app(scope, counted, send)
 
-    def _refusal(self) -> HTTPException:
-        # What is left of the body is not read, so the connection cannot be used again.
-        message = f"expected a body of at most {self._max_bytes:,} bytes"
-        return HTTPException(413, message, {"Connection": "close"})
+    def _too_long(self) -> HTTPException:
+        return _refusal(f"expected a body of at most {self._max_bytes:,} bytes")
+
+
+def _refusal(message: str) -> HTTPException:
+    # What is left of the body is not read, so the connection cannot be used again.
+    return HTTPException(413, message, {"Connection": "close"})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from functools import partial
 from typing import Any
+
+from pydantic_core import from_json
 
 from hpu_duo.sampling import FieldError, StructuredOutputs
 from hpu_duo.server.answers import AnswerHead, ChatAnswer, Usage
@@ -23,6 +25,7 @@ from hpu_duo.server.planning.sampling import (
 from hpu_duo.server.planning.served import Served
 from hpu_duo.server.prompts import Chat, ChatTemplateError
 from hpu_duo.server.protocol import ChatMessage, ChatRequest, FunctionTool, TokenizeRequest, ToolChoice
+from hpu_duo.server.protocol.bounds import MAX_VALUES, ValueCount
 from hpu_duo.server.protocol.errors import bad_value, unsupported
 from hpu_duo.server.protocol.refusals import refuse_unserved, refuse_unserved_of_message
 from hpu_duo.server.tools import calls_grammar, make_parser
@@ -64,7 +67,7 @@ class ChatPlanner:
             names=names,
         )
         try:
-            served.engine.check(prompt, params)
+            await served.engine.check(prompt, params)
         except FieldError as error:
             raise refusal(error, names) from error
         except ValueError as error:
@@ -88,7 +91,7 @@ class ChatPlanner:
             is_streamed=bool(request.stream),
             user=request.user,
             cache_salt=request.cache_salt,
-            texts=[text for message in request.messages if (text := _text(message))],
+            texts=lambda: [text for message in request.messages if (text := _text(message))],
         )
 
     async def encode(self, request: ChatRequest | TokenizeRequest, has_tools: bool) -> list[int]:
@@ -100,20 +103,27 @@ class ChatPlanner:
         variables = dict(request.chat_template_kwargs or {})
         if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
-        chat = Chat(
-            [_for_template(message, number) for number, message in enumerate(request.messages or ())],
-            tools=[_tool(tool) for tool in request.tools] if has_tools and request.tools else None,
-            documents=request.documents,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            continue_final_message=bool(request.continue_final_message),
-            variables=variables,
-        )
+
+        def chat() -> Chat:
+            values, messages = ValueCount(), request.messages or ()
+            return Chat(
+                [_for_template(message, number, values) for number, message in enumerate(messages)],
+                tools=[_tool(tool) for tool in request.tools] if has_tools and request.tools else None,
+                documents=request.documents,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                continue_final_message=bool(request.continue_final_message),
+                variables=variables,
+            )
+
         encoder = self._served.needs_encoder("messages")
         side = request.truncated_side if isinstance(request, ChatRequest) else None
         try:
             with checked_text("messages", self._served):
                 return await encoder.encode_chat(
-                    chat, add_special_tokens=bool(request.add_special_tokens), truncation_side=side
+                    chat,
+                    request.num_bytes,
+                    add_special_tokens=bool(request.add_special_tokens),
+                    truncation_side=side,
                 )
         except ChatTemplateError as error:
             raise bad_value(error.field, f"{error.field}: {error}") from error
@@ -146,7 +156,8 @@ class ChatPlanner:
         if functions is None:
             return None
         is_one = isinstance(request.tool_choice, ToolChoice) or request.parallel_tool_calls is False
-        calls = StructuredOutputs(grammar=calls_grammar(parser, functions, is_one=is_one))
+        grammar = await asyncio.to_thread(calls_grammar, parser, functions, is_one=is_one)
+        calls = StructuredOutputs(grammar=grammar)
         await compile_format(self._served, calls, "tools")
         return calls
 
@@ -186,13 +197,17 @@ def _num_logprobs(request: ChatRequest) -> int | None:
     return request.top_logprobs or 0
 
 
-def _for_template(message: ChatMessage, number: int) -> dict[str, Any]:
-    """A message as templates take it."""
+def _for_template(message: ChatMessage, number: int, values: ValueCount) -> dict[str, Any]:
+    """A message as templates take it.
+
+    Args:
+        values: of the arguments of all tool calls.
+    """
     refuse_unserved_of_message(message, number)
     plain = message.model_dump(exclude_none=True, exclude={"refusal"})
     plain["content"] = _content(message, number)
     for call in plain.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(call["function"].get("arguments"), number)
+        call["function"]["arguments"] = _arguments(call["function"].get("arguments"), number, values)
     return plain
 
 
@@ -217,9 +232,13 @@ def _text(message: ChatMessage) -> str:
     return _content(message, 0)
 
 
-def _arguments(arguments: str | None, number: int) -> Any:
+def _arguments(arguments: str | None, number: int, values: ValueCount) -> Any:
+    if values.add((arguments or "").encode("utf-8", "replace")) > MAX_VALUES:
+        raise bad_value(
+            "messages", f"messages[{number}].tool_calls: expected arguments of at most {MAX_VALUES:,} values"
+        )
     try:
-        return json.loads(arguments or "{}")
+        return from_json(arguments or "{}")
     except ValueError as error:
         raise bad_value(
             "messages", f"messages[{number}].tool_calls: expected JSON as arguments, got {arguments!r}"

@@ -64,7 +64,7 @@ class CompletionPlanner:
             structured=await format_of(request, served),
         )
         for prompt in prompts:
-            self._check(prompt, params)
+            await self._check(prompt, params)
         answer_id = new_answer_id("cmpl", request.request_id)
         answer = CompletionAnswer(
             AnswerHead(answer_id, model),
@@ -86,7 +86,7 @@ class CompletionPlanner:
             is_streamed=bool(request.stream),
             user=request.user,
             cache_salt=request.cache_salt,
-            texts=[one for one in given if isinstance(one, str)],
+            texts=lambda: [one for one in given if isinstance(one, str)],
         )
 
     def _scoring(
@@ -107,9 +107,9 @@ class CompletionPlanner:
                 truncation_side=request.truncated_side,
             )
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    async def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         try:
-            self._served.engine.check(prompt, params)
+            await self._served.engine.check(prompt, params)
         except FieldError as error:
             raise refusal(error) from error
         except ValueError as error:

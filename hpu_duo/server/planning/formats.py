@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs
@@ -37,7 +38,7 @@ async def format_of(request: GenerationRequest, served: Served) -> StructuredOut
         raise bad_value(fields[1], f"{fields[1]}: expected no {fields[0]} with it")
     [(field, given)] = found.items()
     try:
-        wanted = StructuredOutputs(**given)
+        wanted = await asyncio.to_thread(partial(StructuredOutputs, **given))
     except FieldError as error:
         raise bad_value(field, f"{field}: {error.reason}") from error
     await compile_format(served, wanted, field)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hpu_duo.sampling import SamplingParams
@@ -25,7 +25,7 @@ class Plan:
         is_streamed: whether it is sent as events.
         user: who asks.
         cache_salt: see ``SamplingParams``.
-        texts: the prompts as text, for logs that are to have them.
+        texts: gives the prompts as text, for logs that are to have them.
         scoring: of the prompts, before anything is generated; None where nobody asked for it.
     """
 
@@ -37,7 +37,7 @@ class Plan:
     is_streamed: bool
     user: str | None = None
     cache_salt: str | None = None
-    texts: Sequence[str] = ()
+    texts: Callable[[], Sequence[str]] = tuple
     scoring: Scoring | None = None
 
     @property

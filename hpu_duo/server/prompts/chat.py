@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PER_MESSAGE = 32
-"""Characters that a template writes around a message, about."""
-
 
 class ChatTemplateError(ValueError):
     """Messages that a chat template does not take, or no template to take them.
@@ -46,15 +43,6 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
-
-    def is_long(self, most: int) -> bool:
-        """Whether a template may write more than so many characters, apart from its own words."""
-        if self.tools or self.documents or self.variables:
-            return True
-        if any(message.keys() - {"role", "content"} for message in self.messages):
-            return True
-        texts = sum(len(text) for message in self.messages for text in message.values())
-        return texts + _PER_MESSAGE * len(self.messages) > most
 
 
 class TemplateChoice:

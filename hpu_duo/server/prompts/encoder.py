@@ -83,11 +83,18 @@ class PromptEncoder:
         return await self._soon(lambda: self._ids(fitting, add_special_tokens), len(fitting))
 
     async def encode_chat(
-        self, chat: Chat, *, add_special_tokens: bool = False, truncation_side: Side | None = None
+        self,
+        make_chat: Callable[[], Chat],
+        num_bytes: int,
+        *,
+        add_special_tokens: bool = False,
+        truncation_side: Side | None = None,
     ) -> list[int]:
         """Token ids of a conversation, as the chat template writes it.
 
         Args:
+            make_chat: called where it is encoded; its errors are raised here.
+            num_bytes: of the conversation, about.
             truncation_side: see ``encode``.
 
         Raises:
@@ -96,9 +103,15 @@ class PromptEncoder:
         """
 
         def found() -> list[int]:
-            return self._ids(self._fitting(self.template.render(chat), truncation_side), add_special_tokens)
+            text = self.template.render(make_chat())
+            return self._ids(self._fitting(text, truncation_side), add_special_tokens)
 
-        return await self._soon(found, self.num_at_once + 1 if chat.is_long(self.num_at_once) else 0)
+        return await self._soon(found, num_bytes)
+
+    async def names(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's names of tokens."""
+        ids = list(token_ids)
+        return await self._soon(lambda: list(self.tokenizer.convert_ids_to_tokens(ids)), len(ids))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""

@@ -6,13 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from hpu_duo.server.protocol.generation import Fields, GenerationRequest
+from hpu_duo.server.protocol.bounds import (
+    MAX_CALLS,
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    MAX_VARIABLES,
+)
+from hpu_duo.server.protocol.generation import Fields, GenerationRequest, Name
 
 
 class ContentPart(Fields):
     """A part of a message. Only text is served; other types are refused by their names."""
 
-    type: str
+    type: Name
     text: str | None = None
     refusal: str | None = None
 
@@ -25,14 +33,14 @@ class ContentPart(Fields):
 class FunctionCall(Fields):
     """The call of a function: its arguments are JSON in a text."""
 
-    name: str
+    name: Name
     arguments: str | None = None
 
 
 class ToolCall(Fields):
     """A call that the assistant made earlier."""
 
-    id: str | None = None
+    id: Name | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -42,18 +50,18 @@ class ChatMessage(Fields):
 
     model_config = ConfigDict(extra="allow")
 
-    role: str
-    content: str | list[ContentPart] | None = None
+    role: Name
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     refusal: str | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: Name | None = None
 
 
 class FunctionSchema(Fields):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[Name, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -69,7 +77,7 @@ class FunctionTool(Fields):
 class FunctionName(Fields):
     """The name of a function."""
 
-    name: str
+    name: Name
 
 
 class ToolChoice(Fields):
@@ -77,6 +85,12 @@ class ToolChoice(Fields):
 
     type: Literal["function"]
     function: FunctionName
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
+Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)]
+Variables = Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)]
 
 
 class ChatRequest(GenerationRequest):
@@ -88,13 +102,13 @@ class ChatRequest(GenerationRequest):
         chat_template_kwargs: further variables of the chat template.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
 
-    tools: list[FunctionTool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -102,6 +116,6 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    documents: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    documents: Documents | None = None
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Name | None = None

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from hpu_duo.server.protocol.generation import GenerationRequest, TokenId
+from hpu_duo.server.protocol.bounds import MAX_PROMPTS
+from hpu_duo.server.protocol.generation import GenerationRequest, TokenIds
+
+
+def _kind_of_prompt(prompt: object) -> str:
+    """Tell what a prompt is by its first element, so that it is read once and not as each kind in turn."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
+
+
+_Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[TokenIds, Tag("tokens")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("lists")],
+    Discriminator(_kind_of_prompt),
+]
 
 
 class CompletionRequest(GenerationRequest):
@@ -18,7 +36,7 @@ class CompletionRequest(GenerationRequest):
         logprobs: log-probabilities of each token, and of so many of the likeliest.
     """
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: _Prompt
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from hpu_duo.server.protocol.bounds import (
+    MAX_GUIDED_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_NAME,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Text = Annotated[str, Field(max_length=512)]
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Fields(BaseModel):
@@ -17,6 +30,17 @@ class Fields(BaseModel):
     """
 
     model_config = ConfigDict(allow_inf_nan=False, extra="ignore", protected_namespaces=())
+
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the body that this was read from; 0 where it was not read from one."""
+        return self._num_bytes
+
+    def set_size(self, num_bytes: int) -> None:
+        """Take note of the size of the body."""
+        self._num_bytes = num_bytes
 
 
 class StreamOptions(Fields):
@@ -42,28 +66,28 @@ class GenerationRequest(Fields):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = Field(None, description="One of /v1/models; left out, the one that is served.")
+    model: Name | None = Field(None, description="One of /v1/models; left out, the one that is served.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     n: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    user: str | None = Field(None, description="Who asks; for logs and for scheduling among users.")
-    safety_identifier: str | None = Field(None, description="The same, where user is left out.")
-    prompt_cache_key: str | None = Field(
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    user: Name | None = Field(None, description="Who asks; for logs and for scheduling among users.")
+    safety_identifier: Name | None = Field(None, description="The same, where user is left out.")
+    prompt_cache_key: Name | None = Field(
         None, description="Has no effect: the prefix cache compares prompts themselves."
     )
 
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -86,7 +110,7 @@ class GenerationRequest(Fields):
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_GUIDED_CHOICES)] | None = None
     guided_grammar: str | None = None
 
     @property

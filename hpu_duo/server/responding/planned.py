@@ -21,10 +21,6 @@ _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Neither caches nor proxies are to hold events back."""
 
 
-_SHORT_TOKENS = 256
-"""Answers of fewer tokens are written at once: a thread would take longer to be asked."""
-
-
 class PlannedResponse(Response):
     """The answer to a plan whose requests are on their way.
 
@@ -74,9 +70,7 @@ class PlannedResponse(Response):
             answer.add(batch)
         if self._stream is not None and self._stream.is_closed:
             return  # nobody is there
-        # Whatever its length, the loop goes on.
-        is_short = answer.usage.completion_tokens < _SHORT_TOKENS
-        data = answer.body() if is_short else await asyncio.to_thread(answer.body)
+        data = answer.body() if answer.is_short else await asyncio.to_thread(answer.body)
         body = Response(data, media_type="application/json")
         await body(scope, receive, send)
 
@@ -92,7 +86,8 @@ class PlannedResponse(Response):
             assert task is not None, "responses are sent by tasks"
             self._stream.on_slow = task.cancel
         try:
-            if beginning := answer.beginning():
+            begin = answer.beginning
+            if beginning := begin() if answer.is_short else await asyncio.to_thread(begin):
                 await sender.tell(beginning)
             while self._stream is not None and (batch := await self._stream.read(sender.take)) is not None:
                 await sender.add(batch)

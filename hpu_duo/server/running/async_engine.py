@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_SHORT_TOKENS = 4096
+"""Prompts of up to so many tokens are checked at once: a thread would take longer to be asked."""
+
 
 class AsyncEngine:
     """Requests of an event loop, served by an engine in a thread of its own.
@@ -98,9 +101,13 @@ class AsyncEngine:
             stream.close()
         return await asyncio.to_thread(self._thread.stop, timeout_s)
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    async def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Refuse what the engine would refuse; see ``Engine.check_request``."""
-        self._engine.check_request(prompt_token_ids, params, name="the prompt")
+        check = partial(self._engine.check_request, prompt_token_ids, params, name="the prompt")
+        if len(prompt_token_ids) * params.n <= _SHORT_TOKENS:
+            check()
+        else:
+            await asyncio.to_thread(check)
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile what parameters ask for, from any thread; see ``Engine.prepare``."""

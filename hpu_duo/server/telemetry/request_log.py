@@ -14,6 +14,7 @@ from threading import Thread
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpu_duo.server.planning import Plan
     from hpu_duo.server.telemetry.record import CallRecord
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class RequestLog:
     ) -> None:
         self._file, self._has_prompts, self._patience_s = file, has_prompts, patience_s
         self.on_lost: Callable[[], None] = lambda: None
-        self._lines: Queue[str | None] = Queue(_MOST_WAITING)
+        self._lines: Queue[tuple[dict[str, Any], Plan | None] | None] = Queue(_MOST_WAITING)
         self._has_warned = False
         self._thread = Thread(target=self._run, name="hpu-duo-log", daemon=True)
         self._thread.start()
@@ -51,7 +52,7 @@ class RequestLog:
     def add(self, record: CallRecord) -> None:
         """Write down a call."""
         try:
-            self._lines.put_nowait(json.dumps(self._fields(record), ensure_ascii=False) + "\n")
+            self._lines.put_nowait((self._fields(record), record.plan if self._has_prompts else None))
         except Full:
             self.on_lost()
 
@@ -89,16 +90,14 @@ class RequestLog:
             "completion_tokens": usage.completion_tokens,
             "finish_reasons": record.reasons,
         }
-        if self._has_prompts:
-            fields["prompts"] = list(plan.texts) or [list(map(int, prompt)) for prompt in plan.prompts]
         return fields
 
     def _run(self) -> None:
         opened: IO[str] | None = None
-        while (line := self._lines.get()) is not None:
+        while (told := self._lines.get()) is not None:
             try:
                 opened = opened or self._open()
-                opened.write(line)
+                opened.write(_line(*told))
                 opened.flush()
             except (OSError, ValueError) as error:
                 self._lose(error)
@@ -114,6 +113,12 @@ class RequestLog:
         if not self._has_warned:
             self._has_warned = True
             _log.warning("the log of calls cannot be written, and calls are served all the same: %s", error)
+
+
+def _line(fields: dict[str, Any], plan: Plan | None) -> str:
+    if plan is not None:
+        fields["prompts"] = list(plan.texts()) or [list(map(int, prompt)) for prompt in plan.prompts]
+    return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
 def _between(begin: float, end: float | None) -> float | None:
