@@ -16,9 +16,7 @@ def test_a_checkout_suggests_itself() -> None:
 
 
 @pytest.mark.parametrize(("extra", "some"), [("plot", {"matplotlib"}), ("ray", {"ray", "fastapi", "openai"})])
-def test_a_wheel_suggests_the_packages_of_the_extra(
-    extra: str, some: set[str], tmp_path: Path
-) -> None:
+def test_a_wheel_suggests_the_packages_of_the_extra(extra: str, some: set[str], tmp_path: Path) -> None:
     said = re.findall(r"'(.*?)'", install_command(extra, tmp_path))
     names = {Requirement(one).name for one in said}
     assert some <= names

@@ -13,7 +13,10 @@ from benchmarks.server_faults.calls import PROMPT, check_serves, session, until_
 from benchmarks.serving import Serving
 
 TITLE = "Open connections"
-SERVER = ("--max-model-len", "256", "--max-num-seqs", "32")
+SERVER = (
+    *("--max-model-len", "256", "--max-num-seqs", "32"),
+    *("--max-unauthenticated-connections", "1000000"),
+)
 _AT_ONCE = 500
 
 

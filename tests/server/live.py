@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 from hpu_duo import HPUDuoModel
 from hpu_duo.server.config import ServerConfig
 from hpu_duo.server.http.app import create_app
+from hpu_duo.server.http.connections import ConnectionLimits, Connections
 from hpu_duo.server.http.listening import DrainingServer, Tls, bind
 from hpu_duo.server.running.admission import Stage
 from hpu_duo.server.service import Service, Sink
@@ -41,6 +42,7 @@ class Live:
         *,
         warm_up: bool = False,
         tls: Tls | None = None,
+        limits: ConnectionLimits | None = None,
         **settings: Any,
     ) -> None:
         self.model = model
@@ -49,7 +51,12 @@ class Live:
         bound = bind(HOST, 0)
         self.port: int = bound.getsockname()[1]
         self.url = f"http{'' if tls is None else 's'}://{HOST}:{self.port}"
-        self.server = DrainingServer(create_app(self.service, warm_up=warm_up), self.service, tls)
+        self.server = DrainingServer(
+            create_app(self.service, warm_up=warm_up),
+            self.service,
+            tls,
+            connections=Connections(limits or ConnectionLimits(), needs_key=bool(config.api_keys)),
+        )
         self._thread = threading.Thread(target=lambda: self.server.run(sockets=[bound]))
         self._thread.start()
         wait_until(lambda: self.server.started)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -29,21 +30,22 @@ def end_with_stdin() -> None:
     threading.Thread(target=wait, name="ends-with-stdin", daemon=True).start()
 
 
-def exit_as(ending: Ending, failure: str, *, is_left_behind: bool = False) -> None:
-    """Tell of the end of a server, and exit with a code that is not 0 unless it was told to end.
+def exit_as(ending: Ending, failure: str, *, is_left_behind: bool = False) -> NoReturn:
+    """Tell of the end of a server, and end the process with a code that is not 0 unless it was told to end.
+
+    The interpreter is not torn down: with a model that takes seconds, in which nothing is done for anybody.
 
     Args:
         failure: tells why it has ended by itself.
-        is_left_behind: whether a thread computes that could not be stopped. The interpreter would tear down
-            what it uses, and abort.
+        is_left_behind: whether a thread computes that could not be stopped. Exit functions, such as those
+            that wait for ranks, might wait for it.
     """
     code = _code_of(ending, failure)
-    if is_left_behind:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    if code:
-        raise typer.Exit(code)
+    if not is_left_behind:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _code_of(ending: Ending, failure: str) -> int:

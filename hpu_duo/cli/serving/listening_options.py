@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from hpu_duo.server.http.connections import Connections
     from hpu_duo.server.http.listening import Tls
 
 _LISTENING = "Listening"
@@ -117,6 +118,14 @@ class ListeningOptions:
         ),
     ] = None
 
+    max_unauthenticated_connections: Annotated[
+        int,
+        typer.Option(
+            help="Connections of one address without a call that has a key, or without keys without a call; "
+            "with more, the one that waits longest is closed.",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = 4096
     page: Annotated[
         bool,
         typer.Option("--page/--no-page", help="Answer / with a page to chat on.", rich_help_panel=_LISTENING),
@@ -131,6 +140,18 @@ class ListeningOptions:
         from hpu_duo.server.http.listening import bind, bound_socket
 
         return bind(self.host, self.port) if self.fd is None else bound_socket(self.fd)
+
+    @property
+    def connections(self) -> Connections:
+        """Limits of connections.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        from hpu_duo.server.http.connections import ConnectionLimits, Connections
+
+        most = self.max_unauthenticated_connections
+        return Connections(ConnectionLimits(max_unauthenticated=most), needs_key=bool(self.keys))
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def serve(
                 # Ends the process with rank 0, which alone listens.
                 load_cold(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
         config = calls.config(model, listening, telling)
-        tls = listening.tls
+        tls, connections = listening.tls, listening.connections
         profiling.check()
         replicated.check()
         # A port that is taken is told before weights are read.
@@ -73,7 +73,7 @@ def serve(
         if replicated.replicas is not None:
             front = replicated.front(config, engine.device, engine.tensor_parallel_size or 1)
     if replicated.replicas is not None:
-        serve_replicas(front, bound, tls, listening.host)
+        serve_replicas(front, bound, connections, tls, listening.host)
         return
     with user_errors():
         log, tracing = telling.request_log(), telling.tracing()
@@ -101,7 +101,7 @@ def serve(
 
     if listening.ends_with_stdin:
         end_with_stdin()
-    ending = listen(app, service, bound, tls, tell)
+    ending = listen(app, service, bound, connections, tls, tell)
     for one in told:
         one.close()
     if profiler is not None and profiler.trace is None:

@@ -12,14 +12,18 @@ from hpu_duo.cli.serving.ends import exit_as
 
 if TYPE_CHECKING:
     from hpu_duo.replicas.front import Front
+    from hpu_duo.server.http.connections import Connections
     from hpu_duo.server.http.listening import Tls
 
 
-def serve_replicas(front: Front, bound: socket.socket, tls: Tls | None, host: str) -> None:
+def serve_replicas(
+    front: Front, bound: socket.socket, connections: Connections, tls: Tls | None, host: str
+) -> None:
     """Serve with replicas until a signal comes.
 
     Args:
         bound: listens for callers.
+        connections: limits theirs.
         host: for the address that is told.
     """
     from hpu_duo.replicas.app import create_front_app
@@ -35,5 +39,5 @@ def serve_replicas(front: Front, bound: socket.socket, tls: Tls | None, host: st
             f"hpu-duo: {config.num_replicas} replicas of {names} behind {place}, by {config.router}", err=True
         )
 
-    ending = listen(create_front_app(front), front, bound, tls, tell)
+    ending = listen(create_front_app(front), front, bound, connections, tls, tell)
     exit_as(ending, "no replica could be started; see above")

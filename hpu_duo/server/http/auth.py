@@ -21,6 +21,9 @@ METRICS_PATHS = frozenset({"/metrics", "/stats"})
 PREFIX_NAMESPACE = "hpu_duo.prefix_namespace"
 """Name in an ASGI scope: calls of different ones share no cached prefix."""
 
+LET_IN = "hpu_duo.let_in"
+"""Name, among the extensions of an ASGI scope, of a function that is told of a known key on a connection."""
+
 
 class ApiKeys:
     """Known keys.
@@ -94,6 +97,8 @@ class KeyMiddleware:
                 return
             if not self._shares_prefixes:
                 scope[PREFIX_NAMESPACE] = name
+            if let_in := scope.get("extensions", {}).get(LET_IN):
+                let_in()
         await self._app(scope, receive, send)
 
     def _asked(self, scope: Scope) -> ApiKeys | None:

@@ -10,20 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from hpu_duo.server.http.connections import ConnectionLimits, Connections
 from hpu_duo.server.http.direct_writes import DirectWrites
 from hpu_duo.server.running.admission import Stage
 
 _BACKLOG = 4096
 _UNREAD_S = 300
 """A caller that has not acknowledged anything for so long is taken for gone."""
-_KEEP_ALIVE_S = 75
-"""A connection that waits for its next call is kept for longer than clients keep theirs (httpx 5 s, aiohttp
-15 s, vLLM's load generator 60 s), so that no call is sent on one that is being closed."""
 _LAST_WRITES_S = 5
 """Behind the last token, so long for slow readers to take what is in flight."""
 
@@ -110,6 +108,7 @@ def listen(
     app: ASGIApp,
     service: Draining,
     bound: socket.socket,
+    connections: Connections,
     tls: Tls | None = None,
     on_listening: Callable[[], None] = lambda: None,
 ) -> Ending:
@@ -119,10 +118,11 @@ def listen(
         app: of ``create_app``.
         service: what the application serves with.
         bound: see ``bind``; closed at the end.
+        connections: makes and limits them.
         on_listening: called once connections are accepted.
     """
     _raise_file_limit()
-    server = DrainingServer(app, service, tls, on_listening)
+    server = DrainingServer(app, service, tls, on_listening, connections)
     server.run(sockets=[bound])
     return server.ending
 
@@ -131,7 +131,7 @@ class DrainingServer(uvicorn.Server):
     """Goes on answering while requests end: new ones with 503, so that callers turn to another server.
 
     Args:
-        app, service, tls, on_listening: see ``listen``.
+        app, service, tls, on_listening, connections: see ``listen``.
     """
 
     def __init__(
@@ -140,6 +140,7 @@ class DrainingServer(uvicorn.Server):
         service: Draining,
         tls: Tls | None = None,
         on_listening: Callable[[], None] = lambda: None,
+        connections: Connections | None = None,
     ) -> None:
         config = uvicorn.Config(
             DirectWrites(app),
@@ -149,7 +150,7 @@ class DrainingServer(uvicorn.Server):
             backlog=_BACKLOG,
             ws="none",
             lifespan="on",
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            http=cast(Any, connections or Connections(ConnectionLimits(), needs_key=False)),
             timeout_graceful_shutdown=_LAST_WRITES_S,
             **_tls_options(tls),
         )

@@ -1,0 +1,262 @@
+"""Connections: how long one may be silent, how long its headers may be, and how many have no key yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from hpu_duo.server.answers.events import as_json
+from hpu_duo.server.http.auth import LET_IN
+from hpu_duo.server.protocol import ApiError
+
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of connections, which hold before any key is read.
+
+    Attributes:
+        head_s: seconds in which the next call's headers have to come, from the connection's beginning or the
+            last answer on.
+        body_rate: bytes a second at which a body has to come, behind the first ``head_s``.
+        unread_s: seconds in which a caller has to take some of an answer.
+        max_fields: header fields of a call.
+        max_head_bytes: bytes of its request line and headers.
+        max_unauthenticated: connections of one address on which no call with a key has come yet, or without
+            keys no call; with one more, the one that has waited longest is closed.
+    """
+
+    # Longer than clients keep theirs (httpx 5 s, aiohttp 15 s, vLLM's load generator 60 s), so that no call
+    # is sent on one that is being closed.
+    head_s: float = 75.0
+    body_rate: float = 16 * 2**10
+    unread_s: float = 300.0
+    max_fields: int = 256
+    max_head_bytes: int = 64 * 2**10
+    max_unauthenticated: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.max_unauthenticated < 1:
+            raise ValueError(f"expected max_unauthenticated of 1 or more, got {self.max_unauthenticated}")
+
+
+class Connections:
+    """Makes the protocol of each connection of a server.
+
+    Args:
+        limits: of them.
+        needs_key: whether only calls with a key make a connection known.
+    """
+
+    def __init__(self, limits: ConnectionLimits, *, needs_key: bool) -> None:
+        self.limits, self.needs_key = limits, needs_key
+        self._unknown: defaultdict[str, OrderedDict[LimitedProtocol, None]] = defaultdict(OrderedDict)
+
+    def __call__(self, **named: Any) -> LimitedProtocol:
+        """A protocol, as uvicorn makes it."""
+        return LimitedProtocol(self, **named)
+
+    def began(self, connection: LimitedProtocol, address: str) -> None:
+        """Count a connection of which nothing is known."""
+        unknown = self._unknown[address]
+        unknown[connection] = None
+        if len(unknown) > self.limits.max_unauthenticated:
+            next(iter(unknown)).abort()
+
+    def known(self, connection: LimitedProtocol, address: str) -> None:
+        """Count a connection no more: it has a key, or has ended."""
+        if (unknown := self._unknown.get(address)) is not None:
+            unknown.pop(connection, None)
+            if not unknown:
+                del self._unknown[address]
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with limits. Its own timer begins behind the first answer and ends with any byte.
+
+    Args:
+        made_by: has the limits.
+        named: see ``HttpToolsProtocol``.
+    """
+
+    def __init__(self, made_by: Connections, **named: Any) -> None:
+        super().__init__(**named)
+        self._made_by, self._limits = made_by, made_by.limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._address = ""
+        # Bytes that the parser has taken since something of the call came out of it.
+        self._num_silent = 0
+        self._num_fields = self._num_head_bytes = 0
+        self._refusal: ApiError | None = None
+        self._is_ending = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a call."""
+        super().connection_made(transport)
+        self._address = self.client[0] if self.client else ""
+        self._wait(self._limits.head_s)
+        self._made_by.began(self, self._address)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._made_by.known(self, self._address)
+        self._wait(None)
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """End the connection now."""
+        self._made_by.known(self, self._address)
+        self.transport.abort()
+
+    def shutdown(self) -> None:
+        """End behind the answer under way; at once without one, whatever of a call has come."""
+        cycle = self.cycle
+        self._is_ending = True
+        if cycle is None or cycle.response_complete:
+            self._end()
+        elif cycle.more_body and not cycle.response_started:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    def _end(self) -> None:
+        """Close the connection, without waiting for the caller's word where TLS would."""
+        is_written = not self.transport.get_write_buffer_size()
+        if is_written and self.scheme == "https":
+            self.transport.abort()
+            return
+        self.transport.close()
+        if not is_written:
+            self.loop.call_later(_LOOK_S, self._end)
+
+    # Headers
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes in."""
+        self._num_silent += len(data)
+        super().data_received(data)
+        if self._num_silent > self._limits.max_head_bytes and not self.transport.is_closing():
+            self._refusal = self._too_long()
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        """Begin a call."""
+        super().on_message_begin()
+        self._num_fields = self._num_head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the request line."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header field, or one behind the body."""
+        self._num_fields += 1
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer, and to wait for the body."""
+        self._num_silent = 0
+        cast(Any, self.scope)["extensions"] = {LET_IN: self._let_in}
+        if not self._made_by.needs_key:
+            self._let_in()
+        self._wait(self._limits.head_s)
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, or too long."""
+        error, self._refusal = self._refusal, None
+        if error is None:
+            super().send_400_response(msg)
+            return
+        body = as_json(error.body)
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
+            body
+        )
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        limits = self._limits
+        if self._num_head_bytes > limits.max_head_bytes or self._num_fields > limits.max_fields:
+            self._refusal = self._too_long()
+            # The parser gives up, and has the refusal sent.
+            raise ValueError(str(self._refusal))
+
+    def _too_long(self) -> ApiError:
+        limits = self._limits
+        message = (
+            f"expected at most {limits.max_fields} header fields, and {limits.max_head_bytes:,} bytes of "
+            "request line and headers"
+        )
+        return ApiError(431, message, code="headers_too_long")
+
+    def _let_in(self) -> None:
+        self._made_by.known(self, self._address)
+
+    # Time
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body."""
+        self._num_silent = 0
+        if self._timer is not None:
+            self._wait(self._timer.when() - self.loop.time() + len(body) / self._limits.body_rate)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Wait no more, but for the answer; behind it for the next call."""
+        self._num_silent = 0
+        self._wait(self._limits.head_s if self.cycle.response_complete else None)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next call, unless it is there."""
+        super().on_response_complete()
+        self._unset_keepalive_if_required()
+        if self._is_ending:
+            self._end()
+        elif self.cycle.response_complete:
+            self._wait(self._limits.head_s)
+
+    def _wait(self, seconds: float | None) -> None:
+        """Let the caller have so many seconds from now; None is any number."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._timed_out)
+
+    def _timed_out(self) -> None:
+        if self.flow.read_paused:
+            # What the caller sends is not read now, behind an answer under way.
+            self._wait(self._limits.head_s)
+        else:
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """Give the caller time to take what was written."""
+        super().pause_writing()
+        self._watch_writing(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """The caller has taken it."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _watch_writing(self, num_bytes: int) -> None:
+        self._write_timer = self.loop.call_later(self._limits.unread_s, self._look_at_writing, num_bytes)
+
+    def _look_at_writing(self, num_bytes: int) -> None:
+        if (left := self.transport.get_write_buffer_size()) < num_bytes:
+            self._watch_writing(left)
+        else:
+            self.transport.abort()
