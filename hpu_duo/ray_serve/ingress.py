@@ -24,7 +24,7 @@ from hpu_duo.ray_serve.ticket import Ticket
 from hpu_duo.replicas.answer import BrokenError
 from hpu_duo.replicas.counts import FrontCounts
 from hpu_duo.replicas.metrics import text_of
-from hpu_duo.replicas.prompts import RoutedCall, read_call
+from hpu_duo.replicas.prompts import RoutedCall, read_beside, read_call
 from hpu_duo.server.http.auth import PREFIX_NAMESPACE
 from hpu_duo.server.http.errors import install_error_handlers
 from hpu_duo.server.http.guards import add_guards
@@ -117,7 +117,8 @@ class Ingress:
         """Answer everything else by a replica."""
         body = await request.body()
         namespace = request.scope.get(PREFIX_NAMESPACE)
-        routed = self._read(body if request.method == "POST" else b"", namespace)
+        asked = body if request.method == "POST" else b""
+        routed = await read_beside(str(next(self._numbers)), asked, namespace)
         headers = {name: value for name, value in request.headers.items() if name not in _OF_ONE_HOP}
         path = request.scope["raw_path"].decode("latin-1")
         call = EngineCall(request.method, path, request.url.query, headers, body, namespace)
@@ -129,8 +130,8 @@ class Ingress:
     def _router(self) -> SharedRouter | None:
         return announced(*self._own)
 
-    def _read(self, body: bytes = b"", namespace: str | None = None) -> RoutedCall:
-        return read_call(str(next(self._numbers)), body, namespace)
+    def _read(self) -> RoutedCall:
+        return read_call(str(next(self._numbers)), b"")
 
     async def _asked(self, path: str, only: str | None = None) -> bytes | None:
         """The body of an answer, of one replica or of any; None if it does not come or is an error."""

@@ -16,7 +16,7 @@ from hpu_duo.replicas.counts import FrontCounts, add
 from hpu_duo.replicas.events import AnswerCounts
 from hpu_duo.replicas.forwarding import ForwardedResponse
 from hpu_duo.replicas.process import ReplicaCommand
-from hpu_duo.replicas.prompts import RoutedCall, read_call
+from hpu_duo.replicas.prompts import RoutedCall, read_beside
 from hpu_duo.replicas.replica import Replica, ReplicaState
 from hpu_duo.replicas.upstream import Upstream
 from hpu_duo.routing import Dispatch, make_router
@@ -37,8 +37,6 @@ _MOST_STARTS = 5
 _END_S = 10.0
 """Behind the time to drain, so long for a replica to end."""
 _BACK_S = 5
-_SHORT = 16 * 2**10
-"""Bodies of up to so many bytes are read at once: a thread would take longer to be asked."""
 
 
 class Front:
@@ -145,11 +143,8 @@ class Front:
         if not self.router.replicas:
             raise unavailable("no replica is ready", _BACK_S)
         body = await request.body()
-        call_id, namespace = str(next(self._numbers)), request.scope.get(PREFIX_NAMESPACE)
-        if request.method != "POST" or len(body) <= _SHORT:
-            call = read_call(call_id, body if request.method == "POST" else b"", namespace)
-        else:
-            call = await asyncio.to_thread(read_call, call_id, body, namespace)
+        asked, namespace = body if request.method == "POST" else b"", request.scope.get(PREFIX_NAMESPACE)
+        call = await read_beside(str(next(self._numbers)), asked, namespace)
         headers = {name: value for name, value in request.headers.items() if name not in _OF_ONE_HOP}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         return ForwardedResponse(self, call, request.method, path, body, headers)

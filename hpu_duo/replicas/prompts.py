@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
 from hpu_duo.routing import RoutedRequest
+
+_SHORT = 16 * 2**10
+"""Bodies of up to so many bytes are read at once: a thread would take longer to be asked."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,13 @@ def read_call(call_id: str, body: bytes, key_name: str | None = None) -> RoutedC
         text = prompt if isinstance(prompt, str) else _text_of(fields, prompt)
         request = RoutedRequest.of_text(call_id, text, user, namespace)
     return RoutedCall(request, is_streamed)
+
+
+async def read_beside(call_id: str, body: bytes, key_name: str | None = None) -> RoutedCall:
+    """Read a call as ``read_call`` does, a long one beside the event loop."""
+    if len(body) <= _SHORT:
+        return read_call(call_id, body, key_name)
+    return await asyncio.to_thread(read_call, call_id, body, key_name)
 
 
 def _text_of(fields: dict[str, Any], prompt: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from itertools import pairwise
 
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 
 from hpu_duo.cli.serving.replica_options import replica_arguments
 from hpu_duo.device.processes import replica_environments
+from hpu_duo.replicas import prompts
 from hpu_duo.replicas.events import WholeEvents, counts_of
-from hpu_duo.replicas.prompts import read_call
+from hpu_duo.replicas.prompts import RoutedCall, read_call
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
 EVENTS = [b'data: {"a":1}\n\n', b": keep-alive\n\n", b"data: %b\n\n" % json.dumps({"usage": USAGE}).encode()]
@@ -89,8 +92,24 @@ def test_what_is_no_json_has_no_prompt(body: bytes) -> None:
     assert (call.request.num_tokens, call.is_streamed) == (0, False)
 
 
+def test_long_calls_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+
+    def noted(call_id: str, body: bytes) -> RoutedCall:
+        names.append(threading.current_thread())
+        return read_call(call_id, body)
+
+    monkeypatch.setattr(prompts, "read_call", noted)
+    for text in ("hi", "hi" * 10_000):
+        body = json.dumps({"prompt": text}).encode()
+        found = asyncio.run(prompts.read_beside("1", body))
+        assert found.request.num_tokens == read_call("1", body).request.num_tokens > 0
+    assert [one is threading.main_thread() for one in names] == [True, False]
+
+
 def test_replicas_are_started_without_what_is_the_fronts_own() -> None:
     own = "serve --replicas 2 --router=e2 --model DIR --port 8 --ssl_certfile F --host=0.0.0.0"
+    own += " --max-unauthenticated-connections 9"
     assert replica_arguments([*own.split(), "--max-num-seqs", "3"]) == [
         "serve",
         "--model",

@@ -22,6 +22,7 @@ _OF_THE_FRONT = frozenset(
     (
         *("--replicas", "--router", "--replica-load-seconds", "--host", "--port", "--fd", "--allowed-origin"),
         *("--ssl-certfile", "--ssl-keyfile", "--ssl-keyfile-password", "--ssl-ca-certs"),
+        "--max-unauthenticated-connections",
     )
 )
 """Options with a value that replicas are started without."""

@@ -97,7 +97,7 @@ class KeyMiddleware:
                 return
             if not self._shares_prefixes:
                 scope[PREFIX_NAMESPACE] = name
-            if let_in := scope.get("extensions", {}).get(LET_IN):
+            if let_in := (scope.get("extensions") or {}).get(LET_IN):
                 let_in()
         await self._app(scope, receive, send)
 
