@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hpu_duo.device.cores import bind
+from hpu_duo.device.leaving import leave
 
 HOST = "127.0.0.1"
 GRACE_S = 20.0
@@ -124,6 +125,7 @@ def run_member(_: int, member: Member, work: Callable[..., Any], args: tuple[Any
     except BaseException as error:
         member.report(error)
         raise
+    leave(0)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
@@ -33,19 +32,14 @@ def end_with_stdin() -> None:
 def exit_as(ending: Ending, failure: str, *, is_left_behind: bool = False) -> NoReturn:
     """Tell of the end of a server, and end the process with a code that is not 0 unless it was told to end.
 
-    The interpreter is not torn down: with a model that takes seconds, in which nothing is done for anybody.
-
     Args:
         failure: tells why it has ended by itself.
         is_left_behind: whether a thread computes that could not be stopped. Exit functions, such as those
             that wait for ranks, might wait for it.
     """
-    code = _code_of(ending, failure)
-    if not is_left_behind:
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    from hpu_duo.device.leaving import leave
+
+    leave(_code_of(ending, failure), calls_exit_functions=not is_left_behind)
 
 
 def _code_of(ending: Ending, failure: str) -> int:
