@@ -12,7 +12,14 @@ import numpy as np
 from hpu_duo.engine.samples import SampleState
 from hpu_duo.extras import install_command
 from hpu_duo.request import Request, TokenLimits
-from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs, derive_seed, special_token_ids
+from hpu_duo.sampling import (
+    FieldError,
+    SamplingParams,
+    StructuredOutputs,
+    byte_tokens,
+    derive_seed,
+    special_token_ids,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +54,7 @@ class Intake:
         # Checkpoints may name tokens that the model does not have; they never come up.
         self._eos = tuple(token for token in limits.eos_token_ids if token < limits.vocab_size)
         self._special_ids = None if tokenizer is None else special_token_ids(tokenizer)
+        self._byte_of = None if tokenizer is None else byte_tokens(tokenizer)
         self._grammars: Grammars | None = None
         self._grammars_lock = Lock()
 
@@ -154,6 +162,7 @@ class Intake:
                 self._tokenizer,
                 self._special_ids,
                 None if (wanted := request.params.structured_outputs) is None else self._grammar(wanted),
+                self._byte_of,
             )
             for request in requests
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ class SampleState:
         tokenizer: PreTrainedTokenizerBase | None,
         special_ids: frozenset[int] | None = None,
         grammar: GrammarState | None = None,
+        byte_of: Mapping[int, int] | None = None,
     ) -> None:
         params = request.params
         self.request = request
@@ -38,12 +39,15 @@ class SampleState:
         self.penalties = PenaltyState.from_token_ids(params, request.prompt_token_ids.tolist())
         self._eos = eos_token_ids
         self._stop = StopChecker(params, _text_before(request, tokenizer)) if params.stop else None
+        self._ahead: StopChecker | None = None
         self._grammar = grammar
         self._host = None if params.host_sampler is None else params.host_sampler(request.sample_index)
         self._text = None
         if tokenizer is not None:
             context = request.prompt_token_ids[-32:].tolist()
-            self._text = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context, special_ids)
+            self._text = IncrementalDetokenizer(
+                tokenizer, params.skip_special_tokens, context, special_ids, byte_of
+            )
 
     def sampling_row(self, number: int = 0) -> SamplingRow:
         """Return the sampling of the next token, or of the one behind ``number`` drafts.
@@ -130,18 +134,30 @@ class SampleState:
         if self._text is None:
             return "", None
         text = self._text.push(token) if shows else ""
-        if reason is not None:
+        skipped = self._text.skipped_text(token) if shows and self._stop is not None else ""
+        if reason is not None or self._stops_ahead(self._text.coming, skipped, num_tokens):
             text += self._text.flush()
         if self._stop is None:
             return text, None
+        if text:
+            self._ahead = None
         released = self._stop.push(text, num_tokens)
-        skipped = self._text.skipped_text(token) if shows and released.match is None else ""
-        if skipped:
+        if skipped and released.match is None:
             behind = self._stop.push(skipped, num_tokens, is_hidden=True)
             released = Released(released.text + behind.text, behind.match)
         if released.match is not None:
             return released.text, released.match.stop
         return released.text + (self._stop.flush() if reason is not None else ""), None
+
+    def _stops_ahead(self, coming: str, skipped: str, num_tokens: int) -> bool:
+        """Whether characters that the detokenizer still holds complete a stop string."""
+        if self._stop is None or not (coming or (skipped and self._ahead is not None)):
+            return False
+        if self._ahead is None:
+            self._ahead = self._stop.fork()
+        if self._ahead.push(coming, num_tokens).match is not None:
+            return True
+        return self._ahead.push(skipped, num_tokens, is_hidden=True).match is not None
 
 
 class LiveSamples:

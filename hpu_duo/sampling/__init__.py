@@ -6,7 +6,7 @@ The engine, once per request: ``SamplingParams.validate``, ``PenaltyState.from_t
 """
 
 from hpu_duo.sampling.batch import SamplingBatch
-from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, special_token_ids
+from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, byte_tokens, special_token_ids
 from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.host import HostChoice, HostSampler, choose_on_host, hosted_rows, without
 from hpu_duo.sampling.logprobs import TokenLogprobs
@@ -37,6 +37,7 @@ __all__ = [
     "StopMatch",
     "StructuredOutputs",
     "TokenLogprobs",
+    "byte_tokens",
     "choose_on_host",
     "derive_seed",
     "hosted_rows",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -41,18 +42,31 @@ def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(tokenizer.all_special_ids) | flagged
 
 
+def byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
+    """The byte of each token ``<0xE2>`` of a tokenizer that spells unknown characters with such tokens."""
+    if not hasattr(tokenizer, "convert_tokens_to_ids"):
+        return {}
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+    missing = (None, getattr(tokenizer, "unk_token_id", None))
+    return {token_id: byte for byte, token_id in enumerate(ids) if token_id not in missing}
+
+
 class IncrementalDetokenizer:
     """Turn token ids into text as they come, releasing only text that later tokens cannot change.
 
     The pieces, with ``flush`` at the end, join to the decoding of all tokens at once (without the clean-up of
-    spaces, which rewrites earlier text). A character split over tokens comes with its last token. One
-    exception: tokenizers with byte fallback turn a whole run of byte tokens into replacement characters when
-    any byte of it is wrong. Characters of the run that were complete before it stay released here, and the
-    number of replacement characters may differ.
+    spaces, which rewrites earlier text). A character split over tokens comes with its last token. Tokenizers
+    with byte fallback turn a whole run of byte tokens into replacement characters when any byte of it is
+    wrong, so a run comes with the token behind it.
 
-    Each token costs two decodings of a window. The window reaches back one released piece, because decoding
-    depends on the left neighbour (the space of a word-start token is dropped at the beginning of a text), and
-    is at most a few dozen tokens whatever the length of the output.
+    Each token costs two decodings of a window, a byte token none. The window reaches back one released piece,
+    because decoding depends on the left neighbour (the space of a word-start token is dropped at the
+    beginning of a text). It is at most a few dozen tokens, or a run of byte tokens, whatever the length of
+    the output.
+
+    Attributes:
+        coming: characters that the last token completes in a run of byte tokens, which is held; they come
+            unless a wrong byte follows.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -60,6 +74,7 @@ class IncrementalDetokenizer:
         context_ids: the end of the prompt that the output continues. With it a first word-start token keeps
             its space; without it the output reads as the beginning of a text.
         special_ids: ``special_token_ids(tokenizer)`` if already at hand.
+        byte_of: ``byte_tokens(tokenizer)`` if already at hand.
     """
 
     def __init__(
@@ -68,12 +83,15 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         context_ids: Sequence[int] = (),
         special_ids: frozenset[int] | None = None,
+        byte_of: Mapping[int, int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         if not skip_special_tokens:
             special_ids = frozenset()
         self._skipped = special_token_ids(tokenizer) if special_ids is None else special_ids
+        self._byte_of = byte_tokens(tokenizer) if byte_of is None else byte_of
+        self._new_run()
         # _window = _num_settled tokens of the last released piece, then held tokens
         # _released = characters of decode(_window) that are out
         self._window: list[int] = []
@@ -94,17 +112,43 @@ class IncrementalDetokenizer:
     def _release_context(self) -> None:
         """Count the prompt's text as released, except an unfinished character that the output may finish."""
         text = self._decode(self._window)
-        self._released = max(self._released, len(text.rstrip(REPLACEMENT)))
+        complete = text.rstrip(REPLACEMENT)
+        if self._window and self._window[-1] in self._byte_of:
+            # A run with an unfinished character has none that is whole.
+            ends = range(len(self._window), max(len(self._window) - _MAX_CHAR_TOKENS, 0), -1)
+            wholes = (self._decode(self._window[:end]) for end in ends)
+            complete = next((whole for whole in wholes if not whole.endswith(REPLACEMENT)), complete)
+        self._released = max(self._released, len(complete))
         self._num_unfinished = len(text) - self._released
+
+    def _new_run(self) -> None:
+        """Forget the run of byte tokens."""
+        self.coming = ""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._is_valid_run = True
+
+    def _add_byte(self, byte: int) -> None:
+        self.coming = ""
+        try:
+            if self._is_valid_run:
+                self.coming = self._utf8.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            self._is_valid_run = False
 
     def push(self, token_id: int) -> str:
         """Add one token and return the text that it settles, often one piece, sometimes none."""
         # A skipped token must not separate its neighbours: decoding the whole drops it first.
         if token_id in self._skipped:
+            self.coming = ""
             return ""
         self._window.append(token_id)
+        if token_id in self._byte_of:
+            self._add_byte(self._byte_of[token_id])
+            return ""
+        if self._byte_of:
+            self._new_run()
         text = self._decode(self._window)
-        is_broken = text.endswith(REPLACEMENT)
+        is_broken = text.endswith(REPLACEMENT) and not self._byte_of
         is_overdue = len(self._window) - self._num_settled > _MAX_HELD_TOKENS
         if is_broken and not is_overdue:
             return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from typing import NamedTuple
 
 from hpu_duo.sampling.params import SamplingParams
@@ -12,8 +14,8 @@ class StopMatch(NamedTuple):
 
     Attributes:
         stop: the string.
-        start, end: its character range in the whole output text, special tokens included; ``start`` is
-            negative if it began in the prompt.
+        start, end: its character range in the whole output text, special tokens included, also where it spans
+            one that is not shown; ``start`` is negative if it began in the prompt.
         cut: length of the text to keep: ``end`` if the stop string is included, else ``start`` or 0.
     """
 
@@ -36,7 +38,9 @@ class StopChecker:
     The stop string that is complete first wins; of those complete at the same character, the longest. So the
     result does not depend on how the text is split into tokens. A string that completes before
     ``min_tokens`` is reached is ordinary text, but one that only begins before it counts; transformers does
-    not wait for ``min_tokens``. The text of special tokens counts too, also where it is not shown.
+    not wait for ``min_tokens``. The text of special tokens counts too, also where it is not shown. A string
+    is looked for in the shown text as well, where it may span such tokens, as for vLLM and unlike
+    transformers.
 
     Each character costs amortised constant time per stop string.
 
@@ -55,13 +59,17 @@ class StopChecker:
         self._stops = tuple(sorted(set(params.stop), key=lambda stop: (-len(stop), stop)))
         self._borders = tuple(_find_borders(stop) for stop in self._stops)
         self._matched = [0] * len(self._stops)
+        # The same in the shown text, once something is not shown, and the places of its last characters.
+        self._shown: list[int] | None = None
+        self._places: deque[int] = deque(maxlen=max(map(len, self._stops), default=0))
+        self._spans_hidden = not params.stop_like_transformers
         # Text held back, and the ranges of it that are never shown.
         self._held = ""
         self._hidden: list[tuple[int, int]] = []
         self._num_released = 0
         self._is_finished = False
         for char in before:
-            self._advance(char)
+            self._advance(char, self._matched)
 
     def push(self, text: str, num_output_tokens: int, *, is_hidden: bool = False) -> Released:
         """Add a piece of text.
@@ -86,28 +94,54 @@ class StopChecker:
         pending = self._held + text
         if is_hidden and text:
             self._hidden.append((len(self._held), len(pending)))
+            self._part()
         for at in range(len(self._held), len(pending)):
-            stop = self._advance(pending[at])
-            if stop is not None and is_armed:
-                return self._finish(pending, stop, at + 1)
+            found = self._follow(pending[at], at, is_hidden)
+            if found is not None and is_armed:
+                return self._finish(pending, *found, at + 1)
         # With the stop string included, its beginning is shown whatever follows.
-        num_held = 0 if self._include else min(self._longest_prefix, len(pending))
+        num_held = 0 if self._include else min(self._num_open(len(pending)), len(pending))
         return self._release(pending, len(pending) - num_held)
+
+    def fork(self) -> StopChecker:
+        """Return a checker that goes on from here, to try text that is not certain."""
+        ahead = copy.copy(self)
+        ahead._matched, ahead._hidden = [*self._matched], [*self._hidden]
+        ahead._shown, ahead._places = copy.copy(self._shown), copy.copy(self._places)
+        return ahead
 
     def flush(self) -> str:
         """Release the text still held back, for an output that ends for another reason (length, EOS)."""
         return self._release(self._held, len(self._held)).text
 
-    @property
-    def _longest_prefix(self) -> int:
-        """Characters at the end of the text that could still become a stop string."""
-        return max(self._matched)
+    def _num_open(self, num_pending: int) -> int:
+        """Return the characters at the end of the pending text that could still become a stop string."""
+        num_shown = max(self._shown) if self._shown is not None else 0
+        behind = self._num_released + num_pending - self._places[-num_shown] if num_shown else 0
+        return max(*self._matched, behind)
 
-    def _advance(self, char: str) -> str | None:
+    def _part(self) -> None:
+        """Tell the shown text from the whole from here on: up to here they end alike."""
+        if self._spans_hidden and self._shown is None:
+            self._shown = [*self._matched]
+            end = self._num_released + len(self._held)
+            self._places.extend(range(end - max(map(len, self._stops)), end))
+
+    def _follow(self, char: str, at: int, is_hidden: bool) -> tuple[str, int] | None:
+        """Follow a pending character; return the longest stop string that it completes, and its start."""
+        whole, shown = self._advance(char, self._matched), None
+        if self._shown is not None and not is_hidden:
+            self._places.append(self._num_released + at)
+            shown = self._advance(char, self._shown)
+        if shown is not None and len(shown) >= len(whole or ""):
+            return shown, self._places[-len(shown)] - self._num_released
+        return None if whole is None else (whole, at + 1 - len(whole))
+
+    def _advance(self, char: str, matched: list[int]) -> str | None:
         """Follow one character in every stop string; return the longest one that it completes."""
         completed = None
         for which, (stop, borders) in enumerate(zip(self._stops, self._borders)):
-            length = self._matched[which]
+            length = matched[which]
             while length and stop[length] != char:
                 length = borders[length]
             if stop[length] == char:
@@ -115,12 +149,11 @@ class StopChecker:
             if length == len(stop):
                 completed = completed or stop
                 length = borders[length]
-            self._matched[which] = length
+            matched[which] = length
         return completed
 
-    def _finish(self, pending: str, stop: str, end: int) -> Released:
+    def _finish(self, pending: str, stop: str, start: int, end: int) -> Released:
         self._is_finished = True
-        start = end - len(stop)
         offset = self._num_released
         # What began in the prompt, or is shown already, lies before the pending text.
         kept = end if self._include else max(start, 0)

@@ -89,6 +89,15 @@ def test_generate_stops_at_the_strings_that_stop_transformers(
     assert ours == theirs == PROMPT + new[:length]
 
 
+def test_a_stop_string_may_span_a_special_token_that_is_not_shown(special: Tiny, new: list[int]) -> None:
+    stop = text_of(new[3:4]) + text_of(new[5:6])
+    done = run(special, stop=stop)
+    assert (done.token_ids, done.stop_reason, done.text) == (new[:6], stop, text_of(new[:3]))
+    assert run(special, stop=stop, skip_special_tokens=False).token_ids == new
+    ours, theirs = generate(special, [stop])
+    assert ours == theirs == PROMPT + new
+
+
 def test_stop_strings_of_generate_do_not_wait_for_a_minimum_of_tokens(special: Tiny, new: list[int]) -> None:
     ours, theirs = generate(special, [text_of(new[1:3])], min_new_tokens=8)
     assert ours == theirs == PROMPT + new[:3]

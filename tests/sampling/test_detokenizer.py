@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -46,11 +46,8 @@ def test_the_pieces_join_to_the_decoding_of_the_whole(
     special = sorted(special_token_ids(tokenizer))
     for at, which in inserted:
         ids.insert(at, special[which])
-    whole = _decode(tokenizer, ids, skip)
-    # A special token inside a character breaks a run of byte tokens; see the byte fallback test below.
-    assume(skip or REPLACEMENT not in whole)
     pieces, rest = _pieces(tokenizer, ids, skip_special_tokens=skip)
-    assert "".join(pieces) + rest == whole
+    assert "".join(pieces) + rest == _decode(tokenizer, ids, skip)
 
 
 @FIXTURES
@@ -60,6 +57,24 @@ def test_any_bytes_at_all_join_to_the_decoding_of_the_whole(
 ) -> None:
     pieces, rest = _pieces(byte_level_tokenizer, ids)
     assert "".join(pieces) + rest == _decode(byte_level_tokenizer, ids)
+
+
+BYTES = st.sampled_from([f"<0x{byte:02X}>" for byte in b"\xe2\x82\xac\xf0\x9f\x98\x80\xc3\xa9a \xff"])
+
+
+@FIXTURES
+@given(data=st.lists(BYTES | st.integers(0, 330), max_size=60), skip=st.booleans())
+@example(data=[f"<0x{byte:02X}>" for byte in b"\xe2\x82\xac\xe2a"], skip=True)
+@example(data=["<0x80>"] * 40 + ["<0xC3>", "<0xA9>", 300, "<0xC3>", "<0xA9>"], skip=True)
+def test_any_bytes_of_a_fallback_join_to_the_decoding_of_the_whole(
+    byte_fallback_tokenizer: PreTrainedTokenizerFast, data: list[str | int], skip: bool
+) -> None:
+    last = len(byte_fallback_tokenizer) - 1
+    ids = [
+        _id_of(byte_fallback_tokenizer, each) if isinstance(each, str) else min(each, last) for each in data
+    ]
+    pieces, rest = _pieces(byte_fallback_tokenizer, ids, skip_special_tokens=skip)
+    assert "".join(pieces) + rest == _decode(byte_fallback_tokenizer, ids, skip)
 
 
 @FIXTURES
@@ -95,8 +110,21 @@ def test_a_split_character_comes_with_its_last_token(tokenizer: PreTrainedTokeni
     ids = tokenizer.encode("a龍b", add_special_tokens=False)
     pieces, rest = _pieces(tokenizer, ids)
     assert len(ids) >= 5
-    assert [piece for piece in pieces if piece] == ["a", "龍", "b"]
+    assert "".join(pieces) == "a龍b"
     assert rest == ""
+
+
+def test_a_split_character_comes_with_the_token_behind_its_run_of_byte_tokens(
+    byte_fallback_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    detokenizer = IncrementalDetokenizer(byte_fallback_tokenizer)
+    ids = byte_fallback_tokenizer.encode("a龍", add_special_tokens=False)
+    assert [(detokenizer.push(token_id), detokenizer.coming) for token_id in ids[-3:]] == [
+        ("", ""),
+        ("", ""),
+        ("", "龍"),
+    ]
+    assert detokenizer.flush() == "龍"
 
 
 def test_an_unfinished_character_comes_with_the_flush(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -104,16 +132,6 @@ def test_an_unfinished_character_comes_with_the_flush(tokenizer: PreTrainedToken
     pieces, rest = _pieces(tokenizer, ids[:-1])
     assert "".join(pieces) == "a"
     assert set(rest) == {REPLACEMENT}
-
-
-def test_a_wrong_byte_does_not_take_back_released_characters(
-    byte_fallback_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    ids = [_id_of(byte_fallback_tokenizer, t) for t in ("<0xE2>", "<0x82>", "<0xAC>", "<0xE2>", "a")]
-    pieces, rest = _pieces(byte_fallback_tokenizer, ids)
-    text = "".join(pieces) + rest
-    assert text.startswith("€" + REPLACEMENT)
-    assert text.endswith("a")
 
 
 def test_a_skipped_token_does_not_cost_the_next_word_its_space(
@@ -133,9 +151,10 @@ def test_a_character_begun_by_the_prompt_is_finished_by_the_output(
     text = "a龍龍b" + "龍" * 9
     ids = tokenizer.encode(text, add_special_tokens=False)
     for split in range(1, len(ids) + 1):
-        prompt_pieces, _ = _pieces(tokenizer, ids[:split])
+        prompts = (_decode(tokenizer, ids[:end]) for end in range(split, -1, -1))
+        complete = next(prompt for prompt in prompts if REPLACEMENT not in prompt)
         pieces, rest = _pieces(tokenizer, ids[split:], context_ids=ids[:split])
-        assert "".join(prompt_pieces) + "".join(pieces) + rest == text
+        assert complete + "".join(pieces) + rest == text
 
 
 def test_the_context_decides_whether_the_first_word_has_a_space(
@@ -181,7 +200,8 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(
     pieces, rest = _pieces(counting, ids)
     text = "".join(pieces) + rest
     assert text.replace(REPLACEMENT, "") == _decode(tokenizer, ids).replace(REPLACEMENT, "")
-    assert counting.longest <= 64
+    # A run of byte tokens is decoded once, when it ends.
+    assert counting.longest <= (64 if counting.calls > 4 else len(ids))
     assert counting.calls <= 2 * len(ids) + 4
 
 

@@ -53,21 +53,26 @@ def test_streaming_equals_the_search_of_the_whole_text(
     pieces=st.lists(st.tuples(LETTERS, st.booleans()), max_size=8),
     stops=STOPS,
     include=st.booleans(),
+    is_strict=st.booleans(),
 )
 def test_hidden_pieces_and_the_text_before_are_matched_and_never_shown(
-    before: str, pieces: list[tuple[str, bool]], stops: list[str], include: bool
+    before: str, pieces: list[tuple[str, bool]], stops: list[str], include: bool, is_strict: bool
 ) -> None:
-    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include, stop_like_transformers=is_strict)
     text = "".join(piece for piece, _ in pieces)
     visible = [not is_hidden for piece, is_hidden in pieces for _ in piece]
-    ends = [
-        (end, stop)
-        for end in range(1, len(text) + 1)
-        for stop in sorted(stops, key=len, reverse=True)
-        if (before + text[:end]).endswith(stop)
-    ]
-    end, stop = ends[0] if ends else (len(text), None)
-    kept = end if stop is None or include else max(end - len(stop), 0)
+    places = [*range(-len(before), 0), *(at for at, is_seen in enumerate(visible) if is_seen)]
+    ends = []
+    for end in range(1, len(text) + 1):
+        seen = [at for at in places if at < end]
+        shown = "".join((before + text)[at + len(before)] for at in seen)
+        hits = [(end, stop, end - len(stop)) for stop in stops if (before + text[:end]).endswith(stop)]
+        if not is_strict and visible[end - 1]:
+            spans = [(end, stop, seen[-len(stop)]) for stop in stops if shown.endswith(stop)]
+            hits = spans + hits
+        ends += sorted(hits, key=lambda hit: -len(hit[1]))
+    end, stop, start = ends[0] if ends else (len(text), None, 0)
+    kept = end if stop is None or include else max(start, 0)
     checker, shown, match = StopChecker(params, before), "", None
     for piece, is_hidden in pieces:
         released = checker.push(piece, 1, is_hidden=is_hidden)
@@ -77,7 +82,15 @@ def test_hidden_pieces_and_the_text_before_are_matched_and_never_shown(
     assert (match.stop if match else None) == stop
     assert shown + checker.flush() == "".join(c for c, is_seen in zip(text[:kept], visible) if is_seen)
     if match:
-        assert (match.start, match.end, match.cut) == (end - len(stop or ""), end, kept)
+        assert (match.start, match.end, match.cut) == (start, end, kept)
+
+
+def test_a_stop_string_may_span_a_piece_that_is_not_shown() -> None:
+    checker = StopChecker(SamplingParams(stop=["abcd"]))
+    assert checker.push("xab", 1) == Released("x", None)
+    assert checker.push("<pad>", 2, is_hidden=True) == Released("", None)
+    assert checker.fork().push("cd", 3).match is not None
+    assert checker.push("cde", 3) == Released("", StopMatch("abcd", 1, 10, 1))
 
 
 @settings(max_examples=300)
