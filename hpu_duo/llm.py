@@ -30,7 +30,6 @@ from hpu_duo.generation import as_eos_ids
 from hpu_duo.modeling.hub import find_checkpoint
 from hpu_duo.modeling.loading import choose_dtype, load_tokenizer, read_config, read_generation_config
 from hpu_duo.modeling.loading_arguments import LoadingArguments
-from hpu_duo.remote_code import refuse_remote_code
 from hpu_duo.startup.assembly import assemble
 from hpu_duo.startup.retrieval_choice import settled
 from hpu_duo.steplog import StepRecorder, origin_of
@@ -172,8 +171,7 @@ class HPUDuoModel(ContextModel, Uncopied):
         given = GivenBuckets.read(buckets, block_size)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"expected seed to be an integer, got {seed!r}")
-        refuse_remote_code(trust_remote_code)
-        loading = LoadingArguments.read(elsewhere, device)
+        loading = LoadingArguments.read(elsewhere, device, trust_remote_code)
         config = EngineConfig(
             model=ModelConfig(
                 path=path,

@@ -32,7 +32,7 @@ _UNUSED_FILES = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class HubAccess:
-    """How the hub is asked; without a value the hub's own environment variables and login hold.
+    """A way to ask the hub; without a value the hub's own environment variables and login hold.
 
     Attributes:
         cache_dir: of downloads.

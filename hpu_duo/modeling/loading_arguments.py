@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hpu_duo.modeling.hub import HubAccess
+from hpu_duo.remote_code import refuse_remote_code
 
 _QUANTISED = "weights are served in bfloat16, float16 or float32: choose dtype"
 _ONE_FILE = "config.json, *.safetensors and the tokenizer of the directory are read"
@@ -98,17 +99,21 @@ class LoadingArguments:
     access: HubAccess
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], device: str | torch.device = "auto") -> LoadingArguments:
+    def read(
+        cls, given: Mapping[str, Any], device: str | torch.device = "auto", trust_remote_code: bool = False
+    ) -> LoadingArguments:
         """Read arguments by their names in transformers and vLLM.
 
         Args:
             given: ``device_map``, ``cache_dir``, ``token``, ``local_files_only``, and any others to answer.
             device: as given by our own name.
+            trust_remote_code: False only, see ``refuse_remote_code``.
 
         Raises:
             ValueError: an argument that is not supported, naming ours, or a value that is not.
             TypeError: an argument that neither library has.
         """
+        refuse_remote_code(trust_remote_code)
         for name, value in given.items():
             _check(name, value)
         token, local = given.get("token"), given.get("local_files_only", False)
