@@ -7,15 +7,17 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import BoundedSemaphore, Lock
 
 import torch
+from tqdm import tqdm
 
 COMPILERS = ("g++", "clang++", "c++")
 _SHOWN_CHARACTERS = 2000
+_SILENT_S = 2.0
 _compilers = BoundedSemaphore(os.cpu_count() or 1)
 _locks: dict[Path, Lock] = {}
 _locks_lock = Lock()
@@ -92,7 +94,15 @@ def _compile(library: Path, name: str, sources: Sequence[Path], command: Sequenc
                     threads.submit(run, ["-c", str(source), "-o", output, *headers_of_torch])
                     for source, output in objects.items()
                 ]
-                for each in compiling:
+                bar = tqdm(
+                    as_completed(compiling),
+                    desc=f"building C++ of {name}, once",
+                    total=len(compiling),
+                    unit="file",
+                    delay=_SILENT_S,
+                    leave=False,
+                )
+                for each in bar:
                     each.result()
             built = Path(own) / library.name
             run(["-shared", *objects.values(), "-o", str(built), *libraries])
