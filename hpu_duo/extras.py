@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 _NAME = "hpu-duo"
@@ -21,6 +20,8 @@ def install_command(extra: str, above: Path = Path(__file__).parent.parent) -> s
         extra: of ``pyproject.toml``, for example ``serve``.
         above: the folder in which this package lies; a checkout has ``pyproject.toml`` there.
     """
+    from importlib.metadata import PackageNotFoundError
+
     if (above / "pyproject.toml").is_file():
         return f"pip install -e {_quoted(f'{above}[{extra}]')}"
     try:
@@ -30,6 +31,8 @@ def install_command(extra: str, above: Path = Path(__file__).parent.parent) -> s
 
 
 def _packages(extra: str) -> Iterator[str]:
+    from importlib.metadata import requires
+
     from packaging.requirements import Requirement
 
     for line in requires(_NAME) or ():

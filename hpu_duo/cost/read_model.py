@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hpu_duo.cost.model import AttentionSize, Experts, ModelSize
+from hpu_duo.cost.plain_counts import PLAIN_FAMILIES, plain_model
 from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
 from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from hpu_duo.modeling.layer_kind import LayerKind
@@ -19,11 +18,15 @@ from hpu_duo.modeling.rope import positions_served
 from hpu_duo.modeling.transformers_internals import causal_model_class
 from hpu_duo.remote_code import refusal
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def read_model(path: str | Path) -> ModelSize:
     """Read the sizes of the model that a config.json describes.
 
-    Parameters are counted on a model without storage, so this takes no memory and less than a second.
+    Parameters of families that are built like Llama follow from their sizes. Others are counted on a model of
+    transformers without storage, whose code takes seconds to import.
 
     Args:
         path: the file, or a directory that holds it. No weights are read.
@@ -41,19 +44,29 @@ def read_model(path: str | Path) -> ModelSize:
     config = read_config_file(file)
     text = config.get_text_config()
     name = (given if given.is_dir() else given.parent).resolve().name
-    if causal_model_class(text) is None:
-        raise ValueError(
-            f"model_type {text.model_type!r} has no causal language model in transformers "
-            f"{transformers.__version__}"
-        )
+    if text.model_type not in PLAIN_FAMILIES:
+        _check_causal(text)
     try:
-        layers = _layers(text)
-        max_positions = positions_served(text)
+        layers, max_positions = _layers(text), positions_served(text)
+        if (plain := plain_model(name, text, layers, max_positions)) is not None:
+            return plain
+        from transformers import AutoModelForCausalLM
+
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(text, trust_remote_code=False)
     except (*FILE_ERRORS, RuntimeError) as error:
         raise refusal(f"cannot size the model of {file}", error) from error
     return _count(name, model, text, layers, max_positions)
+
+
+def _check_causal(config: Any) -> None:
+    import transformers
+
+    if causal_model_class(config) is None:
+        raise ValueError(
+            f"model_type {config.model_type!r} has no causal language model in transformers "
+            f"{transformers.__version__}"
+        )
 
 
 def _structures(model: PreTrainedModel, num_layers: int) -> tuple[int, ...]:
@@ -100,8 +113,8 @@ def _heads(config: Any, index: int) -> tuple[int, int, int]:
     other = getattr(config, "global_head_dim", None)
     if of_layer is None and other is not None and other != head_dim:
         raise ValueError(
-            f"{config.model_type!r} has heads of size {head_dim} and {other}, and transformers "
-            f"{transformers.__version__} does not say in which layers"
+            f"{config.model_type!r} has heads of size {head_dim} and {other}, and the installed transformers "
+            "does not say in which layers"
         )
     return num_heads, num_kv_heads, head_dim
 

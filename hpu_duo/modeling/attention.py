@@ -1,4 +1,4 @@
-"""The attention function that transformers models call, registered under one name.
+"""The attention function that transformers models call; ``loading`` registers it under ``NAME``.
 
 In normal running it finds the layer's stores and the step on the attention module, whatever arguments the
 family hands on to it. At load, it takes notes for a probe, or attends for a trial, see ``attending``.
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
 from graphs.backends.cuts import cut_at
 from kernels_ref import (
@@ -235,6 +234,3 @@ def placeholder_mask(device: torch.device) -> torch.Tensor:
     Four dimensions mean "prepared by the caller"; our attention function never reads it.
     """
     return torch.zeros(1, 1, 1, 1, device=device)
-
-
-AttentionInterface.register(NAME, attention)

@@ -10,6 +10,8 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -17,13 +19,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hpu_duo.modeling.attention import NAME
+from hpu_duo.modeling.attention import NAME, attention
 from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
 from hpu_duo.modeling.config_numbers import RANGES
 from hpu_duo.modeling.experts import register_experts
 from hpu_duo.modeling.plain_weights import refuse_adapter
 from hpu_duo.modeling.transformers_internals import EXPERTS, causal_model_class
+from hpu_duo.modeling.visibility import mark
 from hpu_duo.remote_code import NO_REMOTE_CODE, refusal
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mark)
 
 _WEIGHT_ERRORS = (*FILE_ERRORS, RuntimeError, ImportError, SafetensorError)
 

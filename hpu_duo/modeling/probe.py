@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hpu_duo.modeling.attention import AttentionCall, Probe, attending
 from hpu_duo.modeling.refusal import refusing
 from hpu_duo.modeling.trial import try_flat_batch
 from hpu_duo.modeling.visibility import read_window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hpu_duo.modeling.attention import Probe, attending, placeholder_mask
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.refusal import refusing
 from kernels_ref.rotary import turned, turns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _POSITIONS = (0, 1, 7, 60)
 _TOLERANCE = {torch.float32: 1e-3}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer, RunningStep, placeholder_mask
 from hpu_duo.modeling.layer_kind import LayerKind
@@ -19,6 +18,9 @@ from hpu_duo.uncopied import Uncopied
 from kernels_ref import LayerCache, LayerSpec, Step, stores_of
 from kernels_ref.loops import RegionOf
 from kernels_ref.units import copy_units
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LayerRunner = Callable[..., Any]
 

@@ -5,15 +5,10 @@ Tried with 4.55.4, 5.23.0 and 5.24.0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationMixin,
-    LogitsProcessorList,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+if TYPE_CHECKING:
+    from transformers import GenerationMixin, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 
 ENDS = "_eos_token_tensor"
 """Field of a ``GenerationConfig``: ids that end a text, a LongTensor or None, which processors read."""
@@ -30,6 +25,8 @@ NAME_OR_PATH = "_name_or_path"
 
 def causal_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class of the causal language model of a configuration; None if there is none."""
+    from transformers import AutoModelForCausalLM
+
     mapping: Any = AutoModelForCausalLM._model_mapping
     return mapping.get(type(config), None)
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from bias_builders import Window, causal_mask
 from hpu_duo.modeling.attention import NAME, AttentionCall, Trial, attending, placeholder_mask
 from hpu_duo.modeling.layer_kind import LayerKind
 from hpu_duo.modeling.refusal import refusing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NUM_TEXTS = 4
 TEXT_LEN = 4

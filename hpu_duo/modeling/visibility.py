@@ -13,9 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionMaskInterface
-
-from hpu_duo.modeling.attention import NAME
 
 _FAR = 1 << 24
 _LONGEST = 1 << 22
@@ -66,12 +63,10 @@ def _window_at(rule: Rule, query: int) -> float:
     return float(hidden)
 
 
-def _mark(*_: Any, mask_function: Rule, **__: Any) -> torch.Tensor:
+def mark(*_: Any, mask_function: Rule, **__: Any) -> torch.Tensor:
+    """The mask function that transformers calls: a tensor that carries the window of the rule."""
     window = look_through(mask_function)
     # Its value is for people who print it.
     marker = torch.full((1, 1, 1, 1), window, dtype=torch.float64)
     setattr(marker, _WINDOW, window)
     return marker
-
-
-AttentionMaskInterface.register(NAME, _mark)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from hpu_duo.ranking.ranker import Prompt, Ranker
 from hpu_duo.remote_code import NO_REMOTE_CODE, refusal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PAD = 0
 
@@ -36,6 +38,9 @@ class EncoderRanker(Ranker):
     kind: ClassVar[str] = "encoder"
 
     def __init__(self, config: dict[str, Any], max_tokens: int = 2048) -> None:
+        # Slow to import, and no other ranker needs it.
+        from transformers import AutoConfig, AutoModel
+
         super().__init__()
         if "model_type" not in config:
             raise ValueError(f"expected a configuration with 'model_type', got {sorted(config)[:5]}")
@@ -62,6 +67,8 @@ class EncoderRanker(Ranker):
         Raises:
             ValueError: the directory has no configuration of a model.
         """
+        from transformers import AutoConfig, AutoModel
+
         try:
             config = AutoConfig.from_pretrained(directory, **NO_REMOTE_CODE)
         except (OSError, ValueError, KeyError) as error:

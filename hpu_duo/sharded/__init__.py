@@ -1,4 +1,7 @@
-"""One rank's share of a model: heads, widths and vocabulary cut evenly, after transformers' own plan."""
+"""One rank's share of a model: heads, widths and vocabulary cut evenly, after transformers' own plan.
+
+``loading`` and ``share_check`` need transformers' models and are imported by their own names.
+"""
 
 from hpu_duo.sharded.config import narrowed_config
 from hpu_duo.sharded.dealt_blocks import DealtBlocks
@@ -12,9 +15,7 @@ from hpu_duo.sharded.exchanged_bytes import (
 from hpu_duo.sharded.experts import ExpertShare
 from hpu_duo.sharded.head_exchange import HeadExchange
 from hpu_duo.sharded.heads import RankHeads, placed
-from hpu_duo.sharded.loading import load_share, make_cutter
 from hpu_duo.sharded.modules import connect
-from hpu_duo.sharded.share_check import check_share
 from hpu_duo.sharded.shared_scores import ScoreExchange, SharedPolicy
 from hpu_duo.sharded.sums import Sums
 
@@ -29,11 +30,8 @@ __all__ = [
     "SharedPolicy",
     "StepExchanges",
     "Sums",
-    "check_share",
     "connect",
     "head_exchanges",
-    "load_share",
-    "make_cutter",
     "narrowed_config",
     "placed",
     "summed_score_bytes",

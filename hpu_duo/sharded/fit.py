@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.sharded.cuts import Cutter
 from hpu_duo.sharded.experts import routed_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _OF_ONE_HEAD = ("head_dim", "head_size", "rotary_ndims", "scaling")
 """Attributes of attention modules that are of one head; families may derive them from the number of heads."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel
 
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import build_without_weights, load_state
@@ -22,6 +21,9 @@ from hpu_duo.sharded.fit import Fit
 from hpu_duo.sharded.fused_rows import head_sizes
 from hpu_duo.sharded.heads import RankHeads
 from hpu_duo.sharded.sums import token_tables
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def load_share(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hpu_duo.device.exchange import sum_over_ranks
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.sharded.norms import NormFormula
 from hpu_duo.sharded.sums import Sums
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class SummedOverRanks(nn.Module):

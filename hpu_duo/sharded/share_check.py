@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.attention import AttentionCall
@@ -22,6 +21,9 @@ from hpu_duo.sharded.heads import RankHeads
 from hpu_duo.sharded.loading import make_cutter
 from hpu_duo.sharded.summands import Share, check_summands
 from hpu_duo.sharded.sums import Sums
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def check_share(

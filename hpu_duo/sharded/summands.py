@@ -10,11 +10,10 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hpu_duo.modeling.attention import Trial, attending
 from hpu_duo.modeling.layer_kind import LayerKind
@@ -24,6 +23,9 @@ from hpu_duo.sharded.cuts import Cutter
 from hpu_duo.sharded.heads import RankHeads
 from hpu_duo.sharded.norms import NormFormula
 from hpu_duo.sharded.sums import Sums
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _TOLERANCE = 1e-3
 """Of the largest value. What is counted twice, or normed apart, is off by a good part of that value."""

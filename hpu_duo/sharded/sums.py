@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.sharded.cuts import Cutter
 from hpu_duo.sharded.norms import NormFormula
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _TABLES = "embed_tokens"
 """Beginning of the names of further tables of tokens."""

@@ -23,12 +23,11 @@ from hpu_duo.sharded import (
     ExpertShare,
     RankHeads,
     Sums,
-    check_share,
-    load_share,
-    make_cutter,
     narrowed_config,
 )
 from hpu_duo.sharded.config import check_plan
+from hpu_duo.sharded.loading import load_share, make_cutter
+from hpu_duo.sharded.share_check import check_share
 from hpu_duo.startup.agreement import check_alike, check_same_pattern, check_same_plan
 from hpu_duo.startup.blueprint import fix_served_len
 from hpu_duo.startup.device_side import DeviceSide, Shared

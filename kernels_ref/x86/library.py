@@ -68,7 +68,6 @@ def description() -> str:
     return f"our kernels ({'AVX512-BF16 and AMX' if has_tiles() else 'AVX512-BF16'})"
 
 
-@torch.compiler.assume_constant_result
 def is_available() -> bool:
     """Whether the operators are there. Compiled code takes the answer as fixed.
 
@@ -76,6 +75,10 @@ def is_available() -> bool:
     """
     with _lock:
         return _load()
+
+
+# torch.compiler.assume_constant_result does this, and imports all of Dynamo first.
+is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def require() -> None:

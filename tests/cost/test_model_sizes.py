@@ -1,6 +1,8 @@
 """Sizes from a config.json against the models that transformers makes of the same configuration."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    T5Config,
+)
 
+from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.cost import AttentionSize, Experts, Format, ModelSize
 from hpu_duo.cost.published import dense_model, published_rows
 from hpu_duo.cost.read_model import read_model
@@ -49,6 +61,48 @@ def test_experts_are_apart_from_what_every_token_reads(name: str, tmp_path: Path
         parameter.numel() for path, parameter in model.named_parameters() if "experts" in path.split(".")
     )
     assert experts.num_params == counted
+
+
+def counted(config: PretrainedConfig, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[ModelSize]:
+    """Sizes by formula, and by transformers' model."""
+    save(config, directory)
+    by_formula = read_model(directory)
+    with monkeypatch.context() as patched:
+        patched.setattr("hpu_duo.cost.read_model.plain_model", lambda *_: None)
+        return [by_formula, read_model(directory)]
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
+    ],
+    ids=str,
+)
+def test_a_formula_counts_what_the_model_of_transformers_has(
+    kind: type[PretrainedConfig], changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 100}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    by_formula, by_model = counted(kind(**sizes, **heads, **changes), tmp_path, monkeypatch)
+    assert by_formula == by_model
+
+
+def test_a_plain_model_is_sized_and_planned_without_transformers_model_code() -> None:
+    script = f"""
+import sys
+import hpu_duo.cli.planning.bucket_plans, hpu_duo.cli.planning.setting, hpu_duo.cost.capacity
+from hpu_duo.cost.read_model import read_model
+read_model({str(MODEL_DIR)!r})
+loaded = {{"transformers.modeling_utils", "torch._dynamo", "torch._inductor"}} & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 QUANTISED = {
