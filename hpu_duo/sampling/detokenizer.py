@@ -145,7 +145,8 @@ class IncrementalDetokenizer:
         if token_id in self._byte_of:
             self._add_byte(self._byte_of[token_id])
             return ""
-        if self._byte_of:
+        self.coming = ""
+        if len(self._window) > 1 and self._window[-2] in self._byte_of:
             self._new_run()
         text = self._decode(self._window)
         is_broken = text.endswith(REPLACEMENT) and not self._byte_of
