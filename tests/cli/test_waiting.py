@@ -1,12 +1,13 @@
 """Commands that take long say so on standard error."""
 
+import re
 import sys
 from threading import Event
 
 import pytest
 
 from hpu_duo.cli.terminal import waiting as module
-from hpu_duo.cli.terminal.waiting import waiting
+from hpu_duo.cli.terminal.waiting import Waiting
 
 
 class Stream:
@@ -31,14 +32,19 @@ class Stream:
 def test_a_long_wait_is_told(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     stream = Stream(is_terminal)
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(module, "_BLINK_S", 60.0)
-    with waiting("searching", silent_s=0):
+    monkeypatch.setattr(module, "_LINE_S", 60.0)
+    with Waiting("searching", silent_s=0.01) as wait:
         assert stream.came.wait(60)
-    said = "hpu-duo: searching: 0 s"
-    assert stream.text == (f"\r{said}\r{' ' * (len(said) + 1)}\r" if is_terminal else said + "\n")
+        stream.came.clear()
+        wait.progressed()
+        assert stream.came.wait(60)
+    said = r"hpu-duo: searching: \d+ s"
+    expected = rf"(\r{said}|\r *\r)+" if is_terminal else rf"({said}\n)+"
+    assert re.fullmatch(expected, stream.text)
+    assert stream.text.endswith(" \r" if is_terminal else "\n")
 
 
 def test_a_short_wait_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="x"), waiting("searching", silent_s=60):
+    with pytest.raises(ValueError, match="x"), Waiting("searching", silent_s=60):
         raise ValueError("x")
     assert capsys.readouterr().err == ""

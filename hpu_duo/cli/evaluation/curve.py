@@ -18,6 +18,7 @@ from hpu_duo.cli.evaluation.policies import PolicyOptions
 from hpu_duo.cli.evaluation.report import KV_COLUMNS, REPORT, RESULTS, check_outputs, finish, show, write_text
 from hpu_duo.cli.terminal.drawing import check_matplotlib
 from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.cli.terminal.waiting import Waiting
 
 if TYPE_CHECKING:
     from hpu_duo.eval import Subject
@@ -119,13 +120,15 @@ def curve(
     records = []
     notes = Console(stderr=True)
     with user_errors(ResultsNotWrittenError):
-        for record in curve_points(points, task, load, results):
-            records.append(record)
-            notes.print(
-                f"{len(records)}/{len(points)} {record['label']} {record['retrieval_heads']} heads: "
-                f"{record['num_exact']}/{record['num_answers']}",
-                highlight=False,
-            )
+        with Waiting("answering the questions of a point") as wait:
+            for record in curve_points(points, task, load, results):
+                wait.progressed()
+                records.append(record)
+                notes.print(
+                    f"{len(records)}/{len(points)} {record['label']} {record['retrieval_heads']} heads: "
+                    f"{record['num_exact']}/{record['num_answers']}",
+                    highlight=False,
+                )
         full = next(record for record in records if record["label"] == FULL)
         warn_of_failures({num_tokens: PasskeyResult.of_record(full)})
         rows = summary(records)

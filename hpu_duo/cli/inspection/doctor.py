@@ -19,7 +19,7 @@ from hpu_duo.cli.arguments.options import EngineOptions, HeadOptions, Json
 from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.cli.terminal.sizes import show_bytes
 from hpu_duo.cli.terminal.streams import mark
-from hpu_duo.cli.terminal.waiting import waiting
+from hpu_duo.cli.terminal.waiting import Waiting
 from hpu_duo.limit_config import SchedulerConfig
 from hpu_duo.selftest.facts import Fact, machine_facts
 
@@ -73,7 +73,7 @@ def _collectives(device: str, num_processes: int) -> Fact:
     from hpu_duo.device.collectives import check_collectives
 
     try:
-        with waiting(f"checking what {num_processes} processes exchange"):
+        with Waiting(f"checking what {num_processes} processes exchange"):
             found = check_collectives(device, num_processes)
     except WorkerError as error:
         reason, _, trace = str(error).partition("\n")

@@ -19,7 +19,7 @@ from hpu_duo.cli.arguments.options import LIMITS, Json
 from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions, graph_bytes
 from hpu_duo.cli.planning.plan_options import BudgetOptions, OutputOptions, PlannedLimits, TableOptions
 from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.cli.terminal.waiting import waiting
+from hpu_duo.cli.terminal.waiting import Waiting
 
 if TYPE_CHECKING:
     from graphs import BatchShape
@@ -80,16 +80,16 @@ def plan(
         if output.png is not None and setting.serving is not None:
             from hpu_duo.cli.planning.plot import draw
 
-            with waiting("drawing"):
+            with Waiting("drawing"):
                 draw(setting.size, setting.serving, setting.found, output.png)
         limits, cost = setting.limits, setting.cost
         budget = within.budget(
             lambda: graph_bytes(model, setting.size, setting.kv_layers, limits.block_size, limits.decode_len)
         )
-        with waiting("searching buckets"):
+        with Waiting("searching buckets"):
             chosen = {name: choose(name, limits, cost, budget, recorded) for name in table.names}
         setting = setting.with_table(chosen[table.strategy])
-        with waiting("measuring what padding costs on simulated traffic"):
+        with Waiting("measuring what padding costs on simulated traffic"):
             reports = {
                 name: evaluate(
                     each,

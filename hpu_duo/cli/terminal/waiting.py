@@ -4,41 +4,56 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Event, Thread
+from threading import Event, Lock, Thread
+from typing import Any
 
 _SILENT_S, _BLINK_S, _LINE_S = 2.0, 0.5, 10.0
 
 
-@contextmanager
-def waiting(what: str, silent_s: float = _SILENT_S) -> Iterator[None]:
+class Waiting:
     """Tell what takes so long: in place in a terminal, and elsewhere on a line of its own now and then.
 
     Args:
         what: is done, such as "searching buckets".
-        silent_s: seconds before the first word.
+        silent_s: seconds before the first word, and after each sign of progress.
     """
-    ended = Event()
-    thread = Thread(target=_tell, args=(what, silent_s, ended), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
+    def __init__(self, what: str, silent_s: float = _SILENT_S) -> None:
+        self._what, self._silent_s = what, silent_s
+        self._lock, self._ended = Lock(), Event()
+        self._shown = 0
+        self._since = time.monotonic()
+        self._next = self._since + silent_s
+        self._thread = Thread(target=self._tell, daemon=True)
 
-def _tell(what: str, silent_s: float, ended: Event) -> None:
-    began = time.monotonic()
-    if ended.wait(silent_s):
-        return
-    is_terminal = sys.stderr.isatty()
-    begin, end = ("\r", "") if is_terminal else ("", "\n")
-    while True:
-        line = f"{begin}hpu-duo: {what}: {time.monotonic() - began:.0f} s{end}"
-        print(line, end="", file=sys.stderr, flush=True)
-        if ended.wait(_BLINK_S if is_terminal else _LINE_S):
-            break
-    if is_terminal:
-        print("\r" + " " * len(line) + "\r", end="", file=sys.stderr, flush=True)
+    def __enter__(self) -> Waiting:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.progressed()
+
+    def progressed(self) -> None:
+        """Be silent again: something else has been told, or is about to be."""
+        with self._lock:
+            self._since = time.monotonic()
+            self._next = self._since + self._silent_s
+            if self._shown:
+                print("\r" + " " * self._shown + "\r", end="", file=sys.stderr, flush=True)
+                self._shown = 0
+
+    def _tell(self) -> None:
+        while not self._ended.wait(min(_BLINK_S, self._silent_s)):
+            with self._lock:
+                now = time.monotonic()
+                if now < self._next:
+                    continue
+                line = f"hpu-duo: {self._what}: {now - self._since:.0f} s"
+                if sys.stderr.isatty():
+                    print("\r" + line, end="", file=sys.stderr, flush=True)
+                    self._shown, self._next = len(line), now + _BLINK_S
+                else:
+                    print(line, file=sys.stderr, flush=True)
+                    self._next = now + _LINE_S

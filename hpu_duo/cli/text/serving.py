@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from hpu_duo.cli.terminal.waiting import Waiting
+
 if TYPE_CHECKING:
     from hpu_duo.engine.engine import Engine
     from hpu_duo.engine.outputs import Completion, RequestOutput
@@ -104,8 +106,10 @@ class Run:
         prefill, decode = Pace(), Pace()
         is_interrupted = False
         try:
-            while self._engine.has_unfinished:
-                self._step(view, prefill, decode)
+            # A step that captures a graph may take half a minute.
+            with Waiting("running a step, with the graph that it captures") as wait:
+                while self._engine.has_unfinished:
+                    self._step(view, prefill, decode, wait)
         except KeyboardInterrupt:
             is_interrupted = True
         finally:
@@ -115,10 +119,11 @@ class Run:
         warn_of_cuts([[one] for one in self._completions], self._params, self._engine.limits.max_model_len)
         return RunReport(self._completions, prefill, decode, stats, is_interrupted)
 
-    def _step(self, view: View, prefill: Pace, decode: Pace) -> None:
+    def _step(self, view: View, prefill: Pace, decode: Pace, wait: Waiting) -> None:
         before = self._engine.stats().num_prompt_tokens
         began = time.perf_counter()
         outputs = self._engine.step()
+        wait.progressed()
         seconds = time.perf_counter() - began
         num_prefilled = self._engine.stats().num_prompt_tokens - before
         if num_prefilled:
