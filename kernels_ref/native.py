@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 COMPILERS = ("g++", "clang++", "c++")
 _SHOWN_CHARACTERS = 2000
-_SILENT_S = 2.0
 _compilers = BoundedSemaphore(os.cpu_count() or 1)
 _locks: dict[Path, Lock] = {}
 _locks_lock = Lock()
@@ -99,7 +98,6 @@ def _compile(library: Path, name: str, sources: Sequence[Path], command: Sequenc
                     desc=f"building C++ of {name}, once",
                     total=len(compiling),
                     unit="file",
-                    delay=_SILENT_S,
                     leave=False,
                 )
                 for each in bar:
