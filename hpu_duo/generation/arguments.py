@@ -139,17 +139,18 @@ def read_generation(
     )
     if unknown:
         raise ValueError(f"unknown or unsupported generation arguments: {', '.join(unknown)}")
-    # A checkpoint may say things that transformers has no field for either, and ignores.
+    # Configurations may say things that transformers has no field for either, and ignores.
     asked = {name: value for name, value in _set_fields(default).items() if name in fields}
     if "eos_token_id" in asked:  # what the model does not have never comes up
         asked["eos_token_id"] = [t for t in as_eos_ids(asked["eos_token_id"]) if t < vocab_size]
-    asked |= _set_fields(given)
+    asked |= {name: value for name, value in _set_fields(given).items() if name in fields | OURS}
     asked |= {name: value for name, value in kwargs.items() if name not in OURS}
     unsupported = sorted(
         name for name, value in asked.items() if name not in ACCEPTED and not asks_for_nothing(name, value)
     )
     if unsupported:
         raise ValueError(f"generation arguments that are not supported: {', '.join(unsupported)}")
+    _check_cache(asked.get("cache_implementation"))
     config = GenerationConfig()
     for name in ACCEPTED:
         setattr(config, name, asked.get(name))
@@ -163,6 +164,16 @@ def read_generation(
     if pad is None:
         pad = eos[0] if eos else 0
     return GenerationRequest(config, ours, pad, () if ours.get("ignore_eos") else eos, guesses_padding)
+
+
+def _check_cache(name: Any) -> None:
+    """Refuse caches that transformers does not have; those that it has are not used here."""
+    try:
+        GenerationConfig(cache_implementation=name)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"cache_implementation: expected a cache of transformers, got {name!r}: {error}"
+        ) from error
 
 
 def as_eos_ids(value: Any) -> tuple[int, ...]:

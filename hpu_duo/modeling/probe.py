@@ -54,10 +54,11 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     name = type(model).__name__
     calls = _record_calls(model)
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    if len(calls) != num_layers or len({id(call.module) for call in calls}) != num_layers:
+    num_modules = len({id(call.module) for call in calls})
+    if len(calls) != num_layers or num_modules != num_layers:
         raise ValueError(
             f"{name} cannot be served: expected one attention call in each of its {num_layers} layers, "
-            f"got {len(calls)} calls; layers without attention are missing here"
+            f"got {_count_text(len(calls), num_modules, num_layers)}"
         )
     for index, call in enumerate(calls):
         _check_call(f"{name}, layer {index}", call)
@@ -65,6 +66,21 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     paths = {id(module): path for path, module in model.named_modules()}
     parents = [model.get_submodule(paths[id(call.module)].rpartition(".")[0]) for call in calls]
     return tuple(DecoderLayer(parent, call.module, call) for parent, call in zip(parents, calls))
+
+
+def _count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str:
+    """Say how a number of calls is wrong."""
+    if not num_calls:
+        return (
+            "none: they attend by code of their own, beside transformers' attention interface, or not at all"
+        )
+    if num_modules < num_calls:
+        return (
+            f"{num_calls} calls of {num_modules} attention modules: each would write its cache several times"
+        )
+    if num_layers is not None and num_calls > num_layers:
+        return f"{num_calls} calls: some layers attend twice, to another text for example"
+    return f"{num_calls} calls; layers without attention, or that share keys and values, are missing here"
 
 
 @torch.inference_mode()

@@ -24,15 +24,23 @@ def rope_types(config: Any) -> set[str]:
     return {_type(entry) for entry in _entries(config)}
 
 
+class NoPositionsError(ValueError):
+    """A configuration does not say how many positions the model has."""
+
+
 def positions_served(config: Any) -> int:
     """Return the length that a model is served up to by default, from its configuration.
 
     Raises:
-        ValueError: the configuration does not say how many positions the model has.
+        NoPositionsError: the configuration does not say how many positions the model has.
     """
     limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        raise ValueError(f"expected max_position_embeddings in the configuration, got {limit!r}")
+    # Some say -1 for no limit.
+    if not isinstance(limit, int) or limit < 1:
+        raise NoPositionsError(
+            "expected max_model_len, since the configuration does not say how many positions the model has "
+            f"(max_position_embeddings: {limit!r})"
+        )
     # PhiMoE scales queries and keys by the longest text of a batch in every step; it serves short ones only.
     bounds = [_original(config, entry) for entry in _entries(config) if "short_mscale" in entry]
     return min(limit, *bounds) if bounds else limit
@@ -56,11 +64,15 @@ def served_len(config: Any, wanted: int | None) -> int:
         wanted: ``max_model_len``, or None for ``positions_served``.
 
     Raises:
+        NoPositionsError: see ``positions_served``; it is not given.
         ValueError: it is more than ``longest_served``.
     """
     if wanted is None:
         return positions_served(config)
-    longest = longest_served(config)
+    try:
+        longest = longest_served(config)
+    except NoPositionsError:
+        longest = _LONGEST
     if wanted > longest:
         raise ValueError(
             f"expected max_model_len of at most {longest}, the positions this model serves, got {wanted}"

@@ -63,10 +63,16 @@ def _window_at(rule: Rule, query: int) -> float:
     return float(hidden)
 
 
-def mark(*_: Any, mask_function: Rule, **__: Any) -> torch.Tensor:
+def mark(
+    *_: Any,
+    mask_function: Rule,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    **__: Any,
+) -> torch.Tensor:
     """The mask function that transformers calls: a tensor that carries the window of the rule."""
     window = look_through(mask_function)
-    # Its value is for people who print it.
-    marker = torch.full((1, 1, 1, 1), window, dtype=torch.float64)
+    # Its value is for people who print it; attention of a family's own making adds it to scores.
+    marker = torch.full((1, 1, 1, 1), window, dtype=torch.float64).to(device, dtype)
     setattr(marker, _WINDOW, window)
     return marker

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel
 
 from hpu_duo.config import EngineConfig
@@ -16,9 +17,15 @@ from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.garbage import collector_paused
 from hpu_duo.kv_policies.token_classes import TokenClassifier
-from hpu_duo.modeling.loading import dtype_note, load_model, read_config, resolve_dtype
-from hpu_duo.modeling.probe import probe
-from hpu_duo.modeling.rope import frequencies_note
+from hpu_duo.modeling.loading import (
+    build_without_weights,
+    dtype_note,
+    load_model,
+    read_config,
+    resolve_dtype,
+)
+from hpu_duo.modeling.probe import probe, read_layers
+from hpu_duo.modeling.rope import NoPositionsError, frequencies_note
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
 from hpu_duo.startup.blueprint import fix_served_len
@@ -55,7 +62,7 @@ def assemble(
     make_policy(config.scheduler.scheduling_policy)  # refused before weights are read
     hf_config = read_config(config.model.path)
     read_ranker(config.scheduler, hf_config.get_text_config().vocab_size)
-    request_len(config, hf_config.get_text_config())  # and so is this
+    _check_length(config, hf_config)  # and so is this
     pattern_notes = check_pattern(config.heads, config.model.path)
     if config.parallel.tensor_parallel_size > 1:
         side = build_led(config)
@@ -71,6 +78,15 @@ def assemble(
     engine = engine_around(side, config, eos_token_ids, tokenizer, seed)
     engine.notes = (*dtype_note(config.model.dtype, hf_config, dtype), *pattern_notes, *engine.notes)
     return engine
+
+
+def _check_length(config: EngineConfig, hf_config: Any) -> None:
+    try:
+        request_len(config, hf_config.get_text_config())
+    except NoPositionsError:
+        # With max_model_len it might be refused all the same, which is said first.
+        read_layers(build_without_weights(config.model.path, hf_config, torch.float32))
+        raise
 
 
 def assemble_around(

@@ -58,7 +58,7 @@ def both(tiny: Tiny, served: HPUDuoModel, *args: Any, **kwargs: Any) -> tuple[to
         {"max_new_tokens": 9, "repetition_penalty": 1.8},
         {"max_new_tokens": 9, "num_beams": 1, "use_cache": True, "return_dict_in_generate": False},
         {"generation_config": GenerationConfig(max_new_tokens=6, eos_token_id=[40, 41, 42], pad_token_id=5)},
-        {"generation_config": GenerationConfig(max_length=20)},
+        {"generation_config": GenerationConfig(max_length=20, field_of_its_own=3)},
     ],
     ids=lambda kwargs: "-".join(kwargs) or "defaults",
 )

@@ -53,7 +53,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "recurrence": ("RwkvConfig", {}, "cannot be served"),
     "chunked_attention": ("Llama4TextConfig", EXPERTS, "chunked_attention"),
-    "two_attentions_in_a_layer": ("DiffLlamaConfig", {}, "8 calls" if IS_5 else OWN_CLASSES),
+    "two_attentions_in_a_layer": (
+        "DiffLlamaConfig",
+        {},
+        "8 calls of 4 attention modules" if IS_5 else OWN_CLASSES,
+    ),
     "biases_by_distance_in_classes_of_its_own": (
         "FalconConfig",
         {"alibi": True},
@@ -73,6 +77,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "RobertaConfig",
         {"is_decoder": True},
         "flat batch" if IS_5 else OWN_CLASSES,
+    ),
+    "attention_that_adds_its_mask": (
+        "RemBertConfig",
+        {"is_decoder": True},
+        "attend by code of their own" if IS_5 else OWN_CLASSES,
     ),
     "masks_by_content": ("DogeConfig", {}, "a mask of its own making"),
     "masks_by_content_beyond_the_trial": (
@@ -95,6 +104,18 @@ def test_architectures_that_cannot_be_served_are_refused(tmp_path: Path, name: s
     save_random(make_config(of_class, **{**BASE, **changes}), tmp_path)
     with pytest.raises(ValueError, match=message):
         HPUDuoModel.from_pretrained(tmp_path, max_model_len=64, max_num_seqs=2, block_size=BLOCK)
+
+
+@pytest.mark.parametrize("max_model_len", [None, 64])
+@pytest.mark.parametrize("of_class", ["MambaConfig", "BloomConfig", "RecurrentGemmaConfig"])
+def test_what_is_missing_is_attention_and_not_a_number_of_positions(
+    tmp_path: Path, of_class: str, max_model_len: int | None
+) -> None:
+    fields = {name: value for name, value in BASE.items() if name != "max_position_embeddings"}
+    save_random(make_config(of_class, **fields), tmp_path)
+    with pytest.raises(ValueError, match="cannot be served: expected one attention call in each") as refusal:
+        HPUDuoModel.from_pretrained(tmp_path, max_model_len=max_model_len, max_num_seqs=2, block_size=BLOCK)
+    assert "position" not in str(refusal.value)
 
 
 def test_a_deep_chaotic_mixture_of_experts_in_bfloat16_is_not_refused(tmp_path: Path) -> None:

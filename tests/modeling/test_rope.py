@@ -8,7 +8,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, PretrainedConfig
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.modeling.rope import fix_frequencies, longest_served, positions_served, served_len, short_len
+from hpu_duo.modeling.rope import (
+    NoPositionsError,
+    fix_frequencies,
+    longest_served,
+    positions_served,
+    served_len,
+    short_len,
+)
 from tests.modeling.driving import greedy_logits, teacher_forced
 from tests.modeling.families import (
     BASE,
@@ -110,6 +117,13 @@ def test_lengths_that_may_be_asked_for() -> None:
 
 
 @pytest.mark.skipif(not is_known("PhimoeConfig"), reason="transformers has no such model")
+def test_where_a_configuration_says_no_number_of_positions_max_model_len_does() -> None:
+    for unlimited in (PretrainedConfig(), PretrainedConfig(max_position_embeddings=-1)):
+        assert served_len(unlimited, 64) == 64
+        with pytest.raises(NoPositionsError, match="expected max_model_len"):
+            served_len(unlimited, None)
+
+
 def test_a_family_that_scales_by_the_longest_text_of_a_batch_is_served_up_to_its_short_texts() -> None:
     rope = {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}
     fields = {**BASE, "max_position_embeddings": LONG, "original_max_position_embeddings": SHORT}
