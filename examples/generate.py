@@ -28,4 +28,4 @@ for one, prompt, row in zip(written.passkeys, prompts, output):
 model.generate(prompts[:1], max_new_tokens=5, streamer=TextStreamer(tokenizer, skip_prompt=True))
 
 stats = model.stats()
-print(f"KV cache: {stats.peak_held_bytes / stats.peak_full_attention_bytes:.0%} of full attention")
+print(f"KV cache: {stats.peak_unshared_bytes / stats.peak_full_attention_bytes:.0%} of full attention")

@@ -41,9 +41,10 @@ class EngineStats:
         used_blocks, total_blocks, used_rows, total_rows: leases now.
         kv_bytes: bytes that the stores take.
         graph_bytes: bytes of device memory that were set aside for graphs.
-        held_bytes: bytes of the leased blocks and rows.
+        held_bytes: bytes of the leased blocks and rows; blocks that several requests share count once.
         full_attention_bytes: bytes that the cached tokens would take with every head in blocks.
         peak_held_bytes, peak_full_attention_bytes: both at the step with the most cached tokens.
+        peak_unshared_bytes: what its requests would have held then if none had shared a block.
         host_s, device_s: seconds spent planning and building steps, and running them.
         bytes_copied: bytes of step messages, copied to the device.
         notes: what a user should know of how the model was loaded.
@@ -76,6 +77,7 @@ class EngineStats:
     full_attention_bytes: int
     peak_held_bytes: int
     peak_full_attention_bytes: int
+    peak_unshared_bytes: int
     host_s: float
     device_s: float
     bytes_copied: int
@@ -122,6 +124,7 @@ class EngineStats:
             full_attention_bytes=memory.full_attention_bytes(scheduler.num_cached_tokens),
             peak_held_bytes=counters.peak_held_bytes,
             peak_full_attention_bytes=counters.peak_full_attention_bytes,
+            peak_unshared_bytes=counters.peak_unshared_bytes,
             host_s=counters.host_s,
             device_s=counters.device_s,
             bytes_copied=runner.executor.bytes_copied,
@@ -161,6 +164,7 @@ class StepCounters:
     peak_cached_tokens: int = 0
     peak_held_bytes: int = 0
     peak_full_attention_bytes: int = 0
+    peak_unshared_bytes: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
 
@@ -183,6 +187,8 @@ class StepCounters:
             self.peak_cached_tokens = cached
             self.peak_held_bytes = _held_bytes(leases, memory)
             self.peak_full_attention_bytes = memory.full_attention_bytes(cached)
+            num_blocks = sum(-(-row.end // memory.block_size) for row in plan.rows)
+            self.peak_unshared_bytes = num_blocks * memory.block_bytes + len(plan.rows) * memory.row_bytes
 
 
 def _held_bytes(leases: KVLeases, memory: MemoryPlan) -> int:

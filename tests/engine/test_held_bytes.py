@@ -45,6 +45,21 @@ def test_held_bytes_are_those_of_leased_blocks_and_rows(tiny: Tiny) -> None:
     assert served.stats().kv_bytes == 41 * BLOCK * LAYERS * token + (5 + 1) * ring
 
 
+def test_what_is_shared_counts_once_and_is_told_apart(tiny: Tiny) -> None:
+    engine = tiny.load(num_blocks=40).engine
+    (shared,) = prompts_of([3 * BLOCK])
+    done = [[*shared, number] for number in (5, 6)]
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    engine.generate([shared], greedy)
+    engine.generate(done, greedy)
+    stats, block = engine.stats(), engine.runner.store.plan.block_bytes
+    assert stats.peak_full_attention_bytes == engine.runner.store.plan.full_attention_bytes(
+        2 * (3 * BLOCK + 2)
+    )
+    assert stats.peak_unshared_bytes == 2 * 4 * block
+    assert stats.peak_held_bytes == (3 + 2) * block
+
+
 def test_kv_bytes_are_those_of_the_tensors(tiny: Tiny) -> None:
     for pattern in (None, PATTERN):
         store = tiny.load(pattern=pattern).engine.runner.store

@@ -12,6 +12,11 @@ from hpu_duo.cli.text.serving import Pace, RunReport
 
 if TYPE_CHECKING:
     from hpu_duo.engine.prefix_stats import PrefixStats
+    from hpu_duo.engine.stats import EngineStats
+
+
+_MOST_RATIO = 1.1
+"""Most of full attention that is shown as a percentage: beyond it, blocks and rings are mostly empty."""
 
 
 def run_table(report: RunReport) -> Table:
@@ -26,7 +31,7 @@ def run_table(report: RunReport) -> Table:
     steps = "  ".join(f"{phase} x {count}" for phase, count in sorted(stats.steps.items()))
     table.add_row("steps", steps or "none")
     table.add_row("padding", f"{stats.padding:.1%} of the query tokens")
-    table.add_row("KV at peak", _kv(stats.peak_held_bytes, stats.peak_full_attention_bytes))
+    table.add_row("KV at peak", kv_text(stats))
     for budget in stats.budgets:
         table.add_row(
             "KV budget",
@@ -57,7 +62,7 @@ def run_fields(report: RunReport) -> dict[str, Any]:
         "is_interrupted": report.is_interrupted,
         "prefill": _pace_fields(report.prefill),
         "decode": _pace_fields(report.decode),
-        "kv_ratio": _ratio(stats.peak_held_bytes, stats.peak_full_attention_bytes),
+        "kv_ratio": _ratio(stats.peak_unshared_bytes, stats.peak_full_attention_bytes),
         "stats": {**asdict(stats), "num_steps": stats.num_steps, "padding": stats.padding},
     }
 
@@ -79,11 +84,21 @@ def _prefixes(prefixes: PrefixStats) -> str:
     return f"{text}, {show_bytes(prefixes.snapshot_bytes)} in snapshots"
 
 
-def _kv(held: int, full: int) -> str:
-    ratio = _ratio(held, full)
+def kv_text(stats: EngineStats) -> str:
+    """Bytes that requests held, against full attention for the same tokens when none of them shares a block.
+
+    Whole blocks and rings of short texts are more than their tokens, and no share of them.
+    """
+    held, unshared, full = stats.peak_held_bytes, stats.peak_unshared_bytes, stats.peak_full_attention_bytes
+    ratio = _ratio(unshared, full)
     if ratio is None:
         return "nothing held"
-    return f"{show_bytes(held)} held, {ratio:.1%} of the {show_bytes(full)} of full attention"
+    text = f"{show_bytes(held)} held"
+    if held != unshared:
+        text += f"; {show_bytes(unshared)} without sharing"
+    if ratio > _MOST_RATIO:
+        return f"{text}, in whole blocks and rings (texts too short to compare with full attention)"
+    return f"{text}, {ratio:.1%} of the {show_bytes(full)} of full attention"
 
 
 def _ratio(held: int, full: int) -> float | None:

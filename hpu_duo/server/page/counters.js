@@ -5,6 +5,8 @@ import * as format from "./format.js";
 
 /** Shortest time, in milliseconds, that says something of a speed. */
 const LEAST_MS = 100;
+/** Most of full attention that is shown as a share of it. */
+const MOST_SHARE = 1.1;
 
 /** Time and tokens of one answer. */
 export class Meter {
@@ -70,8 +72,13 @@ export function showMeter(meter, kv) {
   show("completion-tokens", meter.completionTokens, format.count);
   show("rate", meter.rate, format.rate);
   const held = kv === null || meter.promptTokens === null ? null : kvOf(kv, meter.promptTokens + meter.completionTokens);
-  show("kv-held", held, (both) => `${format.bytes(both.held)} (${format.percent(both.held / both.full)})`);
+  show("kv-held", held, heldText);
   show("kv-full", held, (both) => format.bytes(both.full));
+}
+
+/** Bytes held, and their share of full attention unless whole blocks and rings of a short text are mostly empty. */
+function heldText({ held, full }) {
+  return held > MOST_SHARE * full ? format.bytes(held) : `${format.bytes(held)} (${format.percent(held / full)})`;
 }
 
 /** Show no answer. */

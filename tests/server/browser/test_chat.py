@@ -71,7 +71,9 @@ def test_an_answer_streams_and_its_counters_move(
         memory, tokens = server.service.memory, sum(expected[:2])
         full, held = memory.full_attention_bytes(tokens), memory.bytes_per_request(tokens)
         assert seen.text("kv-full") == f"{full / 1024:.1f} KiB"
-        assert seen.text("kv-held") == f"{held / 1024:.1f} KiB ({100 * held / full:.0f} %)"
+        # Of a short text no share: its blocks and ring are mostly empty.
+        share = f" ({100 * held / full:.0f} %)" if held <= 1.1 * full else ""
+        assert seen.text("kv-held") == f"{held / 1024:.1f} KiB{share}"
 
 
 def test_the_model_is_told_of_the_conversation_and_the_system_prompt(server: Live, visit: Visits) -> None:
