@@ -37,7 +37,7 @@ def test_one_prompt_streams_its_text_to_stdout_and_the_table_to_stderr(
     for row in ("prefill", "decode", "steps", "padding", "KV at peak"):
         assert row in result.stderr
     assert "c-- x 1" in result.stderr
-    assert "of full attention" in result.stderr
+    assert "in whole blocks and rings" in result.stderr, "no percentage of so few tokens"
 
 
 def test_several_prompts_are_labelled_in_the_order_given(

@@ -67,7 +67,7 @@ def test_the_builtin_model_finds_every_passkey_with_half_of_its_heads_streaming(
     assert told["num_right"] == 3, told["answers"]
     assert (told["num_answers"], told["accuracy"], told["accuracy_high"]) == (3, 1.0, 1.0)
     assert told["accuracy_low"] == pytest.approx(0.4385, abs=1e-4)
-    assert told["run"]["kv_ratio"] < 0.56
+    assert told["run"]["kv_ratio"] < 0.6
 
 
 def test_it_finds_none_when_all_heads_stream(hpu_duo: Run) -> None:
