@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from hpu_duo.sampling.field_error import FieldError
-from hpu_duo.sampling.structured import StructuredOutputs
+from hpu_duo.sampling.structured import JSON_WHITESPACE, StructuredOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,8 +28,8 @@ _LONGEST_MESSAGE = 300
 _MOST_CHOICES = 1024
 """llguidance follows 2,000 alternatives at most, and says so only when a token has been accepted."""
 
-# One blank, or a new line and its indentation: a model that likes blanks could write them without end.
-_WHITESPACE = r"( |\n[ \t]{0,40})?"
+_NO_TEXT = "NoExtensionBias"
+"""llguidance's word for a place of a grammar behind which no text can come."""
 
 
 class GrammarState:
@@ -126,8 +126,11 @@ class Grammars:
         if is_bad or messages:
             raise FieldError(f"structured_outputs.{wanted.field}", _sentence("; ".join(messages)))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise FieldError(f"structured_outputs.{wanted.field}", _sentence(matcher.get_error()))
+        # Some errors show only when a first token is asked for.
+        beginning = matcher.deep_copy()
+        beginning.compute_bitmask()
+        if beginning.is_error():
+            raise FieldError(f"structured_outputs.{wanted.field}", _sentence(beginning.get_error()))
         return matcher
 
 
@@ -136,7 +139,7 @@ def _grammar_of(wanted: StructuredOutputs) -> str:
         case "json" | "json_object":
             schema = wanted.json if wanted.json_object is False else '{"type": "object"}'
             return LLMatcher.grammar_from_json_schema(
-                str(schema), defaults={"whitespace_pattern": _WHITESPACE}
+                str(schema), defaults={"whitespace_pattern": JSON_WHITESPACE}
             )
         case "regex":
             return LLMatcher.grammar_from_regex(str(wanted.regex))
@@ -154,6 +157,8 @@ def _grammar_of(wanted: StructuredOutputs) -> str:
 
 def _sentence(message: str) -> str:
     """Bring an error into one line, without drawings of where it is and the state of the parser."""
+    if _NO_TEXT in message:
+        return "expected parts that come to a text in the end, got one that stands for nothing but itself"
     lines = [line.strip() for line in message.partition("<state>")[0].splitlines()]
     kept = [line for line in lines if line.strip("^ ") and not re.match(r"\d+ \|", line)]
     return " ".join(kept)[:_LONGEST_MESSAGE] or "the grammar cannot be used"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import httpx
@@ -15,6 +16,7 @@ from transformers import GenerationConfig
 
 from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.guidance import GrammarState
+from hpu_duo.server.planning.strict import closed
 from tests.engine.tiny import make_tiny
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live
@@ -45,12 +47,18 @@ class Person(BaseModel):
     mood: Literal["good", "bad"]
 
 
+@contextmanager
+def served(tmp_path_factory: pytest.TempPathFactory, **settings: Any) -> Iterator[Live]:
+    tiny = make_tiny(tmp_path_factory.mktemp("ending"), {EOS: "<eos>"})
+    GenerationConfig(pad_token_id=0, eos_token_id=EOS).save_pretrained(tiny.path)
+    with live(TinyChat(tiny).load(max_model_len=200), **settings) as running:
+        yield running
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server of a model with an end-of-text token."""
-    tiny = make_tiny(tmp_path_factory.mktemp("ending"), {EOS: "<eos>"})
-    GenerationConfig(pad_token_id=0, eos_token_id=EOS).save_pretrained(tiny.path)
-    with live(TinyChat(tiny).load(max_model_len=200)) as running:
+    with served(tmp_path_factory) as running:
         yield running
 
 
@@ -217,7 +225,11 @@ def test_a_call_is_made_where_one_is_required_in_streams_too(server: Live) -> No
     [
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "auto", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"extra_body": {"response_format": {"type": "grammar", "grammar": "start: /a/"}}},
+            "response_format",
+        ),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}],
@@ -234,6 +246,88 @@ def test_calls_that_cannot_be_forced_are_refused(server: Live, changes: dict[str
             **{name: each for name, each in asked.items() if each is not None}
         )
     assert error.value.param == param
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+def test_with_a_format_the_answer_keeps_to_it_or_is_a_call(
+    parser: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    city = {"$ref": "#/$defs/city"}
+    parameters = {"properties": {"city": city}, "required": ["city"], "additionalProperties": False}
+    tool = {"name": "at", "parameters": {**parameters, "$defs": {"city": {"enum": ["Rome", "Oslo"]}}}}
+    tools = [{"type": "function", "function": tool}]
+    mood = {"type": "object", "properties": {"mood": {"enum": ["good"]}}, "required": ["mood"]}
+    mood["additionalProperties"] = False
+    answer = {"type": "json_schema", "json_schema": {"name": "p", "schema": mood}}
+    with served(tmp_path_factory, tool_call_parser=parser) as server:
+        create = server.client().chat.completions.create
+        plain = create(**ASKED, n=24, tools=tools, extra_body={"response_format": answer})  # type: ignore[call-overload]
+        messages = [choice.message for choice in plain.choices if choice.finish_reason != "length"]
+    called = [call for message in messages for call in message.tool_calls or ()]
+    assert called
+    assert all(json.loads(call.function.arguments)["city"] in ("Rome", "Oslo") for call in called)
+    told = [message.content for message in messages if not message.tool_calls]
+    assert told
+    assert all(json.loads(content) == {"mood": "good"} for content in told)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_markup_of_a_forced_call_that_is_cut_is_no_content(server: Live, stream: bool) -> None:
+    create = server.client().chat.completions.create
+    for most in (1, 11, 20):
+        asked = {**ASKED, "tools": [WEATHER], "tool_choice": "required", "max_tokens": most}
+        if stream:
+            parts = [part.choices[0] for part in create(**asked, stream=True)]
+            assert not any(part.delta.content for part in parts)
+            assert parts[-1].finish_reason == "length"
+        else:
+            [choice] = create(**asked).choices
+            assert (choice.message.content or "", choice.finish_reason) == ("", "length")
+
+
+def test_a_model_without_a_format_of_calls_writes_forced_ones(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with served(tmp_path_factory, tool_call_parser="none") as server:
+        asked = {**ASKED, "tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+        [choice] = server.client().chat.completions.create(**asked).choices
+    [call] = choice.message.tool_calls or []
+    assert json.loads(call.function.arguments)["unit"] in ("C", "F")
+
+
+def test_strict_schemas_are_closed(server: Live, http: httpx.Client) -> None:
+    assert closed({"properties": {"a": {"type": "object"}, "b": {"items": {"properties": {}}}}}, "f") == {
+        "additionalProperties": False,
+        "properties": {
+            "a": {"type": "object", "additionalProperties": False},
+            "b": {"items": {"properties": {}, "additionalProperties": False}},
+        },
+    }
+    parts = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    assert closed(parts, "f") == parts
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {}}}}
+    asked = {**ASKED, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    [call] = server.client().chat.completions.create(**asked).choices[0].message.tool_calls or []
+    assert json.loads(call.function.arguments) == {}
+    schema = {"type": "object", "properties": {}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    done = server.client().chat.completions.create(**ASKED, response_format=wanted)  # type: ignore[call-overload]
+    assert json.loads(done.choices[0].message.content or "") == {}
+    schema["additionalProperties"] = True
+    refused = http.post("/v1/chat/completions", json={**ASKED, "response_format": wanted})
+    assert refused.json()["error"]["param"] == "response_format"
+
+
+def test_a_schema_that_stands_for_nothing_but_itself_is_refused_in_a_sentence(http: httpx.Client) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    response = http.post("/v1/chat/completions", json={**ASKED, "response_format": wanted})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "response_format")
+    assert "stands for nothing but itself" in error["message"]
+    itself = {"$ref": "#/$defs/a"}
+    schema = {"type": "object", "properties": {"a": itself}, "required": ["a"], "$defs": {"a": itself}}
+    response = http.post("/v1/chat/completions", json={**ASKED, "guided_json": schema})
+    assert "stands for nothing but itself" in response.json()["error"]["message"]
 
 
 def test_a_format_is_served_beside_tools_that_are_not_to_be_called(server: Live) -> None:

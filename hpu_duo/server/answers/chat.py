@@ -37,10 +37,11 @@ class _Reader:
     Args:
         parser: None takes all text for content.
         only_first: leave all calls but the first out.
+        only_calls: leave content out: it is the markup of a call that was cut.
     """
 
-    def __init__(self, parser: ToolParser | None, only_first: bool) -> None:
-        self._parser, self._only_first = parser, only_first
+    def __init__(self, parser: ToolParser | None, only_first: bool, only_calls: bool) -> None:
+        self._parser, self._only_first, self._only_calls = parser, only_first, only_calls
         self.calls: list[_Call] = []
         self.has_begun = False
 
@@ -55,7 +56,7 @@ class _Reader:
 
     def _keep(self, piece: Piece) -> bool:
         if isinstance(piece, Content):
-            return True
+            return not self._only_calls
         if self._only_first and piece.number > 0:
             return False
         if isinstance(piece, CallBegun):
@@ -80,6 +81,7 @@ class ChatAnswer(Answer):
         names: of tokens, where log-probabilities were asked for.
         make_parser: for the tool calls of each choice; None where none are expected.
         only_first_call: leave all tool calls but the first out.
+        only_calls: the answers are nothing but tool calls, whole or cut.
         echo: what each message begins with.
         options: see ``Answer``.
     """
@@ -95,6 +97,7 @@ class ChatAnswer(Answer):
         names: TokenNames | None = None,
         make_parser: Callable[[], ToolParser] | None = None,
         only_first_call: bool = False,
+        only_calls: bool = False,
         echo: str = "",
         **options: Any,
     ) -> None:
@@ -102,7 +105,7 @@ class ChatAnswer(Answer):
         self._names, self._echo = names, echo
         self._has_told_prompt = False
         self._readers = [
-            _Reader(None if make_parser is None else make_parser(), only_first_call)
+            _Reader(None if make_parser is None else make_parser(), only_first_call, only_calls)
             for _ in range(num_choices)
         ]
 

@@ -23,12 +23,16 @@ from hpu_duo.server.planning.sampling import (
     truncated,
 )
 from hpu_duo.server.planning.served import Served
+from hpu_duo.server.planning.strict import closed
 from hpu_duo.server.prompts import Chat, ChatTemplateError
 from hpu_duo.server.protocol import ChatMessage, ChatRequest, FunctionTool, TokenizeRequest, ToolChoice
 from hpu_duo.server.protocol.bounds import MAX_VALUES, ValueCount
 from hpu_duo.server.protocol.errors import bad_value, unsupported
 from hpu_duo.server.protocol.refusals import refuse_unserved, refuse_unserved_of_message
 from hpu_duo.server.tools import calls_grammar, make_parser
+
+_PLAIN_CALLS = "llama3_json"
+"""The format of calls that a model has to write without one of its own: nothing but JSON."""
 
 
 class ChatPlanner:
@@ -85,6 +89,7 @@ class ChatPlanner:
                 names=self._names(request),
                 make_parser=None if parser is None else partial(make_parser, parser, _functions(request)),
                 only_first_call=request.parallel_tool_calls is False,
+                only_calls=parser is not None and _is_forced(request),
                 echo=_echo(request),
                 **stream_flags(request, [prompt]),
             ),
@@ -137,26 +142,27 @@ class ChatPlanner:
             return None
         if choice == "none":
             return None
-        if self._served.tool_parser is None:
+        if self._served.tool_parser is None and not _is_forced(request):
             raise unsupported(
-                "tools", "tools: the model's chat template shows no tool calls of a known format"
+                "tools",
+                "tools: the model's chat template shows no tool calls of a known format; expected "
+                "a tool_choice of required or a function, which makes it write calls all the same",
             )
-        return self._served.tool_parser
+        return self._served.tool_parser or _PLAIN_CALLS
 
     async def _format(self, request: ChatRequest, parser: str | None) -> StructuredOutputs | None:
-        """The format of the answer's text: that of the request, or of calls that it has to make."""
+        """The format of the answer's text: that of the request, or of calls, or either of them."""
         wanted = await format_of(request, self._served)
-        if parser is None:
+        if parser is None or (wanted is None and not _is_forced(request)):
             return wanted
-        if wanted is not None:
+        if wanted is not None and (_is_forced(request) or wanted.grammar is not None):
             raise bad_value(
-                "response_format", "response_format: expected no tools with it, unless tool_choice is 'none'"
+                "response_format",
+                "response_format: expected a tool_choice of auto or none with it, and with auto no grammar",
             )
-        functions = _to_call(request)
-        if functions is None:
-            return None
         is_one = isinstance(request.tool_choice, ToolChoice) or request.parallel_tool_calls is False
-        grammar = await asyncio.to_thread(calls_grammar, parser, functions, is_one=is_one)
+        functions = _callable(request)
+        grammar = await asyncio.to_thread(calls_grammar, parser, functions, is_one=is_one, answer=wanted)
         calls = StructuredOutputs(grammar=grammar)
         await compile_format(self._served, calls, "tools")
         return calls
@@ -172,14 +178,17 @@ def _functions(request: ChatRequest) -> frozenset[str]:
     return frozenset(tool.function.name for tool in request.tools or ())
 
 
-def _to_call(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]] | None:
-    """Functions of which one has to be called; None if none has to be."""
+def _is_forced(request: ChatRequest) -> bool:
+    """Whether the answer has to be a call."""
+    return request.tool_choice == "required" or isinstance(request.tool_choice, ToolChoice)
+
+
+def _callable(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]]:
+    """Functions that may be called, with the schemas of their arguments."""
     choice = request.tool_choice
-    functions = [(tool.function.name, tool.function.parameters) for tool in request.tools or ()]
-    if choice == "required":
-        return functions
+    functions = [(tool.function.name, _parameters(tool)) for tool in request.tools or ()]
     if not isinstance(choice, ToolChoice):
-        return None
+        return functions
     chosen = [function for function in functions if function[0] == choice.function.name]
     if not chosen:
         names = ", ".join(name for name, _ in functions)
@@ -187,6 +196,13 @@ def _to_call(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]] | 
             "tool_choice", f"tool_choice: expected one of the tools {names}, got {choice.function.name!r}"
         )
     return chosen[:1]
+
+
+def _parameters(tool: FunctionTool) -> dict[str, Any] | None:
+    parameters = tool.function.parameters
+    if not tool.function.strict:
+        return parameters
+    return closed({"type": "object", **(parameters or {})}, "tools")
 
 
 def _num_logprobs(request: ChatRequest) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs
 from hpu_duo.server.planning.served import Served
+from hpu_duo.server.planning.strict import closed
 from hpu_duo.server.protocol.errors import bad_value, unsupported
 from hpu_duo.server.protocol.generation import GenerationRequest
 
@@ -96,7 +97,8 @@ def _json_schema(given: Mapping[str, Any]) -> dict[str, Any]:
             _RESPONSE_FORMAT,
             f"{_RESPONSE_FORMAT}: expected an object in json_schema.schema, got {schema!r:.60}",
         )
-    return {"json": schema}
+    is_strict = isinstance(inner, Mapping) and inner.get("strict") is True
+    return {"json": closed(schema, _RESPONSE_FORMAT) if is_strict else schema}
 
 
 def _same(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

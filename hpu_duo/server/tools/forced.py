@@ -1,11 +1,13 @@
-"""Grammars of answers that are nothing but calls, for requests that ask for one."""
+"""Grammars of answers that are calls, for requests that ask for one, or calls or text of a format."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from json import dumps
+from json import dumps, loads
 from typing import Any
 
+from hpu_duo.sampling.structured import JSON_WHITESPACE, StructuredOutputs
 from hpu_duo.server.tools.hermes import CLOSE, OPEN
 
 Function = tuple[str, Mapping[str, Any] | None]
@@ -13,9 +15,14 @@ Function = tuple[str, Mapping[str, Any] | None]
 
 _AS_MODELS_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of llguidance's JSON: blanks where Python's ``json`` puts them, as in chat templates."""
+_FLEXIBLE = {"whitespace_pattern": JSON_WHITESPACE}
+_SLASH = re.compile(r"(\\.)|[/\n]", re.DOTALL)
+"""What would end an expression between slashes, and what is escaped already."""
 
 
-def calls_grammar(parser: str, functions: Sequence[Function], *, is_one: bool) -> str:
+def calls_grammar(
+    parser: str, functions: Sequence[Function], *, is_one: bool, answer: StructuredOutputs | None = None
+) -> str:
     """Return the grammar of one or more calls, in llguidance's dialect of Lark.
 
     The parser of the same name finds all calls that it allows.
@@ -24,19 +31,25 @@ def calls_grammar(parser: str, functions: Sequence[Function], *, is_one: bool) -
         parser: in ``PARSERS``.
         functions: any of them is called, at least one.
         is_one: exactly one call.
+        answer: what may be written in place of calls, anything but a grammar; None for nothing.
     """
-    return _GRAMMARS[parser](functions, is_one)
+    rules = _GRAMMARS[parser](functions, is_one, answer is not None)
+    if answer is None:
+        return f"start: calls\n{rules}"
+    return f"start: calls | answer\nanswer: {_answer(answer)}\n{rules}"
 
 
-def _hermes(functions: Sequence[Function], is_one: bool) -> str:
-    start = "call" if is_one else f"call ({dumps(chr(10))} call)*"
+def _hermes(functions: Sequence[Function], is_one: bool, has_answer: bool) -> str:
+    calls = "call" if is_one else f"call ({dumps(chr(10))} call)*"
     call = f"{dumps(OPEN + chr(10))} body {dumps(chr(10) + CLOSE)}"
-    return f"start: {start}\ncall: {call}\n{_body(functions, 'arguments')}"
+    return f"calls: {calls}\ncall: {call}\n{_body(functions, 'arguments')}"
 
 
-def _llama3_json(functions: Sequence[Function], is_one: bool) -> str:
-    start = "body" if is_one else 'body ("; " body)*'
-    return f"start: {start}\n{_body(functions, 'parameters')}"
+def _llama3_json(functions: Sequence[Function], is_one: bool, has_answer: bool) -> str:
+    calls = "body" if is_one else 'body ("; " body)*'
+    # A call and JSON that is none begin alike, and have to be made of the same lexemes.
+    body = _json_body if has_answer else _body
+    return f"calls: {calls}\n{body(functions, 'parameters')}"
 
 
 def _body(functions: Sequence[Function], arguments: str) -> str:
@@ -46,17 +59,70 @@ def _body(functions: Sequence[Function], arguments: str) -> str:
         arguments: name of the arguments in it. Their schema is a rule of its own, since its references begin
             at its own root.
     """
-    rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
+    rules = [_one_of(functions)]
     for number, (name, schema) in enumerate(functions):
         begin = f'{{"name": {dumps(name)}, "{arguments}": '
         rules.append(f"call_{number}: {dumps(begin)} arguments_{number} {dumps('}')}")
-        # A schema of arguments is one of an object, also where it does not say so.
-        said = {"type": "object", **(schema or {}), "x-guidance": _AS_MODELS_WRITE}
-        rules.append(f"arguments_{number}: %json {dumps(said)}")
+        rules.append(
+            f"arguments_{number}: %json {dumps({**_object(schema), 'x-guidance': _AS_MODELS_WRITE})}"
+        )
     return "\n".join(rules)
 
 
-_GRAMMARS: Mapping[str, Callable[[Sequence[Function], bool], str]] = {
+def _json_body(functions: Sequence[Function], arguments: str) -> str:
+    """Write the rules of a call's object, as one schema for each function; see ``_body``."""
+    rules = [_one_of(functions)]
+    for number, (name, schema) in enumerate(functions):
+        inner = _moved(_object(schema), f"#/properties/{arguments}")
+        call = {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: inner},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+            "x-guidance": _FLEXIBLE,
+        }
+        rules.append(f"call_{number}: %json {dumps(call)}")
+    return "\n".join(rules)
+
+
+def _one_of(functions: Sequence[Function]) -> str:
+    return f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"
+
+
+def _object(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A schema of arguments is one of an object, also where it does not say so."""
+    return {"type": "object", **(schema or {})}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references hold where it is a part of another one."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {name: _moved(each, place) for name, each in schema.items()}
+    if isinstance(reference := moved.get("$ref"), str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
+
+
+def _answer(wanted: StructuredOutputs) -> str:
+    match wanted.field:
+        case "json":
+            return f"%json {dumps({**loads(str(wanted.json)), 'x-guidance': _FLEXIBLE})}"
+        case "json_object":
+            return f"%json {dumps({'type': 'object', 'x-guidance': _FLEXIBLE})}"
+        case "regex":
+            return f"/{_SLASH.sub(_escaped, str(wanted.regex))}/"
+        case _:
+            return " | ".join(map(dumps, wanted.choice or ()))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[1] or {"/": r"\/", "\n": r"\n"}[found[0]]
+
+
+_GRAMMARS: Mapping[str, Callable[[Sequence[Function], bool, bool], str]] = {
     "hermes": _hermes,
     "llama3_json": _llama3_json,
 }
