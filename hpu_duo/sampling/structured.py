@@ -11,7 +11,7 @@ from hpu_duo.sampling.field_error import FieldError
 
 # One blank, or a new line and its indentation: a model that likes blanks could write them without end.
 JSON_WHITESPACE = r"( |\n[ \t]{0,40})?"
-"""What may stand between the parts of JSON, as a regular expression."""
+"""The blanks between the parts of JSON, as a regular expression."""
 
 _MANY = 2**20
 """More characters than this are no specification that somebody wrote."""

@@ -239,7 +239,7 @@ def _content(message: ChatMessage, number: int) -> str:
 
 
 def _echo(request: ChatRequest) -> str:
-    """What each answer begins with: the last message, where the assistant has begun it."""
+    """The beginning of each answer: the last message, where the assistant has begun it."""
     last = request.messages[-1]
     return _text(last) if request.echo and last.role == "assistant" else ""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 Side = Literal["left", "right"]
-"""Where a prompt is cut: left keeps its last tokens."""
+"""The side on which a prompt is cut: left keeps its last tokens."""
 
 _NUM_THREADS = 4
 _SHORT = 2048

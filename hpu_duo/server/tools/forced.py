@@ -17,7 +17,7 @@ _AS_MODELS_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 """Options of llguidance's JSON: blanks where Python's ``json`` puts them, as in chat templates."""
 _FLEXIBLE = {"whitespace_pattern": JSON_WHITESPACE}
 _SLASH = re.compile(r"(\\.)|[/\n]", re.DOTALL)
-"""What would end an expression between slashes, and what is escaped already."""
+"""Characters that would end an expression between slashes, and what is escaped already."""
 
 
 def calls_grammar(
