@@ -1,12 +1,11 @@
-"""Service of users compared while they competed: differences, and how even it was."""
+"""Service of users compared while they competed."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,6 @@ from hpu_duo.simulate.run_log import RequestRecord, ServiceLog
 
 MOST_USERS = 32
 """Users whose service is compared pair by pair: those with most requests."""
-_NUM_WINDOWS = 10
 _NUM_POINTS = 201
 
 Interval = tuple[float, float]
@@ -30,9 +28,6 @@ class Fairness:
         largest_difference: the largest difference between what two users got in any span of time throughout
             which requests of both waited; 0 where that never was.
         pair: these two users; None for a difference of 0.
-        jain: Jain's index of what those users got whose requests waited throughout a window, averaged over
-            the windows with two of them at least: 1 is even, ``1 / n`` is all for one of ``n``. None where no
-            window has two.
         num_compared: users that were compared, at most ``MOST_USERS``.
         growth: pairs of a time and of ``largest_difference`` as it was by then, evenly spaced.
     """
@@ -40,7 +35,6 @@ class Fairness:
     service: dict[str, int]
     largest_difference: float
     pair: tuple[str, str] | None
-    jain: float | None
     num_compared: int
     growth: tuple[tuple[float, float], ...]
 
@@ -72,7 +66,6 @@ class Fairness:
             totals,
             float(growth[-1]),
             pair,
-            _windowed_jain(lines, waits, end),
             len(compared),
             tuple(zip(times.tolist(), growth.tolist())),
         )
@@ -151,29 +144,3 @@ def drift_by(
     drift = one.at(rises) - other.at(rises)
     largest = np.maximum.accumulate(np.maximum.accumulate(drift) - np.minimum.accumulate(drift))
     return np.concatenate([[0.0], largest])[np.searchsorted(rises, times, side="right")]
-
-
-def jain_index(values: Sequence[float]) -> float:
-    """Return Jain's index: 1 where all values are equal, ``1 / n`` where all but one are 0; 1 of zeros."""
-    total = math.fsum(values)
-    squares = math.fsum(value * value for value in values)
-    return total * total / (len(values) * squares) if squares else 1.0
-
-
-def _windowed_jain(
-    lines: dict[str, ServiceLine], waits: dict[str, list[Interval]], end: float
-) -> float | None:
-    if not end > 0:
-        return None
-    borders = np.linspace(0.0, end, _NUM_WINDOWS + 1)
-    got = {name: np.diff(line.at(borders)) for name, line in lines.items()}
-    found = []
-    for at, (begin, stop) in enumerate(pairwise(borders.tolist())):
-        values = [
-            float(got[name][at])
-            for name, spans in waits.items()
-            if any(first <= begin and stop <= last for first, last in spans)
-        ]
-        if len(values) > 1:
-            found.append(jain_index(values))
-    return float(np.mean(found)) if found else None

@@ -160,7 +160,6 @@ class RunReport:
             "largest_service_difference": self.fairness.largest_difference,
             "largest_service_difference_between": self.fairness.pair,
             "largest_service_difference_by_time": self.fairness.growth,
-            "jain_index": self.fairness.jain,
             "mean_e2el_by_user": self.e2el_by_user,
             "users_compared": self.fairness.num_compared,
         }

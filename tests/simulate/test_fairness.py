@@ -1,11 +1,10 @@
-"""Differences of service and Jain's index, against their definitions written out."""
+"""Differences of service, against their definition written out."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from hpu_duo.simulate.fairness import (
     ServiceLine,
     common,
     drift_by,
-    jain_index,
     waiting_intervals,
 )
 from hpu_duo.simulate.run_log import RequestRecord, ServiceLog
@@ -89,20 +87,3 @@ def test_drift_does_not_count_what_was_got_before_the_span() -> None:
     other = ServiceLine(np.array([6.0]), np.array([3.0]))
     times = np.array([0.0, 4.0, 5.0, 6.0])
     assert drift_by(times, one, other, (2.0, 10.0)).tolist() == [0.0, 0.0, 7.0, 7.0]
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=10))
-def test_jain_index_lies_between_all_for_one_and_the_same_for_all(values: list[float]) -> None:
-    assert 1 / len(values) - 1e-9 <= jain_index(values) <= 1 + 1e-9
-    assert jain_index([5.0] * len(values)) == pytest.approx(1)
-    assert jain_index([0.0] * (len(values) - 1) + [2.0]) == pytest.approx(1 / len(values))
-
-
-def test_jain_index_is_that_of_windows_in_which_two_wait() -> None:
-    everywhere = [("a", (0.0, END)), ("b", (0.0, END))]
-    even = log_of([(at + 0.3, user, 5) for at in range(30) for user in "ab"])
-    assert Fairness.of(records_of(everywhere), even, END).jain == pytest.approx(1, abs=1e-9)
-    uneven = log_of([(at + 0.3, "a", 5) for at in range(30)])
-    assert Fairness.of(records_of(everywhere), uneven, END).jain is not None
-    apart = [("a", (0.0, 10.0)), ("b", (12.0, END))]
-    assert Fairness.of(records_of(apart), even, END).jain is None

@@ -52,10 +52,7 @@ def _lines(first: RunReport) -> list[tuple[str, _Cell]]:
         ("busy", lambda run: f"{run.busy_share:.1%}"),
     ]
     if len(first.fairness.service) > 1:
-        lines += [
-            ("largest difference of service", lambda run: f"{run.fairness.largest_difference:,.0f}"),
-            ("Jain's index", _jain),
-        ]
+        lines.append(("largest difference of service", lambda run: f"{run.fairness.largest_difference:,.0f}"))
     return lines
 
 
@@ -81,7 +78,3 @@ def _percentile(key: str, place: int) -> _Cell:
 
 def _shown(run: RunReport, key: str, milliseconds: float) -> str:
     return f"{milliseconds:,.1f} ms" if run.metrics[key].num else "-"
-
-
-def _jain(run: RunReport) -> str:
-    return "-" if run.fairness.jain is None else f"{run.fairness.jain:.3f}"
