@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -173,7 +173,7 @@ class StepDraft:
     def share_of(self, request: Request) -> int:
         """Tokens the request may compute in this step; 0 means that it waits for the next one."""
         start = request.num_computed_tokens
-        return self._share(request, start, request.stops, self._chunks.context_of(request))[0]
+        return self._share(request, start, request.stops, lambda: self._chunks.context_of(request))[0]
 
     def has_room(self, request: Request, start: int, blocks: Sequence[int], stops: tuple[int, ...]) -> bool:
         """Whether a request that does not run yet would get a share, and the rest of it in the next step.
@@ -185,33 +185,35 @@ class StepDraft:
             blocks: that hold them.
             stops: where its chunks would end.
         """
-        context = np.array(blocks, np.int32).tobytes()
-        num_new, is_cut = self._share(request, start, stops, context)
+        num_new, is_cut = self._share(request, start, stops, np.array(blocks, np.int32).tobytes)
         return num_new > 0 and (not is_cut or self.may_cut(request))
 
     def fits_whole(self, request: Request) -> bool:
         """Whether a request that does not run yet could compute all its tokens, with nothing in the cache."""
-        num_new = self._share(request, 0, (), b"")[0]
+        num_new = self._share(request, 0, (), bytes)[0]
         return num_new >= max(1, request.num_prefilled_tokens if self._grid else request.num_tokens)
 
     def _share(
-        self, request: Request, start: int, stops: tuple[int, ...], context: bytes
+        self, request: Request, start: int, stops: tuple[int, ...], context: Callable[[], bytes]
     ) -> tuple[int, bool]:
-        """Tokens that a request gets, and whether it could compute more of them."""
+        """Tokens that a request gets, and whether it could compute more of them.
+
+        ``context`` is asked for by chunks alone: a decode's is not copied in each step.
+        """
         if self._grid:
             return self._chunk(request, start, context)
         most = request.num_next_tokens(self._decode_len, start)
         num_new = min(most, self.num_free_tokens)
         num_new = next((stop - start for stop in stops if start < stop < start + num_new), num_new)
-        if num_new > self._decode_len and start and not self._chunks.has_room(context):
+        if num_new > self._decode_len and start and not self._chunks.has_room(context()):
             num_new = 0
         return num_new, num_new < most
 
-    def _chunk(self, request: Request, start: int, context: bytes) -> tuple[int, bool]:
+    def _chunk(self, request: Request, start: int, context: Callable[[], bytes]) -> tuple[int, bool]:
         """The same on a grid of chunks: a whole chunk or nothing."""
         num_new = request.num_chunk_tokens(self._grid, start, self._last_chunk)
         is_cut = start + num_new < request.num_prefilled_tokens
-        is_free = num_new <= self.num_free_tokens and (num_new == 1 or self._chunks.has_room(context))
+        is_free = num_new <= self.num_free_tokens and (num_new == 1 or self._chunks.has_room(context()))
         return (num_new, is_cut) if is_free else (0, True)
 
     def may_cut(self, request: Request) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpu_duo.ranking import VOCABULARY, Ranker, TracePrompts
 from hpu_duo.traces import Arrival, PromptIds
+
+if TYPE_CHECKING:
+    from hpu_duo.ranking import Ranker
 
 _VOCABULARY = range(1, 50_000)
 
@@ -45,6 +48,8 @@ class Forecast:
         """
         if self.ranker is None:
             return PromptIds(_VOCABULARY, seed).of
+        from hpu_duo.ranking import VOCABULARY, TracePrompts  # transformers: only with a ranker
+
         return TracePrompts(VOCABULARY, self.encode).of
 
     def expected_tokens(self, num_output: int, seed: int, place: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from graphs import CostFunction
 from hpu_duo.request import Request
@@ -100,6 +101,7 @@ class RunLog:
 
     def __init__(self, came: Mapping[str, tuple[float, str | None]], cost: CostFunction) -> None:
         self._came, self._cost = came, cost
+        self._bucket_cost = lru_cache(maxsize=4096)(cost)
         self.records: dict[str, RequestRecord] = {}
         self._running: dict[Request, RequestRecord] = {}
         self.service = ServiceLog()
@@ -114,7 +116,7 @@ class RunLog:
         self.num_tokens += step.shape.query_len
         self.num_padded_tokens += step.bucket.query_len
         self.cost_of_shapes += float(self._cost(step.shape))
-        self.cost_of_buckets += float(self._cost(step.bucket))
+        self.cost_of_buckets += float(self._bucket_cost(step.bucket))
         served: dict[str, int] = {}
         for request in step.plan.preempted:
             if request in self._running:
