@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ _UNREAD_S = 300
 """A caller that has not acknowledged anything for so long is taken for gone."""
 _LAST_WRITES_S = 5
 """Behind the last token, so long for slow readers to take what is in flight."""
+_FAILURE_TOLD_S = 1.0
+"""A server that has failed answers with 503 for so long, and then ends without waiting for anybody."""
 
 
 class Draining(Protocol):
@@ -158,6 +161,7 @@ class DrainingServer(uvicorn.Server):
         self._service, self._on_listening = service, on_listening
         self._signal_number: int | None = None
         self._draining: asyncio.Task[bool] | None = None
+        self._failed_at: float | None = None
 
     @property
     def ending(self) -> Ending:
@@ -174,11 +178,18 @@ class DrainingServer(uvicorn.Server):
         """Say, ten times a second, whether to end."""
         if self._signal_number is not None and self._draining is None:
             self._draining = asyncio.create_task(self._service.drain())
+        if self._service.stage is Stage.FAILED:
+            return self._is_failure_told() or await super().on_tick(counter)
         if self._draining is not None and self._draining.done():
             return True
-        if self._service.stage is Stage.FAILED:
-            return True
         return await super().on_tick(counter)
+
+    def _is_failure_told(self) -> bool:
+        """Whether callers and probes have had the time to hear of a failure."""
+        if self._failed_at is None:
+            self._failed_at = time.monotonic()
+            self.config.timeout_graceful_shutdown = 0
+        return time.monotonic() - self._failed_at >= _FAILURE_TOLD_S
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal."""

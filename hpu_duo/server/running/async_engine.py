@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_DEAD_STEP_S = 0.2
+"""Most seconds that the thread of an engine that has ended with an error is waited for."""
+
 _T = TypeVar("_T")
 
 _SHORT_TOKENS = 4096
@@ -99,7 +102,9 @@ class AsyncEngine:
             self._no_news.cancel()
         for stream in list(self._streams.values()):
             stream.close()
-        return await asyncio.to_thread(self._thread.stop, timeout_s)
+        # A step that an error left behind, such as one on a device that waits for a lost rank, may never end.
+        wait_s = timeout_s if self._death is None else min(timeout_s, _DEAD_STEP_S)
+        return await asyncio.to_thread(self._thread.stop, wait_s)
 
     async def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Refuse what the engine would refuse; see ``Engine.check_request``."""
