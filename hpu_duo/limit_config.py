@@ -26,7 +26,7 @@ class CacheConfig:
         kv_cache_bytes: bytes that all stores may take. Without either, as much as ``max_num_seqs``
             requests of ``max_model_len`` tokens need, within ``device_memory_utilization``.
         enable_prefix_caching: keep the blocks of requests that have ended, for later ones that begin with the
-            same tokens; see ``hpu_duo.kv.prefix``. Rings then have ``block_size - 1`` slots of slack.
+            same tokens; see ``hpu_duo.kv.prefix``.
         num_prefix_snapshots: states of rings to keep with them; None = as many as requests run, as long as
             they take at most an eighth of the bytes of all else (``hpu_duo.kv.snapshots``). A model whose
             heads all keep blocks needs none.

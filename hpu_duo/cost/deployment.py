@@ -100,7 +100,7 @@ class Serving:
     @property
     def ring_slack(self) -> int:
         """Slots of a ring beside those of its window."""
-        return ring_slack(self.decode_len, self.engine_block_size, caches_prefixes=self.enable_prefix_caching)
+        return ring_slack(self.decode_len)
 
     @property
     def not_served(self) -> tuple[str, ...]:

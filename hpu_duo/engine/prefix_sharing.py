@@ -11,13 +11,15 @@ import numpy as np
 
 from graphs import StepLimits
 from hpu_duo.engine.prefix_holding import PrefixHolding
-from hpu_duo.engine.step_plan import StepDraft, StepPlan
+from hpu_duo.engine.step_plan import ScheduledRow, StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
 from hpu_duo.kv.prefix_hit import PrefixHit
 from hpu_duo.request import Request, RequestStatus
 
 _MOST_COMPARED = 64
 """Requests of a queue that one is compared with."""
+_LEAST_GAIN = 8
+"""A prompt is cut at its last border of blocks if a later request could save as many almost empty steps."""
 
 
 class Begin(NamedTuple):
@@ -35,8 +37,10 @@ class Begin(NamedTuple):
 class PrefixSharing:
     """Keeps what requests compute, and finds out what they share before it is computed.
 
-    Snapshots are taken where they pay: behind a prompt, behind a request that ends or is preempted, behind
-    each chunk of a prompt while there are free rows, and at *branch points*, where texts part. A branch point
+    Snapshots are taken at borders of blocks, where they pay: at the last one of a prompt, at each that a
+    decode passes, behind each chunk of a prompt while there are free rows, and at *branch points*, where
+    texts part. A chunk ends at the last border of a prompt, if no other prompt has to wait for that, and an
+    almost empty step is little beside what is computed up to there. A branch point
     is known when a request finds more cached blocks than it can use, and when a waiting request begins like
     one that gets a row. A chunk ends there once, so that the next request with the same beginning can use
     all of it.
@@ -59,6 +63,7 @@ class PrefixSharing:
         # Requests may part at borders of blocks, or of chunks where these decide what is kept.
         self._part_size = self._grid or self._block_size
         self._recomputed = limits.step_tokens // limits.max_chunk_rows
+        self._least_gain, self._decode_len = _LEAST_GAIN * limits.step_tokens, limits.decode_len
         # Half of the snapshots are kept for places where texts part.
         self._most_stops = max(1, limits.num_snapshots // 2)
 
@@ -73,20 +78,36 @@ class PrefixSharing:
             ends_prompt = row.start < request.num_prompt_tokens <= row.end
             is_known = row.end == self._last_border(request) if self._grid else ends_prompt
             ends_chunk = row.end < request.num_prompt_tokens and self._cache.has_free_row
-            if is_known or ends_chunk or row.end in request.stops:
+            if self._decodes_past_border(row):
+                self._cache.take_snapshot(request, decodes=True)
+            elif self._is_at_border(request) and (is_known or ends_chunk or row.end in request.stops):
                 self._cache.take_snapshot(request)
             self._cache.store(request)
             if ends_prompt:
                 self._holding.open(request)
 
+    def _decodes_past_border(self, row: ScheduledRow) -> bool:
+        """Whether a row was decoded to a border of blocks or past it."""
+        size, end = self._block_size, row.request.num_computed_tokens
+        return row.num_new_tokens <= self._decode_len and row.start // size < end // size
+
+    def _is_at_border(self, request: Request) -> bool:
+        return request.num_computed_tokens % self._block_size == 0
+
     def _last_border(self, request: Request) -> int:
-        """Tokens up to the last border of chunks in a prompt."""
-        return request.num_prefilled_tokens // self._grid * self._grid
+        """Tokens up to the last border of chunks in a prompt, else of blocks in what is prefilled."""
+        if self._grid:
+            return request.num_prefilled_tokens // self._grid * self._grid
+        num_tokens = request.num_tokens
+        if request.params.decoded_prompt_tokens:
+            num_tokens = request.num_prefilled_tokens
+        return num_tokens // self._block_size * self._block_size
 
     def keep_end(self, request: Request) -> None:
         """Keep a running request that is about to give everything back; no step may be on its way."""
         if self._cache is not None:
-            self._cache.take_snapshot(request)
+            if self._is_at_border(request):
+                self._cache.take_snapshot(request)
             self._cache.store(request)
 
     def forget(self) -> None:
@@ -107,6 +128,11 @@ class PrefixSharing:
         """
         stops = self._stops(request, hit, waiting)
         start, blocks = self._leases.num_cached_tokens(hit), self._leases.cached_blocks(hit)
+        border = self._last_border(request)
+        if not self._grid and self._takes_snapshots and border - start > self._least_gain:
+            with_border = tuple(sorted({*stops, border}))
+            if step.has_room(request, start, blocks, with_border):
+                return Begin(hit, with_border)
         if step.has_room(request, start, blocks, stops):
             return Begin(hit, stops)
         is_short = 0 < start <= self._recomputed and request.context is None
@@ -166,7 +192,7 @@ class PrefixSharing:
         computed = other.num_computed_tokens
         if shared in other.stops:
             return True
-        to_come = [stop for stop in other.stops if stop > computed]
+        to_come = [stop for stop in other.stops if computed < stop < self._last_border(other)]
         if shared >= computed + step.share(other) and len(to_come) < self._most_stops:
             other.stops = tuple(sorted((*other.stops, shared)))
             return True

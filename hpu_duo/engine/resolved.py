@@ -115,7 +115,7 @@ def _promoted_bytes(
     # Where blocks are dealt out, each rank keeps its part of the tokens of all heads that were promoted.
     num_parts = spread.num_ranks if is_dealt and spread is not None else 1
     in_blocks = whole.promoted if is_dealt else own.promoted
-    slack = ring_slack(limits.decode_len, limits.block_size, caches_prefixes=limits.caches_prefixes)
+    slack = ring_slack(limits.decode_len)
     ring_slots = min(own.sink + own.recent, limits.max_model_len) + slack
     # One row more is the trash, and others are read from the scratch.
     num_rows = limits.num_ring_rows + 1 + memory.max_chunk_rows

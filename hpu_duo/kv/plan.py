@@ -60,13 +60,12 @@ def ruled_groups(kinds: Sequence[GroupKind]) -> tuple[list[int], tuple[HeadGroup
     return numbers, tuple(groups)
 
 
-def ring_slack(decode_len: int, block_size: int, *, caches_prefixes: bool) -> int:
+def ring_slack(decode_len: int) -> int:
     """Return the slots of a ring beside those of its window.
 
-    The first token that a row decodes in a step still sees the slot that the last one overwrites. Where
-    prefixes are cached, a ring is also the one at the last border of blocks before its end.
+    The first token that a row decodes in a step still sees the slot that the last one overwrites.
     """
-    return decode_len - 1 + (block_size - 1 if caches_prefixes else 0)
+    return decode_len - 1
 
 
 def widest_row(groups: Iterable[HeadGroup]) -> int:

@@ -21,9 +21,7 @@ class PrefixCache:
     least recently used go first, the end of a text before its beginning. Requests hold the blocks of the tree
     that they begin with, so a block that is held is never evicted, and neither is one before it.
 
-    A ring is known at the end of its text only. Snapshots of it are taken by the scheduler where they pay.
-    With slack of ``block_size - 1`` slots the ring of a request is also the ring at the last border of blocks
-    that it has passed, which is what a snapshot is taken for.
+    A ring is known at the end of its text only. The scheduler has snapshots taken at borders of blocks.
 
     Copies into and out of snapshots are carried out in the order in which they are asked for, like all copies
     of the leases, so a snapshot may be used as soon as it was asked for.
@@ -57,8 +55,9 @@ class PrefixCache:
         self._snapshots = Snapshots(snapshot_rows)
         self.holds = PrefixHolds()
         self._node_of: dict[int, PrefixNode] = {}
-        # The deepest node of each open request that has any.
+        # The deepest node of each open request that has any, and that of its last snapshot of a decode.
         self._ends: dict[Request, PrefixNode] = {}
+        self._decoded: dict[Request, PrefixNode] = {}
         self.counters = PrefixCounters()
         self._evicted = EvictedPrefixes(blocks.num_blocks if uses_blocks else 0)
 
@@ -195,10 +194,14 @@ class PrefixCache:
             self._blocks.release([own])
             request.block_table[ordinal] = block
 
-    def take_snapshot(self, request: Request) -> None:
+    def take_snapshot(self, request: Request, *, decodes: bool = False) -> None:
         """Keep the ring of a request for the last border of blocks that it has passed.
 
-        Its ring must be that of its ``num_computed_tokens`` tokens when the next copies are carried out.
+        Its ring must still be the one at that border when the next copies are carried out: it ends there, or
+        a decode has just passed it.
+
+        Args:
+            decodes: it takes the place of the last one with ``decodes``, unless another text begins there.
         """
         if not self._snapshots.num_rows or request.num_computed_tokens < self._block_size:
             return
@@ -206,12 +209,24 @@ class PrefixCache:
             return  # what is kept here is kept of no other text
         node = self._store(request)
         if node.snapshot is None:
+            if decodes:
+                self._supersede(request, node)
             lost = self._snapshots.place(node, self.tree, self.holds.ends_at)
             if node.snapshot is not None:
                 self._add_copy(RowCopy(request.row, node.snapshot))
-            if lost is not None:
-                self.counters.num_evicted_snapshots += 1
-                self._prune(lost)
+            self._count_lost(lost)
+
+    def _count_lost(self, lost: PrefixNode | None) -> None:
+        if lost is not None:
+            self.counters.num_evicted_snapshots += 1
+            self._prune(lost)
+
+    def _supersede(self, request: Request, node: PrefixNode) -> None:
+        """Take the row from the last snapshot of a decode, for one that is further on in the same text."""
+        last = self._decoded.get(request)
+        self._decoded[request] = node
+        if last is not None and not last.is_shared and not self.holds.ends_at(last):
+            self._snapshots.remove(last)
 
     def hold(self, hold: PrefixHold, node: PrefixNode) -> None:
         """Keep a prefix until it is let go, behind which a request can go on."""
@@ -248,9 +263,7 @@ class PrefixCache:
         if self._uses_rows and node.snapshot is None:
             lost = self._snapshots.place(node, self.tree, self.holds.ends_at)
             row = node.snapshot
-            if lost is not None:
-                self.counters.num_evicted_snapshots += 1
-                self._prune(lost)
+            self._count_lost(lost)
         self.hold(hold, node)
         return Adoption(hold, new, len(path), blocks, row)
 
@@ -278,6 +291,7 @@ class PrefixCache:
     def release(self, request: Request) -> None:
         """Forget a request that gives its row and blocks back; what it entered stays."""
         end = self._ends.pop(request, None)
+        self._decoded.pop(request, None)
         if end is not None:
             self.tree.use(end)
             self._prune(end)
@@ -316,6 +330,7 @@ class PrefixCache:
         self._snapshots = Snapshots(self._snapshot_rows)
         self._node_of.clear()
         self._ends.clear()
+        self._decoded.clear()
 
     def _remove(self, node: PrefixNode) -> None:
         self._snapshots.remove(node)

@@ -143,11 +143,7 @@ def choose_heads(
     parallel, budget = config.parallel, resolve_kv_budget(config, max_len)
     num_ranks = 1 if parallel.deals_blocks else parallel.tensor_parallel_size
     pattern = resolve_pattern(config.heads, layers, max_len, device, num_ranks)
-    slack = ring_slack(
-        config.scheduler.decode_len,
-        config.block_size,
-        caches_prefixes=config.cache.enable_prefix_caching,
-    )
+    slack = ring_slack(config.scheduler.decode_len)
     kinds = Kinds(
         slack,
         budget,

@@ -54,11 +54,7 @@ class SizedHeads:
             ValueError: what the engine refuses.
         """
         config = self.config
-        slack = ring_slack(
-            config.scheduler.decode_len,
-            config.block_size,
-            caches_prefixes=config.cache.enable_prefix_caching,
-        )
+        slack = ring_slack(config.scheduler.decode_len)
         num_kv_heads = [layer.num_kv_heads for layer in model.layers]
         planned = resolve_kv_plan(config, num_kv_heads, max_len, slack, torch.device("cpu"))
         kinds = Kinds(slack, resolve_kv_budget(config, max_len), planned=planned)

@@ -29,8 +29,7 @@ def _block_bytes(pattern: HeadPattern | None) -> int:
 
 
 def _snapshot_bytes(pattern: HeadPattern) -> int:
-    """A ring has slack for what comes behind the last border of blocks."""
-    return LAYERS * (pattern.sink + pattern.recent + BLOCK - 1) * TOKEN_BYTES
+    return LAYERS * (pattern.sink + pattern.recent) * TOKEN_BYTES
 
 
 def _prefixes(served: HPUDuoModel) -> PrefixStats:

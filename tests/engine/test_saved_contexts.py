@@ -334,5 +334,5 @@ def test_the_file_has_what_a_reader_expects(document: Path) -> None:
     tensors = load_file(document)
     assert tensors["token_ids"].tolist() == DOCUMENT
     assert tensors["layers.0.groups.0.keys"].shape == (5, 1, BLOCK, 8)
-    assert tensors["layers.0.groups.1.values"].shape == (1, 1, 2 + 6 + BLOCK - 1, 8)
+    assert tensors["layers.0.groups.1.values"].shape == (1, 1, 2 + 6, 8)
     assert np.isfinite(tensors["layers.1.groups.0.keys"].numpy()).all()

@@ -33,7 +33,6 @@ class PrefixMachine(RuleBasedStateMachine):
             limits.num_ring_rows,
             uses_blocks=limits.uses_blocks,
             uses_rows=limits.uses_rows,
-            slack=limits.block_size - 1,
         )
         self.unfinished: dict[str, Request] = {}
         self.texts: list[list[int]] = []

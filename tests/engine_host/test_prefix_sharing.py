@@ -155,10 +155,57 @@ def test_a_prefix_is_computed_again_where_that_is_sooner_than_to_wait_for_a_chun
 
 def test_a_short_hit_takes_a_chunk_row_that_is_free_and_else_none() -> None:
     scheduler = _scheduler(uses_rows=True, num_snapshots=4, step_tokens=8, max_num_batched_tokens=64)
+    scheduler.add(make_request("whole", TEXT, max_tokens=1))  # ends at a border, hence with a snapshot
+    stepped(scheduler)
     for name in "ab":
         scheduler.add(make_request(name, [*TEXT, 1, 2], max_tokens=1))
     assert stepped(scheduler) == [("a", 8, 2), ("b", 0, 10)]
     assert not scheduler.has_unfinished
+
+
+RINGS = replace(WARM, uses_rows=True, num_snapshots=4, max_num_batched_tokens=64)
+
+
+def test_a_prompt_is_cut_at_its_last_border_where_an_almost_empty_step_is_little_beside_it() -> None:
+    for step_tokens, steps in ((0, [(0, 16), (16, 3)]), (1, [(0, 16), (16, 3)]), (2, [(0, 19)])):
+        scheduler = Scheduler(replace(RINGS, step_tokens=step_tokens))
+        scheduler.add(make_request("a", [*TEXT, *TEXT, 1, 2, 3], max_tokens=1))
+        assert [stepped(scheduler)[0][1:] for _ in steps] == steps
+        assert not scheduler.has_unfinished
+
+
+def test_no_prompt_waits_because_another_one_is_cut_at_its_last_border() -> None:
+    """The first is cut, and the chunk row of the next step is taken: the second has a step for all of it."""
+    scheduler = Scheduler(RINGS)
+    for number, name in enumerate("abc"):
+        scheduler.add(make_request(name, [number + 1, *TEXT, 1], max_tokens=1))
+    assert stepped(scheduler) == [("a", 0, 8), ("b", 0, 10), ("c", 0, 10)]
+
+
+def test_a_decode_that_passes_borders_keeps_the_last_one_that_it_passed() -> None:
+    scheduler = Scheduler(replace(RINGS, step_tokens=99))
+    request = make_request("a", TEXT[:3], max_tokens=20, ignore_eos=True)
+    scheduler.add(request)
+    while scheduler.has_unfinished:
+        stepped(scheduler)
+    cache = scheduler.leases.prefixes
+    assert cache is not None
+    assert [node.depth for node in cache.tree if node.snapshot is not None] == [5]
+
+
+def test_a_snapshot_that_another_text_begins_with_outlives_the_next_border() -> None:
+    scheduler = Scheduler(replace(RINGS, step_tokens=99))
+    request = make_request("a", TEXT[:3], max_tokens=20, ignore_eos=True)
+    scheduler.add(request)
+    for _ in range(6):
+        stepped(scheduler)
+    scheduler.add(make_request("b", [*request.tokens[:8].tolist(), 1, 1], max_tokens=1))
+    while scheduler.has_unfinished:
+        stepped(scheduler)
+    cache = scheduler.leases.prefixes
+    assert cache is not None
+    assert cache.counters.num_hit_tokens == 8
+    assert [node.depth for node in cache.tree if node.snapshot is not None] == [2, 5]
 
 
 def test_nobody_waits_for_a_snapshot_that_has_no_place() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.scoring import forced
@@ -13,7 +15,7 @@ from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.scheduling import SchedulingPolicy, VirtualTokenCounter
 from tests.engine_host.planning import LIMITS, planned, shares_of
-from tests.engine_host.simulated_device import EOS
+from tests.engine_host.simulated_device import EOS, SimulatedDevice
 
 DRAFTS = replace(LIMITS, max_num_batched_tokens=16, decode_len=4)
 
@@ -49,6 +51,37 @@ def test_what_is_computed_behind_the_last_accepted_token_is_taken_back() -> None
     assert [done.token for done in committed] == [10, 11]
     assert (request.num_computed_tokens, request.num_tokens) == (7, 8)
     assert shares_of(planned(scheduler)) == [("f", 7, 4)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_prompt=st.integers(1, 9),
+    accepted=st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    block_size=st.integers(1, 6),
+)
+def test_snapshots_of_rows_that_decode_several_tokens_are_those_at_the_border(
+    num_prompt: int, accepted: list[int], block_size: int
+) -> None:
+    """Tokens that were computed and taken back lie in the slack: the device looks at what is read."""
+    limits = replace(
+        DRAFTS, block_size=block_size, caches_prefixes=True, num_snapshots=4, num_blocks=60, step_tokens=99
+    )
+    scheduler = Scheduler(limits)
+    device = SimulatedDevice(60, block_size, limits.num_ring_rows, uses_blocks=True, slack=3)
+    request = add_forced(scheduler, num_prompt, [2 + number % 9 for number in range(30)])
+    for most in accepted:
+        plan = planned(scheduler)
+        device.run(plan)
+        done = request.num_output_tokens
+        ids = [2 + number % 9 for number in range(done, done + plan.num_samples)]
+        scheduler.commit(plan, ids, [min(most, plan.num_samples)] if plan.num_samples else [])
+    text = request.tokens[: request.num_tokens].tolist()
+    scheduler.abort("f")
+    scheduler.add(Request("g", [*text, 1, 1, 1], SamplingParams(max_tokens=1), TokenLimits(64)))
+    while scheduler.has_unfinished:
+        plan = planned(scheduler)
+        device.run(plan)
+        scheduler.commit(plan, [1] * plan.num_samples)
 
 
 @pytest.mark.parametrize("accepted", [[0], [5], [], [1, 1]])

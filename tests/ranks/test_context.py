@@ -88,7 +88,7 @@ def bytes_by_context(counts: tuple[int, ...], size: int, num_rows: int) -> list[
     """Bytes of the store of each rank by 64 blocks and heads of 8 channels, counted head by head.
 
     A rank has a part of the tokens of all retrieval heads, and rings of its own streaming heads: of 2 and 6
-    tokens and a super-block less one slot, for each row, for padding, and once for a prompt to read.
+    tokens, for each row, for padding, and once for a prompt to read.
     """
     head_bytes = 2 * 8 * 4
     found = [(64 + 1) * BLOCK * sum(counts) * head_bytes] * size
@@ -96,7 +96,7 @@ def bytes_by_context(counts: tuple[int, ...], size: int, num_rows: int) -> list[
         for rank in range(size):
             # Retrieval heads are dealt out as evenly as they go, one more to the last ranks.
             num_own = num_retrieval // size + (rank >= size - num_retrieval % size)
-            num_slots = 2 + 6 + size * BLOCK - 1
+            num_slots = 2 + 6
             found[rank] += (num_rows + 2) * num_slots * (NUM_LAYERS // size - num_own) * head_bytes
     return found
 

@@ -98,8 +98,9 @@ def test_cached_prefixes_need_nothing_new_after_warm_up(tiny: Tiny, pattern: Hea
     assert (report.new_graphs, report.new_recipes) == (0, 0)
     assert not report.excused
     assert prefixes is not None
-    # On a card short prefixes are computed again where they would have to be waited for.
-    assert prefixes.num_hit_tokens > 50
+    # On a card short prefixes are computed again where they would have to be waited for, and short prompts
+    # leave no snapshots.
+    assert prefixes.num_hit_tokens > (0 if pattern else 50)
     assert prefixes.num_evicted_blocks > 10
     assert work.run(tiny.load(device="cpu", enable_prefix_caching=False, **options)) == done
 
@@ -210,11 +211,13 @@ def test_logprobs_come_with_the_one_read_of_a_step(tiny: Tiny, pattern: HeadPatt
         SamplingParams(temperature=0, max_tokens=4, logprobs=3),
         SamplingParams(temperature=1.3, seed=5, max_tokens=4, logprobs=0),
     ]
-    served = tiny.load(device="hpu-sim", pattern=pattern)
+    # With a cache a CPU cuts prompts at borders of blocks where a card does not.
+    options = {"pattern": pattern, "enable_prefix_caching": False}
+    served = tiny.load(device="hpu-sim", **options)
     with sim.watch() as seen:
         done = served.engine.generate(prompts, params)
     assert seen.report().max_reads == 1
-    on_cpu = tiny.load(device="cpu", pattern=pattern, buckets=served.engine.runner.graphs.table)
+    on_cpu = tiny.load(device="cpu", buckets=served.engine.runner.graphs.table, **options)
     for (got,), (expected,) in zip(done, on_cpu.engine.generate(prompts, params)):
         assert got.token_ids == expected.token_ids
         assert got.logprobs == expected.logprobs
