@@ -70,6 +70,17 @@ def test_the_builtin_model_finds_every_passkey_with_half_of_its_heads_streaming(
     assert told["run"]["kv_ratio"] < 0.6
 
 
+def test_heads_keep_what_a_policy_says_instead_of_half_of_them_streaming(hpu_duo: Run) -> None:
+    few = ("passkey", "--num-tokens", "1500", "--num-passkeys", "3", "--max-num-seqs", "3", "--json")
+    told = {}
+    for policy in ("streaming-llm", "snapkv"):
+        result = hpu_duo(*few, "--kv-policy", policy, "--kv-budget", "400")
+        assert result.exit_code == 0, result.stderr
+        told[policy] = json.loads(result.stdout)
+        assert told[policy]["run"]["kv_ratio"] < 0.4, "every head has a budget"
+    assert told["streaming-llm"]["num_right"] < 3
+
+
 def test_it_finds_none_when_all_heads_stream(hpu_duo: Run) -> None:
     result = hpu_duo("passkey", "--num-tokens", "1500", "--num-passkeys", "3", "--sparsity", "1", "--json")
     assert result.exit_code == 0, result.stderr

@@ -41,6 +41,7 @@ _OFFERED = Only(
         "block_size",
     ),
     *("device_memory_utilization", "fail_on_recompile", "record_steps"),
+    *("kv_policy", "kv_budget", "kv_plan", "kv_prompt", "kv_chunk"),
 )
 
 
@@ -76,9 +77,11 @@ def passkey(
 ) -> None:
     """Hide passkeys in a long document and ask for all of them in one batch.
 
-    Without --model it runs the built-in model with half of its KV heads streaming.
+    Without --model it runs the built-in model, with half of its KV heads streaming unless --pattern,
+    --kv-policy or --kv-plan says what heads keep.
     """
-    if model is None and heads.pattern is None and not heads.is_cut:
+    has_budget = engine.kv_policy is not None or engine.kv_plan is not None
+    if model is None and heads.pattern is None and not heads.is_cut and not has_budget:
         heads = replace(heads, sparsity=0.5)
     with user_errors():
         if num_passkeys < 1:
