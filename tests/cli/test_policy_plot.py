@@ -3,7 +3,11 @@
 import re
 from pathlib import Path
 
+import numpy as np
+
 from hpu_duo.cli.evaluation.policy_plot import draw_policies
+from hpu_duo.cli.heads.plot import draw_heads, effort
+from hpu_duo.heads import HeadPattern
 from hpu_duo.kv_policies import KV_POLICIES
 
 
@@ -17,3 +21,31 @@ def test_all_policies_side_by_side_have_colours_of_their_own(tmp_path: Path) -> 
     svg = (tmp_path / "curve.svg").read_text(encoding="utf-8")
     lines = set(re.findall(r"fill: none; stroke: (#\w+)[^\"]*stroke-opacity: 0.85", svg))
     assert len(lines) == len(names) - 1
+
+
+def _words(svg: Path) -> str:
+    """Return what matplotlib writes beside the outlines of each text."""
+    return "\n".join(re.findall(r"<!-- (.*?) -->", svg.read_text(encoding="utf-8")))
+
+
+def test_axes_say_what_they_show_and_lines_over_each_other_have_other_widths(tmp_path: Path) -> None:
+    value = {"value": 0.5, "value_low": 0.4, "value_high": 0.6}
+    rows = [
+        {"task": task, "policy": name, "kv_ratio": ratio, **value}
+        for task in ("passkey", "perplexity")
+        for name in ("h2o", "tova", "snapkv")
+        for ratio in (0.2, 0.5)
+    ]
+    draw_policies(rows, tmp_path / "curve.svg")
+    assert {"exact answers", "perplexity"} <= set(_words(tmp_path / "curve.svg").splitlines())
+    svg = (tmp_path / "curve.svg").read_text(encoding="utf-8")
+    found = re.findall(r"stroke: (#\w+); stroke-opacity: 0.85; stroke-width: ([\d.]+)", svg)
+    widths = {colour: max(float(width) for one, width in found if one == colour) for colour, _ in found}
+    assert len(set(widths.values())) == 3
+
+
+def test_the_map_of_heads_says_how_many_steps_it_took(tmp_path: Path) -> None:
+    scores = np.array([[0.2, 0.9]])
+    pattern = HeadPattern(scores, 4, 16, config={"num_steps": 2000}).binarise(threshold=0.5)
+    assert effort(pattern) == ", 2,000 steps"
+    draw_heads([("model, framed: score > 0.5", pattern)], tmp_path / "heads.png")

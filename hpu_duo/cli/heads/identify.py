@@ -71,15 +71,16 @@ def identify(
 def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None:
     from hpu_duo.identify.identification import PICTURE_FILE
 
+    cuts = {"> 0.5": pattern.binarise(threshold=0.5), "at 0.5": pattern.binarise(sparsity=0.5)}
     picture = None
     if find_spec("matplotlib") is not None:
         from hpu_duo.cli.heads.plot import draw_heads
 
         picture = request.output / PICTURE_FILE
-        draw_heads([(f"{pattern.config['model_name']}, {request.method.value}", pattern)], picture)
+        title = f"{pattern.config['model_name']}, {request.method.value}, framed: score > 0.5"
+        draw_heads([(title, cuts["> 0.5"])], picture)
     else:
         typer.echo(f"no heat map: matplotlib is not installed ({install_command('plot')})", err=True)
-    cuts = {"> 0.5": pattern.binarise(threshold=0.5), "at 0.5": pattern.binarise(sparsity=0.5)}
     if as_json:
         fields = {"output": str(request.output), "picture": picture and str(picture)}
         typer.echo(json.dumps({**fields, **pattern_fields(pattern, cuts)}, indent=2))

@@ -78,7 +78,8 @@ def show(
         if png is not None:
             from hpu_duo.cli.heads.plot import draw_heads
 
-            draw_heads([(f"{directory.name}, {name}", cut) for name, cut in cuts.items()], png)
+            what = "framed: score" if threshold else "streaming"
+            draw_heads([(f"{directory.name}, {what} {name}", cut) for name, cut in cuts.items()], png)
     from hpu_duo.cli.heads.view import heads_table, pattern_fields
 
     if as_json:

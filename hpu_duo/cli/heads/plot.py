@@ -12,10 +12,14 @@ if TYPE_CHECKING:
 _CELL = 0.28
 """Size of a cell in inches; half of it for more than ``_MANY`` heads."""
 _MANY = 16
+_EFFORTS = {"num_steps": "steps", "n_samples": "documents", "num_orders": "orders"}
 
 
 def draw_heads(patterns: Sequence[tuple[str, HeadPattern]], png: Path) -> None:
     """Write one map for each titled pattern, one above the other; retrieval heads of binarised ones framed.
+
+    A title goes on with the steps, documents or orders that the scores come from, as far as the pattern's
+    ``config`` says so.
 
     Equal patterns give equal files with one version of matplotlib.
 
@@ -57,5 +61,11 @@ def _panel(axes: Any, title: str, pattern: HeadPattern) -> Any:
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("layer")
     axes.set_ylabel("KV head")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title + effort(pattern), fontsize=10)
     return image
+
+
+def effort(pattern: HeadPattern) -> str:
+    """Return what its scores took, for a title: ``, 2,000 steps``; empty where ``config`` does not say."""
+    found = ((pattern.config.get(key), what) for key, what in _EFFORTS.items())
+    return "".join(f", {number:,} {what}" for number, what in found if isinstance(number, int))
