@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpu_duo.routing.prefix_router import CAPACITY, PrefixRouter, longest
+from hpu_duo.routing.prefix_router import CAPACITY, MIN_CACHED, PrefixRouter, longest
 from hpu_duo.routing.request import RoutedRequest
 
 
@@ -16,6 +16,7 @@ class CacheAware(PrefixRouter):
         uneven_by, uneven_times: queues are uneven when the longest has more than ``uneven_by`` requests more
             than the shortest, and more than ``uneven_times`` as many; then the shortest queue is taken.
         capacity: units (tokens, or characters) that a replica is taken to cache.
+        min_cached: tokens of a prefix below which it counts as not cached.
 
     Source: the policy ``cache_aware`` of the routers of SGLang and vLLM, with their defaults.
     """
@@ -26,6 +27,7 @@ class CacheAware(PrefixRouter):
         uneven_by: float = 64.0,
         uneven_times: float = 1.5,
         capacity: float = CAPACITY,
+        min_cached: float = MIN_CACHED,
     ) -> None:
         if not 0 <= threshold <= 1:
             raise ValueError(f"expected a threshold from 0 to 1, got {threshold}")
@@ -34,7 +36,7 @@ class CacheAware(PrefixRouter):
                 "expected uneven_by of 0 or more and uneven_times of 1 or more, got "
                 f"{uneven_by} and {uneven_times}"
             )
-        super().__init__(capacity)
+        super().__init__(capacity, min_cached)
         self._threshold, self._uneven_by, self._uneven_times = threshold, uneven_by, uneven_times
 
     def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
@@ -42,7 +44,7 @@ class CacheAware(PrefixRouter):
         least, most = min(queues), max(queues)
         if most - least > self._uneven_by and most > self._uneven_times * least:
             return self._shortest_queue(offered)
-        num, holders = longest(self.prefixes.held(request), offered)
+        num, holders = longest(self.held(request), offered)
         if holders and num > self._threshold * len(request.units):
             return self._shortest_queue(holders)
         return min(offered, key=lambda each: (self.prefixes.size(each), self.num_open(each)))

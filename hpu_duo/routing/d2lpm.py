@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import floor, inf
 
-from hpu_duo.routing.prefix_router import CAPACITY, PrefixRouter, longest
+from hpu_duo.routing.prefix_router import CAPACITY, MIN_CACHED, PrefixRouter, longest
 from hpu_duo.routing.request import Dispatch, RoutedRequest
 
 _MOST_DEBTORS = 1000
@@ -30,6 +30,7 @@ class D2LPM(PrefixRouter):
         quantum: credit that is given out at a time, above 0.
         input_price, output_price: of a token.
         capacity: units (tokens, or characters) that a replica is taken to cache.
+        min_cached: tokens of a prefix below which it counts as not cached.
 
     Source: Cao et al. 2025 (arXiv:2501.14312). When credit is given, and what becomes of a user who leaves,
     is not stated there.
@@ -41,12 +42,13 @@ class D2LPM(PrefixRouter):
         input_price: float = 1.0,
         output_price: float = 2.0,
         capacity: float = CAPACITY,
+        min_cached: float = MIN_CACHED,
     ) -> None:
         if not quantum > 0:
             raise ValueError(f"expected quantum to be above 0, got {quantum}")
         if not (0 <= input_price < inf and 0 <= output_price < inf):
             raise ValueError(f"expected prices of 0 or more, got {input_price} and {output_price}")
-        super().__init__(capacity)
+        super().__init__(capacity, min_cached)
         self._quantum, self._input_price, self._output_price = quantum, input_price, output_price
         self._credits: dict[str | None, dict[str, float]] = {}
         self._num_unfinished: dict[str | None, int] = {}
@@ -57,7 +59,7 @@ class D2LPM(PrefixRouter):
 
     def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
         self._refill(request.user, offered)
-        _, holders = longest(self.prefixes.held(request), offered)
+        _, holders = longest(self.held(request), offered)
         open_to_user = [each for each in holders if self.credit(request.user, each) > 0]
         return self._shortest_queue(open_to_user or offered)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from hpu_duo.routing.hot_prefixes import HotPrefixes
-from hpu_duo.routing.prefix_router import CAPACITY, PrefixRouter, longest
+from hpu_duo.routing.prefix_router import CAPACITY, MIN_CACHED, PrefixRouter, longest
 from hpu_duo.routing.radix_tree import RadixNode
 from hpu_duo.routing.request import Dispatch, RoutedRequest
 from hpu_duo.routing.window_load import Charge, WindowLoad
@@ -16,35 +16,44 @@ _NUM_REMEMBERED = 200
 _FIRST_DECODE_S = 0.15
 """Seconds of a decoded token before any has been timed."""
 _FIRST_NUM_OUTPUTS = 32
+_DELAY = 0.05
+"""Share of an output's time by which one open request delays another: they decode in the same steps."""
+_PATIENCE = 8.0
+"""How many times what a prefix saves a request waits for it: computing it anew keeps others waiting."""
 
 
 class E2(PrefixRouter):
     """Sends a request to where more than half of it is cached, else to where it costs least.
 
-    The cost is the work that a replica was given within a window, the prefixes that it would evict, and the
-    prompt. Work is seconds: of prompt tokens that were computed, and of outputs by the medians of the last
-    200 requests. What an evicted prefix costs is the time to compute it again, times the share of the
-    window's requests that used it. Of several replicas with the same prefix, the one with the least work is
-    taken.
+    The cost is the time that the request waits for the open ones, the prefixes that it would evict, and its
+    prompt; of equal costs, the replica that was given the least work within the window is taken. The wait is
+    the time of prompts without a first token, and a twentieth of an output's time for each open request. What
+    an evicted prefix costs is the time to compute it again, times the share of the window's requests that
+    used it. Work is seconds: of prompt tokens that were computed, and of outputs by the medians of the last
+    200 requests. Of several replicas with the same prefix, the one with the shortest wait is taken.
 
-    Two rules spread what is popular. Where the chosen replica has the most work, ``imbalance`` times the
-    least, the replica with the least is taken instead, and holds the prefix as well from then on. And when
-    the time to the first token of a prefix has grown ``growth`` times within the window, its next request
-    goes to the replica with the least work that does not hold it.
+    Three rules spread what is popular. In each of these cases the request goes to the replica with the
+    shortest wait that does not hold its prefix, and that one holds it as well from then on:
+
+    - the wait at the holder is ``imbalance`` times as long, and longer by 8 times what the prefix saves;
+    - each holder of the prefix has more than half of an even share of the window's requests by this prefix
+      alone, and ``imbalance`` times the work, once the other one had computed the prefix;
+    - the time to the first token of the prefix has grown ``growth`` times within the window.
 
     Args:
         window_s: seconds for which work and uses of prefixes count.
         imbalance, growth: see above; infinite turns a rule off.
-        min_requests: of the window, per replica, before ``imbalance`` is looked at.
         prefill_s: seconds that one prompt token takes.
         capacity: units (tokens, or characters) that a replica is taken to cache.
+        min_cached: tokens of a prefix below which it counts as not cached.
 
-    Source: Preble, Srivatsa et al. 2024 (arXiv:2407.00023). Differences: the time of a prefill is linear, a
-    replica that joins begins with the work of the one with the least, and the cost of an explored replica
-    includes the prompt's, which the published code leaves at 0. The two rules redirect the request at hand
-    and nothing else: the published code moves large nodes of its tree from the replica with the most work to
-    the one with the least, the cheapest first, as long as the first stays ahead. Here no prefix moves; the
-    other replica computes it and holds it as well.
+    Source: Preble, Srivatsa et al. 2024 (arXiv:2407.00023). Differences: the time of a prefill is linear. The
+    cost of an explored replica is the wait for what is open there, where Preble counts all work of the
+    window, and includes the prompt's, which the published code leaves at 0. Rebalancing counts from the first
+    request on, and looks at one prefix at a time. It redirects the request at hand and nothing else: the
+    published code moves large nodes of its tree from the replica with the most work to the one with the
+    least, the cheapest first, as long as the first stays ahead. Here no prefix moves; the other replica
+    computes it and holds it as well.
     """
 
     def __init__(
@@ -52,21 +61,18 @@ class E2(PrefixRouter):
         window_s: float = 180.0,
         imbalance: float = 1.5,
         growth: float = 2.0,
-        min_requests: int = 50,
         prefill_s: float = 1e-4,
         capacity: float = CAPACITY,
+        min_cached: float = MIN_CACHED,
     ) -> None:
         if not (window_s > 0 and prefill_s > 0):
             raise ValueError(f"expected window_s and prefill_s above 0, got {window_s} and {prefill_s}")
-        if not (imbalance >= 1 and growth >= 1 and min_requests >= 0):
-            raise ValueError(
-                "expected imbalance and growth of 1 or more and min_requests of 0 or more, got "
-                f"{imbalance}, {growth} and {min_requests}"
-            )
-        super().__init__(capacity, hits_s=window_s)
-        self._window_s, self._imbalance, self._min_requests = window_s, imbalance, min_requests
-        self._prefill_s = prefill_s
+        if not (imbalance >= 1 and growth >= 1):
+            raise ValueError(f"expected imbalance and growth of 1 or more, got {imbalance} and {growth}")
+        super().__init__(capacity, min_cached, hits_s=window_s)
+        self._window_s, self._imbalance, self._prefill_s = window_s, imbalance, prefill_s
         self._work, self._hot = WindowLoad(window_s), HotPrefixes(window_s, growth)
+        self._prompts_s: dict[str, float] = {}
         self._charges: dict[Dispatch, Charge] = {}
         self._first_tokens: dict[Dispatch, float] = {}
         self._decode_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
@@ -76,37 +82,67 @@ class E2(PrefixRouter):
         """Return the seconds of work that a replica was given within the window."""
         return self._work.seconds(replica, now)
 
-    def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
-        held = self.prefixes.held(request)
-        num_cached, holders = longest(held, offered)
-        if num_cached > len(request.units) - num_cached:
-            return self._exploit(request, holders, offered, now)
+    def wait_s(self, replica: str) -> float:
+        """Return the seconds by which the open requests of a replica are taken to delay one more."""
+        output_s = self._decode_median_s() * self._num_outputs_median()
+        return self._prompts_s[replica] + _DELAY * output_s * self.num_open(replica)
 
-        def cost(replica: str) -> tuple[float, int]:
+    def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
+        held = self.held(request)
+        num_cached, holders = longest(held, offered)
+        work = {each: (self.wait_s(each), self._work.seconds(each, now)) for each in offered}
+        if num_cached > len(request.units) - num_cached:
+            return self._exploit(request, num_cached, holders, work, now)
+
+        def cost(replica: str) -> tuple[float, float]:
             num_new = len(request.units) - held.get(replica, 0)
-            return self._cost_s(request, replica, num_new, now), self.num_open(replica)
+            wait_s, work_s = work[replica]
+            return wait_s + self._computed_s(request, num_new) + self.eviction_s(
+                replica, request, num_new, now
+            ), work_s
 
         return min(offered, key=cost)
 
     def _exploit(
-        self, request: RoutedRequest, holders: Sequence[str], offered: Sequence[str], now: float
+        self,
+        request: RoutedRequest,
+        num_cached: int,
+        holders: Sequence[str],
+        work: Mapping[str, tuple[float, float]],
+        now: float,
     ) -> str:
-        work = {each: self._work.seconds(each, now) for each in offered}
-        lightest, most = min(offered, key=work.__getitem__), max(work.values())
+        """Choose a holder, or the replica that is to hold the prefix as well.
+
+        Args:
+            work: of each replica that is offered its wait and its work, in seconds.
+        """
+        others = [each for each in work if each not in holders]
         chosen = min(holders, key=work.__getitem__)
-        others = [each for each in offered if each not in holders]
-        node = self._largest_node(request)
-        if others and node is not None and self._hot.take(node, now):
-            return min(others, key=work.__getitem__)
-        is_settled = sum(map(self._work.num_charges, offered)) >= self._min_requests * len(offered)
-        if is_settled and work[chosen] == most > self._imbalance * work[lightest]:
-            return lightest
+        if not others:
+            return chosen
+        other, node = min(others, key=work.__getitem__), self._largest_node(request)
+        assert node is not None, "somebody holds some of it"
+        saved_s = self._computed_s(request, num_cached)
+        (wait_s, work_s), (other_wait_s, other_work_s) = work[chosen], work[other]
+        is_late = wait_s > self._imbalance * other_wait_s + _PATIENCE * saved_s
+        is_ahead = work_s > self._imbalance * (other_work_s + saved_s)
+        if is_late or (is_ahead and self._is_popular(node)) or self._hot.take(node, now):
+            return other
         return chosen
 
-    def _cost_s(self, request: RoutedRequest, replica: str, num_new: int, now: float) -> float:
-        """Seconds that a request would cost at a replica, and that others have cost there of late."""
-        prompt_s = self._prefill_s * num_new * request.tokens_per_unit
-        return self._work.seconds(replica, now) + prompt_s + self.eviction_s(replica, request, num_new, now)
+    def _is_popular(self, node: RadixNode) -> bool:
+        """Whether its holders have more than half of an even share of requests by this prefix alone."""
+        even = sum(map(self._work.num_charges, self.replicas)) / len(self.replicas)
+        return len(node.hits) > 0.5 * even * len(node.holders)
+
+    def _computed_s(self, request: RoutedRequest, num_units: float) -> float:
+        return self._prefill_s * num_units * request.tokens_per_unit
+
+    def _decode_median_s(self) -> float:
+        return median(self._decode_s) if self._decode_s else _FIRST_DECODE_S
+
+    def _num_outputs_median(self) -> float:
+        return median(self._num_outputs) if self._num_outputs else _FIRST_NUM_OUTPUTS
 
     def eviction_s(self, replica: str, request: RoutedRequest, num_units: float, now: float) -> float:
         """Return the seconds that making room for units costs, by the uses of what would be evicted."""
@@ -114,9 +150,8 @@ class E2(PrefixRouter):
         num_requests = sum(self._work.num_charges(each) for each in self.replicas)
         if excess <= 0 or not num_requests:
             return 0.0
-        second_s = self._prefill_s * request.tokens_per_unit
         return sum(
-            second_s * num * self._num_hits(node, now) / num_requests
+            self._computed_s(request, num) * self._num_hits(node, now) / num_requests
             for node, num in self.prefixes.least_used(replica, excess)
         )
 
@@ -132,20 +167,23 @@ class E2(PrefixRouter):
 
     def _joins(self, replica: str, now: float) -> None:
         self._work.join(replica, now)
+        self._prompts_s[replica] = 0.0
 
     def _leaves(self, replica: str) -> None:
         super()._leaves(replica)
         self._work.leave(replica)
+        del self._prompts_s[replica]
 
     def _begins(self, sent: Dispatch) -> None:
         super()._begins(sent)
-        decode_s = median(self._decode_s) if self._decode_s else _FIRST_DECODE_S
-        num_outputs = median(self._num_outputs) if self._num_outputs else _FIRST_NUM_OUTPUTS
-        seconds = self._prefill_s * sent.num_new_tokens + decode_s * num_outputs
+        prompt_s = self._prefill_s * sent.num_new_tokens
+        self._prompts_s[sent.replica] += prompt_s
+        seconds = prompt_s + self._decode_median_s() * self._num_outputs_median()
         self._charges[sent] = self._work.charge(sent.replica, sent.at, seconds)
 
     def _answers(self, sent: Dispatch, now: float) -> None:
         self._first_tokens[sent] = now
+        self._has_read(sent)
         node = self._largest_node(sent.request)
         if node is not None:
             self._hot.add(node, now, now - sent.at)
@@ -159,10 +197,19 @@ class E2(PrefixRouter):
             self._num_outputs.append(num_outputs)
         if first is not None and num_outputs > 1:
             self._decode_s.append((now - first) / (num_outputs - 1))
-        decode_s = median(self._decode_s) if self._decode_s else _FIRST_DECODE_S
-        seconds = self._prefill_s * num_new + decode_s * num_outputs
-        self._work.correct(sent.replica, self._charges.pop(sent), seconds)
+        seconds = self._prefill_s * num_new + self._decode_median_s() * num_outputs
+        self._close_charge(sent, seconds)
 
     def _fails(self, sent: Dispatch, now: float) -> None:
         self._first_tokens.pop(sent, None)
-        self._work.correct(sent.replica, self._charges.pop(sent), 0.0)
+        self._close_charge(sent, 0.0)
+
+    def _close_charge(self, sent: Dispatch, seconds: float) -> None:
+        self._work.correct(sent.replica, self._charges.pop(sent), seconds)
+        if not sent.has_token:
+            self._has_read(sent)
+
+    def _has_read(self, sent: Dispatch) -> None:
+        """Take note that a prompt keeps nobody waiting any more."""
+        left = self._prompts_s[sent.replica] - self._prefill_s * sent.num_new_tokens
+        self._prompts_s[sent.replica] = left if self.num_open(sent.replica) else 0.0  # what rounding has left

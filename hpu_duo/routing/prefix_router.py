@@ -11,32 +11,45 @@ from hpu_duo.routing.router import Router
 CAPACITY = 4e6
 """Units that a replica is taken to cache if nobody says: about a million tokens of text, 16 MB of the map."""
 
-_LEAST_TOKENS = 256
-"""Tokens that replicas may have cached less of a prompt than is expected, and have evicted nothing.
+MIN_CACHED = 256
+"""Tokens of a prefix below which it does not matter who holds it: two blocks of 128 tokens.
 
-They cache whole blocks. Prompts that begin alike for less than a block, as all chats do, share nothing.
+Replicas cache whole blocks. Prompts that begin alike for less than a block, as all chats do, share nothing,
+and computing one block again takes no time to speak of.
 """
 
 
 class PrefixRouter(Router):
     """A router with a map of who holds which prefix.
 
+    A prefix of fewer than ``min_cached`` tokens counts as not cached.
+
     An answer that tells how much of its prompt was cached corrects the map: a replica that had less than half
-    of what was expected, by more than two blocks of 128 tokens, has evicted the rest, and with it all that
+    of what was expected, by more than ``min_cached`` tokens, has evicted the rest, and with it all that
     begins with more of it and was not sent again since. A little less says nothing.
 
     Args:
         capacity: units (tokens, or characters) that a replica is taken to cache.
+        min_cached: tokens, see above.
         hits_s: seconds for which uses of prefixes are counted.
     """
 
-    def __init__(self, capacity: float = CAPACITY, hits_s: float = 0.0) -> None:
+    def __init__(
+        self, capacity: float = CAPACITY, min_cached: float = MIN_CACHED, hits_s: float = 0.0
+    ) -> None:
+        if not min_cached >= 0:
+            raise ValueError(f"expected min_cached of 0 tokens or more, got {min_cached}")
         super().__init__()
-        self.prefixes = PrefixMap(capacity, hits_s)
+        self.prefixes, self._min_cached = PrefixMap(capacity, hits_s), min_cached
 
     def num_expected(self, request: RoutedRequest, replica: str) -> int:
         """Return the leading units of a prompt that a replica is expected to have cached."""
-        return self.prefixes.held(request).get(replica, 0)
+        return self.held(request).get(replica, 0)
+
+    def held(self, request: RoutedRequest) -> dict[str, int]:
+        """Return the leading units of a prompt that replicas hold, of those that hold enough to matter."""
+        least = self._min_cached / request.tokens_per_unit
+        return {replica: num for replica, num in self.prefixes.held(request).items() if num >= least}
 
     def evicted(self, replica: str, request: RoutedRequest, num_kept: int) -> None:
         """Take note that a replica has no more than the first ``num_kept`` units of a prompt cached."""
@@ -53,13 +66,17 @@ class PrefixRouter(Router):
             return
         unit_tokens = sent.request.tokens_per_unit
         num_cached = round(num_cached_tokens / unit_tokens)
-        is_much_less = (sent.num_expected - num_cached) * unit_tokens > _LEAST_TOKENS
+        is_much_less = (sent.num_expected - num_cached) * unit_tokens > self._min_cached
         if is_much_less and num_cached < sent.num_expected / 2:
             self.prefixes.keep_only(sent.replica, sent.request, num_cached, before=sent.at)
 
     def _shortest_queue(self, offered: Sequence[str]) -> str:
-        """The replica with the fewest open requests, then tokens; the first one to join of equal ones."""
-        return min(offered, key=lambda each: (self.num_open(each), self.num_open_tokens(each)))
+        """The replica with the fewest open requests, then tokens of them, then the least cached."""
+
+        def queue(replica: str) -> tuple[int, float, int]:
+            return self.num_open(replica), self.num_open_tokens(replica), self.prefixes.size(replica)
+
+        return min(offered, key=queue)
 
 
 def longest(held: Mapping[str, int], offered: Sequence[str]) -> tuple[int, list[str]]:

@@ -70,7 +70,7 @@ def test_answers_are_those_of_a_server_alone_and_prefixes_stay_together(
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a key\nother key\n")
-    cluster.deploy(num_replicas=2, router="e2:min_requests=0", api_key_file=str(keys))
+    cluster.deploy(num_replicas=2, router="e2:min_cached=0", api_key_file=str(keys))
     with OpenAI(base_url=f"{cluster.url}/v1", api_key="a key", max_retries=0) as client:
         whole = client.completions.create(
             model="builtin", prompt=PROMPT, temperature=0, max_tokens=600, extra_body={"ignore_eos": True}

@@ -12,7 +12,7 @@ LONGEST, MOST_OUTPUTS = 12, 5
 
 
 def router_of(num: int, quantum: float) -> D2LPM:
-    router = D2LPM(quantum=quantum)
+    router = D2LPM(quantum=quantum, min_cached=0)
     for replica in "abcd"[:num]:
         router.join(replica, 0.0)
     return router

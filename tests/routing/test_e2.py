@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from hpu_duo.routing import E2
@@ -10,7 +12,7 @@ from tests.routing.texts import request_of
 
 
 def router_of(*replicas: str, **options: float) -> E2:
-    router = E2(**options)  # type: ignore[arg-type]
+    router = E2(**{"min_cached": 0.0, **options})  # type: ignore[arg-type]
     for replica in replicas:
         router.join(replica, 0.0)
     return router
@@ -22,13 +24,13 @@ def send(router: E2, name: str, tokens: list[int], replica: str, now: float = 0.
 
 @pytest.mark.parametrize(("num_own", "chosen"), [(9, "a"), (10, "b")])
 def test_a_prefix_is_exploited_when_it_is_more_than_the_rest(num_own: int, chosen: str) -> None:
-    router = router_of("a", "b")
+    router = router_of("a", "b", imbalance=inf)
     send(router, "first", [1] * 10, "a")
     assert router.choose(request_of("next", [1] * 10 + [2] * num_own), 0.0) == chosen
 
 
 def test_of_replicas_with_the_same_prefix_the_one_with_the_least_work_is_taken() -> None:
-    router = router_of("a", "b", "c")
+    router = router_of("a", "b", "c", imbalance=inf)
     for name, replica in enumerate("abba"):
         send(router, str(name), [1] * 10, replica)
     send(router, "more", [5], "a")
@@ -48,7 +50,7 @@ def test_work_counts_within_the_window_and_by_what_was_computed() -> None:
 
 
 def test_evicting_what_is_used_costs_more_than_evicting_what_is_not() -> None:
-    router = router_of("a", "b", capacity=20, prefill_s=1.0, imbalance=float("inf"))
+    router = router_of("a", "b", capacity=20, prefill_s=1.0, imbalance=inf)
     for name in range(4):
         send(router, f"a{name}", [1] * 20, "a", now=float(name))
         send(router, f"b{name}", [10 + name] * 20, "b", now=float(name))
@@ -60,23 +62,44 @@ def test_evicting_what_is_used_costs_more_than_evicting_what_is_not() -> None:
     assert router.eviction_s("a", request, 10, 300.0) == 0.0  # the window has passed
 
 
-def test_requests_for_the_replica_with_the_most_work_go_to_the_one_with_the_least() -> None:
-    router = router_of("a", "b", "c", min_requests=0, imbalance=1.5)
+def test_a_prefix_that_fills_its_replica_gets_another_one() -> None:
+    router = router_of("a", "b", "c", prefill_s=0.1)
     send(router, "b", [7], "b")
-    for name in range(4):
-        send(router, str(name), [1] * 10, "a")
     request = request_of("next", [1] * 10)
+    send(router, "0", [1] * 10, "a")  # 5.8 s of work, and 1 s is what it would take elsewhere
     assert router.choose(request, 0.0) == "c"
     router.dispatched(request, "c", 0.0)
     assert router.num_expected(request_of("later", [1] * 10), "c") == 10
-    patient = router_of("a", "b", min_requests=50)
-    for name in range(4):
-        send(patient, str(name), [1] * 10, "a")
-    assert patient.choose(request, 0.0) == "a"
+    rare = router_of("a", "b", "c", prefill_s=0.1)
+    send(rare, "0", [1] * 10, "a")
+    for name in range(9):
+        send(rare, f"other {name}", [2 + name], "a")
+        rare.finished(f"other {name}", 1.0, 9)
+    assert rare.choose(request, 1.0) == "a"  # a tenth of the requests, and an even share is a third
+
+
+def test_open_requests_outweigh_what_is_cached_when_there_are_many() -> None:
+    router = router_of("a", "b", prefill_s=0.01)
+    for name in range(9):
+        send(router, f"other {name}", [2 + name], "a")
+    send(router, "holds it", [1] * 10, "a")
+    assert router.wait_s("a") == pytest.approx(19 * 0.01 + 10 * 0.05 * 0.15 * 32)
+    assert router.choose(request_of("next", [1] * 10), 0.0) == "b"
+    for name in range(9):
+        router.failed(f"other {name}", 0.0)
+    assert router.choose(request_of("next", [1] * 10), 0.0) == "a"
+
+
+def test_less_than_what_matters_is_not_cached() -> None:
+    router = router_of("a", "b", min_cached=256)
+    send(router, "one", [1] * 255 + [2], "a")
+    assert router.num_expected(request_of("next", [1] * 255), "a") == 0
+    assert router.num_expected(request_of("next", [1] * 255 + [2]), "a") == 256
+    assert router.choose(request_of("next", [1] * 255), 0.0) == "b"
 
 
 def test_a_prefix_whose_requests_wait_longer_and_longer_gets_another_replica() -> None:
-    router = router_of("a", "b", growth=2.0, imbalance=float("inf"))
+    router = router_of("a", "b", growth=2.0, imbalance=inf)
     send(router, "splits what they share off", [1] * 10 + [99], "a")
     for name in range(16):
         at = float(name)

@@ -150,7 +150,13 @@ def test_requests_and_replicas_that_are_there_twice_or_not_at_all_are_refused() 
     "name",
     [
         *("e2:window_s=0", "e2:prefill_s=0", "e2:imbalance=0.5", "e2:capacity=-1", "d2lpm:quantum=0"),
-        *("d2lpm:input_price=-1", "cache-aware:threshold=2", "cache-aware:uneven_times=0", "sticky"),
+        *(
+            "d2lpm:input_price=-1",
+            "cache-aware:threshold=2",
+            "cache-aware:uneven_times=0",
+            "sticky",
+            "e2:min_cached=-1",
+        ),
     ],
 )
 def test_options_out_of_range_are_refused(name: str) -> None:
@@ -175,7 +181,7 @@ def test_text_is_compared_by_characters_and_counted_in_tokens() -> None:
     one = RoutedRequest.of_text("1", "Wörter \U0001f600 und \ud800", characters_per_token=4)
     assert len(one.units) == 14
     assert one.num_tokens == 3.5
-    router = make_router("e2")
+    router = make_router("e2:min_cached=0")
     router.join("a")
     router.route(one, 0.0)
     assert router.num_expected(RoutedRequest.of_text("2", "Wörter \U0001f601"), "a") == 7

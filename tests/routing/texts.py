@@ -13,9 +13,11 @@ TEXTS = st.one_of(RUNS, st.lists(st.sampled_from([1, 2]), max_size=9))
 USERS = st.sampled_from(["ann", "bob", None])
 ROUTERS = st.sampled_from(
     [
-        *("e2", "e2:capacity=12", "e2:capacity=12,window_s=3,min_requests=0,imbalance=1,growth=1"),
-        *("d2lpm", "d2lpm:quantum=3", "d2lpm:quantum=inf,capacity=7"),
-        *("cache-aware", "cache-aware:threshold=0,uneven_by=1,capacity=5", "least-loaded", "round-robin"),
+        *("e2", "e2:capacity=12,min_cached=0"),
+        "e2:capacity=12,window_s=3,imbalance=1,growth=1,min_cached=0",
+        *("d2lpm", "d2lpm:quantum=3,min_cached=0", "d2lpm:quantum=inf,capacity=7,min_cached=0"),
+        *("cache-aware", "cache-aware:threshold=0,uneven_by=1,capacity=5,min_cached=0"),
+        *("least-loaded", "round-robin"),
     ]
 )
 

@@ -133,7 +133,7 @@ def test_stale_beliefs_cost_only_time(router: str) -> None:
     small = replace(SERVER, limits=replace(SERVER.limits, num_blocks=26))
     reports = {}
     for tells in (True, False):
-        name = f"{router}:capacity={26 * 4}" if tells else router
+        name = f"{router}:min_cached=4" + (f",capacity={26 * 4}" if tells else "")
         log, figures = Fleet(2, name, tells_hits=tells).run(small, "fcfs", documents.sessions(80))
         reports[tells] = RunReport.of("fcfs", log, replicas=figures)
         assert reports[tells].num_completed == 80
@@ -146,7 +146,8 @@ def test_a_router_that_knows_prefixes_hits_more_than_one_that_does_not() -> None
     documents = make_workload("documents:per_s=0.02,num_documents=8,documents=40,questions=6,outputs=4")
     rates = {}
     for router in ("round-robin", "e2", "cache-aware", "d2lpm"):
-        log, figures = Fleet(4, router).run(SERVER, "fcfs", documents.sessions(120))
+        name = router if router == "round-robin" else f"{router}:min_cached=4"
+        log, figures = Fleet(4, name).run(SERVER, "fcfs", documents.sessions(120))
         rates[router] = RunReport.of("fcfs", log, replicas=figures).hit_rate
     assert rates["round-robin"] < min(rates["e2"], rates["cache-aware"], rates["d2lpm"])
 
