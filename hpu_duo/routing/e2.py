@@ -133,7 +133,7 @@ class E2(PrefixRouter):
     def _is_popular(self, node: RadixNode) -> bool:
         """Whether its holders have more than half of an even share of requests by this prefix alone."""
         even = sum(map(self._work.num_charges, self.replicas)) / len(self.replicas)
-        return len(node.hits) > 0.5 * even * len(node.holders)
+        return len(node.hits) > 0.5 * even * self.prefixes.num_holders(node)
 
     def _computed_s(self, request: RoutedRequest, num_units: float) -> float:
         return self._prefill_s * num_units * request.tokens_per_unit

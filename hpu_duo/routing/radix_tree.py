@@ -18,7 +18,7 @@ class RadixNode:
         label: its units, at least one but at the root.
         start: units of the parents.
         children: by their first unit.
-        holders: replicas that are taken to hold it, with the time of the last use there. Whoever holds a
+        holders: those who are taken to hold it, with the time of the last use there. Whoever holds a
             prefix holds all of its parents, and used those no earlier.
         hits: times of its uses, at any replica, the latest last.
     """
@@ -42,6 +42,7 @@ class RadixTree:
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, RadixNode] = {}
+        self._names: dict[RadixNode, Hashable] = {}  # of the roots
 
     def __iter__(self) -> Iterator[RadixNode]:
         for root in self._roots.values():
@@ -74,6 +75,7 @@ class RadixTree:
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = RadixNode(None, units[:0], 0)
+            self._names[node] = namespace
         path, cut = [], []
         for found, num in self.match(namespace, units):
             if num < len(found.label):
@@ -112,7 +114,7 @@ class RadixTree:
         node.parent = None
         if parent.parent is None:
             if not parent.children:
-                self._roots = {name: root for name, root in self._roots.items() if root is not parent}
+                del self._roots[self._names.pop(parent)]
             return
         if len(parent.children) == 1:
             (child,) = parent.children.values()

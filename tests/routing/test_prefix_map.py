@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hpu_duo.routing import PrefixMap
-from hpu_duo.routing.radix_tree import num_common
+from hpu_duo.routing.radix_tree import RadixNode, num_common
 from tests.routing.texts import TEXTS, common, request_of
 
 REPLICAS = st.sampled_from(["a", "b", "c"])
+
+
+def held_by(held: PrefixMap, node: RadixNode) -> dict[str, float]:
+    """Replicas that hold a node, with the time of the last use; not those that were forgotten."""
+    return {held._replicas[life]: used for life, used in node.holders.items() if life in held._replicas}
 
 
 class Prompts(RuleBasedStateMachine):
@@ -55,7 +60,7 @@ class Prompts(RuleBasedStateMachine):
         assert sum(each for _, each in found) == min(num, size)
         assert self.map.size(replica) == size
         assert found == self.map.least_used(replica, num)
-        ends = [node.holders[replica] for node, _ in found]
+        ends = [held_by(self.map, node)[replica] for node, _ in found]
         assert ends == sorted(ends)
 
     @rule(text=TEXTS)
@@ -73,7 +78,7 @@ class Prompts(RuleBasedStateMachine):
         if not hasattr(self, "map"):
             return
         for replica, used in self.used.items():
-            size = sum(len(node.label) for node in self.map.tree if replica in node.holders)
+            size = sum(len(node.label) for node in self.map.tree if replica in held_by(self.map, node))
             assert self.map.size(replica) == size <= self.map.capacity
             if self.map.capacity == inf:
                 assert size == len(used)
@@ -86,9 +91,9 @@ class Prompts(RuleBasedStateMachine):
             assert node.holders
             assert len(node.label)
             assert node.parent is not None
-            for replica, used in node.holders.items():
+            for replica, used in held_by(self.map, node).items():
                 if node.start:
-                    assert node.parent.holders[replica] >= used
+                    assert held_by(self.map, node.parent)[replica] >= used
             for first, child in node.children.items():
                 assert (child.parent, child.start, int(child.label[0])) == (node, node.end, first)
 
@@ -139,4 +144,22 @@ def test_entries_of_what_was_used_long_ago_are_dropped() -> None:
     held = PrefixMap(capacity=100)
     for now in range(5000):
         held.add("a", request_of("", [now % 7, 1, now % 3]), float(now))
-    assert len(held._entries["a"]) < 500
+    assert len(held._entries[held._lives["a"]]) < 500
+
+
+def test_what_a_replica_held_goes_by_and_by_and_is_unknown_at_once() -> None:
+    held = PrefixMap()
+    for number in range(1000):
+        request = request_of("", [number, 1, 2])
+        held.add("a", type(request)("", request.units, namespace=number % 500), float(number))
+    held.add("b", request_of("", [1]), 0.0)
+    held.forget("a")
+    assert held.size("a") == 0
+    assert held.held(type(request)("", request.units, namespace=499)) == {}
+    held.add("a", request, 1000.0)  # it is back, with nothing but this
+    assert held.held(request) == {"a": 3}
+    assert len(list(held.tree)) > 500
+    for _ in range(40):
+        held.add("b", request_of("", [1]), 1001.0)
+    assert len(list(held.tree)) == 2
+    assert len(held.tree._roots) == 1

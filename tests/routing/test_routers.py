@@ -43,7 +43,11 @@ class Served(RuleBasedStateMachine):
             del self.open[name]
             self.ended.append(name)
         if isinstance(self.router, PrefixRouter):
-            assert not any(replica in node.holders for node in self.router.prefixes.tree)
+            assert not any(
+                replica in self.router.prefixes.held(request_of("", [each, *rest]))
+                for each in (1, 2)
+                for rest in ((), (1,), (2,))
+            )
             assert self.router.prefixes.size(replica) == 0
 
     @rule(text=TEXTS, user=USERS, without=st.sets(st.sampled_from(REPLICAS), max_size=2))
