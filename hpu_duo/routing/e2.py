@@ -19,7 +19,7 @@ _FIRST_NUM_OUTPUTS = 32
 _DELAY = 0.05
 """Share of an output's time by which one open request delays another: they decode in the same steps."""
 _PATIENCE = 8.0
-"""How many times what a prefix saves a request waits for it: computing it anew keeps others waiting."""
+"""A request waits so many times as long as its prefix saves: computing it anew keeps others waiting."""
 
 
 class E2(PrefixRouter):

@@ -79,6 +79,7 @@ class PrefixMap:
             self._hit(node, now)
             if is_new:
                 self._sizes[life] = self._sizes.get(life, 0) + len(node.label)
+                self._num_current[life] = self._num_current.get(life, 0) + 1
                 self._enlist(life, node)
         self._refresh(life)
         self._shrink(life)
@@ -176,6 +177,7 @@ class PrefixMap:
     def _release(self, life: str, node: RadixNode) -> None:
         del node.holders[life]
         self._sizes[life] -= len(node.label)
+        self._num_current[life] = max(0, self._num_current.get(life, 0) - 1)
 
     def _prune(self, node: RadixNode) -> None:
         """Remove a node that nobody holds, unless it went with its parent."""
