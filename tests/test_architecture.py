@@ -30,6 +30,7 @@ LEAVES = (
 READS_ENVIRONMENT = (
     "hpu_duo.device.habana_environment",
     "hpu_duo.device.launched",
+    "hpu_duo.device.loopback",
     "hpu_duo.device.processes",
     "kernels_ref.x86.library",
     "hpu_duo.selftest.machine",
@@ -53,6 +54,12 @@ TRANSFORMERS_INTERNALS = "hpu_duo.modeling.transformers_internals"
 
 NOT_TRANSFORMERS = {"_replace", "_fingerprint", "_hpu_duo_kv_order", "_bias"}
 """Of named tuples, of our own files and modules, and the end of a public name."""
+
+SPAWNS = ("hpu_duo.device.member", "hpu_duo.device.processes", "hpu_duo.startup.launches")
+"""Modules whose processes are spawned, with arguments that are pickled by the process that starts them. Ray
+pickles too, see docs/security.md."""
+RUNS_CODE_WHEN_READ = {"pickle", "marshal", "shelve", "cloudpickle", "dill", "joblib"}
+EXCHANGES_OBJECTS = ("gather_object", "all_gather_object", "scatter_object_list", "broadcast_object_list")
 
 PRIVATE_TO_TORCH = {"_cdata", "_schema", "_op", "_parameters", "_buffers", "_modules"}
 """Attributes of torch's objects."""
@@ -231,6 +238,25 @@ def names_of_torch(tree: ast.Module) -> set[str]:
         for alias in node.names
     ]
     return {name for module, name in aliases if module.partition(".")[0] == "torch"}
+
+
+def test_nothing_is_read_that_may_run_code() -> None:
+    for module in MODULES:
+        tree = tree_of(module)
+        imported = {
+            name.partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        }
+        assert not imported & RUNS_CODE_WHEN_READ, module
+        assert "multiprocessing" not in imported or module in SPAWNS, module
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            name = ast.unparse(call.func)
+            options = {each.arg: ast.unparse(each.value) for each in call.keywords}
+            assert name.rpartition(".")[2] not in EXCHANGES_OBJECTS, module
+            assert name != "torch.load" or options.get("weights_only") == "True", module
+            assert options.get("allow_pickle", "False") == "False", module
 
 
 def test_nothing_patches_torch() -> None:

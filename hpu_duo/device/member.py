@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
@@ -22,6 +21,8 @@ import torch.distributed as dist
 
 from hpu_duo.device.cores import bind
 from hpu_duo.device.leaving import leave
+from hpu_duo.device.loopback import on_loopback
+from hpu_duo.device.plain import decode, encode
 
 HOST = "127.0.0.1"
 GRACE_S = 20.0
@@ -41,16 +42,19 @@ class Member:
 
     Attributes:
         rank, size: number of this process, and of processes.
-        port: of the parent process's store, through which the processes find each other.
-        directory: of the processes' results and errors.
+        directory: of the processes' results and errors, and of the file through which they find each other;
+            no other user may read it.
         cores: CPU cores that the process runs on; empty = any.
     """
 
     rank: int
     size: int
-    port: int
     directory: Path
     cores: tuple[int, ...] = ()
+
+    def store(self) -> dist.Store:
+        """Return the store through which the processes find each other."""
+        return store_in(self.directory)
 
     @contextmanager
     def joined(
@@ -67,14 +71,15 @@ class Member:
         is_cuda = device is not None and device.type == "cuda"
         if is_cuda:
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            backend,
-            store=dist.TCPStore(HOST, self.port, self.size, is_master=False),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timeout,
-            device_id=device if is_cuda else None,
-        )
+        with on_loopback():
+            dist.init_process_group(
+                backend,
+                store=self.store(),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timeout,
+                device_id=device if is_cuda else None,
+            )
         try:
             yield
         except BaseException as error:
@@ -152,20 +157,27 @@ def _words(error: BaseException) -> tuple[str, str]:
     return lines[-1].strip().splitlines()[0], "".join(lines)
 
 
+def store_in(directory: Path) -> dist.Store:
+    """Return the store of the processes of one machine: a file, for whoever may write in the directory."""
+    return dist.FileStore(str(directory / "store"))
+
+
 def result_path(directory: Path, rank: int) -> Path:
     """Path of the result of a process."""
     return directory / f"{rank}.result"
 
 
 def write(path: Path, value: Any) -> None:
-    """Write a value for another process of this program: whole, or, if interrupted, not at all."""
+    """Write a plain value for another process: whole, or, if interrupted, not at all.
+
+    Raises:
+        TypeError: it is not plain, see ``encode``.
+    """
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        pickle.dump(value, file)
+    partial.write_bytes(encode(value))
     partial.replace(path)
 
 
 def read(path: Path) -> Any:
-    """Read the value of another process of this program; others cannot write there."""
-    with path.open("rb") as file:
-        return pickle.load(file)
+    """Read the value of another process."""
+    return decode(path.read_bytes())

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hpu_duo.device.member import GRACE_S, HOST, Member, Refused, read, result_path, run_member
+from hpu_duo.device.member import GRACE_S, Member, Refused, read, result_path, run_member
 
 _starting = threading.Lock()
 Result = TypeVar("Result")
@@ -55,7 +54,7 @@ def run_processes(
 
     A process has its variables before it imports anything, torch included, so that the vendor's packages find
     them at import. These are ``RANK``, ``LOCAL_RANK``,
-    ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, a fair share of the CPUs as
+    ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, a fair share of the CPUs as
     ``OMP_NUM_THREADS`` unless that is set, and then the process's own. While a process
     starts, they are variables of this one too.
 
@@ -64,7 +63,8 @@ def run_processes(
     process, which interrupts the others; they also end by themselves when this one dies.
 
     Args:
-        work: a function of a module, and ``args``: both can be pickled. A program that calls this has
+        work: a function of a module, and ``args``: both can be pickled. Its result is plain, see
+            ``hpu_duo.device.plain``. A program that calls this has
             its main part under ``if __name__ == "__main__"``, since new processes import the program.
         environments: variables of each process.
         deadline_s: most seconds in all; None = no limit.
@@ -82,12 +82,10 @@ def run_processes(
     size = len(environments)
     if size == 0:
         raise ValueError("expected the environment of at least 1 process, got an empty sequence")
-    # The store lives here, on a port that is taken from the moment that it is known.
-    store = new_store()
     with tempfile.TemporaryDirectory(prefix="hpu-duo-") as name, Family() as family:
         for rank, own in enumerate(environments):
             own_cores = () if cores is None else tuple(sorted(cores[rank]))
-            family.start(Member(rank, size, store.port, Path(name), own_cores), work, args, own)
+            family.start(Member(rank, size, Path(name), own_cores), work, args, own)
         _join(family, Path(name), deadline_s)
         return [read(result_path(Path(name), rank)) for rank in range(size)]
 
@@ -131,11 +129,6 @@ def replica_environments(num_replicas: int, num_devices: int) -> list[dict[str, 
     ]
 
 
-def new_store() -> dist.TCPStore:
-    """Return a store through which processes of this machine find each other, on a free port."""
-    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-
-
 def member_environment(member: Member) -> dict[str, str]:
     """Return the variables of one process that tell it its place among all; see ``run_processes``."""
     return {
@@ -143,8 +136,6 @@ def member_environment(member: Member) -> dict[str, str]:
         "LOCAL_RANK": str(member.rank),
         "WORLD_SIZE": str(member.size),
         "LOCAL_WORLD_SIZE": str(member.size),
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(member.port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cpus() // member.size))),
     }
 

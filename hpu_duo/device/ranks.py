@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+
+from hpu_duo.device.loopback import on_loopback
+from hpu_duo.device.plain import decode, encode
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,12 @@ class Link:
             self._grow(needed)
 
     def send(self, message: Any) -> None:
-        """Send an object from rank 0; it is pickled."""
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        """Send a plain value from rank 0.
+
+        Raises:
+            TypeError: it is not plain, see ``encode``.
+        """
+        data = encode(message)
         with self._lock:
             needed = _HEADER_BYTES + len(data)
             if needed > len(self._buffer):
@@ -134,17 +140,16 @@ class Link:
                 self._grow(needed)
             self.sent = self.sent._replace(num_messages=self.sent.num_messages + 1)
             self._write_header(len(data))
-            self._buffer[_HEADER_BYTES:needed] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._buffer[_HEADER_BYTES:needed] = torch.frombuffer(data, dtype=torch.uint8)
             self._broadcast()
 
     def receive(self) -> Any:
-        """Wait for the next object, on any rank but 0."""
+        """Wait for the next value, on any rank but 0."""
         while True:
             self._broadcast()
             size = int(self._buffer[:_HEADER_BYTES].view(torch.int64))
             if size >= 0:
-                # Written by this program's own rank 0.
-                return pickle.loads(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size].numpy().tobytes())
+                return decode(memoryview(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size].numpy()))
             self._grow(-size)
 
     def spread(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -195,10 +200,19 @@ class Membership:
             raise RankError(told)
 
     def collect(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, on each of them."""
-        values: list[Any] = [None] * self.ranks.size
-        dist.all_gather_object(values, value, group=self.host_group)
-        return values
+        """Return the plain values of all ranks, on each of them.
+
+        Raises:
+            TypeError: a value is not plain, see ``encode``.
+        """
+        own = torch.frombuffer(encode(value), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.size)]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.host_group)
+        padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+        padded[: len(own)] = own
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self.host_group)
+        return [decode(memoryview(each[: int(size)].numpy())) for each, size in zip(gathered, sizes)]
 
 
 def first_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
@@ -226,7 +240,8 @@ def joined(
 
     Args:
         backend: of tensors of devices, see ``DeviceRuntime.collectives``.
-        store: the one store that all ranks meet at.
+        store: the one store that all ranks meet at; ranks that meet at a file exchange messages of the host
+            over the loopback interface.
         timeout_s: most seconds of an exchange, and until all have taken a message.
 
     Raises:
@@ -239,20 +254,24 @@ def joined(
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=ranks.rank,
-        world_size=ranks.size,
-        timeout=timedelta(seconds=MEETING_S),
-        device_id=device if is_cuda else None,
-    )
+    # Who meets at a file is of one machine, and needs no other interface.
+    is_local = isinstance(store, dist.FileStore)
     try:
-        everybody, in_time = range(ranks.size), timedelta(seconds=timeout_s)
-        host_group = dist.new_group(everybody, backend="gloo", timeout=_PATIENCE)
-        # Whoever waits for a message may wait for a long time; whoever sends one may not.
-        orders = dist.new_group(everybody, backend="gloo", timeout=_PATIENCE if ranks.rank else in_time)
-        group: Any = dist.new_group(everybody, timeout=in_time)
+        with on_loopback() if is_local else nullcontext():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                timeout=timedelta(seconds=MEETING_S),
+                device_id=device if is_cuda else None,
+            )
+            everybody, in_time = range(ranks.size), timedelta(seconds=timeout_s)
+            host_group = dist.new_group(everybody, backend="gloo", timeout=_PATIENCE)
+            # Whoever waits for a message may wait for a long time; whoever sends one may not.
+            orders = dist.new_group(everybody, backend="gloo", timeout=_PATIENCE if ranks.rank else in_time)
+            group: Any = dist.new_group(everybody, timeout=in_time)
         yield Membership(ranks, group.group_name, Link(ranks, orders), host_group)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

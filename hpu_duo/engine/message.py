@@ -24,7 +24,7 @@ ROW_COPIES = "row_copies"
 
 @dataclass(frozen=True, eq=False)
 class StepMessage:
-    """A step, padded to its bucket; it can be pickled.
+    """A step, padded to its bucket; plain data, see ``hpu_duo.device.plain``.
 
     Attributes:
         shape, bucket: the exact shape and the one it was padded to.

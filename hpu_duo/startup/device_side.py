@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _ROW_BYTES = 256
 """Room in a message for the sampling parameters of a row."""
 _MESSAGE_BYTES = 1 << 13
-"""Room for the rest of a message: shapes, names and sizes, pickled."""
+"""Room for the rest of a message: shapes, names and sizes."""
 
 
 @dataclass(frozen=True)

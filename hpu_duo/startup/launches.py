@@ -16,8 +16,8 @@ import torch.distributed as dist
 from hpu_duo.device import Member, process_environments, usable_name
 from hpu_duo.device.cores import bind, bound, cores_by_device
 from hpu_duo.device.launched import Launched
-from hpu_duo.device.member import HOST
-from hpu_duo.device.processes import Family, become, first_failure, new_store
+from hpu_duo.device.member import HOST, store_in
+from hpu_duo.device.processes import Family, become, first_failure
 
 _END_S = 3.0
 _LOOK_S = 0.02
@@ -85,13 +85,11 @@ class OwnLaunch:
         cores = cores_by_device(kind, size)
         self._stack = ExitStack()
         try:
-            store = new_store()
-            self.store: dist.Store = store
             self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hpu-duo-")))
+            self.store = store_in(self._directory)
             self._family = self._stack.enter_context(Family())
             members = [
-                Member(rank, size, store.port, self._directory, tuple(sorted(own)))
-                for rank, own in enumerate(cores)
+                Member(rank, size, self._directory, tuple(sorted(own))) for rank, own in enumerate(cores)
             ]
             for member in members[1:]:
                 self._family.start(member, work, args, environments[member.rank])

@@ -13,7 +13,6 @@ from hpu_duo.config import EngineConfig
 from hpu_duo.device import Member
 from hpu_duo.device.exchange_check import check_exchanges
 from hpu_duo.device.launched import TORCHRUN, Launched
-from hpu_duo.device.member import HOST
 from hpu_duo.device.ranks import MEETING_S, Followers, Membership, Ranks
 from hpu_duo.engine.orders import follow
 from hpu_duo.garbage import collector_paused
@@ -113,8 +112,7 @@ def _experts(config: EngineConfig, hf_config: Any, ranks: Ranks) -> ExpertShare 
 
 def follow_rank_0(member: Member, config: EngineConfig) -> None:
     """Follow rank 0 in a process that it has started."""
-    store = dist.TCPStore(HOST, member.port, is_master=False)
-    _follow(Ranks(member.rank, member.size), member.rank, store, config)
+    _follow(Ranks(member.rank, member.size), member.rank, member.store(), config)
 
 
 def _follow(ranks: Ranks, local_rank: int, store: dist.Store, config: EngineConfig) -> None:

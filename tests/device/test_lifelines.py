@@ -6,20 +6,20 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from hpu_duo.device.lifelines import Lifeline, Lifelines
-from hpu_duo.device.member import HOST
-from hpu_duo.device.processes import new_store
+from hpu_duo.device.member import HOST, store_in
 
 SIZE = 3
 
 
 @pytest.fixture
-def store() -> dist.Store:
-    return new_store()
+def store(tmp_path: Path) -> dist.Store:
+    return store_in(tmp_path)
 
 
 @pytest.fixture

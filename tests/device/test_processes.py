@@ -44,8 +44,6 @@ def test_each_process_has_its_environment_before_it_imports_and_gives_its_result
         assert found["sum"] == [3, 3, 3]
         assert found["at import"] == {"RANK": str(rank), "OWN": "ab"[rank]}
         assert (now["LOCAL_RANK"], now["WORLD_SIZE"], now["LOCAL_WORLD_SIZE"]) == (str(rank), "2", "2")
-        assert now["MASTER_ADDR"] == "127.0.0.1"
-        assert int(now["MASTER_PORT"]) > 0
     assert dict(os.environ) == before
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 

@@ -16,7 +16,7 @@ from hpu_duo.device import Member, run_processes
 WHEN_IMPORTED = {name: os.environ.get(name) for name in ("RANK", "OWN")}
 """The environment when a process imported this, which is before it runs anything of ours."""
 
-NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OWN")
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OWN")
 
 
 def look_around(member: Member, argument: str) -> dict[str, object]:

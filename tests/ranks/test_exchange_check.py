@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpu_duo.device import Member, run_processes
 from hpu_duo.device.exchange_check import ExchangeTrial
-from hpu_duo.device.member import HOST
 from hpu_duo.device.ranks import RankError, Ranks, joined
 from hpu_duo.startup.place import Place
 from hpu_duo.startup.sharding import build_share
@@ -60,7 +58,7 @@ def start_with(member: Member, case: Case, faults: list[Fault]) -> list[str]:
     """Start to build shares, with one fault on the last rank at a time; returns the errors of this rank."""
     told = []
     place = Place.of(case.config(member.size), member.rank)
-    store = dist.TCPStore(HOST, member.port, is_master=False)
+    store = member.store()
     with joined(Ranks(member.rank, member.size), "gloo", store, place.device, 60.0) as membership:
         for way, name, dtype in faults:
             config = replace(case, parallel={"retrieval_parallel": way}).config(member.size)

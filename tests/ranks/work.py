@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpu_duo.config import (
@@ -23,7 +22,6 @@ from hpu_duo.config import (
     SchedulerConfig,
 )
 from hpu_duo.device import Member
-from hpu_duo.device.member import HOST
 from hpu_duo.device.ranks import Membership, RankError, Ranks, Sent, joined
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.message import StepMessage
@@ -252,7 +250,7 @@ def serve(member: Member, cases: dict[str, Case]) -> dict[str, Answer]:
     kind = next(iter(cases.values())).model.get("device", "cpu")
     config = next(iter(cases.values())).config(member.size)
     place = Place.of(config, member.rank)
-    store = dist.TCPStore(HOST, member.port, is_master=False)
+    store = member.store()
     own = Ranks(member.rank, member.size)
     with joined(own, place.runtime.collectives(), store, place.device, 120.0) as membership:
         assert all(case.model.get("device", "cpu") == kind for case in cases.values())
