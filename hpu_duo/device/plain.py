@@ -63,7 +63,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def _written(value: Any, parts: list[memoryview]) -> Any:
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _AS_IT_IS:
         return value
     if kind in _COLLECTION_OF:
@@ -79,11 +79,11 @@ def _written(value: Any, parts: list[memoryview]) -> Any:
     if isinstance(value, np.generic):
         return _written(value.item(), parts)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        parts.append(memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+        parts.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         return ["array", value.dtype.str, list(value.shape)]
     if isinstance(value, torch.Tensor):
         bare = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        parts.append(memoryview(bare))
+        parts.append(bare.data)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
     if kind is bytes:
         parts.append(memoryview(value))

@@ -149,7 +149,7 @@ class Link:
             self._broadcast()
             size = int(self._buffer[:_HEADER_BYTES].view(torch.int64))
             if size >= 0:
-                return decode(memoryview(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size].numpy()))
+                return decode(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size].numpy().data)
             self._grow(-size)
 
     def spread(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -212,7 +212,7 @@ class Membership:
         padded[: len(own)] = own
         gathered = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(gathered, padded, group=self.host_group)
-        return [decode(memoryview(each[: int(size)].numpy())) for each, size in zip(gathered, sizes)]
+        return [decode(each[: int(size)].numpy().data) for each, size in zip(gathered, sizes)]
 
 
 def first_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
