@@ -6,7 +6,6 @@ from threading import Event
 
 import pytest
 
-from hpu_duo.cli.terminal import waiting as module
 from hpu_duo.cli.terminal.waiting import Waiting
 
 
@@ -32,8 +31,7 @@ class Stream:
 def test_a_long_wait_is_told(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     stream = Stream(is_terminal)
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(module, "_LINE_S", 60.0)
-    with Waiting("searching", silent_s=0.01) as wait:
+    with Waiting("searching", silent_s=0.01, line_s=60.0) as wait:
         assert stream.came.wait(60)
         stream.came.clear()
         wait.progressed()

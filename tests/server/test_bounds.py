@@ -15,7 +15,6 @@ from hpu_duo.server.http import json_route, token_routes
 from hpu_duo.server.planning import chat as chat_planning
 from hpu_duo.server.protocol import bounds
 from hpu_duo.server.protocol.bounds import MAX_VALUES, ValueCount
-from hpu_duo.server.running import async_engine
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live
 
@@ -88,12 +87,11 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read(
     assert "1,048,576 JSON values" in refused.json()["error"]["message"]
 
 
-def test_arguments_of_tool_calls_are_no_way_around_it(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_planning, "MAX_VALUES", 100)
-    call = {**CALL, "function": {"name": "f", "arguments": json.dumps([0] * 60)}}
+def test_arguments_of_tool_calls_are_no_way_around_it(server: Live) -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": json.dumps([0] * (MAX_VALUES * 6 // 10))}}
     talk: list[Any] = [*TALK, {"role": "assistant", "tool_calls": [call] * 2}]
     with pytest.raises(
-        openai.BadRequestError, match=r"messages\[1\].tool_calls: expected .* at most 100 values"
+        openai.BadRequestError, match=r"messages\[1\].tool_calls: expected .* at most 1,048,576 values"
     ):
         server.client().chat.completions.create(model="tiny", messages=talk)
     deep: list[Any] = [
@@ -152,8 +150,8 @@ class Threads:
 def test_what_is_long_is_read_checked_and_written_beside_the_loop(
     tiny: TinyChat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_engine, "_SHORT_TOKENS", 32)
     with live(tiny.load()) as server, server.http() as http:
+        server.service.engine.short_tokens = 32
         watched: list[Threads] = []
 
         def watch(owner: Any, name: str) -> None:

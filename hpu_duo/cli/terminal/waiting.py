@@ -16,10 +16,11 @@ class Waiting:
     Args:
         what: is done, such as "searching buckets".
         silent_s: seconds before the first word, and after each sign of progress.
+        line_s: seconds between lines where there is no terminal.
     """
 
-    def __init__(self, what: str, silent_s: float = _SILENT_S) -> None:
-        self._what, self._silent_s = what, silent_s
+    def __init__(self, what: str, silent_s: float = _SILENT_S, line_s: float = _LINE_S) -> None:
+        self._what, self._silent_s, self._line_s = what, silent_s, line_s
         self._lock, self._ended = Lock(), Event()
         self._shown = 0
         self._since = time.monotonic()
@@ -56,4 +57,4 @@ class Waiting:
                     self._shown, self._next = len(line), now + _BLINK_S
                 else:
                     print(line, file=sys.stderr, flush=True)
-                    self._next = now + _LINE_S
+                    self._next = now + self._line_s

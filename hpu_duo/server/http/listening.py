@@ -162,6 +162,7 @@ class DrainingServer(uvicorn.Server):
         self._signal_number: int | None = None
         self._draining: asyncio.Task[bool] | None = None
         self._failed_at: float | None = None
+        self.failure_told_s = _FAILURE_TOLD_S
 
     @property
     def ending(self) -> Ending:
@@ -189,7 +190,7 @@ class DrainingServer(uvicorn.Server):
         if self._failed_at is None:
             self._failed_at = time.monotonic()
             self.config.timeout_graceful_shutdown = 0
-        return time.monotonic() - self._failed_at >= _FAILURE_TOLD_S
+        return time.monotonic() - self._failed_at >= self.failure_told_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal."""

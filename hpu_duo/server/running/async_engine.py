@@ -48,6 +48,7 @@ class AsyncEngine:
         max_behind: most outputs of a stream that nobody has read.
         max_answer_bytes: most bytes of the outputs of one call, see ``Holding``.
         no_news_s: every so often readers are woken without news.
+        short_tokens: requests of at most so many prompt tokens are checked in the loop itself.
     """
 
     def __init__(
@@ -56,9 +57,11 @@ class AsyncEngine:
         max_behind: int = 8192,
         max_answer_bytes: int = 256 * 2**20,
         no_news_s: float = 5.0,
+        short_tokens: int = _SHORT_TOKENS,
     ) -> None:
         self._engine, self._max_behind, self._no_news_s = engine, max_behind, no_news_s
         self._max_answer_bytes = max_answer_bytes
+        self.short_tokens = short_tokens
         self._holdings: WeakSet[Holding] = WeakSet()
         self._thread = EngineThread(engine, self)
         self._streams: dict[str, OutputStream] = {}
@@ -109,7 +112,7 @@ class AsyncEngine:
     async def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Refuse what the engine would refuse; see ``Engine.check_request``."""
         check = partial(self._engine.check_request, prompt_token_ids, params, name="the prompt")
-        if len(prompt_token_ids) * params.n <= _SHORT_TOKENS:
+        if len(prompt_token_ids) * params.n <= self.short_tokens:
             check()
         else:
             await asyncio.to_thread(check)
