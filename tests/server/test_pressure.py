@@ -317,7 +317,7 @@ def test_a_stream_has_comments_only_where_it_has_been_silent(
     tiny: TinyChat, monkeypatch: pytest.MonkeyPatch, quiet_s: float, has_comment: bool
 ) -> None:
     # vLLM's load generator does not read a stream behind a comment, so those without need of one have none.
-    monkeypatch.setattr(AsyncEngine.__init__, "__defaults__", (8192, 0.01))
+    monkeypatch.setattr(AsyncEngine.__init__, "__defaults__", (8192, 2**28, 0.01, 4096))
     with live(tiny.load(), quiet_s=quiet_s) as server, server.http() as http:
         slowed(server, 0.1, monkeypatch)
         text = http.post("/v1/completions", json={**LONG, "max_tokens": 5, "stream": True}).text
