@@ -9,8 +9,8 @@ TORCH ?= $(LOCKED_TORCH)
 # NEWEST=1 installs the newest version of everything but torch: what a scheduled job tries.
 NEWEST ?=
 UPGRADE := $(if $(NEWEST),--upgrade --upgrade-strategy eager)
-# triton belongs to one torch, and is free beside another.
-OF_LOCKED_TORCH := $(if $(filter $(LOCKED_TORCH),$(TORCH)),,|triton)
+# These belong to one torch, and are free beside another.
+OF_LOCKED_TORCH := $(if $(filter $(LOCKED_TORCH),$(TORCH)),,|triton|setuptools|(nvidia|cuda)-[^=]*)
 
 BIN := $(VENV)/bin
 PINNED := $(VENV)/constraints.txt
@@ -59,12 +59,12 @@ lock: | $(BIN)/python ## Write the newest versions that fit into constraints.txt
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-$(VENV)/installed: pyproject.toml $(PINNED)
+$(VENV)/installed: pyproject.toml $(PINNED) $(if $(NEWEST),FORCE)
 	$(BIN)/python -m pip install -q -c $(PINNED) "$(TORCH)"
 	$(BIN)/python -m pip install -q $(UPGRADE) -c $(PINNED) -e .
 	@touch $@
 
-$(VENV)/installed-dev: pyproject.toml $(PINNED)
+$(VENV)/installed-dev: pyproject.toml $(PINNED) $(if $(NEWEST),FORCE)
 	$(BIN)/python -m pip install -q -c $(PINNED) "$(TORCH)"
 	$(BIN)/python -m pip install -q $(UPGRADE) -c $(PINNED) -e '.[dev]'
 	@touch $@ $(VENV)/installed

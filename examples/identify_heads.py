@@ -2,7 +2,7 @@
 
 python examples/identify_heads.py
 
-About a minute on one CPU core. The command line does the same with ``hpu-duo identify``, which also draws.
+One to three minutes of a CPU core. ``hpu-duo identify`` does the same on the command line, and draws.
 """
 
 from pathlib import Path

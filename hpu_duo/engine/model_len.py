@@ -23,9 +23,10 @@ def warn_of_cuts(
         done: the samples of each prompt.
         params: of each prompt.
     """
+    outputs = [list(samples) for samples in done]
     lacking = [
         one.max_tokens - len(sample.token_ids)
-        for samples, one in zip(done, params)
+        for samples, one in zip(outputs, params)
         for sample in samples
         if one is not None and one.max_tokens is not None and sample.finish_reason is FinishReason.LENGTH
     ]
@@ -35,7 +36,7 @@ def warn_of_cuts(
             "%d of %d outputs ended at max_model_len=%d, up to %d tokens before the limit that was asked for "
             "(finish_reason 'length'): load the model with a higher max_model_len, or ask for fewer tokens",
             len(cut),
-            len(lacking),
+            sum(map(len, outputs)),
             max_model_len,
             max(cut),
         )

@@ -40,6 +40,9 @@ class SampleState:
         self._eos = eos_token_ids
         self._stop = StopChecker(params, _text_before(request, tokenizer)) if params.stop else None
         self._ahead: StopChecker | None = None
+        # Of a held run of byte tokens: its whole characters, and special tokens behind so many of them.
+        self._num_coming = 0
+        self._within: list[tuple[int, str]] = []
         self._grammar = grammar
         self._host = None if params.host_sampler is None else params.host_sampler(request.sample_index)
         self._text = None
@@ -139,15 +142,30 @@ class SampleState:
             text += self._text.flush()
         if self._stop is None:
             return text, None
-        if text:
-            self._ahead = None
-        released = self._stop.push(text, num_tokens)
-        if skipped and released.match is None:
-            behind = self._stop.push(skipped, num_tokens, is_hidden=True)
-            released = Released(released.text + behind.text, behind.match)
+        released = Released("", None)
+        for piece, is_hidden in self._in_order(text, skipped):
+            if piece and released.match is None:
+                more = self._stop.push(piece, num_tokens, is_hidden=is_hidden)
+                released = Released(released.text + more.text, more.match)
         if released.match is not None:
             return released.text, released.match.stop
         return released.text + (self._stop.flush() if reason is not None else ""), None
+
+    def _in_order(self, text: str, skipped: str) -> list[tuple[str, bool]]:
+        """Texts in the order of their tokens, and whether they are hidden; held byte tokens come late."""
+        assert self._text is not None
+        self._num_coming += len(self._text.coming)
+        if skipped and not text and self._num_coming:
+            self._within.append((self._num_coming, skipped))
+            skipped = ""
+        pieces: list[tuple[str, bool]] = []
+        at = 0
+        if text:
+            for place, hidden in self._within:
+                pieces += [(text[at:place], False), (hidden, True)]
+                at = place
+            self._ahead, self._num_coming, self._within = None, 0, []
+        return [*pieces, (text[at:], False), (skipped, True)]
 
     def _stops_ahead(self, coming: str, skipped: str, num_tokens: int) -> bool:
         """Whether characters that the detokenizer still holds complete a stop string."""

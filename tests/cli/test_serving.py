@@ -22,6 +22,8 @@ class Recorder:
     received_from: list[int] = field(default_factory=list)
     num_ends: int = 0
 
+    is_streamed = False
+
     def prefilled(self, done: int, total: int) -> None:
         self.prefill.append((done, total))
 

@@ -101,7 +101,7 @@ def test_a_call_whose_outputs_max_model_len_cuts_warns_once(
     caplog.clear()
     served.engine.generate([PROMPT] * 3, asked)
     (told,) = cuts_told(caplog)
-    assert told.startswith(f"2 of 3 outputs ended at max_model_len=40, up to {1000 - 29} tokens before")
+    assert told.startswith(f"2 of 4 outputs ended at max_model_len=40, up to {1000 - 29} tokens before")
     served.generate([PROMPT], max_new_tokens=100)
     assert len(cuts_told(caplog)) == 2
 

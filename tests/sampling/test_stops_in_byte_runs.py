@@ -51,3 +51,14 @@ def test_a_character_that_a_wrong_byte_undoes_stops_nothing_afterwards(
     done = run(byte_fallback_tokenizer, ids, "éa")
     assert done.text == byte_fallback_tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert done.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("stop", "is_found"), [("<tool>龍", False), ("龍<tool>b", True)])
+def test_a_special_token_within_a_run_is_read_behind_what_came_before_it(
+    byte_fallback_tokenizer: PreTrainedTokenizerFast, stop: str, is_found: bool
+) -> None:
+    first = byte_fallback_tokenizer.encode("a龍", add_special_tokens=False)
+    tool, b = byte_fallback_tokenizer.convert_tokens_to_ids(["<tool>", "b"])
+    done = run(byte_fallback_tokenizer, [*first, tool, b, b], stop)
+    assert done.token_ids == ([*first, tool, b] if is_found else [*first, tool, b, b])
+    assert done.stop_reason == (stop if is_found else None)

@@ -32,6 +32,10 @@ class Waiting:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Tell nothing any more."""
         self._ended.set()
         self._thread.join()
         self.progressed()

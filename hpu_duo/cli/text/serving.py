@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class View(Protocol):
-    """A watcher of a run."""
+    """A watcher of a run; text that is streamed is written as it comes."""
+
+    is_streamed: bool
 
     def prefilled(self, done: int, total: int) -> None:
         """Prompt tokens computed so far, and all of them."""
@@ -107,7 +109,7 @@ class Run:
         is_interrupted = False
         try:
             # A step that captures a graph may take half a minute.
-            with Waiting("running a step, with the graph that it captures") as wait:
+            with Waiting("running a step, which may capture a graph") as wait:
                 while self._engine.has_unfinished:
                     self._step(view, prefill, decode, wait)
         except KeyboardInterrupt:
@@ -137,6 +139,8 @@ class Run:
             if output.error is not None:
                 raise output.error
             self._completions[index].add(output)
+            if view.is_streamed and output.text:
+                wait.end()  # it would write over the text, on the same line of a terminal
             view.received(index, output)
 
     def _abort(self) -> None:

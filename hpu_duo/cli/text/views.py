@@ -17,11 +17,15 @@ class LiveView:
     Args:
         console: where the bar is drawn, if it is a terminal; the bar goes away when it is full.
         text: where the output of the only prompt goes; None to write nothing.
+
+    Attributes:
+        is_streamed: whether text is written as it comes.
     """
 
     def __init__(self, console: Console, text: TextIO | None) -> None:
         self._console = console
         self._text = text
+        self.is_streamed = text is not None
         self._bar: Progress | None = None
         self._wrote = False
 
