@@ -137,6 +137,8 @@ class _Reader:
         if isinstance(dtype, np.dtype) and dtype.hasobject:
             raise ValueError(f"expected an array of numbers of another process, got {dtype}")
         size = int(np.prod(rest[1], dtype=np.int64)) * dtype.itemsize
+        if not size and isinstance(dtype, torch.dtype):
+            return torch.empty(rest[1], dtype=dtype)
         bare = np.frombuffer(self._take(size), np.uint8).copy()
         if isinstance(dtype, np.dtype):
             return bare.view(dtype).reshape(rest[1])

@@ -12,6 +12,8 @@ from hpu_duo.routing import RoutedRequest
 
 _SHORT = 16 * 2**10
 """Bodies of up to so many bytes are read at once: a thread would take longer to be asked."""
+_MOST_CHARACTERS = 2**20
+"""Of a prompt that routers compare: a longer one would hold the event loop."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def read_call(call_id: str, body: bytes, key_name: str | None = None) -> RoutedC
         request = RoutedRequest.of_tokens(call_id, prompt, user, namespace)
     else:
         text = prompt if isinstance(prompt, str) else _text_of(fields, prompt)
-        request = RoutedRequest.of_text(call_id, text, user, namespace)
+        request = RoutedRequest.of_text(call_id, text[:_MOST_CHARACTERS], user, namespace)
     return RoutedCall(request, is_streamed)
 
 

@@ -126,14 +126,14 @@ class E2(PrefixRouter):
         (wait_s, work_s), (other_wait_s, other_work_s) = work[chosen], work[other]
         is_late = wait_s > self._imbalance * other_wait_s + _PATIENCE * saved_s
         is_ahead = work_s > self._imbalance * (other_work_s + saved_s)
-        if is_late or (is_ahead and self._is_popular(node)) or self._hot.take(node, now):
+        if is_late or (is_ahead and self._is_popular(node, now)) or self._hot.take(node, now):
             return other
         return chosen
 
-    def _is_popular(self, node: RadixNode) -> bool:
+    def _is_popular(self, node: RadixNode, now: float) -> bool:
         """Whether its holders have more than half of an even share of requests by this prefix alone."""
         even = sum(map(self._work.num_charges, self.replicas)) / len(self.replicas)
-        return len(node.hits) > 0.5 * even * self.prefixes.num_holders(node)
+        return self._num_hits(node, now) > 0.5 * even * self.prefixes.num_holders(node)
 
     def _computed_s(self, request: RoutedRequest, num_units: float) -> float:
         return self._prefill_s * num_units * request.tokens_per_unit

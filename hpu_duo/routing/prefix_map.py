@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from math import ceil, inf
 
-from hpu_duo.routing.radix_tree import RadixNode, RadixTree, below
+from hpu_duo.routing.radix_tree import RadixNode, RadixTree
 from hpu_duo.routing.request import RoutedRequest
 
 _Entry = tuple[float, int, int, RadixNode]
@@ -168,7 +168,14 @@ class PrefixMap:
 
     def _forget_below(self, life: str, node: RadixNode, before: float) -> None:
         """Forget a node and those below it that were not used since."""
-        old = [each for each in below(node) if each.holders.get(life, inf) < before]
+        old, stack = [], [node]
+        while stack:
+            each = stack.pop()
+            # Who holds a node holds what is above it.
+            if life in each.holders:
+                stack += each.children.values()
+                if each.holders[life] < before:
+                    old.append(each)
         for each in old:
             self._release(life, each)
         for each in reversed(old):

@@ -72,3 +72,9 @@ def test_messages_that_name_anything_else_are_refused_where_they_are_read(head: 
     text = json.dumps(head).encode()
     with pytest.raises(ValueError, match="expected"):
         decode(len(text).to_bytes(8, "little") + text)
+
+
+@pytest.mark.parametrize("empty", [torch.zeros(0, 4), torch.zeros(2, 0, dtype=torch.bfloat16)])
+def test_tensors_without_elements_come_back(empty: torch.Tensor) -> None:
+    found = decode(encode(empty))
+    assert (found.shape, found.dtype) == (empty.shape, empty.dtype)

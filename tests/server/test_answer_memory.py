@@ -47,6 +47,21 @@ def test_a_whole_answer_that_grows_too_large_ends_with_an_error_and_a_stream_goe
                 create(**{**asked, "prompt": "Once upon a time " * 4, "max_tokens": 0}, echo=True, **echoed)
 
 
+def test_what_chats_echo_and_prompts_that_come_back_are_counted(tiny: TinyChat) -> None:
+    with live(tiny.load(), max_answer_bytes=50_000) as server:
+        client: Any = server.client()
+        cut = {"truncate_prompt_tokens": 9}
+        long = [*MESSAGES, {"role": "assistant", "content": "x" * 3000}]
+        with pytest.raises(openai.BadRequestError, match="at most 50,000 bytes"):
+            client.chat.completions.create(
+                model="tiny", messages=long, n=16, max_tokens=1, extra_body={"echo": True, **cut}
+            )
+        with pytest.raises(openai.BadRequestError, match="at most 50,000 bytes"):
+            client.completions.create(
+                model="tiny", prompt=[5] * 60, n=200, max_tokens=1, extra_body={"return_token_ids": True}
+            )
+
+
 def test_what_waits_to_be_sent_is_counted(tiny: TinyChat, monkeypatch: pytest.MonkeyPatch) -> None:
     with live(tiny.load()) as server:
         slowed(server, 0.02, monkeypatch)

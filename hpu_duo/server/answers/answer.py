@@ -16,6 +16,8 @@ from hpu_duo.server.running import ChoiceOutput
 
 _SHORT = 512
 """Tokens of an answer, and characters of echoed prompts."""
+ID_CHARACTERS = 2
+"""Characters that take about as much memory as a token id in JSON."""
 
 
 @dataclass(frozen=True)

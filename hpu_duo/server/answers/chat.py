@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpu_duo.request import FinishReason
-from hpu_duo.server.answers.answer import Answer, AnswerHead
+from hpu_duo.server.answers.answer import ID_CHARACTERS, Answer, AnswerHead
 from hpu_duo.server.answers.choice import Choice
 from hpu_duo.server.answers.logprobs import TokenNames, chat_logprobs
 from hpu_duo.server.answers.usage import Usage
@@ -108,6 +108,12 @@ class ChatAnswer(Answer):
             _Reader(None if make_parser is None else make_parser(), only_first_call, only_calls)
             for _ in range(num_choices)
         ]
+
+    @property
+    def num_echoed(self) -> int:
+        """Characters of prompts that stand before choices."""
+        num_ids = 0 if self._returned_prompts is None else len(self._returned_prompts[0])
+        return ID_CHARACTERS * num_ids + len(self._echo) * len(self.choices)
 
     def beginning(self) -> bytes:
         """The beginnings of messages that echo another one."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpu_duo.engine.outputs import TokenLogprob
 from hpu_duo.request import FinishReason
-from hpu_duo.server.answers.answer import Answer, AnswerHead
+from hpu_duo.server.answers.answer import ID_CHARACTERS, Answer, AnswerHead
 from hpu_duo.server.answers.choice import Choice
 from hpu_duo.server.answers.logprobs import CompletionLogprobs, TokenNames
 from hpu_duo.server.answers.usage import Usage
@@ -77,12 +77,15 @@ class CompletionAnswer(Answer):
     @property
     def num_echoed(self) -> int:
         """Characters of prompts that stand before choices."""
-        return sum(len(echo.text) for echo in self._echoes)
+        prompts = self._returned_prompts or ()
+        num_ids = sum(map(len, prompts)) * len(self.choices) // max(1, len(prompts))
+        return ID_CHARACTERS * num_ids + sum(len(echo.text) for echo in self._echoes)
 
     def beginning(self) -> bytes:
         """The echoed prompts, and the ends of choices that nothing is generated for."""
         told = bytearray()
-        nothing = () if self._generates else (EchoedPrompt(""),) * len(self.choices)
+        has_nothing = self._generates and (self._returned_prompts is None or self.is_short)
+        nothing = () if has_nothing else (EchoedPrompt(""),) * len(self.choices)
         for index, echo in enumerate(self._echoes or nothing):
             logprobs = self._fields(index, echo.entries, echo.has_special)
             part = _part(index, echo.text, logprobs, self.choices[index])

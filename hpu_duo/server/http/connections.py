@@ -13,7 +13,8 @@ from hpu_duo.server.answers.events import as_json
 from hpu_duo.server.http.auth import LET_IN
 from hpu_duo.server.protocol import ApiError
 
-_LOOK_S = 0.1
+_TLS_END_S = 0.5
+"""So long for what is in flight on TLS, whose callers need not say that they have read the end."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +128,10 @@ class LimitedProtocol(HttpToolsProtocol):
             super().shutdown()
 
     def _end(self) -> None:
-        """Close the connection, without waiting for the caller's word where TLS would."""
-        is_written = not self.transport.get_write_buffer_size()
-        if is_written and self.scheme == "https":
-            self.transport.abort()
-            return
+        """Close the connection; with TLS, whether or not the caller answers."""
         self.transport.close()
-        if not is_written:
-            self.loop.call_later(_LOOK_S, self._end)
+        if self.scheme == "https":
+            self.loop.call_later(_TLS_END_S, self.transport.abort)
 
     # Headers
 

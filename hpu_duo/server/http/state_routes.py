@@ -36,7 +36,7 @@ def state_routes(service: Service) -> APIRouter:
         return statistics(service)
 
     @router.get("/metrics", response_class=Response)
-    def metrics() -> Response:
+    async def metrics() -> Response:
         """Metrics for Prometheus; see docs/server.md."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 

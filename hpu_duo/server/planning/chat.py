@@ -161,7 +161,7 @@ class ChatPlanner:
                 "response_format: expected a tool_choice of auto or none with it, and with auto no grammar",
             )
         is_one = isinstance(request.tool_choice, ToolChoice) or request.parallel_tool_calls is False
-        functions = _callable(request)
+        functions = await asyncio.to_thread(_callable, request)
         grammar = await asyncio.to_thread(calls_grammar, parser, functions, is_one=is_one, answer=wanted)
         calls = StructuredOutputs(grammar=grammar)
         await compile_format(self._served, calls, "tools")
@@ -257,7 +257,7 @@ def _arguments(arguments: str | None, number: int, values: ValueCount) -> Any:
         return from_json(arguments or "{}")
     except ValueError as error:
         raise bad_value(
-            "messages", f"messages[{number}].tool_calls: expected JSON as arguments, got {arguments!r}"
+            "messages", f"messages[{number}].tool_calls: expected JSON as arguments, got {arguments!r:.60}"
         ) from error
 
 

@@ -22,6 +22,9 @@ _GUIDED = {
 }
 """vLLM's older fields, and what ``StructuredOutputs`` calls them."""
 
+_SHORT_BYTES = 2**14
+"""Schemas of shorter requests are read in the event loop itself."""
+
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -31,7 +34,8 @@ async def format_of(request: GenerationRequest, served: Served) -> StructuredOut
     Raises:
         ApiError: it cannot be served; the error names the field that asks for it.
     """
-    found = _asked(request)
+    is_short = request.num_bytes <= _SHORT_BYTES
+    found = _asked(request) if is_short else await asyncio.to_thread(_asked, request)
     if not found:
         return None
     if len(found) > 1:
@@ -84,7 +88,7 @@ def _of_response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:
     if read is None:
         kinds = ", ".join(_FORMATS)
         raise bad_value(
-            _RESPONSE_FORMAT, f"{_RESPONSE_FORMAT}: expected type to be one of {kinds}, got {kind!r}"
+            _RESPONSE_FORMAT, f"{_RESPONSE_FORMAT}: expected type to be one of {kinds}, got {kind!r:.60}"
         )
     return read(given)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic_core import PydanticKnownError
 
 from hpu_duo.server.protocol.bounds import (
     MAX_GUIDED_CHOICES,
@@ -21,6 +22,14 @@ Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _of_few(given: object) -> object:
+    """Refuse a map with too many entries before it is read: it would have an error for each of them."""
+    if isinstance(given, dict) and len(given) > MAX_LOGIT_BIAS:
+        sizes = {"field_type": "Dictionary", "max_length": MAX_LOGIT_BIAS, "actual_length": len(given)}
+        raise PydanticKnownError("too_long", sizes)
+    return given
 
 
 class Fields(BaseModel):
@@ -77,7 +86,7 @@ class GenerationRequest(Fields):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: Annotated[dict[Name, Bias], BeforeValidator(_of_few)] | None = None
     user: Name | None = Field(None, description="Who asks; for logs and for scheduling among users.")
     safety_identifier: Name | None = Field(None, description="The same, where user is left out.")
     prompt_cache_key: Name | None = Field(
