@@ -27,6 +27,8 @@ def test_trimming_changes_steps_and_no_token(tiny: Tiny, pattern: HeadPattern | 
         SamplingParams(temperature=0.9, seed=4, max_tokens=9),
     ]
     options = {"pattern": pattern, "buckets": TABLE, "num_blocks": 64, "max_num_seqs": 8}
+    # With snapshots, prompts of streaming heads end chunks at borders of blocks in both.
+    options["enable_prefix_caching"] = False
     plain = tiny.load(**options, max_num_batched_tokens=80)
     trimming = tiny.load(**options, max_num_batched_tokens=80, trim_chunks=True)
     assert tokens_of(serve(trimming, prompts, params)) == tokens_of(serve(plain, prompts, params))

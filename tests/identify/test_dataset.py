@@ -188,7 +188,8 @@ def test_documents_longer_than_the_positions_are_found_before_the_run() -> None:
     dataset = make(SMALL)
     dataset.check(50, max_positions=400)
     with pytest.raises(
-        ValueError, match=r"at most 330 tokens, the positions of the model, got one of .*--num-tokens"
+        ValueError,
+        match=r"at most 330 tokens, the positions of the model, got one of .*what fits: --max-length",
     ):
         dataset.check(50, max_positions=330)
 

@@ -95,9 +95,9 @@ def test_what_is_no_json_has_no_prompt(body: bytes) -> None:
 def test_long_calls_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
 
-    def noted(call_id: str, body: bytes) -> RoutedCall:
+    def noted(call_id: str, body: bytes, key_name: str | None) -> RoutedCall:
         names.append(threading.current_thread())
-        return read_call(call_id, body)
+        return read_call(call_id, body, key_name)
 
     monkeypatch.setattr(prompts, "read_call", noted)
     for text in ("hi", "hi" * 10_000):

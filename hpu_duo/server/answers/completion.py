@@ -88,8 +88,8 @@ class CompletionAnswer(Answer):
         nothing = () if has_nothing else (EchoedPrompt(""),) * len(self.choices)
         for index, echo in enumerate(self._echoes or nothing):
             logprobs = self._fields(index, echo.entries, echo.has_special)
-            part = _part(index, echo.text, logprobs, self.choices[index])
-            told += self._event([self._with_prompt(index, part)])
+            part = self._with_prompt(index, _part(index, echo.text, logprobs, self.choices[index]))
+            told += self._event([self._with_token_ids(part, Choice())])
         return bytes(told)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
