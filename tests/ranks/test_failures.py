@@ -21,12 +21,20 @@ from hpu_duo.startup.ranks import LedRanks
 from tests.modeling.families import BLOCK, Zoo, prompts_of
 from tests.ranks.work import Hang, Nap
 
+ROOT = Path(__file__).parents[2]
 LONG = SamplingParams(max_tokens=150, temperature=0)
 
 
 def load(zoo: Zoo, **changes: object) -> HPUDuoModel:
     options = {"dtype": "float32", "block_size": BLOCK, "num_blocks": 64, "max_num_seqs": 4, **changes}
     return HPUDuoModel.from_pretrained(zoo.load("llama")[1], tensor_parallel_size=2, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def _known_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks read no object of a module that they have not loaded; these load the orders of the test."""
+    (tmp_path / "sitecustomize.py").write_text("import tests.ranks.work\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
 
 
 def ranks_of(model: HPUDuoModel) -> LedRanks:
@@ -82,6 +90,7 @@ def test_a_rank_that_hangs_is_named(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_known_orders")
 def test_a_rank_that_lives_and_hangs_is_named(zoo: Zoo) -> None:
     model = load(zoo, rank_timeout_s=2.0)
     ranks_of(model).tell(Hang())  # type: ignore[arg-type]
@@ -92,6 +101,7 @@ def test_a_rank_that_lives_and_hangs_is_named(zoo: Zoo) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_known_orders")
 def test_a_rank_that_lives_and_does_not_end_its_step_is_named_before_exchanges_time_out(zoo: Zoo) -> None:
     model = load(zoo, rank_timeout_s=2.0)
     model.engine.add_request(prompts_of()[0], LONG)
