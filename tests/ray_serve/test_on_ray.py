@@ -104,7 +104,7 @@ def test_answers_are_those_of_a_server_alone_and_prefixes_stay_together(
     assert cluster.counted("router_broken_answers_total") == 0
 
 
-@pytest.mark.parametrize("router", ["d2lpm:quantum=1000000", "cache-aware"])
+@pytest.mark.parametrize("router", ["d2lpm:quantum=1000000,min_cached=0", "cache-aware:min_cached=0"])
 def test_other_routers_by_prefix_find_beginnings_again(router: str, cluster: Cluster, expected: str) -> None:
     # The replicas of the test before: only the ingress starts anew.
     cluster.deploy(num_replicas=2, router=router)
