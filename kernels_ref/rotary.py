@@ -45,6 +45,13 @@ def turns(position: torch.Tensor, frequencies: Sequence[float]) -> Turn:
     return Turn(torch.cos(angle), torch.sin(angle))
 
 
+def composed(first: Turn, second: Turn) -> Turn:
+    """One rotation after the other."""
+    return Turn(
+        first.cos * second.cos - first.sin * second.sin, first.sin * second.cos + first.cos * second.sin
+    )
+
+
 def turned(x: torch.Tensor, turn: Turn) -> torch.Tensor:
     """Turn vectors ``[..., D]``, float32; dimensions before the last are broadcast."""
     half = turn.cos.shape[-1]

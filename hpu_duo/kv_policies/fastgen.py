@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from kernels_ref import KVPolicy, SlotView, TokenClass
+from hpu_duo.kv_policies.positions import PolicyWithPositions
+from kernels_ref import SlotView, TokenClass
 
 _MARK = 1e9
 """Score of punctuation, half of that of special tokens: above what any token can receive."""
@@ -19,7 +20,7 @@ _KINDS = ("special", "punctuation", "heavy")
 
 
 @dataclass(frozen=True)
-class FastGenSet(KVPolicy):
+class FastGenSet(PolicyWithPositions):
     """Keeps special tokens first, then punctuation, then heavy hitters or the newest tokens.
 
     A set that is full of marked tokens gives up the oldest punctuation, then the oldest special tokens. Slots
@@ -39,6 +40,7 @@ class FastGenSet(KVPolicy):
     name: ClassVar[str] = "fastgen"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.keep not in _KINDS:
             raise ValueError(f"expected keep of kv_policy 'fastgen' to be one of {_KINDS}, got {self.keep!r}")
         if not 0.0 <= self.recent < 1.0:
@@ -47,7 +49,7 @@ class FastGenSet(KVPolicy):
     @property
     def key(self) -> tuple[Hashable, ...]:
         """Name, set, and share of recent tokens where it counts."""
-        return (self.name, self.keep, self.recent) if self._is_heavy else (self.name, self.keep)
+        return self.key_of(self.keep, *((self.recent,) if self._is_heavy else ()))
 
     @property
     def num_observed(self) -> int | None:

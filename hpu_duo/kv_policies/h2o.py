@@ -9,11 +9,12 @@ from typing import ClassVar
 
 import torch
 
-from kernels_ref import KVPolicy, SlotView
+from hpu_duo.kv_policies.positions import PolicyWithPositions
+from kernels_ref import SlotView
 
 
 @dataclass(frozen=True)
-class HeavyHitters(KVPolicy):
+class HeavyHitters(PolicyWithPositions):
     """Keeps heavy hitters, by the attention that they have received since they came, and recent tokens.
 
     The score of a token is the sum of the weights that later queries, and its own, have put on it, summed
@@ -30,13 +31,14 @@ class HeavyHitters(KVPolicy):
     name: ClassVar[str] = "h2o"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 <= self.recent < 1.0:
             raise ValueError(f"expected recent in [0, 1) for kv_policy {self.name!r}, got {self.recent}")
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Name and share of recent tokens."""
-        return self.name, self.recent
+        """Name and options."""
+        return self.key_of(self.recent)
 
     @property
     def num_observed(self) -> int | None:

@@ -6,11 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kernels_ref import KVPolicy
+from hpu_duo.kv_policies.positions import PolicyWithPositions
 
 
 @dataclass(frozen=True)
-class Local(KVPolicy):
+class Local(PolicyWithPositions):
     """Keeps the newest tokens: all scores stay 0, so the oldest one goes.
 
     Source: the baseline "Local" of H2O (arXiv:2306.14048).
@@ -20,5 +20,5 @@ class Local(KVPolicy):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Name: the policy has no numbers."""
-        return (self.name,)
+        """Name and positions."""
+        return self.key_of()

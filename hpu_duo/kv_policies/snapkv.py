@@ -8,14 +8,13 @@ from typing import ClassVar
 
 import torch
 
-from kernels_ref import KVPolicy, SlotView
-from kernels_ref.groups.budget_slots import look_up
-
-_LAST = 1 << 30
+from hpu_duo.kv_policies.positions import PolicyWithPositions
+from kernels_ref import SlotView
+from kernels_ref.groups.budget_slots import look_up, text_order
 
 
 @dataclass(frozen=True)
-class SnapKV(KVPolicy):
+class SnapKV(PolicyWithPositions):
     """Keeps what the last queries attend to, smoothed over neighbours, and the newest tokens.
 
     The score of a token of a prompt is the mean weight of the last ``window`` queries of the chunk on it,
@@ -35,6 +34,7 @@ class SnapKV(KVPolicy):
     name: ClassVar[str] = "snapkv"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(
                 f"expected window >= 1 and an odd kernel for kv_policy {self.name!r}, "
@@ -43,8 +43,8 @@ class SnapKV(KVPolicy):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Name, window and kernel."""
-        return self.name, self.window, self.kernel
+        """Name and options."""
+        return self.key_of(self.window, self.kernel)
 
     @property
     def num_observed(self) -> int | None:
@@ -70,9 +70,7 @@ class SnapKV(KVPolicy):
     def _smooth(self, slots: SlotView, mean: torch.Tensor) -> torch.Tensor:
         if self.kernel == 1:
             return mean
-        position = torch.where(slots.valid, slots.position, _LAST).expand(mean.shape)
-        order = torch.sort(position, dim=-1, stable=True).indices.to(torch.int32)
-        place = torch.sort(order, dim=-1).indices.to(torch.int32)
+        order, place = text_order(slots.position.expand(mean.shape), slots.valid)
         side = self.kernel // 2
         padded = torch.nn.functional.pad(look_up(mean, order), (side, side))
         length = mean.shape[-1]

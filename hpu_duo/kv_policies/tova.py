@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from kernels_ref import KVPolicy, SlotView
+from hpu_duo.kv_policies.positions import PolicyWithPositions
+from kernels_ref import SlotView
 
 
 @dataclass(frozen=True)
-class TOVA(KVPolicy):
+class TOVA(PolicyWithPositions):
     """Keeps the tokens with the largest weights of the newest query, the same ones in all heads of a layer.
 
     The score of a token is the newest query's weight on it, averaged over the heads of the layer that have
@@ -29,13 +30,14 @@ class TOVA(KVPolicy):
     name: ClassVar[str] = "tova"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.protect < 0:
             raise ValueError(f"expected protect >= 0 for kv_policy {self.name!r}, got {self.protect}")
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Name and protected tokens."""
-        return self.name, self.protect
+        """Name and options."""
+        return self.key_of(self.protect)
 
     @property
     def num_observed(self) -> int | None:

@@ -144,9 +144,9 @@ class SharedPolicy(KVPolicy):
         return self.policy.first_query
 
     @property
-    def num_placed(self) -> int:
+    def positions_in_cache(self) -> bool:
         """As the policy says."""
-        return self.policy.num_placed
+        return self.policy.positions_in_cache
 
     @property
     def needs_rotary(self) -> bool:

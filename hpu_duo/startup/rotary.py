@@ -59,14 +59,15 @@ def _with(group: HeadGroup, frequencies: tuple[float, ...] | None, where: str) -
 def request_len(config: EngineConfig, text_config: Any) -> int:
     """Return the longest request that an engine serves; see ``served_len``.
 
-    Where all heads see tokens at their places among those they keep, texts may be longer than those that the
-    model was trained with: no distance is. Prompts that are read whole have the distances of the text.
+    Where all heads have positions in the cache, texts may be longer than those that the model was trained
+    with: no distance is. Prompts that are read whole have the distances of the text.
 
     Raises:
         ValueError: see ``served_len``; or kept tokens and a chunk are more than the model's positions.
     """
     wanted = config.scheduler.max_model_len
-    is_bounded = config.cache.kv_policy is None or make_kv_policy(config.cache.kv_policy).num_placed == 0
+    policy = None if config.cache.kv_policy is None else make_kv_policy(config.cache.kv_policy)
+    is_bounded = policy is None or not policy.positions_in_cache
     is_whole, has_others = config.cache.kv_prompt == "whole", config.heads.pattern is not None
     sees_more = is_whole or has_others or short_len(text_config) is not None
     if wanted is None or is_bounded or sees_more or wanted <= positions_served(text_config):

@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from bias_builders import NOWHERE, Leading, Window
+from bias_builders import Leading, Window
 from kernels_ref.groups.budget_chunks import Held, Kept, keep_chunk, scored_tokens
 from kernels_ref.groups.budget_decodes import DecodeSlots, take_in
-from kernels_ref.groups.budget_turns import BudgetTurns, budget_turns
+from kernels_ref.groups.budget_turns import (
+    TURNED_BYTES,
+    BudgetTurns,
+    budget_turns,
+    turned_as,
+    turned_by_rank,
+)
 from kernels_ref.groups.column_sums import ChunkStep, summed_queries
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.kv_policy import KVPolicy
@@ -22,10 +28,9 @@ from kernels_ref.groups.rings import RingStep
 from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
 from kernels_ref.index import gather, index_dtype
 from kernels_ref.partial import Partial
-from kernels_ref.rotary import turned
 from kernels_ref.slices import QUERY_SLICE
 from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
-from kernels_ref.units import KVUnits, NewKV, Scratch, SlotState, UnitLayout
+from kernels_ref.units import KVUnits, NewKV, Scratch, SlotState, UnitLayout, of_stores
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
@@ -121,6 +126,11 @@ class Budget(GroupKind):
         return True
 
     @property
+    def reads_text(self) -> bool:
+        """Whether prompts see their tokens at the positions of the text, whatever decodes do."""
+        return False
+
+    @property
     def chunk_grid(self) -> int:
         """Return the chunk: what it leaves depends on where it ends."""
         return self.chunk
@@ -197,19 +207,20 @@ class Budget(GroupKind):
         plan: BudgetStep = step.plans[self.key, layout]
         assert units.state is not None, "a budget keeps a state"
         of_tokens: list[Partial] = []
-        taken, kept, decoded = None, None, None
+        taken, kept, decoded, seen = None, None, None, self._seen(inputs, plan)
         if parts.causal:
-            of_tokens, kept = self._read_prompts(run, inputs, units, step)
+            prompts = inputs if self.reads_text else seen
+            of_tokens, kept = self._read_prompts(run, prompts, units, step)
         if parts.unique:
             rows = plan.end, plan.decode_row, run.first_to_go, plan.token_class
             taken = take_in(self.policy, units.state, layout, *rows)
-        run.write_kv(units, *self._written(layout, plan, kept, taken, inputs.new))
+        run.write_kv(units, *self._written(layout, plan, kept, taken, self._stored(inputs.new, plan)))
         # Views from before would be inputs of this graph beside the stores, where it was cut in between.
         units = units.seen_anew()
         assert units.state is not None, "slots have positions and scores"
         dtype = index_dtype(plan.end.device)
         if taken is not None:
-            decoded, score = self._decode(run, inputs, units, step, taken)
+            decoded, score = self._decode(run, seen, units, step, taken)
             if self.policy.num_observed != 0:
                 units.state.score.index_copy_(0, plan.decode_row.to(dtype), score.flatten(1))
         if kept is not None:
@@ -218,38 +229,42 @@ class Budget(GroupKind):
                 store.index_copy_(0, row, new.flatten(1))
         return run.finish(inputs.q, of_tokens, decoded, step.decode_slot, inputs.sinks)
 
+    def _seen(self, inputs: GroupInputs, plan: BudgetStep) -> GroupInputs:
+        """Queries and keys as attention sees them: at their places where positions are those in the cache."""
+        if not self.policy.positions_in_cache:
+            return inputs
+        turn = plan.turns.places
+        new = NewKV(turned_as(inputs.new.k, turn), inputs.new.v)
+        return inputs._replace(q=turned_as(inputs.q, turn), new=new)
+
+    def _stored(self, new: NewKV, plan: BudgetStep) -> NewKV:
+        """Keys and values as they are stored: without rotation where positions are those in the cache."""
+        if not self.policy.positions_in_cache:
+            return new
+        return NewKV(turned_as(new.k, plan.turns.back), new.v)
+
     def _read_prompts(
         self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step
     ) -> tuple[list[Partial], Kept]:
         """Attention of prompt rows, and what they leave."""
         plan: BudgetStep = step.plans[self.key, units.layout]
-        of_tokens, scratch = [run.causal(inputs.q, inputs.new, step.tensors, None, inputs.scoring)], None
+        chunk, scratch = plan.chunk, None
+        shape = (len(chunk.row), units.layout.num_heads, self.budget)
+        state = SlotState(*(gather(x, chunk.row).view(shape) for x in units.state or ()))
+        of_tokens = [run.causal(inputs.q, inputs.new, step.tensors, None, inputs.scoring)]
         if step.parts.shared:
             assert units.scratch is not None, "prompts with context read a scratch"
             scratch = units.scratch
-            of_tokens += self._of_slots(run, inputs, scratch, plan, step.tensors)
-        shape = (len(plan.chunk.row), units.layout.num_heads, self.budget)
-        state = SlotState(*(gather(x, plan.chunk.row).view(shape) for x in units.state or ()))
-        held, chunk = Held(state, scratch), plan.chunk
+            if self.policy.positions_in_cache:
+                valid = chunk.is_stored(self.budget)[:, None]
+                k = turned_by_rank(scratch.k, state.position, valid, plan.turns.ranks)
+                scratch = Scratch(k, scratch.v)
+            of_tokens.append(
+                run.shared_rings(inputs.q, scratch, step.tensors, plan.ring, SEES_ALL, inputs.scoring)
+            )
+        held = Held(state, scratch)
         slots = scored_tokens(run, self.policy, self.budget, held, chunk, inputs, of_tokens, plan.turns)
         return of_tokens, keep_chunk(self.policy, held, slots, chunk)
-
-    def _of_slots(
-        self, run: Kernels, inputs: GroupInputs, scratch: Scratch, plan: BudgetStep, t: StepTensors
-    ) -> list[Partial]:
-        """Attention of prompt rows over what they have kept."""
-        q, ring, first = inputs.q, plan.ring, self.policy.num_placed
-        if not first:
-            return [run.shared_rings(q, scratch, t, ring, SEES_ALL, inputs.scoring)]
-        slot = torch.arange(self.budget, dtype=torch.int32, device=q.device)
-        is_hidden = (slot < first) & (ring.chunk_position >= 0)
-        others = ring._replace(chunk_position=torch.where(is_hidden, NOWHERE, ring.chunk_position))
-        placed = ring._replace(chunk_position=ring.chunk_position[:, :first].contiguous())
-        leading = Scratch(*(each[:, :, :first].contiguous() for each in scratch))
-        return [
-            run.shared_rings(q, scratch, t, others, SEES_ALL, inputs.scoring),
-            run.shared_rings(_placed(q, plan), leading, t, placed, SEES_ALL, inputs.scoring),
-        ]
 
     def _decode(
         self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step, taken: DecodeSlots
@@ -257,10 +272,10 @@ class Budget(GroupKind):
         """Attention of decode rows, and their new scores."""
         q_NKGD, slots = of_rows(inputs.q, step), taken.slots
         plan: BudgetStep = step.plans[self.key, units.layout]
-        if first := self.policy.num_placed:
-            placed = of_rows(_placed(inputs.q, plan), step)
-            partial = run.unique_placed(q_NKGD, placed, first, units, plan.ring, inputs.scoring)
-            return partial, slots.score
+        if self.policy.positions_in_cache:
+            k, v = (x[: len(plan.end)] for x in (units.k, units.v))
+            k = turned_by_rank(k, slots.position, slots.valid, plan.turns.ranks)
+            units = of_stores(k, v.contiguous())
         if self.policy.weighs_decodes:
             partial, mass = run.unique_weighed(q_NKGD, units, plan.ring, inputs.scoring, inputs.sinks)
             return partial, self.policy.observe(slots, mass)
@@ -315,6 +330,9 @@ class Budget(GroupKind):
         num_scores = max(num_queries * num_rows * num_met, num_summed * num_candidates)
         scores = max(causal_bytes(heads, sizes), SCORE_COPIES * max(num_scores, num_decoding) * per_slot)
         keys = 4 * heads.unit_bytes(num_candidates + num_decoding)
+        if self.policy.positions_in_cache:
+            # Turned keys, and what is in hand while a part of them is turned.
+            keys += heads.unit_bytes(num_rows * num_read + num_decoding) + TURNED_BYTES
         candidates = _CANDIDATE_COPIES * (num_candidates + num_decoding) * heads.num_heads * FLOAT32
         return scores + keys + candidates + self._future_bytes(heads, num_rows * chunk, num_rows)
 
@@ -328,8 +346,3 @@ class Budget(GroupKind):
             return 0
         per_head = 3 * num_tokens + 4 * num_rows * heads.head_dim * (self.policy.num_ahead > 0)
         return per_head * heads.num_query_heads * heads.head_dim * FLOAT32
-
-
-def _placed(q_QKGD: torch.Tensor, plan: BudgetStep) -> torch.Tensor:
-    """Queries at their places among kept tokens."""
-    return turned(q_QKGD, plan.turns.tokens.of_heads(2)).to(q_QKGD.dtype)

@@ -93,7 +93,7 @@ def scored_tokens(
         is_chunk=True,
     )
     if policy.num_ahead:
-        queries = future_queries(inputs.q, chunk, policy.first_query, *turns)
+        queries = future_queries(inputs.q, chunk, policy.first_query, turns.back, turns.ahead)
         both = zip(inputs.new, held.kv or (None, None))
         score = policy.expect(slots, queries, *(candidates(*each, chunk) for each in both))
     elif policy.num_observed != 0:

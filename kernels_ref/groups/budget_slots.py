@@ -16,6 +16,9 @@ from kernels_ref.first_to_go import first_to_go, ranks
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.partial import FLOOR
 
+_LAST = 1 << 30
+"""Above any position."""
+
 FirstToGo: TypeAlias = Callable[[torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """``kernels_ref.first_to_go``, or another implementation of it."""
 
@@ -79,6 +82,20 @@ def assign_slots(keeps_old: torch.Tensor, keeps_new: torch.Tensor) -> Moves:
     slot = torch.where(keeps_new, look_up(free, new_rank), num_slots)
     is_filled = ~keeps_old & (free_rank < num_taken)
     return Moves(slot, torch.where(is_filled, look_up(taken, free_rank), num_new))
+
+
+def text_order(position: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order of the slots of each row and head by position, slots without a token last.
+
+    Args:
+        position: int32 ``[X, K, S]``.
+        valid: whether there is a token, bool, broadcast against the positions.
+
+    Returns:
+        The slots in this order, and the rank of each slot in it, int32 ``[X, K, S]``.
+    """
+    order = torch.sort(torch.where(valid, position, _LAST), dim=-1, stable=True).indices.to(torch.int32)
+    return order, torch.sort(order, dim=-1).indices.to(torch.int32)
 
 
 def look_up(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Rotations of queries for policies that need them, once a step.
+"""Rotations for policies that need them: of a step's tokens, once a step, and of stored keys.
 
-Shapes: Q query tokens, N rows, P prompt rows, C slots, F frequencies.
+Shapes: Q query tokens, N rows, P prompt rows, X rows of either kind, K key/value heads, C slots, D head size,
+F frequencies.
 """
 
 from __future__ import annotations
@@ -10,22 +11,32 @@ from typing import NamedTuple
 
 import torch
 
+from kernels_ref.groups.budget_slots import text_order
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.groups.kv_policy import KVPolicy
 from kernels_ref.index import gather
-from kernels_ref.rotary import Turn, turns
+from kernels_ref.rotary import Turn, composed, turned, turns
 from kernels_ref.step import StepTensors
+
+_TURNED_NUMBERS = 1 << 20
+"""Numbers of stored keys that are turned at a time."""
+TURNED_BYTES = 6 * 4 * _TURNED_NUMBERS
+"""Bytes of these keys, of their rotations and of products of both, float32."""
 
 
 class BudgetTurns(NamedTuple):
     """Rotations of a step; without entries where the policy needs none.
 
     Attributes:
-        tokens: of each query, to its place among kept tokens, or back to position 0, ``[Q, F]``.
+        back: of each token, from its position back to position 0, ``[Q, F]``.
+        places: of each token, from its position to its place among kept tokens, ``[Q, F]``.
+        ranks: to each rank among kept tokens, ``[C, F]``.
         ahead: mean of those to the positions behind each prompt row, ``[P, F]``.
     """
 
-    tokens: Turn
+    back: Turn
+    places: Turn
+    ranks: Turn
     ahead: Turn
 
 
@@ -35,13 +46,17 @@ def budget_turns(
     """Rotations that a policy needs."""
     nothing = turns(t.positions[:0], frequencies[:1] or (0.0,))
     if not policy.needs_rotary:
-        return BudgetTurns(nothing, nothing)
-    if policy.num_placed:
-        return BudgetTurns(turns(_shift(num_slots, t), frequencies), nothing)
+        return BudgetTurns(nothing, nothing, nothing, nothing)
+    # The angles are those of the model, rounded as it rounds them: they cancel out however large they are.
+    back = turns(-t.positions, frequencies)
+    if policy.positions_in_cache:
+        rank = torch.arange(num_slots, dtype=t.positions.dtype, device=t.positions.device)
+        place = turns(t.positions + _shift(num_slots, t), frequencies)
+        return BudgetTurns(back, composed(back, place), turns(rank, frequencies), nothing)
     number = torch.arange(policy.num_ahead, dtype=t.positions.dtype, device=t.positions.device)
     ahead = turns((chunk.start + chunk.num_new)[:, None] + number, frequencies)
     mean = Turn(ahead.cos.mean(dim=1), ahead.sin.mean(dim=1))
-    return BudgetTurns(turns(-t.positions, frequencies), mean)
+    return BudgetTurns(back, nothing, nothing, mean)
 
 
 def _shift(num_slots: int, t: StepTensors) -> torch.Tensor:
@@ -54,3 +69,36 @@ def _shift(num_slots: int, t: StepTensors) -> torch.Tensor:
     start, num_new = gather(t.row_start, row), gather(t.row_num_new, row)
     by_decode = torch.clamp(num_slots - 1 - t.positions, max=0)
     return torch.where(num_new == 1, by_decode, torch.clamp(num_slots - start, max=0))
+
+
+def turned_as(x_QKsD: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """Turn vectors of tokens, ``[Q, ..., D]``, all heads alike; the type is kept.
+
+    Args:
+        turn: ``[Q, F]``.
+    """
+    return turned(x_QKsD, turn.of_heads(x_QKsD.dim() - 2)).to(x_QKsD.dtype)
+
+
+def turned_by_rank(
+    k_XKCD: torch.Tensor, position_XKC: torch.Tensor, valid: torch.Tensor, ranks: Turn
+) -> torch.Tensor:
+    """Turn stored keys to their ranks among the kept ones of their head, some rows at a time.
+
+    Args:
+        k_XKCD: without rotation; anything where ``valid`` is not set.
+        valid: whether there is a token, bool ``[X, 1, C]``.
+        ranks: ``[C, F]``.
+
+    Returns:
+        Dense ``[X, K, C, D]``, of the keys' type.
+    """
+    rank = text_order(position_XKC, valid)[1]
+    size = max(1, _TURNED_NUMBERS // max(1, k_XKCD[:1].numel()))
+    some = []
+    for begin in range(0, len(k_XKCD), size):
+        k, own = k_XKCD[begin : begin + size], rank[begin : begin + size]
+        turn = ranks.at(own.reshape(-1))
+        turn = Turn(*(each.view(*own.shape, -1) for each in turn))
+        some.append(turned(k, turn).to(k.dtype))
+    return torch.cat(some)

@@ -121,18 +121,17 @@ class KVPolicy(ABC):
         return 0
 
     @property
-    def num_placed(self) -> int:
-        """Leading tokens, which it protects, that queries see at their place among kept tokens; 0 = none.
+    def positions_in_cache(self) -> bool:
+        """Whether the rotary position of a token is its rank among the tokens that its head keeps.
 
-        All others are the newest ones, so that their distances are the same in the text. A key keeps its
-        rotation: queries are turned a second time.
+        Keys are then stored without their rotation, and get that of their rank whenever they are read.
         """
-        return 0
+        return False
 
     @property
     def needs_rotary(self) -> bool:
         """Whether it has to know the frequencies of the rotary embedding."""
-        return self.num_ahead > 0 or self.num_placed > 0
+        return self.num_ahead > 0 or self.positions_in_cache
 
     def check(self, num_slots: int) -> None:
         """Raise ValueError if it cannot work with so many slots: one token at least must be free to go."""

@@ -21,6 +21,7 @@ from kernels_ref.groups.kind import GroupInputs
 from kernels_ref.groups.transients import PartSizes
 from kernels_ref.index import gather, index_dtype
 from kernels_ref.partial import Partial, merge
+from kernels_ref.rotary import turned, turns
 from kernels_ref.step import Step, StepTensors
 from kernels_ref.units import KVUnits, NewKV, PromptRegions, Scratch, SlotState, UnitLayout
 
@@ -68,6 +69,11 @@ class WholePrompts(Budget):
         return False
 
     @property
+    def reads_text(self) -> bool:
+        """Return True: a prompt is read with full attention."""
+        return True
+
+    @property
     def region_len(self) -> int:
         """The longest prompt."""
         return self.prompt_len
@@ -88,11 +94,11 @@ class WholePrompts(Budget):
         regions = units.regions
         assert regions is not None, "prompts lie in regions"
         run.write_kv(regions.units, _region_places(regions.layout, plan.chunk, step.tensors), inputs.new)
-        text = regions.units
+        text_units = regions.units
         num_read = self.num_read(step.tensors.shared_block.shape[0]) if step.parts.shared else 0
         of_tokens = [run.causal(inputs.q, inputs.new, step.tensors, None, inputs.scoring)]
         if num_read:
-            of_tokens.append(self._of_text(run, inputs, text, plan, step.tensors))
+            of_tokens.append(self._of_text(run, inputs, text_units, plan, step.tensors))
         held = self._held(regions, num_read)
         slots = scored_tokens(run, self.policy, self.budget, held, plan.chunk, inputs, of_tokens, plan.turns)
         if self._keeps_scores:
@@ -107,7 +113,15 @@ class WholePrompts(Budget):
         )
         number = torch.arange(self.budget, dtype=torch.int32, device=source.device)
         kept = torch.where(is_kept, number, self.budget)
-        return of_tokens, Kept(kept, state, _of_positions(regions, state.position))
+        text = _of_positions(regions, state.position)
+        if self.policy.positions_in_cache:
+            text = text._replace(k=self._unturned(text.k, state.position))
+        return of_tokens, Kept(kept, state, text)
+
+    def _unturned(self, k_XKD: torch.Tensor, position_PKC: torch.Tensor) -> torch.Tensor:
+        """Keys ``[P * C, K, D]`` without the rotation of their positions."""
+        position = position_PKC.transpose(1, 2).flatten(0, 1)
+        return turned(k_XKD, turns(-position, self.frequencies)).to(k_XKD.dtype)
 
     def _of_text(
         self, run: Kernels, inputs: GroupInputs, text: KVUnits, plan: BudgetStep, t: StepTensors

@@ -31,7 +31,7 @@ SCORES = np.arange(8, dtype=np.float32).reshape(4, 2) / 8
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"kv_policy": "h2o", "kv_budget": 9}, {}),
     ("llama", {"kv_policy": "tova", "kv_budget": 0.2, "kv_chunk": 16}, {}),
-    ("llama", {"kv_policy": "streaming-llm:positions=cache", "kv_budget": 9}, {}),
+    ("llama", {"kv_policy": "h2o:positions=cache", "kv_budget": 9}, {}),
     ("llama", {"kv_policy": "snapkv:window=4", "kv_budget": 12}, {"pattern": True, "sparsity": 0.5}),
     ("sliding", {"kv_policy": "h2o", "kv_budget": 9}, {}),
     ("llama", {"kv_plan": True}, {}),

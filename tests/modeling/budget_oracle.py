@@ -84,6 +84,12 @@ RULES = {
     ),
     "h2o": Rule(_summed, lambda position, end, budget: end - position <= budget // 2),
     "h2o:recent=0": Rule(_summed),
+    "h2o:positions=cache": Rule(_summed, lambda position, end, budget: end - position <= budget // 2),
+    "tova:positions=cache": Rule(_of_last),
+    "local:positions=cache": Rule(_same),
+    "snapkv:window=3,kernel=3,positions=cache": Rule(
+        partial(_snapped, 3, 3), lambda position, end, budget: end - position <= 3
+    ),
     "streaming-llm:positions=cache": Rule(_same, lambda position, end, budget: position < 4),
     "streaming-llm:sink=5,positions=cache": Rule(_same, lambda position, end, budget: position < 5),
     "expected-attention:sink=2,future=20": Rule(_same, lambda position, end, budget: position < 2),

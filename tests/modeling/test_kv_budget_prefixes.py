@@ -39,7 +39,11 @@ def assert_exact(
     assert_follows(zoo.load("llama_mha")[0], seen, prompts, **numbers)
 
 
-ROTARY = [("streaming-llm:positions=cache", None), ("expected-attention:sink=2,future=20", None)]
+ROTARY = [
+    ("streaming-llm:positions=cache", None),
+    ("h2o:positions=cache", PATTERN),
+    ("expected-attention:sink=2,future=20", None),
+]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ POLICIES = [
     "snapkv:window=3,kernel=3",
     "streaming-llm",
     "streaming-llm:positions=cache",
+    "h2o:positions=cache",
     "expected-attention:sink=2,future=20",
     "local",
 ]
@@ -99,7 +100,7 @@ def test_free_slots_among_the_sinks_are_not_read(zoo: Zoo) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["eager", "compile", "cuda"])
-@pytest.mark.parametrize("policy", ["h2o", "tova", "streaming-llm:positions=cache"])
+@pytest.mark.parametrize("policy", ["h2o", "tova", "h2o:positions=cache"])
 def test_half_precision_serves_many_requests_on_a_gpu(zoo: Zoo, policy: str, graphs: str) -> None:
     options = {"attention": "triton", "device": "cuda", "dtype": "bfloat16", "graphs": graphs}
     served = load(zoo, "llama", policy, **options)

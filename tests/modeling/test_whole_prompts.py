@@ -36,7 +36,7 @@ def assert_served(zoo: Zoo, name: str, policy: str, **options: Any) -> None:
     "policy",
     [
         *("h2o", "h2o:recent=0", "tova", "tova:protect=3", "snapkv:window=3,kernel=3", "streaming-llm"),
-        *("streaming-llm:positions=cache", "local"),
+        *("streaming-llm:positions=cache", "h2o:positions=cache", "local"),
     ],
 )
 def test_chunks_of_a_prompt_leave_what_all_of_it_in_one_step_would(

@@ -29,6 +29,7 @@ POLICIES = (
     "expected-attention:sink=2,future=20",
     "tova:protect=2",
     "streaming-llm:positions=cache",
+    "h2o:positions=cache",
     "local",
 )
 BY_POSITION = ("streaming-llm:sink=2", "fixed:stride=32,columns=1", "strided:stride=16")

@@ -31,6 +31,7 @@ PLAN = KVPlan(
         {"kv_policy": "tova", "kv_budget": 10, "pattern": PATTERN},
         {"kv_policy": "snapkv:window=4", "kv_budget": 10},
         {"kv_policy": "streaming-llm:positions=cache", "kv_budget": 10},
+        {"kv_policy": "h2o:positions=cache", "kv_budget": 10},
         {"kv_policy": "expected-attention", "kv_budget": 10},
         {"kv_plan": PLAN},
         {"kv_policy": "fastgen", "kv_budget": 10},
@@ -39,7 +40,8 @@ PLAN = KVPlan(
         {"kv_policy": "snapkv:window=4", "kv_budget": 10, "kv_prompt": "whole", "pattern": PATTERN},
     ],
     ids=[
-        *("h2o", "tova-beside-blocks", "snapkv", "streaming-llm", "expected-attention", "plan", "fastgen"),
+        *("h2o", "tova-beside-blocks", "snapkv", "streaming-llm", "h2o-in-cache"),
+        *("expected-attention", "plan", "fastgen"),
         *("whole", "whole-in-chunks", "whole-in-chunks-beside-blocks"),
     ],
 )
