@@ -17,7 +17,7 @@ PINNED := $(VENV)/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help run test slow exhaustive lint format lock clean FORCE
+.PHONY: help run test slow exhaustive lint format docs lock clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -49,11 +49,14 @@ format: $(VENV)/installed-dev ## Format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/installed-docs ## Build the pages of docs/ as a site, build/site; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 lock: | $(BIN)/python ## Write the newest versions that fit into constraints.txt
 	$(BIN)/python -m pip install -q uv
 	echo '$(TORCH)' > $(VENV)/torch.txt
 	{ sed '/^[^#]/d' constraints.txt; $(BIN)/uv pip compile -q --universal --python-version 3.10 --no-annotate --no-header \
-	  --upgrade --extra dev -c $(VENV)/torch.txt pyproject.toml; } > $(VENV)/lock.txt
+	  --upgrade --extra dev --extra docs -c $(VENV)/torch.txt pyproject.toml; } > $(VENV)/lock.txt
 	mv $(VENV)/lock.txt constraints.txt
 
 clean: ## Remove the virtual environment and caches
@@ -68,6 +71,10 @@ $(VENV)/installed-dev: pyproject.toml $(PINNED) $(if $(NEWEST),FORCE)
 	$(BIN)/python -m pip install -q -c $(PINNED) "$(TORCH)"
 	$(BIN)/python -m pip install -q $(UPGRADE) -c $(PINNED) -e '.[dev]'
 	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-docs: pyproject.toml $(PINNED) $(if $(NEWEST),FORCE) | $(VENV)/installed
+	$(BIN)/python -m pip install -q $(UPGRADE) -c $(PINNED) -e '.[docs]'
+	@touch $@
 
 # Rewritten only when a wanted version changes, so that a second make installs nothing.
 $(PINNED): FORCE | $(BIN)/python
