@@ -80,3 +80,9 @@ def test_the_list_of_results_has_every_page_of_them() -> None:
     page = ROOT / "docs" / "results.md"
     listed = [posixpath.basename(link[0]) for link in LINK.findall(page.read_text(encoding="utf-8"))]
     assert sorted(listed) == sorted(path.name for path in (ROOT / "benchmarks" / "results").glob("*.md"))
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    """Code apart."""
+    text = FENCE.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(text.split()) <= 900
