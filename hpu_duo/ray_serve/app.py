@@ -1,4 +1,4 @@
-"""The application for Ray Serve: ``hpu_duo.ray_serve.app:build_app``; see docs/ray.md."""
+"""The application for Ray Serve: ``hpu_duo.ray_serve.app:build_app``; see docs/replicas.md."""
 
 from ray import serve
 from ray.serve import Application
