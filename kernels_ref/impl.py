@@ -113,18 +113,6 @@ class Kernels(Protocol):
         """Decode rows against their own slots, with what each slot receives; see ``kernels_ref.weighed``."""
         ...
 
-    def unique_placed(
-        self,
-        q_NKGD: torch.Tensor,
-        placed_NKGD: torch.Tensor,
-        num_placed: int,
-        units: KVUnits,
-        ring: RingStep,
-        scoring: Scoring,
-    ) -> Partial:
-        """Decode rows against their slots, the first ones by other queries; see ``kernels_ref.by_place``."""
-        ...
-
     def column_sums(
         self,
         q_QKGD: torch.Tensor,

@@ -170,18 +170,6 @@ class LoopedKernels:
         """Decode rows against their own slots, with what each slot receives."""
         return self.inner.unique_weighed(q_NKGD, units, ring, scoring, sinks_KG)
 
-    def unique_placed(
-        self,
-        q_NKGD: torch.Tensor,
-        placed_NKGD: torch.Tensor,
-        num_placed: int,
-        units: KVUnits,
-        ring: RingStep,
-        scoring: Scoring,
-    ) -> Partial:
-        """Decode rows against their own slots, the first ones by other queries."""
-        return self.inner.unique_placed(q_NKGD, placed_NKGD, num_placed, units, ring, scoring)
-
     def column_sums(
         self,
         q_QKGD: torch.Tensor,

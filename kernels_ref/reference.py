@@ -15,7 +15,6 @@ import torch
 
 from bias_builders import Rule, Window, causal_mask, leading_slots, ring_mask, seen_mask
 from kernels_ref.by_owner import AddBlocks, add_blocks, merge_by_owner
-from kernels_ref.by_place import unique_placed
 from kernels_ref.chosen import chosen_blocks
 from kernels_ref.dense import as_keys, attend_dense
 from kernels_ref.first_to_go import first_to_go
@@ -40,7 +39,6 @@ __all__ = [
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
-    "unique_placed",
     "unique_rings",
     "unique_weighed",
     "write_kv",

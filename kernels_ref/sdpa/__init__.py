@@ -15,7 +15,6 @@ import torch
 
 from bias_builders import Held, Leading, Rule, TopBlocks, Window, encode_rule, seen_mask
 from kernels_ref import reference
-from kernels_ref.by_place import unique_placed
 from kernels_ref.chosen import TileStep
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.groups.column_sums import ChunkStep
@@ -38,7 +37,6 @@ __all__ = [
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
-    "unique_placed",
     "unique_rings",
     "unique_weighed",
     "write_kv",

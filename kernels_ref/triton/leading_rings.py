@@ -1,7 +1,5 @@
 """Decodes against the leading slots of their own rings, which lie at the front of the ring store.
 
-The first slots may be seen by other queries than the rest, those of the same tokens at another place.
-
 Shapes: N rows, K heads, G query heads of each, D head size, W slots of a ring.
 """
 
@@ -23,7 +21,6 @@ def leading_rings_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     visible_ptr: tl.tensor,
-    placed_ptr: tl.tensor,
     attn_ptr: tl.tensor,
     max_ptr: tl.tensor,
     sum_ptr: tl.tensor,
@@ -32,9 +29,6 @@ def leading_rings_kernel(
     stride_qn: tl.tensor,
     stride_qk: tl.tensor,
     stride_qg: tl.tensor,
-    stride_pn: tl.tensor,
-    stride_pk: tl.tensor,
-    stride_pg: tl.tensor,
     UNIT: tl.constexpr,
     HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -44,26 +38,14 @@ def leading_rings_kernel(
     P: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
-    PLACED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
-    """Grid ``(NUM_HEADS, N, splits)``: row ``n`` against the leading ``visible[n]`` slots of ring ``n``.
-
-    The queries at ``placed`` see the first ``PLACED`` of them, those at ``q`` the others.
-    """
+    """Grid ``(NUM_HEADS, N, splits)``: row ``n`` against the leading ``visible[n]`` slots of ring ``n``."""
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = tl.arange(0, M)
     acc, largest, total = nothing_seen(M, P)
     begin = split * slots_per_split
     end = tl.minimum(begin + slots_per_split, tl.load(visible_ptr + row))
-    if PLACED > 0:
-        place = row.to(tl.int64) * stride_pn + head * stride_pk + group * stride_pg
-        placed = load_vectors(placed_ptr, place, 1, group < GROUP, D, P)
-        acc, largest, total = attend_run(
-            placed, acc, largest, total, k_ptr, v_ptr, row, begin, tl.minimum(end, PLACED), head,
-            UNIT, HEAD, SLOTS, D, P, T, SOFTCAP,
-        )  # fmt: skip
-        begin = tl.maximum(begin, PLACED)
     place = row.to(tl.int64) * stride_qn + head * stride_qk + group * stride_qg
     q = load_vectors(q_ptr, place, 1, group < GROUP, D, P)
     acc, largest, total = attend_run(
@@ -79,29 +61,22 @@ def leading_rings(
     v_RKWD: torch.Tensor,
     visible: torch.Tensor,
     softcap: float,
-    placed_NKGD: torch.Tensor | None = None,
-    num_placed: int = 0,
 ) -> launch.Triple:
     """Launch the kernel, and the merge where rings are cut.
 
     Args:
         visible: int32 ``[N, 1, 1]``.
         softcap: 0 = none.
-        placed_NKGD: queries that see the first ``num_placed`` slots; None if all are seen by ``q``.
     """
-    placed = q_NKGD if placed_NKGD is None else placed_NKGD
     plan = plan_rings(q_NKGD, k_RKWD)
     leading_rings_kernel[plan.grid](
         q_NKGD,
         k_RKWD,
         v_RKWD,
         visible,
-        placed,
         *plan.parts,
         *plan.sizes,
-        *placed.stride()[:3],
         **plan.constants,
-        PLACED=num_placed,
         SOFTCAP=softcap,
     )
     return merge_splits(plan.parts, plan.grid[2])

@@ -133,7 +133,7 @@ ruled_unique = register(
 )
 leading_rings = register(
     "leading_rings",
-    f"{_QKV}, Tensor visible, float softcap, Tensor? placed=None, int num_placed=0",
+    f"{_QKV}, Tensor visible, float softcap",
     _TRIPLE,
     _triple,
 )

@@ -42,7 +42,6 @@ __all__ = [
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
-    "unique_placed",
     "unique_rings",
     "unique_weighed",
     "write_kv",
@@ -176,22 +175,6 @@ def unique_weighed(
     sinks = _checked_sinks(sinks_KG, q_NKGD)
     *triple, mass = operators.weighed_rings(q_NKGD, units.k, units.v, visible, sinks, scoring.softcap or 0.0)
     return Partial(*triple), mass
-
-
-def unique_placed(
-    q_NKGD: torch.Tensor,
-    placed_NKGD: torch.Tensor,
-    num_placed: int,
-    units: KVUnits,
-    ring: RingStep,
-    scoring: Scoring,
-) -> Partial:
-    """Decode rows against their own slots, the first ones by other queries; see ``kernels_ref.by_place``."""
-    check_rings(q_NKGD, units)
-    visible = check_leading(ring, q_NKGD)
-    check_vectors("placed_NKGD", placed_NKGD, tuple(q_NKGD.shape), q_NKGD)
-    placed = (scoring.softcap or 0.0, placed_NKGD, num_placed)
-    return Partial(*operators.leading_rings(q_NKGD, units.k, units.v, visible, *placed))
 
 
 def column_sums(

@@ -1,4 +1,4 @@
-"""Turned vectors, expected queries, and attention from two places, against definitions."""
+"""Turned vectors, expected queries, and keys at their ranks, against definitions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bias_builders import Leading
-from kernels_ref import Scoring, normalise, of_stores
-from kernels_ref.by_place import unique_placed
-from kernels_ref.groups import RingStep
+from kernels_ref.groups.budget_turns import turned_by_rank
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.groups.future_queries import future_queries
-from kernels_ref.rotary import Turn, turned, turns
-from kernels_ref.weighed import weighed
+from kernels_ref.rotary import Turn, composed, turned, turns
 
 FREQUENCIES = (1.0, 0.3, 0.01)
 PLACES = st.integers(-3000, 3000)
@@ -75,30 +71,28 @@ def test_expected_queries_are_the_moments_of_queries_turned_one_by_one(
         torch.testing.assert_close(found.covariance[row], covariance, atol=1e-4, rtol=0)
 
 
-@settings(max_examples=30)
-@given(st.integers(1, 4), st.integers(2, 9), st.integers(0, 99), st.booleans())
-def test_attention_from_two_places_is_that_of_each_slot_from_its_own(
-    num_rows: int, num_slots: int, seed: int, is_moved: bool
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 99))
+def test_stored_keys_are_turned_to_their_ranks_among_those_that_are_kept(
+    num_rows: int, num_slots: int, seed: int
 ) -> None:
-    num_placed = seed % num_slots
-    q, other = random(seed, 2, num_rows, 2, 3, 8)
-    k, v = random(seed + 1, 2, num_rows, 2, num_slots, 8)
-    seen = torch.randint(0, num_slots + 1, (num_rows,), generator=torch.Generator().manual_seed(seed))
-    valid = (torch.arange(num_slots) < seen[:, None])[:, None]
-    v[~valid.expand(-1, 2, -1)] = float("nan")
-    placed = other if is_moved else q
-    nothing = torch.zeros(0, dtype=torch.int32)
-    ring = RingStep(nothing, Leading(seen[:, None, None]), nothing)
-    partial = unique_placed(q, placed, num_placed, of_stores(k, v), ring, Scoring())
-    found = normalise(partial, torch.float32)
-    if not is_moved:
-        torch.testing.assert_close(
-            found, normalise(weighed(q, k, v, valid, Scoring(), None)[0], torch.float32)
-        )
+    generator = torch.Generator().manual_seed(seed)
+    order = [torch.randperm(4_000_000, generator=generator)[:num_slots] for _ in range(2 * num_rows)]
+    position = torch.stack(order).view(num_rows, 2, num_slots).to(torch.int32)
+    seen = torch.randint(0, num_slots + 1, (num_rows,), generator=generator)
+    k, valid = random(seed, num_rows, 2, num_slots, 8), torch.arange(num_slots) < seen[:, None]
+    table = turns(torch.arange(num_slots, dtype=torch.int32), FREQUENCIES)
+    found = turned_by_rank(k, position, valid[:, None], table)
     for row in range(num_rows):
-        near = torch.arange(int(seen[row])) < num_placed
         for head in range(2):
-            scores = torch.where(near, placed[row, head] @ k[row, head, : len(near)].T, 0)
-            scores = torch.where(near, scores, q[row, head] @ k[row, head, : len(near)].T)
-            expected = torch.softmax(scores, dim=-1) @ v[row, head, : len(near)]
-            torch.testing.assert_close(found[row, head], expected, atol=1e-5, rtol=1e-4)
+            kept = position[row, head, : seen[row]].tolist()
+            for slot, own in enumerate(kept):
+                rank = sorted(kept).index(own)
+                torch.testing.assert_close(found[row, head, slot], turned(k[row, head, slot], at(rank)))
+
+
+def test_a_key_of_a_far_position_is_turned_back_without_loss() -> None:
+    frequencies = tuple((10_000.0 ** (-torch.arange(4) / 4)).tolist())
+    x, far = random(0, 8), torch.tensor(4_000_000, dtype=torch.int32)
+    there, place = turned(x, turns(far, frequencies)), turns(torch.tensor(100), frequencies)
+    found = turned(there, composed(turns(-far, frequencies), place))
+    torch.testing.assert_close(found, turned(x, place), atol=1e-5, rtol=0)

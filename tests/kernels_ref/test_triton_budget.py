@@ -21,7 +21,6 @@ from tests.kernels_ref.budget_cases import (
     Chunks,
     Decodes,
     exact_decodes,
-    exact_scores,
     some_chunks,
     some_decodes,
 )
@@ -183,22 +182,6 @@ DECODE_BAD: list[tuple[Callable[[Decodes], Decodes], str]] = [
 def test_bad_decodes_are_refused_by_name(change: Callable[[Decodes], Decodes], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         change(some_decodes([4, 2], 4, (1, 2, 16), torch.float32)).attend(RUN)
-
-
-@pytest.mark.parametrize("num_placed", [0, 1, 16, 40, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.usefixtures("small_tiles")
-def test_first_slots_are_seen_by_other_queries(dtype: torch.dtype, num_placed: int) -> None:
-    d = some_decodes([70, 30, 0], 70, (2, 3, 24), dtype)
-    placed = some_decodes([70, 30, 0], 70, (2, 3, 24), dtype, seed=1).q
-    partial = RUN.unique_placed(d.q, placed, num_placed, d.units, d.ring, Scoring(3.0))
-    near, far = (exact_scores(d._replace(q=each), 3.0) for each in (placed, d.q))
-    for row, seen in enumerate(d.visible):
-        scores = torch.cat([near[row][..., :num_placed], far[row][..., num_placed:]], dim=-1)
-        values = d.v[row, :, :seen].cpu().double()
-        expected = torch.softmax(scores, dim=-1) @ values
-        found = normalise(partial, torch.float64).cpu()[row]
-        torch.testing.assert_close(found, expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks at tensors on the CPU")
