@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from graphs.cost import CostFunction
-from graphs.planner.levels import CAUSAL, QUERY, SHARED, UNIQUE, Bools, Floats, Levels, price, serves
+from graphs.planner.levels import CAUSAL, LOGITS, QUERY, SHARED, UNIQUE, Bools, Floats, Levels, price, serves
 
 _SPREAD_SIZES = 20
 _NEAR_SIZES = 4
@@ -69,13 +70,25 @@ class Demand:
         strain = emphasis * float(weight @ own) / (len(own) * own)
         return cls(shapes, weight, (1 + worst_case) * own, strain)
 
-    def paid(self, prices: Floats) -> Floats:
-        """Cost of each shape in buckets of these prices, float64 like ``prices``; ``[.., n]``."""
-        return self.weight * prices + self.strain * np.maximum(prices - self.bound, 0.0)
+    def paid(self, prices: Floats, rows: Levels | slice = slice(None)) -> Floats:
+        """Cost of some shapes in buckets of these prices, float64 like ``prices``; ``[.., len(rows)]``."""
+        over = np.maximum(prices - self.bound[rows], 0.0)
+        return self.weight[rows] * prices + self.strain[rows] * over
 
-    def select(self, rows: Levels) -> Demand:
-        """Return the demand of some of the shapes."""
-        return Demand(self.shapes[rows], self.weight[rows], self.bound[rows], self.strain[rows])
+    def worth(self, spent: Floats) -> Floats:
+        """Prices above which no bucket serves the shapes for less than ``spent``, float64 ``[n]``."""
+        # What exceeds the bound costs more still. The margin is for rounding.
+        return spent / self.weight * (1 + 1e-9)
+
+    @cached_property
+    def columns(self) -> Levels:
+        """The sizes of all shapes, one row for each column, int64 ``[7, n]``."""
+        return np.ascontiguousarray(self.shapes.T)
+
+    @cached_property
+    def distinct(self) -> tuple[tuple[Levels, Levels], ...]:
+        """The distinct sizes of each column, ascending, and the place of each shape's size among them."""
+        return tuple(np.unique(column, return_inverse=True) for column in self.columns)
 
 
 class Descent:
@@ -136,16 +149,28 @@ class Descent:
                 gone.append(bucket)
         few = sorted(chance.sample(range(len(self._candidates)), min(_TRIED, len(self._candidates))))
         candidates, prices = self._candidates[few], self._candidate_prices[few]
-        paid = _paid(candidates, prices, self._demand)
         current = np.delete(table.paid, gone, axis=0).min(axis=0)
+        tried, rows = self._improved(candidates, prices, current)
+        paid = self._demand.paid(prices[tried], rows)
         for bucket in gone:
-            savings = np.maximum(current[None, :] - paid, 0.0).sum(axis=1)
+            savings = np.bincount(tried, np.maximum(current[rows] - paid, 0.0), minlength=len(few))
             ranked = np.argsort(-savings, kind="stable")[:3].tolist()
             pick = ranked[0] if chance.random() < 0.6 else chance.choice(ranked)
             table.put(bucket, candidates[pick], prices[pick])
-            current = np.minimum(current, paid[pick])
-        has_moved = served_by != table.paid.argmin(axis=0)
-        return sorted({*gone, *served_by[has_moved].tolist(), *table.paid.argmin(axis=0)[has_moved].tolist()})
+            served = rows[tried == pick]
+            current[served] = np.minimum(current[served], paid[tried == pick])
+        serves_now = table.paid.argmin(axis=0)
+        has_moved = served_by != serves_now
+        return sorted({*gone, *served_by[has_moved].tolist(), *serves_now[has_moved].tolist()})
+
+    def _improved(self, candidates: Levels, prices: Floats, current: Floats) -> tuple[Levels, Levels]:
+        """Pairs of a candidate and a shape that it may serve for less than ``current``.
+
+        They are few: most candidates cost more than what most shapes have.
+        """
+        worth = self._demand.worth(current)
+        tried, rows = (serves(candidates, self._demand.shapes) & (prices[:, None] < worth)).nonzero()
+        return tried, rows
 
 
 class _Table:
@@ -159,11 +184,12 @@ class _Table:
         prices = price(cost, buckets)
         self.paid = _paid(buckets, prices, demand)
         self._meets = duties.met_by(buckets, prices)
+        self._num_meeting = self._meets.sum(axis=0)
 
     def copy(self) -> _Table:
         copied = copy.copy(self)
         copied.buckets, copied.paid = self.buckets.copy(), self.paid.copy()
-        copied._meets = self._meets.copy()
+        copied._meets, copied._num_meeting = self._meets.copy(), self._num_meeting.copy()
         return copied
 
     @property
@@ -172,12 +198,11 @@ class _Table:
 
     def losses(self) -> Floats:
         """Cost of dropping each bucket; infinite for those that no other can replace."""
-        ranked = np.partition(self.paid, 1, axis=0)
-        losses = np.bincount(
-            self.paid.argmin(axis=0), weights=ranked[1] - ranked[0], minlength=len(self.buckets)
-        )
-        is_only = self._meets.sum(axis=0) == 1
-        losses[self._meets[:, is_only].any(axis=1)] = np.inf
+        served_by, every = self.paid.argmin(axis=0), np.arange(self.paid.shape[1])
+        least, others = self.paid[served_by, every], self.paid.copy()
+        others[served_by, every] = np.inf
+        losses = np.bincount(served_by, others.min(axis=0) - least, minlength=len(self.buckets))
+        losses[self._meets[:, self._num_meeting == 1].any(axis=1)] = np.inf
         return np.asarray(losses, dtype=np.float64)
 
     def spares(self, gone: list[int]) -> bool:
@@ -189,7 +214,9 @@ class _Table:
         self.buckets[number] = bucket
         prices = np.array([bucket_price])
         self.paid[number] = _paid(bucket[None, :], prices, self._demand)[0]
+        self._num_meeting -= self._meets[number]
         self._meets[number] = self._duties.met_by(bucket[None, :], prices)[0]
+        self._num_meeting += self._meets[number]
 
     def tidied(self) -> Levels:
         """Return the buckets that are used, without parts that no shape in them has; int64 ``[k, 7]``."""
@@ -219,19 +246,16 @@ class _Table:
 
     def _move(self, number: int) -> None:
         """Move each size of one bucket to where it costs least."""
-        rest = np.delete(self.paid, number, axis=0).min(axis=0, initial=np.inf)
-        is_alone = self._meets[number] & (self._meets.sum(axis=0) == 1)
-        lowest = self._duties.tops[is_alone].max(axis=0, initial=0)
-        most = self._duties.ceiling[is_alone].min(initial=np.inf)
-        lowest = np.maximum(lowest, self._demand.shapes[rest >= _LACKING].max(axis=0, initial=0))
-        bucket = self.buckets[number].copy()
-        fits = self._demand.shapes <= bucket
-        fits[:, CAUSAL] = self._demand.shapes[:, CAUSAL] == bucket[CAUSAL]
-        if not bucket[CAUSAL]:
-            fits[:, :QUERY] = self._demand.shapes[:, :QUERY] == bucket[:QUERY]
-        for column in range(bucket.size):
-            is_held = np.delete(fits, column, axis=1).all(axis=1)
-            sizes = self._sizes(bucket, column, self._demand.shapes[is_held, column])
+        rest = self._least_but(number)
+        worth = self._demand.worth(rest)
+        lowest, most = self._kept(number, rest)
+        bucket, columns = self.buckets[number].copy(), self._demand.columns
+        fits = _fits(columns, bucket)
+        num_failing = (~fits).sum(axis=0, dtype=np.int8)
+        for column in self._movable(bucket):
+            # Held but for this size.
+            rows = np.flatnonzero(num_failing == ~fits[column])
+            sizes = self._sizes(bucket, column, rows)
             sizes = sizes[sizes >= lowest[column]]
             tried = np.repeat(bucket[None, :], len(sizes), axis=0)
             tried[:, column] = sizes
@@ -239,37 +263,76 @@ class _Table:
             sizes, prices = sizes[prices <= most], prices[prices <= most]
             if len(sizes) < 2:
                 continue
-            rows = np.flatnonzero(is_held)
-            some = self._demand.select(rows)
-            saved = np.maximum(rest[rows] - some.paid(prices[:, None]), 0.0)
-            saved *= some.shapes[:, column] <= sizes[:, None]
+            rows = rows[worth[rows] > prices.min()]
+            saved = np.maximum(rest[rows] - self._demand.paid(prices[:, None], rows), 0.0)
+            saved *= columns[column, rows] <= sizes[:, None]
             bucket[column] = sizes[int(saved.sum(axis=1).argmax())]
-            fits[:, column] = self._demand.shapes[:, column] <= bucket[column]
+            now = columns[column] <= bucket[column]
+            num_failing += fits[column]
+            num_failing -= now
+            fits[column] = now
         if (bucket != self.buckets[number]).any():
             self.put(number, bucket, float(price(self._cost, bucket[None, :])[0]))
 
-    def _sizes(self, bucket: Levels, column: int, wanted: Levels) -> Levels:
-        """Values that a column may take: some of those of the traffic, more of them close by."""
-        if column == CAUSAL or (column < QUERY and not bucket[CAUSAL]):
-            return bucket[column : column + 1]
+    def _least_but(self, number: int) -> Floats:
+        """Cost of each shape without one of the buckets, float64 ``[n]``."""
+        before, behind = self.paid[:number], self.paid[number + 1 :]
+        return np.minimum(before.min(axis=0, initial=np.inf), behind.min(axis=0, initial=np.inf))
+
+    def _kept(self, number: int, rest: Floats) -> tuple[Levels, float]:
+        """The least that each size of a bucket has to be, and the most that it may cost.
+
+        Args:
+            rest: cost of each shape in the other buckets.
+        """
+        is_alone = self._meets[number] & (self._num_meeting == 1)
+        lowest = self._duties.tops[is_alone].max(axis=0, initial=0)
+        most = self._duties.ceiling[is_alone].min(initial=np.inf)
+        unserved = self._demand.shapes[rest >= _LACKING]
+        return np.maximum(lowest, unserved.max(axis=0, initial=0)), float(most)
+
+    def _movable(self, bucket: Levels) -> Iterator[int]:
+        """Columns that may change: not the phase of decodes, nor the blocks of a part that does not run."""
+        for letter, blocks in _BLOCKS.items():
+            # With blocks the part has to run.
+            if bucket[CAUSAL] and not bucket[blocks]:
+                yield letter
+        yield QUERY
+        yield from (blocks for letter, blocks in _BLOCKS.items() if bucket[letter])
+        yield LOGITS
+
+    def _sizes(self, bucket: Levels, column: int, rows: Levels) -> Levels:
+        """Values that a column may take: some of those of the traffic, more of them close by.
+
+        Args:
+            rows: shapes of the traffic.
+        """
         if column < QUERY:
-            if column in _BLOCKS and bucket[_BLOCKS[column]]:
-                return bucket[column : column + 1]
             raised = bucket[:QUERY].copy()
             raised[column] = 1
             # With a phase that no shape has, every step pays for a part that it lacks.
-            is_known = (self._demand.shapes[:, :QUERY] == raised).all(axis=1).any()
+            is_known = (self._demand.columns[:QUERY] == raised[:, None]).all(axis=0).any()
             return np.array([0, 1] if is_known or bucket[column] else [0], dtype=np.int64)
-        part = {SHARED: 1, UNIQUE: 2}.get(column)
-        if part is not None and not bucket[part]:
-            return bucket[column : column + 1]
-        sizes = np.unique(np.append(wanted, bucket[column]))
+        every, place = self._demand.distinct[column]
+        occurs = np.zeros(len(every), dtype=np.bool_)
+        occurs[place[rows]] = True
+        sizes = every[occurs]
+        here = int(np.searchsorted(sizes, bucket[column]))
+        if here == len(sizes) or sizes[here] != bucket[column]:
+            sizes = np.insert(sizes, here, bucket[column])
         if len(sizes) <= _SPREAD_SIZES:
             return sizes
-        here = int(np.searchsorted(sizes, bucket[column]))
         spread = np.linspace(0, len(sizes) - 1, _SPREAD_SIZES).astype(np.int64)
         near = np.arange(max(0, here - _NEAR_SIZES), min(len(sizes), here + _NEAR_SIZES + 1))
         return sizes[np.union1d(spread, near)]
+
+
+def _fits(columns: Levels, bucket: Levels) -> Bools:
+    """Say of each size of each shape whether a bucket serves it, bool ``[7, n]``."""
+    fits = columns <= bucket[:, None]
+    exact = QUERY if not bucket[CAUSAL] else CAUSAL + 1
+    fits[:exact] = columns[:exact] == bucket[:exact, None]
+    return fits
 
 
 def _paid(buckets: Levels, prices: Floats, demand: Demand) -> Floats:

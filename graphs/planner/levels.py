@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ Bools = NDArray[np.bool_]
 CAUSAL, QUERY, SHARED, UNIQUE, LOGITS = 0, 3, 4, 5, 6
 _ROWS_AT_ONCE = 1 << 14
 _PHASES = tuple(Phase.all())
+_CAUSAL_CODE = 4
 
 
 def to_levels(shapes: Iterable[BatchShape]) -> Levels:
@@ -33,21 +35,22 @@ def to_shapes(levels: Levels) -> tuple[BatchShape, ...]:
 
 def price(cost: CostFunction, levels: Levels) -> Floats:
     """The cost of every row, float64 ``[n]``."""
-    if not isinstance(cost, BroadcastCost):
+    # The class is asked, which Python remembers; asking the instance takes longer than pricing a few rows.
+    if not issubclass(type(cost), BroadcastCost):
         return np.array([cost(shape) for shape in to_shapes(levels)], dtype=np.float64)
     prices = np.empty(len(levels))
-    code = levels[:, 0] * 4 + levels[:, 1] * 2 + levels[:, 2]
-    for number in np.unique(code).tolist():
-        rows = code == number
-        sizes = levels[rows, QUERY:].astype(np.float64)
-        prices[rows] = cost.at(_PHASES[number], *sizes.T)
+    code, sizes = _codes(levels), levels[:, QUERY:].T.astype(np.float64)
+    at = cast(BroadcastCost, cost).at
+    for number in sorted({*code.tolist()}):
+        rows = np.flatnonzero(code == number)
+        prices[rows] = at(_PHASES[number], *sizes[:, rows])
     return prices
 
 
 def holds(buckets: Levels, shapes: Levels) -> Bools:
     """Say for each bucket and shape whether the bucket holds it, bool ``[m, n]``."""
-    held = np.ones((len(buckets), len(shapes)), dtype=np.bool_)
-    for column in range(buckets.shape[1]):
+    held = _holds_sizes(buckets, shapes)
+    for column in range(QUERY):
         held &= buckets[:, column, None] >= shapes[None, :, column]
     return held
 
@@ -57,9 +60,28 @@ def serves(buckets: Levels, shapes: Levels) -> Bools:
 
     Steps without prompts are served by buckets with just their parts; see ``graphs.decode_twins``.
     """
-    is_exact = (buckets[:, None, :QUERY] == shapes[None, :, :QUERY]).all(axis=2)
-    both_have_prompts = buckets[:, None, CAUSAL] & shapes[None, :, CAUSAL]
-    return holds(buckets, shapes) & (is_exact | (both_have_prompts == 1))
+    return _holds_sizes(buckets, shapes) & _PHASE_SERVES[_codes(buckets)][:, _codes(shapes)]
+
+
+def _codes(levels: Levels) -> Levels:
+    """The number of each row's phase in ``Phase.all()``."""
+    return levels[:, 0] * _CAUSAL_CODE + levels[:, 1] * 2 + levels[:, 2]
+
+
+def _holds_sizes(buckets: Levels, shapes: Levels) -> Bools:
+    held = np.ones((len(buckets), len(shapes)), dtype=np.bool_)
+    for column, sizes in zip(range(QUERY, buckets.shape[1]), np.ascontiguousarray(shapes[:, QUERY:].T)):
+        held &= buckets[:, column, None] >= sizes
+    return held
+
+
+_PHASE_SERVES = np.array(
+    [
+        [own == other or (own.causal and other.causal and own.holds(other)) for other in _PHASES]
+        for own in _PHASES
+    ]
+)
+"""Whether a bucket of one phase serves shapes of another, by their numbers."""
 
 
 def cheapest(buckets: Levels, prices: Floats, shapes: Levels) -> NDArray[np.int64]:

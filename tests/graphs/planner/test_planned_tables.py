@@ -1,12 +1,14 @@
+import json
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import BatchShape, BucketTable, Miss, StepCost, StepLimits
-from graphs.planner import GraphBudget, Resolution, evaluate
+from graphs import BatchShape, BucketTable, CostFunction, Miss, SkippingCost, StepCost, StepLimits
+from graphs.planner import ASSUMED, GraphBudget, Resolution, evaluate, plan_table
 from graphs.planner.cells import Cells
 from graphs.planner.levels import holds, price, to_levels
 from hpu_duo.simulate import plan_buckets, prior
@@ -80,6 +82,33 @@ def test_every_reachable_shape_lies_in_a_cell(data: st.DataObject) -> None:
         same_phase = (cells.highest[:, :3] == levels[:3]).all(axis=1)
         inside = (cells.lowest <= levels).all(axis=1) & (levels <= cells.highest).all(axis=1)
         assert (inside & same_phase).sum() == 1
+
+
+# Of each table in the file: limits, whether there are blocks, graphs and cost.
+KNOWN: dict[str, tuple[tuple[int, ...], bool, int, CostFunction]] = {
+    "short texts": ((4, 64, 256, 16, 32, 2), True, 16, StepCost(block_size=16)),
+    "padded blocks skipped": ((16, 512, 4096, 32, 512, 4), True, 32, SkippingCost()),
+    "one request": ((1, 256, 4096, 128, 64, 1), True, 12, StepCost()),
+    "rings alone": ((16, 1024, 8192, 128, 0, 4), False, 24, StepCost(ring_width=384)),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_faster_search_finds_the_same_table(name: str) -> None:
+    (seqs, tokens, length, block_size, num_blocks, chunks), uses_blocks, num_graphs, cost = KNOWN[name]
+    limits = StepLimits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=length,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        uses_blocks=uses_blocks,
+        decode_len=1,
+        max_chunk_rows=chunks,
+    )
+    planned = plan_table(limits, num_graphs, prior(limits), cost, blur=ASSUMED)
+    known = json.loads(Path("tests/data/planned_tables.json").read_text(encoding="utf-8"))
+    assert list(map(str, planned)) == known[name]
 
 
 @pytest.mark.slow
