@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpu_duo.garbage import collector_paused
+from hpu_duo.garbage import collector_paused, leave_out_what_is_there
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +55,11 @@ def test_the_import_of_the_model_leaves_the_collector_as_it_was(enabled: bool) -
     code = f"import gc; gc.{before}(); from hpu_duo import SamplingParams; print(gc.isenabled())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(enabled)
+
+
+def test_what_is_there_is_left_out_of_later_collections() -> None:
+    leave_out_what_is_there()
+    try:
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpu_duo.garbage import leave_out_what_is_there
 from hpu_duo.load.endpoint import Endpoint
 from hpu_duo.load.outcome import Failure, Outcome
 from hpu_duo.load.plan import PlannedRequest
@@ -108,8 +109,7 @@ class LoadRun:
 @contextlib.contextmanager
 def _settled_memory() -> Iterator[None]:
     """Keep the garbage collector from visiting older objects while the clock runs."""
-    gc.collect()
-    gc.freeze()
+    leave_out_what_is_there()
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from hpu_duo.garbage import leave_out_what_is_there
 from hpu_duo.server.http.connections import ConnectionLimits, Connections
 from hpu_duo.server.http.direct_writes import DirectWrites
 from hpu_duo.server.running.admission import Stage
@@ -125,6 +126,7 @@ def listen(
         on_listening: called once connections are accepted.
     """
     _raise_file_limit()
+    leave_out_what_is_there()
     server = DrainingServer(app, service, tls, on_listening, connections)
     server.run(sockets=[bound])
     return server.ending
