@@ -32,6 +32,25 @@ def _said(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "content": "hi", **fields}]}
 
 
+def _strict(schema: dict[str, Any]) -> dict[str, Any]:
+    described = {"name": "a", "strict": True, "schema": schema}
+    return {"messages": _TALK, "response_format": {"type": "json_schema", "json_schema": described}}
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def _echoed(num_characters: int, **fields: Any) -> dict[str, Any]:
+    """As many answers as there may be, each of which begins with a long message."""
+    message = {"role": "assistant", "content": "x" * num_characters}
+    many = {"n": 256, "max_tokens": 1, "truncate_prompt_tokens": 9}
+    return {"messages": [*_TALK, message], "echo": True, **many, **fields}
+
+
 _BOMBS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "stop_token_ids": (_TEXT, lambda n: {"prompt": "hi", "stop_token_ids": list(range(n))}),
     "stop strings": (_TEXT, lambda n: {"prompt": "hi", "stop": [str(k) for k in range(n)]}),
@@ -71,6 +90,42 @@ _BOMBS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
         lambda n: {"messages": _TALK, "chat_template_kwargs": {f"v{k}": 1 for k in range(n)}},
     ),
     "documents": (_CHAT, lambda n: {"messages": _TALK, "documents": [{"title": "a"}] * (n // 2)}),
+    "wrong values of logit_bias": (
+        _TEXT,
+        lambda n: {"prompt": "hi", "logit_bias": {f"{'x' * 300}{k}": 1000 for k in range(n // 1000)}},
+    ),
+    "strict schema": (
+        _CHAT,
+        lambda n: _strict({"properties": {str(k): {"type": "object"} for k in range(n // 20)}}),
+    ),
+    "deep strict schema": (_CHAT, lambda n: _strict(_nested(n // 12_000))),
+    "strict tools": (
+        _CHAT,
+        lambda n: {
+            "messages": _TALK,
+            "tool_choice": "required",
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": f"f{k}", "strict": True, "parameters": _nested(n // 40_000)},
+                }
+                for k in range(n // 1000)
+            ],
+        },
+    ),
+    "arguments that are no JSON": (_CHAT, lambda n: _said(tool_calls=[_call("\U0001f600" * 8 * n)])),
+    "echoed message": (_CHAT, lambda n: _echoed(n // 4)),
+    "echoed message of streams": (_CHAT, lambda n: _echoed(n // 4, stream=True)),
+    "token ids that come back": (
+        _TEXT,
+        lambda n: {
+            "prompt": [[5] * (n // 4000)] * 16,
+            "n": 16,
+            "max_tokens": 1,
+            "return_token_ids": True,
+            "stream": n % 2 == 0,
+        },
+    ),
     "text to tokenize": ("/tokenize", lambda n: {"prompt": "a b " * 4000, "return_token_strs": True}),
     "tokens to write": ("/detokenize", lambda n: {"tokens": [5] * n}),
 }

@@ -120,7 +120,10 @@ class Grammars:
             return GrammarState(matcher.deep_copy(), wanted.field)
 
     def _compile(self, wanted: StructuredOutputs) -> LLMatcher:
-        grammar = _grammar_of(wanted)
+        try:
+            grammar = _grammar_of(wanted)
+        except ValueError as error:  # of the library, which reads no schema that nests too deep
+            raise FieldError(f"structured_outputs.{wanted.field}", _sentence(str(error))) from error
         is_bad, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         # A keyword of a schema that has no effect would give outputs that do not keep to it.
         if is_bad or messages:
@@ -146,10 +149,7 @@ def _grammar_of(wanted: StructuredOutputs) -> str:
         case "choice":
             choice = tuple(wanted.choice or ())
             if len(choice) > _MOST_CHOICES:
-                raise FieldError(
-                    "structured_outputs.choice",
-                    f"expected at most {_MOST_CHOICES} choices, got {len(choice)}",
-                )
+                raise ValueError(f"expected at most {_MOST_CHOICES} choices, got {len(choice)}")
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choice))}")
         case _:
             return LLMatcher.grammar_from_lark(str(wanted.grammar))

@@ -15,6 +15,7 @@ from hpu_duo.server.http import json_route, token_routes
 from hpu_duo.server.planning import chat as chat_planning
 from hpu_duo.server.protocol import bounds
 from hpu_duo.server.protocol.bounds import MAX_VALUES, ValueCount
+from hpu_duo.server.protocol.errors import ApiError
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live
 
@@ -35,7 +36,9 @@ def tool(name: str) -> dict[str, Any]:
         (TEXT, {"prompt": [[5]] * (bounds.MAX_PROMPTS + 1)}, "prompt"),
         (TEXT, {"stop": ["a"] * (bounds.MAX_STOPS + 1)}, "stop"),
         (TEXT, {"stop_token_ids": [5] * (bounds.MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
-        (TEXT, {"logit_bias": {str(n): 1 for n in range(bounds.MAX_LOGIT_BIAS + 1)}}, "logit_bias"),
+        # Wrong values are not looked at: each of them would have an error of its own.
+        (TEXT, {"logit_bias": {str(n): 1000 for n in range(bounds.MAX_LOGIT_BIAS + 1)}}, "logit_bias"),
+        (TEXT, {"logit_bias": {NAME: 1}}, "logit_bias"),
         (TEXT, {"guided_choice": ["a"] * (bounds.MAX_GUIDED_CHOICES + 1)}, "guided_choice"),
         (TEXT, {"user": NAME}, "user"),
         (TEXT, {"model": NAME}, "model"),
@@ -75,6 +78,26 @@ def test_lists_maps_and_names_have_a_longest(
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, param)
     assert "at most" in error["message"]
+
+
+def test_as_many_biases_as_may_be_are_served_and_a_wrong_one_is_named_once(server: Live) -> None:
+    create = server.client().completions.create
+    biases = {str(number): 1 for number in range(64)}
+    assert create(model="tiny", prompt="hi", max_tokens=1, logit_bias=biases).choices
+    with pytest.raises(openai.BadRequestError, match="less than or equal to 100") as refused:
+        create(model="tiny", prompt="hi", logit_bias=dict.fromkeys(biases, 1000))
+    assert refused.value.message.count("less than") == 1
+
+
+def test_a_refusal_repeats_only_the_beginning_of_what_came(server: Live) -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": "x" * 100_000}}
+    talk: list[Any] = [*TALK, {"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError, match="expected JSON as arguments") as refused:
+        server.client().chat.completions.create(model="tiny", messages=talk)
+    assert len(refused.value.message) < 300
+    long = ApiError(400, "x" * 100_000)
+    assert len(long.message) < 2100
+    assert long.message.endswith("...")
 
 
 def test_a_body_of_too_many_values_is_refused_before_it_is_read(

@@ -35,4 +35,6 @@ def test_metrics_and_statistics_may_need_keys_of_their_own(tiny: TinyChat, api_k
                     headers = {"Authorization": f"Bearer {key}"}
                     assert http.get(asked, headers=headers).status_code == status
         assert http.get("/health").status_code == 200
-        assert http.get("/v1/models").status_code == (401 if api_keys else 200)
+        scraper = {"Authorization": "Bearer scrape"}
+        for headers in ({}, scraper):
+            assert http.get("/v1/models", headers=headers).status_code == (401 if api_keys else 200)

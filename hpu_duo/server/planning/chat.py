@@ -163,7 +163,10 @@ class ChatPlanner:
         is_one = isinstance(request.tool_choice, ToolChoice) or request.parallel_tool_calls is False
         functions = await asyncio.to_thread(_callable, request)
         grammar = await asyncio.to_thread(calls_grammar, parser, functions, is_one=is_one, answer=wanted)
-        calls = StructuredOutputs(grammar=grammar)
+        try:
+            calls = StructuredOutputs(grammar=grammar)
+        except FieldError as error:
+            raise bad_value("tools", f"tools: {error.reason}, for all schemas together") from error
         await compile_format(self._served, calls, "tools")
         return calls
 
