@@ -12,7 +12,7 @@ _WORDS_OF_EXCHANGES = re.compile(
 )
 _ALIVE_S = 1.5
 """Most seconds without a sign of life of a rank that is taken to live."""
-UNKNOWN_S = 10.0
+UNKNOWN_S = 1.0
 """Seconds that late ranks have in addition where it is not known which of them the others wait for."""
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -29,6 +31,9 @@ GRACE_S = 20.0
 """Seconds that a process that was told to stop may go on, to save its state."""
 
 
+_PR_SET_PDEATHSIG = 1
+
+
 class Refused(Exception):
     """The user's request cannot be carried out.
 
@@ -45,12 +50,16 @@ class Member:
         directory: of the processes' results and errors, and of the file through which they find each other;
             no other user may read it.
         cores: CPU cores that the process runs on; empty = any.
+        death_signal: what Linux sends this process when the thread that started it ends, as every thread does
+            at its process's end. ``SIGCONT`` lets a stopped process see that its parent has ended, and
+            ``SIGKILL`` ends it.
     """
 
     rank: int
     size: int
     directory: Path
     cores: tuple[int, ...] = ()
+    death_signal: int = signal.SIGCONT
 
     def store(self) -> dist.Store:
         """Return the store through which the processes find each other."""
@@ -123,6 +132,8 @@ def run_member(_: int, member: Member, work: Callable[..., Any], args: tuple[Any
         work, args: see ``run_processes``.
     """
     bind(member.cores)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(member.death_signal))
     signal.signal(signal.SIGTERM, _interrupt)
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:

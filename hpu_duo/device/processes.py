@@ -27,6 +27,8 @@ import torch.multiprocessing as mp
 
 from hpu_duo.device.member import GRACE_S, Member, Refused, read, result_path, run_member
 
+_KILLED_S = 2.0
+"""Seconds in which the system ends killed processes; one that a driver keeps longer is not waited for."""
 _starting = threading.Lock()
 Result = TypeVar("Result")
 
@@ -159,17 +161,20 @@ class Family:
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self._error_files: list[str] = []
+        self._is_killed = False
 
     def __enter__(self) -> Family:
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            _stop(self.processes)
+            if not self._is_killed:
+                for process in self.processes:
+                    process.terminate()
+                self.join(GRACE_S)
         finally:
-            for process in self.processes:
-                process.kill()
-                process.join()
+            self.kill()
+            self.join(_KILLED_S)
             for file in self._error_files:
                 Path(file).unlink(missing_ok=True)
 
@@ -187,6 +192,18 @@ class Family:
             )
         self.processes += context.processes
         self._error_files += context.error_files
+
+    def kill(self) -> None:
+        """End all processes at once, stopped ones included, and wait for none."""
+        self._is_killed = True
+        for process in self.processes:
+            process.kill()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of all processes, for so many seconds in all."""
+        end = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
 
     def context(self) -> mp.ProcessContext:
         """The processes as a context of torch's own launcher."""
@@ -227,14 +244,6 @@ def first_failure(directory: Path, rank: int, told: str) -> Exception:
     if first.is_refusal:
         return Refused(first.message)
     return WorkerError(first.rank, f"process {first.rank} failed: {first.message}\n{first.trace}")
-
-
-def _stop(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        process.terminate()
-    end = time.monotonic() + GRACE_S
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
 
 
 @contextmanager

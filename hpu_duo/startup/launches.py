@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +22,7 @@ from hpu_duo.device.member import HOST, store_in
 from hpu_duo.device.processes import Family, become, first_failure
 
 _END_S = 3.0
+"""Seconds in which ranks that have said that they end do so."""
 _LOOK_S = 0.02
 
 
@@ -68,6 +71,8 @@ class Launch(Protocol):
 class OwnLaunch:
     """Ranks of one machine, started by rank 0.
 
+    Linux kills them when this process ends, however it ends; elsewhere each of them notices that and ends.
+
     Args:
         device: name of the device, as the user gave it.
         size: number of ranks.
@@ -84,21 +89,51 @@ class OwnLaunch:
         environments = process_environments(kind, size)
         cores = cores_by_device(kind, size)
         self._stack = ExitStack()
+        self._is_closed = threading.Event()
         try:
             self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hpu-duo-")))
             self.store = store_in(self._directory)
             self._family = self._stack.enter_context(Family())
             members = [
-                Member(rank, size, self._directory, tuple(sorted(own))) for rank, own in enumerate(cores)
+                Member(rank, size, self._directory, tuple(sorted(own)), signal.SIGKILL)
+                for rank, own in enumerate(cores)
             ]
-            for member in members[1:]:
-                self._family.start(member, work, args, environments[member.rank])
+
+            def start() -> None:
+                for member in members[1:]:
+                    self._family.start(member, work, args, environments[member.rank])
+
+            self._start_in_lasting_thread(start)
             # Threads that are started from now on run there too, the engine's among them.
             self._stack.enter_context(bound(members[0].cores))
             if environments[0]:
                 become(members[0], environments[0])
         except BaseException:
+            self._is_closed.set()
             self._stack.close()
+            raise
+
+    def _start_in_lasting_thread(self, start: Callable[[], None]) -> None:
+        """Start ranks in a thread that lasts until the launch is closed; see ``Member.death_signal``."""
+        started: Future[None] = Future()
+
+        def work() -> None:
+            try:
+                start()
+            except BaseException as error:
+                started.set_exception(error)
+            else:
+                started.set_result(None)
+            self._is_closed.wait()
+
+        thread = threading.Thread(target=work, name="hpu-duo-starts-ranks", daemon=True)
+        thread.start()
+        try:
+            started.result()
+        except BaseException:
+            # The caller may have been interrupted while ranks start; no more are to come.
+            self._is_closed.set()
+            thread.join()
             raise
 
     @property
@@ -124,14 +159,14 @@ class OwnLaunch:
 
     def kill(self) -> None:
         """See ``Launch``."""
-        for process in self._family.processes:
-            process.kill()
+        self._family.kill()
 
     def close(self) -> None:
         """See ``Launch``."""
-        wait([process.sentinel for process in self._family.processes], timeout=_END_S)
-        self.kill()
+        self._family.join(_END_S)
+        self._family.kill()
         self._stack.close()
+        self._is_closed.set()
 
 
 class TorchrunLaunch:

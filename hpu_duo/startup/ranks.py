@@ -137,7 +137,9 @@ class LedRanks:
         if self._broken is None and self.is_led and self.membership is not None:
             with suppress(Exception):
                 self.membership.link.send(Stop())
-                until(lambda: self._lifelines.have_ended, _NAMING_S)
+            if not until(lambda: self._lifelines.have_ended, _NAMING_S):
+                # Whoever leaves the group waits for nobody who is stopped or hangs.
+                self._launch.kill()
         else:
             self._launch.kill()
         self._is_over = True

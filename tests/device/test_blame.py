@@ -108,10 +108,10 @@ def test_a_late_rank_that_gives_no_sign_of_life_is_silent() -> None:
 def test_late_ranks_of_which_the_first_is_not_known_have_some_seconds_to_tell_more() -> None:
     signs = Signs(4, num_done={1: 7, 2: 6, 3: 6}, late_s={1: 4.5, 2: 4.5, 3: 4.5})
     assert blamed(signs, TIMEOUT_S, is_all=True) is None
-    later = replace(signs, late_s={1: 14.5, 2: 14.5, 3: 14.5})
+    later = replace(signs, late_s={1: 5.1, 2: 5.1, 3: 5.1})
     assert blamed(later, TIMEOUT_S, is_all=True) == (
         2,
-        "hangs: it has been at a step for 14 s, as has rank 3, 1",
+        "hangs: it has been at a step for 5 s, as has rank 3, 1",
     )
 
 

@@ -42,9 +42,10 @@ class Server:
             told += (line := process.stderr.readline())
             assert line, told
         self.url = found[1]
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        tasks = Path(f"/proc/{process.pid}/task").iterdir()
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
         [self.follower] = (
-            int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()
+            child for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()
         )
         with httpx.Client(base_url=self.url) as http:
             end = time.monotonic() + PATIENCE_S
@@ -59,9 +60,9 @@ class Server:
 
 
 @contextmanager
-def server() -> Iterator[Server]:
+def server(*options: str) -> Iterator[Server]:
     """A server for as long as the context lasts."""
-    command = [sys.executable, "-m", "hpu_duo.cli", *OPTIONS.split()]
+    command = [sys.executable, "-m", "hpu_duo.cli", *OPTIONS.split(), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield Server(process)
@@ -145,5 +146,23 @@ def test_calls_end_before_ranks_do_where_all_processes_are_told_to_stop() -> Non
                 os.kill(pid, signal.SIGTERM)
             seen += lines
         assert seen[-2] == "data: [DONE]"
+        assert one.end()[0] == 0
+        assert not is_there(one.follower)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_told_to_stop_leaves_no_stopped_rank_behind() -> None:
+    with server("--rank-timeout-seconds", "60", "--drain-seconds", "1") as one:
+        with (
+            httpx.Client(base_url=one.url, timeout=PATIENCE_S) as http,
+            http.stream("POST", "/v1/completions", json=ASKED) as answer,
+        ):
+            lines = answer.iter_lines()
+            seen = [next(lines) for _ in range(6)]
+            os.kill(one.follower, signal.SIGSTOP)
+            one.process.send_signal(signal.SIGTERM)
+            seen += lines
+        assert "error" in seen[-2]
+        # The rank has the other end of the pipe that this reads to its end.
         assert one.end()[0] == 0
         assert not is_there(one.follower)

@@ -29,7 +29,9 @@ from hpu_duo.engine.orders import Execute, FinishWarmUp, Order, Stop, follow
 from hpu_duo.engine.runner import Runner
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.assembly import assemble, engine_around
+from hpu_duo.startup.launches import OwnLaunch
 from hpu_duo.startup.place import Place
+from hpu_duo.startup.ranks import LedRanks, joined_as, lifeline_to_rank_0
 from hpu_duo.startup.sharding import build_share
 from kernels_ref import Budget
 from tests.modeling.families import BLOCK
@@ -237,6 +239,26 @@ class Heard:
     def findings(self) -> tuple[str, ...]:
         """Compilations, captures and operators on the host's CPU since then."""
         return (self._watch.snapshot() - self._warm).findings
+
+
+def follow_orders(member: Member, timeout_s: float) -> None:
+    """Follow rank 0 without a model."""
+    ranks, store = Ranks(member.rank, member.size), member.store()
+    with (
+        lifeline_to_rank_0(ranks.rank, store, timeout_s) as lifeline,
+        joined_as(ranks, "gloo", store, torch.device("cpu"), timeout_s) as membership,
+    ):
+        while not isinstance(order := membership.link.receive(), Stop):
+            order.carry_out(None)
+            lifeline.count()
+
+
+def lead(size: int, timeout_s: float) -> LedRanks:
+    """Lead ranks without a model; returns once they wait for orders."""
+    ranks = LedRanks(OwnLaunch("cpu", size, follow_orders, (timeout_s,)), size, timeout_s)
+    ranks.join("gloo", torch.device("cpu"))
+    ranks.is_led = True
+    return ranks
 
 
 def serve_here(case: Case) -> Answer:
