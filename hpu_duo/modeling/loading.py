@@ -242,7 +242,8 @@ def build_without_weights(path: str | Path, config: Any, dtype: torch.dtype) -> 
             )
     except _WEIGHT_ERRORS as error:
         raise _refusal(path, config, error) from error
-    return model.eval().requires_grad_(False)
+    # Some families name the CPU for a parameter.
+    return model.to("meta").eval().requires_grad_(False)
 
 
 def _build_options(config: Any, dtype: torch.dtype) -> dict[str, Any]:

@@ -56,10 +56,7 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     num_modules = len({id(call.module) for call in calls})
     if len(calls) != num_layers or num_modules != num_layers:
-        raise ValueError(
-            f"{name} cannot be served: expected one attention call in each of its {num_layers} layers, "
-            f"got {_count_text(len(calls), num_modules, num_layers)}"
-        )
+        raise ValueError(f"{name} cannot be served: {_count_text(len(calls), num_modules, num_layers)}")
     for index, call in enumerate(calls):
         _check_call(f"{name}, layer {index}", call)
     calls = [_with_window(model, index, call) for index, call in enumerate(calls)]
@@ -70,17 +67,23 @@ def read_layers(model: PreTrainedModel) -> tuple[DecoderLayer, ...]:
 
 def _count_text(num_calls: int, num_modules: int, num_layers: int | None) -> str:
     """Say how a number of calls is wrong."""
+    expected = f"expected one attention call in each of its {num_layers} layers, got"
     if not num_calls:
         return (
-            "none: they attend by code of their own, beside transformers' attention interface, or not at all"
+            f"{expected} none: they attend by code of their own, beside transformers' attention interface, "
+            "or not at all"
         )
     if num_modules < num_calls:
         return (
-            f"{num_calls} calls of {num_modules} attention modules: each would write its cache several times"
+            f"expected each attention module to be called once for a token, got {num_calls} calls of "
+            f"{num_modules} attention modules: each would write its cache several times"
         )
     if num_layers is not None and num_calls > num_layers:
-        return f"{num_calls} calls: some layers attend twice, to another text for example"
-    return f"{num_calls} calls; layers without attention, or that share keys and values, are missing here"
+        return f"{expected} {num_calls} calls: some layers attend twice, to another text for example"
+    return (
+        f"{expected} {num_calls} calls; layers without attention, or that share keys and values, "
+        "are missing here"
+    )
 
 
 @torch.inference_mode()

@@ -169,7 +169,10 @@ def test_bad_options_are_refused_at_load(tiny: Tiny, options: dict[str, Any], me
         ({"inputs": [[5]], "eos_token_id": 2.7}, "eos_token_id.*token id.*2.7"),
         ({"inputs": [[5]], "pad_token_id": [0]}, r"pad_token_id.*token id.*\[0\]"),
         ({"inputs": [[5]], "pad_token_id": -1}, "pad_token_id.*token id.*-1"),
-        ({"inputs": [[5]], "cache_implementation": "foo"}, "cache_implementation.*'foo'"),
+        (
+            {"inputs": [[5]], "cache_implementation": "foo"},
+            "cache_implementation.*'foo'.*Choose one of.*'static'",
+        ),
         ({"inputs": [[5]], "generation_config": {}}, "generation_config.*GenerationConfig.*dict"),
     ],
     ids=str,

@@ -112,3 +112,28 @@ def test_fields_that_are_not_refused_are_those_of_our_class() -> None:
 def test_fields_that_are_refused_are_named(name: str) -> None:
     with pytest.raises(TypeError, match=name):
         SamplingParams(**{name: 1})
+
+
+def test_caches_of_transformers_are_taken_and_no_others(served: HPUDuoModel) -> None:
+    taken = []
+    for name in CACHES:
+        try:
+            served.generate([[5]], max_new_tokens=1, cache_implementation=name)
+        except ValueError:
+            continue
+        taken.append(name)
+    assert taken == [name for name in CACHES if takes(name)]
+    assert {"static", "foo"} & set(taken) == {"static"}
+
+
+CACHES = ("static", "dynamic", "hybrid", "offloaded_hybrid_chunked", "quantized", "paged", "mamba", "foo")
+"""Names of caches; which of them transformers takes depends on its version."""
+
+
+def takes(name: str) -> bool:
+    """Whether the installed transformers takes the name of a cache."""
+    try:
+        GenerationConfig(cache_implementation=name)
+    except ValueError:
+        return False
+    return True

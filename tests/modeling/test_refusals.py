@@ -83,6 +83,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"is_decoder": True},
         "attend by code of their own" if IS_5 else OWN_CLASSES,
     ),
+    "rotated_attention_of_its_own": (
+        "RoFormerConfig",
+        {"is_decoder": True},
+        "attend by code of their own" if IS_5 else OWN_CLASSES,
+    ),
+    "sparse_attention_of_its_own": (
+        "BigBirdConfig",
+        {"is_decoder": True},
+        "attend by code of their own" if IS_5 else OWN_CLASSES,
+    ),
+    "layers_that_run_in_rounds": (
+        "HrmTextConfig",
+        {},
+        "each attention module to be called once.*got 32 calls of 8 attention modules",
+    ),
     "masks_by_content": ("DogeConfig", {}, "a mask of its own making"),
     "masks_by_content_beyond_the_trial": (
         "DogeConfig",
@@ -107,11 +122,13 @@ def test_architectures_that_cannot_be_served_are_refused(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("max_model_len", [None, 64])
-@pytest.mark.parametrize("of_class", ["MambaConfig", "BloomConfig", "RecurrentGemmaConfig"])
+@pytest.mark.parametrize("of_class", ["MambaConfig", "BloomConfig", "RecurrentGemmaConfig", "XLNetConfig"])
 def test_what_is_missing_is_attention_and_not_a_number_of_positions(
     tmp_path: Path, of_class: str, max_model_len: int | None
 ) -> None:
-    fields = {name: value for name, value in BASE.items() if name != "max_position_embeddings"}
+    fields = {name: value for name, value in BASE.items() if name != "max_position_embeddings"} | {
+        "d_head": 8
+    }
     save_random(make_config(of_class, **fields), tmp_path)
     with pytest.raises(ValueError, match="cannot be served: expected one attention call in each") as refusal:
         HPUDuoModel.from_pretrained(tmp_path, max_model_len=max_model_len, max_num_seqs=2, block_size=BLOCK)
