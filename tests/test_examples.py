@@ -25,6 +25,17 @@ def test_generate_prints_a_full_answer_for_each_of_its_four_prompts() -> None:
     assert 50 <= int(share[1]) <= 60
 
 
+def test_generate_shows_no_share_of_full_attention_for_short_prompts() -> None:
+    source = (EXAMPLES / "generate.py").read_text(encoding="utf-8")
+    assert "num_tokens=1500, num_passkeys=4" in source
+    short = source.replace("num_tokens=1500, num_passkeys=4", "num_tokens=40, num_passkeys=1")
+    done = subprocess.run([sys.executable, "-c", short], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(
+        r"KV cache: [\d.]+ MiB in whole blocks and rings \(.*\)", done.stdout.splitlines()[-1]
+    )
+
+
 def test_a_document_is_read_once_and_its_questions_are_answered() -> None:
     read, *answers, loaded = run("document_questions.py").splitlines()
     assert re.fullmatch(r"read 1\d{3} tokens in [\d.]+ s", read)
