@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpu_duo.version import __version__
+
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
     from hpu_duo.llm import HPUDuoModel
     from hpu_duo.sampling import SamplingParams
 
 __all__ = ["HPUDuoModel", "HeadPattern", "SamplingParams", "__version__"]
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "HPUDuoModel": "hpu_duo.llm",

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from hpu_duo.kv.holds import PrefixHold
+    from hpu_duo.prefix_hold import PrefixHold
     from hpu_duo.sampling.params import SamplingParams
 
 NO_ROW = NO_REGION = -1

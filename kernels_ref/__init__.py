@@ -13,12 +13,13 @@ from kernels_ref.groups import (
     SlotView,
     TokenClass,
     WholePrompts,
+    prepare_step,
 )
 from kernels_ref.hpu.operators import FusedOperators
 from kernels_ref.impl import Implementation
 from kernels_ref.partial import FLOOR, Partial, empty, merge, normalise
 from kernels_ref.scoring import Scoring, Softmax
-from kernels_ref.step import Step, StepParts, StepTensors, prepare_step
+from kernels_ref.step import Step, StepParts, StepTensors
 from kernels_ref.unified import LayerCache, LayerSpec, stores_of, unified_attention
 from kernels_ref.units import (
     KVUnits,

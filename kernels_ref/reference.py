@@ -28,7 +28,7 @@ from kernels_ref.units import KVUnits, NewKV, Scratch, gather_units
 from kernels_ref.weighed import unique_weighed
 
 if TYPE_CHECKING:
-    from kernels_ref.groups import BlockStep, RingStep
+    from kernels_ref.step import BlockStep, RingStep
 
 __all__ = [
     "causal",

@@ -6,18 +6,16 @@ for prompt rows, NS/NU shared/unique blocks, R rows of the ring stores (row R is
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from bias_builders import Leading, Seen
 from kernels_ref.index import gather
 from kernels_ref.partial import fold
 from kernels_ref.units import UnitLayout
-
-if TYPE_CHECKING:
-    from kernels_ref.groups import GroupKind
 
 PlanKey: TypeAlias = tuple[tuple[Hashable, ...], UnitLayout]
 """Key of the tensors that a step derives for groups of heads: key of their kind, and layout of the store."""
@@ -99,28 +97,6 @@ class Step(NamedTuple):
     plans: dict[PlanKey, Any]
 
 
-def prepare_step(
-    parts: StepParts,
-    tensors: StepTensors,
-    *,
-    decode_len: int,
-    stores: Mapping[GroupKind, Sequence[UnitLayout]],
-) -> Step:
-    """Derive on the device, once a step, the tensors that all layers need.
-
-    Args:
-        decode_len: most tokens of a decode row (M).
-        stores: the kinds of head groups, with the distinct layouts of their stores.
-    """
-    rows = DecodeRows.of(parts, tensors, decode_len)
-    plans = {
-        (kind.key, layout): plan
-        for kind, layouts in stores.items()
-        for layout, plan in kind.prepare(parts, tensors, rows, layouts).items()
-    }
-    return Step(parts, tensors, decode_len, rows.token, rows.slot, plans)
-
-
 def of_rows(q_QKGD: torch.Tensor, step: Step) -> torch.Tensor:
     """Queries of decode rows, all tokens of a row in its heads, ``[N, K, M * G, D]``."""
     return fold(gather(q_QKGD, step.row_token), step.decode_len)
@@ -155,3 +131,36 @@ class DecodeRows(NamedTuple):
         begins = torch.cat([t.row_start, t.row_start.new_zeros(1)])
         place = row * decode_len + t.positions - gather(begins, row)
         return cls(row, torch.where(row < no_row, place, no_row * decode_len), token, end)
+
+
+class BlockStep(NamedTuple):
+    """Tensors that a step derives once for all stores of blocks of one layout.
+
+    Tensors of a part that does not run are empty.
+
+    Attributes:
+        write_index: places of the new tokens, ``[Q * K]``.
+        tails: visibility of a row's tails to its tokens, ``[N, T, M]``.
+        end: position behind each token of the decode rows, 0 where there is none, ``[N, M]``.
+    """
+
+    write_index: torch.Tensor
+    tails: Leading
+    end: torch.Tensor
+
+
+class RingStep(NamedTuple):
+    """Tensors that a step derives once for all stores of rings of one window and one layout.
+
+    Tensors of a part that does not run are empty.
+
+    Attributes:
+        write_index: places of the new tokens, in the trash row for those of prompts that the ring does not
+            keep, ``[Q * K]``.
+        seen: visibility of the rings of decode rows to their tokens.
+        chunk_position: positions held by the rings in the scratch, -1 = empty, ``[C, W]``.
+    """
+
+    write_index: torch.Tensor
+    seen: Seen
+    chunk_position: torch.Tensor

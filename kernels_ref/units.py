@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from kernels_ref.index import gather
-
 
 class UnitLayout(NamedTuple):
     """Places of units in a store, counted in vectors; fixed for a captured step.
@@ -188,9 +186,9 @@ def copy_units(
 ) -> None:
     """Copy units of two stores into a scratch; see ``copy_to_scratch``."""
     for copy, flat in ((k_copy, k_flat), (v_copy, v_flat)):
-        copy.copy_(gather(layout.view(flat), unit))
+        copy.copy_(layout.view(flat).index_select(0, unit))
 
 
 def gather_units(units: KVUnits, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of some units, ``[len(index), K, S, D]`` each."""
-    return gather(units.k, index), gather(units.v, index)
+    return units.k.index_select(0, index), units.v.index_select(0, index)

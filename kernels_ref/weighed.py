@@ -15,7 +15,7 @@ from kernels_ref.scoring import Scoring, soften
 from kernels_ref.units import KVUnits
 
 if TYPE_CHECKING:
-    from kernels_ref.groups import RingStep
+    from kernels_ref.step import RingStep
 
 
 def unique_weighed(

@@ -11,12 +11,12 @@ from hpu_duo.modeling.model_files import model_fingerprint
 from hpu_duo.modeling.rope import served_len, short_len
 
 if TYPE_CHECKING:
-    from hpu_duo.context.model import ContextModel
+    from hpu_duo.generation import GenerativeModel
 
 _MOST_SHOWN = 60
 
 
-def fingerprint_of(model: ContextModel) -> dict[str, str]:
+def fingerprint_of(model: GenerativeModel) -> dict[str, str]:
     """Collect weights, heads, dtype, sizes of units, softmax and rotary frequencies, as texts by name.
 
     Device, kernels and versions of software are left out: they change numbers by rounding only.
@@ -41,7 +41,7 @@ def fingerprint_of(model: ContextModel) -> dict[str, str]:
     return found
 
 
-def check_fingerprint(path: Path, saved: object, model: ContextModel) -> None:
+def check_fingerprint(path: Path, saved: object, model: GenerativeModel) -> None:
     """Raise ValueError, which names what differs, unless a saved context is of a model like this one."""
     got = fingerprint_of(model)
     if not isinstance(saved, dict):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
 
 from hpu_duo.context.prefix_context import PrefixContext
 from hpu_duo.context.saved import SavedContext
@@ -16,28 +15,11 @@ from hpu_duo.context.text import Document
 from hpu_duo.generation import GenerativeModel
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from hpu_duo.config import EngineConfig
-    from hpu_duo.engine.engine import Engine
+    pass
 
 
 class ContextModel(GenerativeModel):
-    """A model that reads a text once and is asked many times.
-
-    Attributes:
-        engine_config: what its engine was loaded from.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase | None,
-        generation_config: GenerationConfig,
-        engine_config: EngineConfig,
-    ) -> None:
-        super().__init__(engine, tokenizer, generation_config)
-        self.engine_config = engine_config
+    """A model that reads a text once and is asked many times."""
 
     def prefill(
         self,

@@ -13,8 +13,8 @@ from hpu_duo.context.text import Document
 from hpu_duo.uncopied import Uncopied
 
 if TYPE_CHECKING:
-    from hpu_duo.context.model import ContextModel
-    from hpu_duo.kv.holds import PrefixHold
+    from hpu_duo.generation import GenerativeModel
+    from hpu_duo.prefix_hold import PrefixHold
 
 
 class PrefixContext(Uncopied):
@@ -32,7 +32,7 @@ class PrefixContext(Uncopied):
     """
 
     def __init__(
-        self, model: ContextModel, document: Document, cache_salt: str | None, hold: PrefixHold
+        self, model: GenerativeModel, document: Document, cache_salt: str | None, hold: PrefixHold
     ) -> None:
         self._model, self._document, self._cache_salt = model, document, cache_salt
         self._lock = RLock()

@@ -20,8 +20,8 @@ from hpu_duo.context.text import Document
 from hpu_duo.kv.transfer import UnitTensor, tensors_of
 
 if TYPE_CHECKING:
-    from hpu_duo.context.model import ContextModel
-    from hpu_duo.kv.holds import PrefixHold
+    from hpu_duo.generation import GenerativeModel
+    from hpu_duo.prefix_hold import PrefixHold
 
 FORMAT, VERSION = "hpu-duo context", "1"
 _TOKENS, _TEXT = "token_ids", "text"
@@ -29,7 +29,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def save_context(
-    path: Path, model: ContextModel, document: Document, salt: str | None, hold: PrefixHold
+    path: Path, model: GenerativeModel, document: Document, salt: str | None, hold: PrefixHold
 ) -> None:
     """Write a context, chunk by chunk, so that at any moment the file is whole.
 
@@ -100,7 +100,7 @@ class SavedContext:
     chunk_bytes: int
 
     @classmethod
-    def open(cls, path: Path, model: ContextModel) -> SavedContext:
+    def open(cls, path: Path, model: GenerativeModel) -> SavedContext:
         """Read all of a file but keys and values.
 
         Raises:
@@ -133,7 +133,7 @@ class SavedContext:
             raise ValueError(f"cannot read the context {path}: {_reason(error)}") from error
         return saved
 
-    def _check_shapes(self, file: Any, names: set[str], model: ContextModel) -> None:
+    def _check_shapes(self, file: Any, names: set[str], model: GenerativeModel) -> None:
         num_blocks = len(self.document.token_ids) // model.engine.contexts.block_size
         for each in tensors_of(model.engine.runner.store) if num_blocks else ():
             if each.name not in names:

@@ -46,7 +46,7 @@ class Admission:
                 f"need {needed} blocks of {leases.block_size}, got {num_blocks} blocks"
             )
         if request.context is not None:
-            request.context.check(request)
+            request.context.check(request.name, request.prompt_token_ids, request.namespace)
         own, held = leases.most_blocks(request), leases.num_held_blocks
         if own + held > num_blocks:
             raise ValueError(

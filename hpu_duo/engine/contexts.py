@@ -13,7 +13,7 @@ from hpu_duo.engine.intake import Intake
 from hpu_duo.engine.prefix_copies import PrefixCopies, Source
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.turns import Turns
-from hpu_duo.kv.holds import PrefixHold
+from hpu_duo.prefix_hold import PrefixHold
 from hpu_duo.sampling import SamplingParams
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hpu_duo.device.ranks import RankError
     from hpu_duo.engine.telemetry import StepListener, StepSink
     from hpu_duo.heads import HeadPattern
-    from hpu_duo.kv.holds import PrefixHold
+    from hpu_duo.prefix_hold import PrefixHold
     from hpu_duo.ranking import Ranker
 
 

@@ -10,7 +10,7 @@ from hpu_duo.engine.intake import Intake, Prompt
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.stepper import Stepper
 from hpu_duo.engine.turns import Turns
-from hpu_duo.kv.holds import PrefixHold
+from hpu_duo.prefix_hold import PrefixHold
 from hpu_duo.sampling import SamplingParams
 
 

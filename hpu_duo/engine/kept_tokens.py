@@ -104,3 +104,24 @@ def _orders(model: nn.Module) -> dict[int, tuple[int, ...]]:
         for module in model.modules()
         if hasattr(module, ORDER_ATTRIBUTE)
     }
+
+
+def positions_of(
+    engine: Engine, request_id: str, sample_index: int = 0
+) -> tuple[tuple[npt.NDArray[np.int32], ...], ...]:
+    """Return the positions that each head with a KV budget holds of a running request, layer by layer.
+
+    Ascending; those of a layer are in the order of its heads that have a budget, kind after kind. Where
+    several ranks share the heads, those of rank 0. Waits for the device.
+
+    Raises:
+        ValueError: no such request runs, or no head has a budget.
+    """
+    with engine.exclusive():
+        request = engine.scheduler.get(f"{request_id}#{sample_index}")
+        if request is None or request.status is not RequestStatus.RUNNING:
+            raise ValueError(f"expected the id of a running request, got {request_id!r}")
+        layers = engine.runner.store.plan.layers
+        if not any(isinstance(group.kind, Budget) for layer in layers for group in layer.groups):
+            raise ValueError("expected a model with kv_policy, got one whose heads have no budget")
+        return kept_positions(engine.runner.store, request.row, request.num_computed_tokens)

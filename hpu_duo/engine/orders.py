@@ -6,15 +6,58 @@ is one of these orders, told before rank 0 does the same itself; ``Stop`` ends t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from graphs import BatchShape, BucketTable, MissPolicy
 from hpu_duo.engine.message import StepMessage
 
-if TYPE_CHECKING:
-    from hpu_duo.engine.runner import Runner
+
+class Steps(Protocol):
+    """Runs steps; an ``Executor``."""
+
+    def execute(self, message: StepMessage) -> object:
+        """Run a step to its tokens."""
+        ...
+
+    def logits(self, message: StepMessage) -> object:
+        """Run a step to its logits."""
+        ...
+
+
+class WarmsUp(Protocol):
+    """Captures buckets; a ``StepWarmUp``."""
+
+    def touch(self, bucket: BatchShape) -> None:
+        """Run padding through an uncaptured step."""
+        ...
+
+    def capture(self, bucket: BatchShape) -> bool:
+        """Capture a bucket."""
+        ...
+
+    def finish(self, captured: Iterable[BatchShape]) -> None:
+        """End the warm-up."""
+        ...
+
+
+class Follower(Protocol):
+    """Carries orders out; a ``Runner``."""
+
+    @property
+    def executor(self) -> Steps:
+        """Runs steps."""
+        ...
+
+    @property
+    def warmup(self) -> WarmsUp:
+        """Captures buckets."""
+        ...
+
+    def set_table(self, table: BucketTable, policy: MissPolicy) -> None:
+        """Run in other buckets from now on."""
+        ...
 
 
 class Link(Protocol):
@@ -36,7 +79,7 @@ class Execute:
     message: StepMessage
     is_sampled: bool = True
 
-    def carry_out(self, runner: Runner) -> None:
+    def carry_out(self, runner: Follower) -> None:
         """Run it."""
         if self.is_sampled:
             runner.executor.execute(self.message)
@@ -50,7 +93,7 @@ class Touch:
 
     bucket: BatchShape
 
-    def carry_out(self, runner: Runner) -> None:
+    def carry_out(self, runner: Follower) -> None:
         """Run it."""
         runner.warmup.touch(self.bucket)
 
@@ -61,7 +104,7 @@ class Capture:
 
     bucket: BatchShape
 
-    def carry_out(self, runner: Runner) -> None:
+    def carry_out(self, runner: Follower) -> None:
         """Capture it."""
         runner.warmup.capture(self.bucket)
 
@@ -72,7 +115,7 @@ class FinishWarmUp:
 
     captured: tuple[BatchShape, ...]
 
-    def carry_out(self, runner: Runner) -> None:
+    def carry_out(self, runner: Follower) -> None:
         """End it."""
         runner.warmup.finish(self.captured)
 
@@ -84,7 +127,7 @@ class SetTable:
     table: BucketTable
     policy: MissPolicy
 
-    def carry_out(self, runner: Runner) -> None:
+    def carry_out(self, runner: Follower) -> None:
         """Set it."""
         runner.set_table(self.table, self.policy)
 
@@ -93,14 +136,14 @@ class SetTable:
 class Stop:
     """The end."""
 
-    def carry_out(self, runner: Runner) -> None:
+    def carry_out(self, runner: Follower) -> None:
         """Do nothing; see ``follow``."""
 
 
 Order: TypeAlias = Execute | Touch | Capture | FinishWarmUp | SetTable | Stop
 
 
-def follow(link: Link, runner: Runner, done: Callable[[], None] = lambda: None) -> None:
+def follow(link: Link, runner: Follower, done: Callable[[], None] = lambda: None) -> None:
     """Carry out orders until told to stop.
 
     Args:

@@ -12,8 +12,8 @@ from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.stepper import Stepper
 from hpu_duo.engine.turns import Turns
-from hpu_duo.kv.holds import PrefixHold
 from hpu_duo.kv.transfer import UnitTensor, tensors_of
+from hpu_duo.prefix_hold import PrefixHold
 
 
 class Source(Protocol):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpu_duo.kv.holds import PrefixHold
 from hpu_duo.kv.leases import KVLeases
 from hpu_duo.kv.prefix_tree import PrefixNode
+from hpu_duo.prefix_hold import PrefixHold
 from hpu_duo.request import Request
 
 

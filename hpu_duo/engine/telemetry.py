@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from hpu_duo.engine.stats import StepCounters
+from hpu_duo.engine.budget_stats import num_given_up
+from hpu_duo.engine.rule_stats import TileCounts, add_tiles
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,9 +22,57 @@ if TYPE_CHECKING:
     from hpu_duo.engine.shape_watch import ShapeWatch
     from hpu_duo.engine.step_plan import StepPlan
     from hpu_duo.kv.leases import KVLeases
-    from hpu_duo.kv.plan import MemoryPlan
+    from hpu_duo.kv.plan import MemoryPlan, SparseKind
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class StepCounters:
+    """Running totals; the engine is their only writer."""
+
+    steps: Counter[str] = field(default_factory=Counter)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_padded_tokens: int = 0
+    num_query_tokens: int = 0
+    num_preemptions: int = 0
+    num_unrecorded_steps: int = 0
+    num_given_up: Counter[int] = field(default_factory=Counter)
+    tiles: dict[SparseKind, TileCounts] = field(default_factory=dict)
+    peak_cached_tokens: int = 0
+    peak_held_bytes: int = 0
+    peak_full_attention_bytes: int = 0
+    peak_unshared_bytes: int = 0
+    host_s: float = 0.0
+    device_s: float = 0.0
+
+    def count(self, plan: StepPlan, result: StepResult, leases: KVLeases, memory: MemoryPlan) -> None:
+        """Account for a step that has run, before anything of it is given back."""
+        self.steps[str(result.shape.phase)] += 1
+        cached = 0
+        for row in plan.rows:
+            cached += row.end
+            known = row.request.num_prompt_tokens
+            if row.start < known:
+                self.num_prompt_tokens += min(row.end, known) - row.start
+        self.num_output_tokens += len(result.token_ids)
+        self.num_query_tokens += result.bucket.query_len
+        self.num_padded_tokens += result.bucket.query_len - result.shape.query_len
+        self.num_preemptions += len(plan.preempted)
+        self.num_given_up.update(num_given_up(plan, memory))
+        add_tiles(self.tiles, plan, memory)
+        if cached >= self.peak_cached_tokens:
+            self.peak_cached_tokens = cached
+            self.peak_held_bytes = held_bytes(leases, memory)
+            self.peak_full_attention_bytes = memory.full_attention_bytes(cached)
+            num_blocks = sum(-(-row.end // memory.block_size) for row in plan.rows)
+            self.peak_unshared_bytes = num_blocks * memory.block_bytes + len(plan.rows) * memory.row_bytes
+
+
+def held_bytes(leases: KVLeases, memory: MemoryPlan) -> int:
+    """Bytes of the leased blocks and rows; blocks that several requests share count once."""
+    return leases.blocks.num_used * memory.block_bytes + leases.rows.num_used * memory.row_bytes
 
 
 class StepSink(Protocol):

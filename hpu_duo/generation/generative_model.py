@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers.generation import GenerateDecoderOnlyOutput
     from transformers.generation.streamers import BaseStreamer
 
+    from hpu_duo.config import EngineConfig
     from hpu_duo.engine.engine import Engine
 
 _Model = TypeVar("_Model", bound="GenerativeModel")
@@ -31,6 +32,7 @@ class GenerativeModel:
         engine: for serving: ``add_request``, ``step``, ``abort``, ``generate`` with ``SamplingParams``.
         tokenizer: the checkpoint's, or None when it has none.
         generation_config: the checkpoint's defaults.
+        engine_config: what the engine was loaded from.
     """
 
     def __init__(
@@ -38,10 +40,12 @@ class GenerativeModel:
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase | None,
         generation_config: GenerationConfig,
+        engine_config: EngineConfig,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.generation_config = generation_config
+        self.engine_config = engine_config
 
     @property
     def config(self) -> PretrainedConfig:

@@ -12,7 +12,7 @@ from hpu_duo.generation.arguments import GenerationRequest
 from hpu_duo.generation.inputs import read_inputs
 
 if TYPE_CHECKING:
-    from hpu_duo.kv.holds import PrefixHold
+    from hpu_duo.prefix_hold import PrefixHold
 
 
 class Context(Protocol):

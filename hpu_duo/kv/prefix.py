@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from hpu_duo.kv.copies import Copy, RowCopy
 from hpu_duo.kv.evicted import EvictedPrefixes
-from hpu_duo.kv.holds import Adoption, PrefixHold, PrefixHolds
+from hpu_duo.kv.holds import Adoption, PrefixHolds
 from hpu_duo.kv.pool import BlockMove, BlockPool
 from hpu_duo.kv.prefix_hit import PrefixCounters, PrefixHit
 from hpu_duo.kv.prefix_tree import NO_BLOCK, PrefixNode, PrefixTree
 from hpu_duo.kv.snapshots import Snapshots
+from hpu_duo.prefix_hold import PrefixHold
 from hpu_duo.request import Request
 
 
@@ -154,9 +155,7 @@ class PrefixCache:
             self._store(request)
 
     def _store(self, request: Request) -> PrefixNode:
-        node = self._ends.get(request)
-        if node is None:
-            node = self.tree.root(request.namespace)
+        node = self._ends.get(request) or self.tree.root(request.namespace)
         num_full = self._num_entered(request) // self._block_size
         if node.depth >= num_full:
             return node

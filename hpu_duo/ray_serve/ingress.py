@@ -19,8 +19,7 @@ from hpu_duo import __version__
 from hpu_duo.ray_serve.arguments import IngressSettings
 from hpu_duo.ray_serve.exchange import EngineCall, below_prefix
 from hpu_duo.ray_serve.relaying import EngineResponse, Engines, nobody_ready
-from hpu_duo.ray_serve.shared_router import SharedRouter, announced
-from hpu_duo.ray_serve.ticket import Ticket
+from hpu_duo.ray_serve.shared_router import SharedRouter, Ticket, announced
 from hpu_duo.replicas.answer import BrokenError
 from hpu_duo.replicas.counts import FrontCounts
 from hpu_duo.replicas.metrics import text_of

@@ -14,8 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
 from hpu_duo.ray_serve.exchange import EngineCall, Head
-from hpu_duo.ray_serve.shared_router import SharedRouter
-from hpu_duo.ray_serve.ticket import Ticket
+from hpu_duo.ray_serve.shared_router import SharedRouter, Ticket
 from hpu_duo.replicas.answer import BrokenError
 from hpu_duo.replicas.counts import FrontCounts
 from hpu_duo.replicas.prompts import RoutedCall

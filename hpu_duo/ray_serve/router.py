@@ -9,8 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from hpu_duo.ray_serve.shared_router import SharedRouter, announce
-from hpu_duo.ray_serve.ticket import Ticket
+from hpu_duo.ray_serve.shared_router import SharedRouter, Ticket, announce
 from hpu_duo.routing import make_router
 
 

@@ -8,9 +8,9 @@ The engine, once per request: ``SamplingParams.validate``, ``PenaltyState.from_t
 from hpu_duo.sampling.batch import SamplingBatch
 from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, byte_tokens, special_token_ids
 from hpu_duo.sampling.field_error import FieldError
-from hpu_duo.sampling.host import HostChoice, HostSampler, choose_on_host, hosted_rows, without
+from hpu_duo.sampling.host import choose_on_host, hosted_rows, without
 from hpu_duo.sampling.logprobs import TokenLogprobs
-from hpu_duo.sampling.params import SamplingParams
+from hpu_duo.sampling.params import HostChoice, HostSampler, SamplingParams
 from hpu_duo.sampling.penalties import PenaltyState
 from hpu_duo.sampling.rng import derive_seed, uniform
 from hpu_duo.sampling.route import SamplingRoute, static_route, static_routes

@@ -2,47 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from hpu_duo.sampling.rng import uniform, wrap_seed
-
-if TYPE_CHECKING:
-    from hpu_duo.sampling.rows import SamplingRow
-
-HostChoice = Callable[[Tensor, float], int]
-"""From the logits of one row, ``[V]``, and a uniform number in (0, 1) to a token id."""
-
-
-class HostSampler(Protocol):
-    """Chooses the tokens of one sample, and may end it; made by ``SamplingParams.host_sampler``.
-
-    Slow: the logits come to the host in every step, and rows are handled one after the other. After a failed
-    step, ``choose`` is called again for the same token.
-    """
-
-    @property
-    def chooses(self) -> bool:
-        """Whether ``choose`` is called for tokens; otherwise the device samples them as usual."""
-        ...
-
-    def choose(self, output_ids: npt.NDArray[np.int32], logits: Tensor, uniform: float) -> int:
-        """Return the next token.
-
-        Args:
-            output_ids: the tokens sampled so far, int32 ``[num_output_tokens]``; a view.
-            logits: as the model gave them, ``[V]``, on the host; not to be modified.
-            uniform: in (0, 1), the draw that the request's seed gives this token.
-        """
-        ...
-
-    def ends(self, output_ids: npt.NDArray[np.int32]) -> bool:
-        """Whether the sample ends with the last of its tokens; asked after each one."""
-        ...
+from hpu_duo.sampling.rows import SamplingRow
 
 
 def hosted_rows(rows: Sequence[SamplingRow | None]) -> dict[int, SamplingRow]:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from hpu_duo.sampling.field_error import FieldError
-from hpu_duo.sampling.host import HostSampler
 from hpu_duo.sampling.structured import StructuredOutputs
 
 #: Below this temperature a request is greedy: dividing by less only overflows.
@@ -30,6 +30,37 @@ _INTEGERS = (
     "expected_tokens",
 )
 """Fields that become Python integers: those of numpy overflow, and have other methods."""
+
+
+HostChoice = Callable[[Tensor, float], int]
+"""From the logits of one row, ``[V]``, and a uniform number in (0, 1) to a token id."""
+
+
+class HostSampler(Protocol):
+    """Chooses the tokens of one sample, and may end it; made by ``SamplingParams.host_sampler``.
+
+    Slow: the logits come to the host in every step, and rows are handled one after the other. After a failed
+    step, ``choose`` is called again for the same token.
+    """
+
+    @property
+    def chooses(self) -> bool:
+        """Whether ``choose`` is called for tokens; otherwise the device samples them as usual."""
+        ...
+
+    def choose(self, output_ids: npt.NDArray[np.int32], logits: Tensor, uniform: float) -> int:
+        """Return the next token.
+
+        Args:
+            output_ids: the tokens sampled so far, int32 ``[num_output_tokens]``; a view.
+            logits: as the model gave them, ``[V]``, on the host; not to be modified.
+            uniform: in (0, 1), the draw that the request's seed gives this token.
+        """
+        ...
+
+    def ends(self, output_ids: npt.NDArray[np.int32]) -> bool:
+        """Whether the sample ends with the last of its tokens; asked after each one."""
+        ...
 
 
 @dataclass(frozen=True)

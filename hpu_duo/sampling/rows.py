@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from hpu_duo.sampling.host import HostChoice
-from hpu_duo.sampling.params import SamplingParams
+from hpu_duo.sampling.params import HostChoice, SamplingParams
 from hpu_duo.sampling.penalties import PenaltyState
 
 if TYPE_CHECKING:

@@ -9,13 +9,12 @@ from hpu_duo.scheduling.dlpm import DeficitLongestPrefixMatch
 from hpu_duo.scheduling.fcfs import FirstComeFirstServed
 from hpu_duo.scheduling.ltr import LearnedToRank
 from hpu_duo.scheduling.mlfq import MultiLevelFeedback
-from hpu_duo.scheduling.policy import SchedulingPolicy
+from hpu_duo.scheduling.policy import CachedPrefix, SchedulingPolicy, Waiting
 from hpu_duo.scheduling.preble import CachedShareGroups
 from hpu_duo.scheduling.priority import PriorityFirst
 from hpu_duo.scheduling.ranked import RankedPolicy
 from hpu_duo.scheduling.shortest import ShortestJobFirst, ShortestRemainingFirst
 from hpu_duo.scheduling.vtc import VirtualTokenCounter
-from hpu_duo.scheduling.waiting import CachedPrefix, Waiting
 
 __all__ = [
     "POLICIES",

@@ -9,9 +9,8 @@ from itertools import islice
 from typing import Any
 
 from hpu_duo.request import Request, RequestStatus
-from hpu_duo.scheduling.policy import SchedulingPolicy
+from hpu_duo.scheduling.policy import SchedulingPolicy, Waiting
 from hpu_duo.scheduling.shortest import PATIENCE
-from hpu_duo.scheduling.waiting import Waiting
 
 WINDOW = 128
 """Requests that are looked up in the prefix cache in one step, the earliest ones."""

@@ -10,11 +10,10 @@ from math import floor, inf
 
 from hpu_duo.request import Request, RequestStatus
 from hpu_duo.scheduling.cache_aware import WINDOW
-from hpu_duo.scheduling.policy import SchedulingPolicy
+from hpu_duo.scheduling.policy import SchedulingPolicy, Waiting
 from hpu_duo.scheduling.shortest import PATIENCE
 from hpu_duo.scheduling.users import User, UserQueues
 from hpu_duo.scheduling.vtc import check_prices
-from hpu_duo.scheduling.waiting import Waiting
 
 _Choice = tuple[int, int, Request]
 """Cached tokens as a negative number, place by arrival, and the request."""

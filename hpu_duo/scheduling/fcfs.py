@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hpu_duo.request import Request
-from hpu_duo.scheduling.policy import SchedulingPolicy
-from hpu_duo.scheduling.waiting import Waiting
+from hpu_duo.scheduling.policy import SchedulingPolicy, Waiting
 
 
 class FirstComeFirstServed(SchedulingPolicy):

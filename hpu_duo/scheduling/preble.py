@@ -8,7 +8,7 @@ from math import inf
 
 from hpu_duo.request import Request
 from hpu_duo.scheduling.cache_aware import WINDOW, CacheAware
-from hpu_duo.scheduling.waiting import Waiting
+from hpu_duo.scheduling.policy import Waiting
 
 
 class CachedShareGroups(CacheAware):

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from math import inf
 
 from hpu_duo.request import Request
-from hpu_duo.scheduling.policy import SchedulingPolicy
+from hpu_duo.scheduling.policy import SchedulingPolicy, Waiting
 from hpu_duo.scheduling.sorted_queue import SortedQueue
-from hpu_duo.scheduling.waiting import Waiting
 
 Rank = tuple[float, ...]
 

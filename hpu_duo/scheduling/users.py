@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hpu_duo.request import Request
 from hpu_duo.scheduling.arrivals import ArrivalOrder
+from hpu_duo.scheduling.policy import Waiting
 from hpu_duo.scheduling.sorted_queue import SortedQueue
-from hpu_duo.scheduling.waiting import Waiting
 
 User = str | None
 

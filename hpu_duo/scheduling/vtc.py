@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from hpu_duo.request import Request
 from hpu_duo.scheduling.lengths import LENGTHS, OutputLengths, make_lengths
-from hpu_duo.scheduling.policy import SchedulingPolicy
+from hpu_duo.scheduling.policy import SchedulingPolicy, Waiting
 from hpu_duo.scheduling.users import LeastFirst, User, UserQueues, read_weights
-from hpu_duo.scheduling.waiting import Waiting
 
 _MOST_IDLE = 1024
 """Counters that are kept anyway; of more, those are forgotten that say nothing."""

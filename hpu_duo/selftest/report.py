@@ -10,11 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from hpu_duo.selftest.finding import Finding
-from hpu_duo.selftest.selftest import StageResult
 from hpu_duo.selftest.subject import SIMULATED, Subject
 from hpu_duo.selftest.timing import ROW
 
 _SIGNS = {True: "ok", False: "**failed**", None: ""}
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """Result of a stage.
+
+    Attributes:
+        name, title: see ``Stage``.
+        seconds: duration, or the deadline.
+        findings: in order.
+        error: why it could not be finished; None if it was.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    findings: tuple[Finding, ...]
+    error: str | None
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it was finished and no finding is bad."""
+        return self.error is None and all(finding.is_ok is not False for finding in self.findings)
 
 
 @dataclass(frozen=True)

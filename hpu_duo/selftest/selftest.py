@@ -9,46 +9,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpu_duo.device import Member, WorkerError, run_processes
-from hpu_duo.selftest.finding import Finding, Notes, StageNotes, read_notes
+from hpu_duo.selftest.finding import Notes, StageNotes, read_notes
+from hpu_duo.selftest.report import Report, StageResult
 from hpu_duo.selftest.stages import Stage, stages_of
 from hpu_duo.selftest.subject import Subject
-
-if TYPE_CHECKING:
-    from hpu_duo.selftest.report import Report
 
 _LAZY_VARIABLE = "PT_HPU_LAZY_MODE"
 _POLL_S = 0.2
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class StageResult:
-    """Result of a stage.
-
-    Attributes:
-        name, title: see ``Stage``.
-        seconds: duration, or the deadline.
-        findings: in order.
-        error: why it could not be finished; None if it was.
-    """
-
-    name: str
-    title: str
-    seconds: float
-    findings: tuple[Finding, ...]
-    error: str | None
-
-    @property
-    def is_ok(self) -> bool:
-        """Whether it was finished and no finding is bad."""
-        return self.error is None and all(finding.is_ok is not False for finding in self.findings)
 
 
 def run_selftest(
@@ -66,8 +39,6 @@ def run_selftest(
     Raises:
         ValueError: there is no stage of a name.
     """
-    from hpu_duo.selftest.report import Report
-
     stages = stages_of(subject.kind)
     unknown = sorted(set(only) - {stage.name for stage in stages})
     if unknown:

@@ -11,13 +11,13 @@ import transformers
 
 from graphs.backends import CHOSEN_LATER
 from graphs.manifest import Configuration
-from hpu_duo import __version__
 from hpu_duo.config import EngineConfig
 from hpu_duo.device import PLUGGED, DeviceRuntime
 from hpu_duo.engine.engine import Engine
 from hpu_duo.modeling.loading import read_config, resolve_dtype
 from hpu_duo.modeling.transformers_internals import NAME_OR_PATH
 from hpu_duo.sharded.config import NARROWED
+from hpu_duo.version import __version__
 from kernels_ref import Blocks, LayerSpec, Softmax
 
 _SHAPE_NO_GRAPH = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -15,27 +15,11 @@ from kernels_ref.index import write_indices
 from kernels_ref.partial import Partial, unfold
 from kernels_ref.ruled import MASK_BYTES
 from kernels_ref.slices import QUERY_SLICE
-from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
+from kernels_ref.step import BlockStep, DecodeRows, Step, StepParts, StepTensors, of_rows
 from kernels_ref.units import KVUnits, UnitLayout
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
-
-
-class BlockStep(NamedTuple):
-    """Tensors that a step derives once for all stores of blocks of one layout.
-
-    Tensors of a part that does not run are empty.
-
-    Attributes:
-        write_index: places of the new tokens, ``[Q * K]``.
-        tails: visibility of a row's tails to its tokens, ``[N, T, M]``.
-        end: position behind each token of the decode rows, 0 where there is none, ``[N, M]``.
-    """
-
-    write_index: torch.Tensor
-    tails: Leading
-    end: torch.Tensor
 
 
 @dataclass(frozen=True)

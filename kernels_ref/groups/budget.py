@@ -24,12 +24,11 @@ from kernels_ref.groups.budget_turns import (
 from kernels_ref.groups.column_sums import ChunkStep, summed_queries
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.kv_policy import KVPolicy
-from kernels_ref.groups.rings import RingStep
 from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
 from kernels_ref.index import gather, index_dtype
 from kernels_ref.partial import Partial
 from kernels_ref.slices import QUERY_SLICE
-from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
+from kernels_ref.step import DecodeRows, RingStep, Step, StepParts, StepTensors, of_rows
 from kernels_ref.units import KVUnits, NewKV, Scratch, SlotState, UnitLayout, of_stores
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import torch
 
 from bias_builders import TopBlocks
 from kernels_ref.chosen import TileStep, num_tiles, tile_step
-from kernels_ref.groups.blocks import Blocks, BlockStep
+from kernels_ref.groups.blocks import Blocks
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
 from kernels_ref.groups.transients import FLOAT32, HeadSizes, PartSizes
 from kernels_ref.partial import Partial, unfold
 from kernels_ref.slices import QUERY_SLICE
-from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
+from kernels_ref.step import BlockStep, DecodeRows, Step, StepParts, StepTensors, of_rows
 from kernels_ref.units import KVUnits, UnitLayout
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ Shapes: Q query tokens, K key/value heads of the group, G query heads of each, D
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from kernels_ref.scoring import Scoring
+from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors
 from kernels_ref.units import KVUnits, NewKV, UnitLayout
 
 if TYPE_CHECKING:
     from kernels_ref.groups.transients import HeadSizes, PartSizes
     from kernels_ref.impl import Kernels
-    from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors
 
 
 class Owner(Enum):
@@ -206,3 +206,25 @@ class HeadGroup:
     def __post_init__(self) -> None:
         if self.num_heads < 0 or self.kind.num_kept(self.num_heads) < 1:
             raise ValueError(f"expected a group of 1 head or more, got {self.num_heads}")
+
+
+def prepare_step(
+    parts: StepParts,
+    tensors: StepTensors,
+    *,
+    decode_len: int,
+    stores: Mapping[GroupKind, Sequence[UnitLayout]],
+) -> Step:
+    """Derive on the device, once a step, the tensors that all layers need.
+
+    Args:
+        decode_len: most tokens of a decode row (M).
+        stores: the kinds of head groups, with the distinct layouts of their stores.
+    """
+    rows = DecodeRows.of(parts, tensors, decode_len)
+    plans = {
+        (kind.key, layout): plan
+        for kind, layouts in stores.items()
+        for layout, plan in kind.prepare(parts, tensors, rows, layouts).items()
+    }
+    return Step(parts, tensors, decode_len, rows.token, rows.slot, plans)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -14,28 +14,11 @@ from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, Part
 from kernels_ref.index import gather, write_indices
 from kernels_ref.partial import Partial, unfold
 from kernels_ref.slices import QUERY_SLICE
-from kernels_ref.step import DecodeRows, Step, StepParts, StepTensors, of_rows
+from kernels_ref.step import DecodeRows, RingStep, Step, StepParts, StepTensors, of_rows
 from kernels_ref.units import KVUnits, UnitLayout
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels
-
-
-class RingStep(NamedTuple):
-    """Tensors that a step derives once for all stores of rings of one window and one layout.
-
-    Tensors of a part that does not run are empty.
-
-    Attributes:
-        write_index: places of the new tokens, in the trash row for those of prompts that the ring does not
-            keep, ``[Q * K]``.
-        seen: visibility of the rings of decode rows to their tokens.
-        chunk_position: positions held by the rings in the scratch, -1 = empty, ``[C, W]``.
-    """
-
-    write_index: torch.Tensor
-    seen: Seen
-    chunk_position: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
     from kernels_ref.chosen import TileStep
-    from kernels_ref.groups import BlockStep, RingStep
     from kernels_ref.groups.column_sums import ChunkStep
+    from kernels_ref.step import BlockStep, RingStep
 
 
 @dataclass(frozen=True)

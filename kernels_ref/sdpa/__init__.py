@@ -16,14 +16,13 @@ import torch
 from bias_builders import Held, Leading, Rule, TopBlocks, Window, encode_rule, seen_mask
 from kernels_ref import reference
 from kernels_ref.chosen import TileStep
-from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial, finish
 from kernels_ref.scoring import Scoring
 from kernels_ref.sdpa import chosen, decode, prefill, ruled, shared, short, sums
 from kernels_ref.sdpa.operators import define, register
 from kernels_ref.sdpa.store import write_kv
-from kernels_ref.step import StepTensors
+from kernels_ref.step import BlockStep, RingStep, StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
 from kernels_ref.x86 import rows, slots
 from kernels_ref.x86 import sums as x86_sums

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Leading, leading_slots
-from kernels_ref.groups import BlockStep
 from kernels_ref.partial import FLOOR, Partial, merge
 from kernels_ref.scoring import Scoring, soften
-from kernels_ref.step import StepTensors
+from kernels_ref.step import BlockStep, StepTensors
 from kernels_ref.units import KVUnits, gather_units
 
 MAX_SLOTS = 1024

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from bias_builders import Leading
-from kernels_ref.groups import RingStep
+from kernels_ref.step import RingStep
 from kernels_ref.triton.availability import DTYPES, MAX_HEAD_DIM
 from kernels_ref.units import KVUnits, Scratch
 

@@ -11,11 +11,10 @@ import torch
 from bias_builders import Held, Rule, Window, encode_rule
 from kernels_ref.chosen import chosen_blocks
 from kernels_ref.first_to_go import first_to_go
-from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial
 from kernels_ref.scoring import Scoring
-from kernels_ref.step import StepTensors
+from kernels_ref.step import BlockStep, RingStep, StepTensors
 from kernels_ref.triton import operators
 from kernels_ref.triton.checks import (
     check_flat,

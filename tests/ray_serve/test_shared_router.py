@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.ray_serve.shared_router import SharedRouter, announce, announced
-from hpu_duo.ray_serve.ticket import Ticket
+from hpu_duo.ray_serve.shared_router import SharedRouter, Ticket, announce, announced
 from hpu_duo.replicas.events import AnswerCounts
 from hpu_duo.replicas.prompts import RoutedCall
 from hpu_duo.routing import ROUTERS, RoutedRequest, make_router

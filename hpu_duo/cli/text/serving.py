@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hpu_duo.engine.engine import Engine
     from hpu_duo.engine.outputs import Completion, RequestOutput
     from hpu_duo.engine.stats import EngineStats
-    from hpu_duo.kv.holds import PrefixHold
+    from hpu_duo.prefix_hold import PrefixHold
     from hpu_duo.sampling import SamplingParams
 
 
