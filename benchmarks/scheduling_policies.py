@@ -25,7 +25,10 @@ import torch
 
 from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.ranking import EncoderRanker, Examples, LinearRanker, Ranker, TrainingPlan, kendall_tau, train
+from hpu_duo.ranking import EncoderRanker, LinearRanker, Ranker
+from hpu_duo.ranking.examples import Examples
+from hpu_duo.ranking.kendall import kendall_tau
+from hpu_duo.ranking.train import TrainingPlan, train
 from hpu_duo.request import Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.scheduling import POLICIES, make_policy

@@ -24,10 +24,10 @@ import transformers
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.engine.engine import Engine
-from hpu_duo.simulate import SessionArrivals
 from hpu_duo.simulate.measuring import measure_steps
 from hpu_duo.simulate.run_log import NOBODY, RequestRecord
 from hpu_duo.simulate.server import SimulatedServer
+from hpu_duo.simulate.sessions import SessionArrivals
 from hpu_duo.simulate.step_times import StepTimes
 from hpu_duo.traces import Session
 from hpu_duo.traces.lengths import Lengths

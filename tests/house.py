@@ -24,18 +24,32 @@ from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.engine.scheduler import Scheduler
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it.
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("hpu_duo", "graphs", "bias_builders", "kernels_ref")
 SERVING = ("hpu_duo.cli.text.generate", "hpu_duo.cli.serving.serve", "hpu_duo.server", "hpu_duo.llm")
 """Modules that a request starts from."""
 
-LAB = (
-    *("hpu_duo.lab", "hpu_duo.audit", "hpu_duo.eval", "hpu_duo.identify", "hpu_duo.kv_calibration"),
-    *("hpu_duo.load", "hpu_duo.selftest", "hpu_duo.sim", "hpu_duo.simulate", "hpu_duo.traces"),
-)
-"""Packages that measure and do not serve."""
+LAB_CONTRACT = "What serves knows nothing that measures"
+"""Beginning of the name of the contract that keeps the laboratory apart."""
 
-COMMANDS = "hpu_duo.cli.app"
+
+def contract_of(beginning: str) -> dict[str, Any]:
+    """The contract of import-linter whose name begins so."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        contracts: list[dict[str, Any]] = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    (found,) = [each for each in contracts if each["name"].startswith(beginning)]
+    return found
+
+
+LAB = tuple(contract_of(LAB_CONTRACT)["forbidden_modules"])
+"""Modules that measure and do not serve."""
+
+COMMANDS = ("hpu_duo.cli.app", "hpu_duo.cli.__main__")
 """The list of all commands, which names those that measure too."""
 
 GRAPHS = ("eager", "replay")
@@ -121,23 +135,25 @@ def python_files() -> list[Path]:
 def serving_files() -> list[Path]:
     """The modules that ``SERVING`` reaches by imports, lazy ones included, without the laboratory."""
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
-    left = [name for name in graph.modules if _is_within(name, SERVING)]
+    left = [name for name in graph.modules if is_within(name, SERVING)]
     reached = set[str]()
     while left:
         name = left.pop()
-        if name in reached or _is_within(name, (*LAB, COMMANDS)):
+        if name in reached or is_within(name, (*LAB, *COMMANDS)):
             continue
         reached.add(name)
         left += graph.find_modules_directly_imported_by(name)
         left += [name.rpartition(".")[0]] if "." in name else []  # the package's own file runs first
-    return [path for path in python_files() if _module_of(path) in reached]
+    return [path for path in python_files() if module_of(path) in reached]
 
 
-def _is_within(module: str, packages: Sequence[str]) -> bool:
+def is_within(module: str, packages: Sequence[str]) -> bool:
+    """Whether a module is one of these, or within one of them."""
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-def _module_of(path: Path) -> str:
+def module_of(path: Path) -> str:
+    """The name by which a file of the product is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 

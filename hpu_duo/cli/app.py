@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,11 +26,15 @@ from hpu_duo.cli.planning.plan import plan
 from hpu_duo.cli.planning.warmup import warmup
 from hpu_duo.cli.scheduling.train_ranker import train_ranker
 from hpu_duo.cli.serving.bench import bench_app
+from hpu_duo.cli.serving.profile_options import plug_in
 from hpu_duo.cli.serving.serve import serve
 from hpu_duo.cli.simulation.simulate import simulate
 from hpu_duo.cli.terminal.streams import delivered
 from hpu_duo.cli.text.generate import generate
 from hpu_duo.cli.text.passkey import passkey
+
+if TYPE_CHECKING:
+    from hpu_duo.watch.step_profiler import StepProfiler
 
 
 def _dashes(name: str) -> str:
@@ -65,6 +70,15 @@ app.add_typer(eval_app, name="eval")
 bench_app.command(name="steps")(bench_steps)
 app.add_typer(bench_app, name="bench")
 refuse_empty_paths(app)
+
+
+def _profiler(device: str, directory: Path, num_steps: int, num_skipped: int) -> StepProfiler:
+    from hpu_duo.watch.step_profiler import StepProfiler
+
+    return StepProfiler(device, directory, num_steps, num_skipped)
+
+
+plug_in(_profiler)
 
 
 def _show_version(is_asked: bool) -> None:

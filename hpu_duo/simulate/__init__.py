@@ -2,16 +2,12 @@
 
 from hpu_duo.simulate.arrivals import Arrivals, Trace
 from hpu_duo.simulate.engine import SimulatedEngine, SimulatedStep
-from hpu_duo.simulate.forecast import Forecast
 from hpu_duo.simulate.planning import plan_buckets
-from hpu_duo.simulate.sessions import SessionArrivals
 from hpu_duo.simulate.simulation import Simulation
 from hpu_duo.simulate.users import Users, prior
 
 __all__ = [
     "Arrivals",
-    "Forecast",
-    "SessionArrivals",
     "SimulatedEngine",
     "SimulatedStep",
     "Simulation",

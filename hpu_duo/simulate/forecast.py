@@ -48,7 +48,7 @@ class Forecast:
         """
         if self.ranker is None:
             return PromptIds(_VOCABULARY, seed).of
-        from hpu_duo.ranking import VOCABULARY, TracePrompts  # transformers: only with a ranker
+        from hpu_duo.ranking.examples import VOCABULARY, TracePrompts  # transformers: only with a ranker
 
         return TracePrompts(VOCABULARY, self.encode).of
 

@@ -13,18 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.ranking import (
-    EncoderRanker,
-    Examples,
-    LinearRanker,
-    Ranker,
-    TrainingPlan,
-    kendall_tau,
-    list_mle,
-    load_ranker,
-    save_ranker,
-    train,
-)
+from hpu_duo.ranking import EncoderRanker, LinearRanker, Ranker, load_ranker, save_ranker
+from hpu_duo.ranking.examples import Examples
+from hpu_duo.ranking.kendall import kendall_tau
+from hpu_duo.ranking.loss import list_mle
+from hpu_duo.ranking.train import TrainingPlan, train
 from hpu_duo.traces import Arrival
 from tests.ranking.traffic import VOCAB_SIZE, traffic
 

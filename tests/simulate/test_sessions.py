@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.simulate import Forecast, SessionArrivals, SimulatedEngine, Simulation
+from hpu_duo.simulate import SimulatedEngine, Simulation
+from hpu_duo.simulate.forecast import Forecast
+from hpu_duo.simulate.sessions import SessionArrivals
 from hpu_duo.traces import Arrival, Session, Turn
 
 LIMITS = StepLimits(

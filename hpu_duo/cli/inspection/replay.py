@@ -16,7 +16,7 @@ from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.terminal.errors import user_errors
 
 if TYPE_CHECKING:
-    from hpu_duo.steplog import ReplayReport
+    from hpu_duo.steplog.replay import ReplayReport
 
 FOUND_DIFFERENCES = 1
 _MOST_SHOWN = 10
@@ -46,7 +46,7 @@ def replay(
     with user_errors():
         # Slow to import, and help does not need it.
         from hpu_duo.steplog import options_of, read_log
-        from hpu_duo.steplog import replay as replay_steps
+        from hpu_duo.steplog.replay import replay as replay_steps
 
         log = read_log(file)
         options = options_of(log.origin)

@@ -15,7 +15,9 @@ from hpu_duo.cli.arguments.options import Json, Seed
 from hpu_duo.cli.terminal.errors import user_errors
 
 if TYPE_CHECKING:
-    from hpu_duo.ranking import Examples, Ranker, TrainingReport
+    from hpu_duo.ranking import Ranker
+    from hpu_duo.ranking.examples import Examples
+    from hpu_duo.ranking.train import TrainingReport
 
 _TRAFFIC, _MODEL, _TRAINING = "Traffic", "Model", "Training"
 _LINEAR_RATE, _ENCODER_RATE = 0.01, 2e-5
@@ -53,7 +55,7 @@ class TrafficOptions:
             ValueError: it cannot be read, or has texts and there is no tokenizer.
         """
         from hpu_duo.load.texts import Texts
-        from hpu_duo.ranking import Examples
+        from hpu_duo.ranking.examples import Examples
         from hpu_duo.traces import TraceFormat, read_trace
 
         texts = None if self.tokenizer is None else Texts(self.tokenizer)
@@ -145,8 +147,9 @@ def train_ranker(
     blocks that they share can be learned from.
     """
     with user_errors():
-        from hpu_duo.ranking import TrainingPlan, save_ranker, train
+        from hpu_duo.ranking import save_ranker
         from hpu_duo.ranking.files import check_free
+        from hpu_duo.ranking.train import TrainingPlan, train
 
         check_free(output)
         rate = training.learning_rate

@@ -4,14 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Protocol
 
 import typer
 
-if TYPE_CHECKING:
-    from hpu_duo.watch.step_profiler import StepProfiler
-
 _PROFILE = "Profile"
+
+
+class StepProfiler(Protocol):
+    """A profiler of consecutive steps, such as ``hpu_duo.watch.step_profiler.StepProfiler``."""
+
+    @property
+    def trace(self) -> Path | None:
+        """File that was written; None until then."""
+        ...
+
+    @property
+    def remaining(self) -> int:
+        """Steps that are still to be profiled."""
+        ...
+
+    def stepped(self) -> None:
+        """A step has ended."""
+        ...
+
+
+class MakeProfiler(Protocol):
+    """Makes a profiler; it is imported only when one is wanted."""
+
+    def __call__(self, device: str, directory: Path, num_steps: int, num_skipped: int) -> StepProfiler:
+        """See ``hpu_duo.watch.step_profiler.StepProfiler``."""
+        ...
+
+
+_plugged: list[MakeProfiler] = []
+
+
+def plug_in(make: MakeProfiler) -> None:
+    """Set what ``ProfileOptions.profiler`` calls; nothing that serves imports a profiler itself."""
+    _plugged[:] = [make]
 
 
 @dataclass(frozen=True)
@@ -53,11 +84,10 @@ class ProfileOptions:
             device: name of the engine's runtime.
 
         Raises:
-            ValueError: see ``check`` and ``StepProfiler``.
+            ValueError: see ``check``, or what the profiler refuses.
         """
         self.check()
         if self.profile_steps is None or self.profile_dir is None:
             return None
-        from hpu_duo.watch.step_profiler import StepProfiler
-
-        return StepProfiler(device, self.profile_dir, self.profile_steps, self.profile_after)
+        (make,) = _plugged
+        return make(device, self.profile_dir, self.profile_steps, self.profile_after)
