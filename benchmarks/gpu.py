@@ -7,7 +7,7 @@
 
 Each point is saved as soon as it is there, so that a run can be stopped, or end at ``--seconds``, and the
 same command continues it; what could not be measured is tried again then. A file holds one device and one
-set of versions. See docs/gpu-benchmarks.md.
+set of versions. See docs/gpu.md.
 """
 
 from __future__ import annotations

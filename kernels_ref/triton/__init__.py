@@ -2,5 +2,5 @@
 
 ``parts`` implements ``kernels_ref.impl.Kernels``; every other public module holds one kernel and the function
 that launches it, under the name of the module. Triton is imported when the first kernel is launched. See
-docs/triton.md.
+docs/gpu.md.
 """
