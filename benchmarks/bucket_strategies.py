@@ -126,7 +126,7 @@ def _report(num_steps: int, budgets: list[int]) -> Iterator[str]:
         "from no recording. `prompts trimmed` is the same users, served with `trim_chunks`: other steps, so",
         f"what it saves is told by the cost of a token, over {len(HELD_OUT_SEEDS)} such recordings. "
         "How tables",
-        "are chosen: `docs/buckets.md`.",
+        "are chosen: `docs/capture.md`.",
     )
     for limits in CONFIGURATIONS:
         seen = _traffic(limits, num_steps, 1).steps
