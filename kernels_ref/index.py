@@ -101,5 +101,5 @@ def write(flat_VD: torch.Tensor, index: torch.Tensor, new_QKD: torch.Tensor) -> 
 
 def write_kv(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
     """Put the keys and the values of new tokens in place; see ``write``."""
-    write(units.k_flat, index, new.k)
-    write(units.v_flat, index, new.v)
+    for flat, values in ((units.k_flat, new.k), (units.v_flat, new.v)):
+        flat.index_copy_(0, index, values.reshape(-1, flat.shape[-1]))

@@ -99,7 +99,8 @@ class Step(NamedTuple):
 
 def of_rows(q_QKGD: torch.Tensor, step: Step) -> torch.Tensor:
     """Queries of decode rows, all tokens of a row in its heads, ``[N, K, M * G, D]``."""
-    return fold(gather(q_QKGD, step.row_token), step.decode_len)
+    q_LKGD = q_QKGD.index_select(0, step.row_token)
+    return q_LKGD if step.decode_len == 1 else fold(q_LKGD, step.decode_len)
 
 
 class DecodeRows(NamedTuple):

@@ -98,7 +98,8 @@ def unified_attention(
     Returns:
         ``[Q, H, D]`` in the dtype of ``q_QHD``; zero for padding.
     """
-    run = looped(kernels(spec.impl, spec.operators), spec.scoring, spec.operators, step.parts)
+    scoring = spec.scoring
+    run = looped(kernels(spec.impl, spec.operators), scoring, spec.operators, step.parts)
     q_QKGD = (q_QHD * spec.scale).unflatten(1, (-1, spec.group_size))
     sinks_KG = None if sinks_H is None else sinks_H.view(-1, spec.group_size)
     outputs, end = [], 0
@@ -106,7 +107,7 @@ def unified_attention(
         begin, end = end, end + group.num_heads
         new = NewKV(k_QKD[:, begin:end], v_QKD[:, begin:end])
         sinks = None if sinks_KG is None else sinks_KG[begin:end]
-        inputs = GroupInputs(q_QKGD[:, begin:end], new, sinks, spec.scoring)
+        inputs = GroupInputs(q_QKGD[:, begin:end], new, sinks, scoring)
         outputs.append(group.kind.attend(run, inputs, units, step))
     out_QKGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return out_QKGD.flatten(1, 2)

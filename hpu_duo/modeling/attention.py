@@ -186,12 +186,11 @@ class AttentionLayer(nn.Module):
         k, v, k_copy, v_copy, position, score = (getattr(self, f"{name}_{group}") for name in _BUFFERS)
         scratch = None if k_copy is None else Scratch(k_copy, v_copy)
         state = None if position is None else SlotState(position, score)
-        return as_units(k, v, layout, scratch, state, self._regions(group))
+        in_regions = self.region_layouts[group]
+        regions = None if in_regions is None else self._regions(group, in_regions)
+        return as_units(k, v, layout, scratch, state, regions)
 
-    def _regions(self, group: int) -> PromptRegions | None:
-        layout = self.region_layouts[group]
-        if layout is None:
-            return None
+    def _regions(self, group: int, layout: UnitLayout) -> PromptRegions:
         k, v, score = (getattr(self, f"{name}_{group}") for name in _REGION_BUFFERS)
         return PromptRegions(k, v, score, layout)
 

@@ -85,7 +85,8 @@ class Blocks(GroupKind):
         decoded = None
         if parts.unique:
             decoded = run.unique_blocks(of_rows(q_QKGD, step), units, t, plan, scoring, self.rule)
-            decoded = unfold(decoded, step.decode_len)
+            if step.decode_len > 1:
+                decoded = unfold(decoded, step.decode_len)
         return run.finish(q_QKGD, of_tokens, decoded, step.decode_slot, sinks_KG)
 
     def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:

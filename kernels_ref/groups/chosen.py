@@ -103,7 +103,8 @@ class ChosenBlocks(GroupKind):
         decoded = None
         if parts.unique:
             decoded = run.unique_blocks(of_rows(q_QKGD, step), units, t, plan.blocks, scoring)
-            decoded = unfold(decoded, step.decode_len)
+            if step.decode_len > 1:
+                decoded = unfold(decoded, step.decode_len)
         if parts.unique and parts.shared and t.shared_block.shape[0]:
             reads = t.shared_reads if plan.tiles is None else plan.tiles.decode_reads
             of_tokens.append(run.shared_blocks(q_QKGD, units, t._replace(shared_reads=reads), scoring))

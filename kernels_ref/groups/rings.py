@@ -112,7 +112,8 @@ class Rings(GroupKind):
         decoded = None
         if parts.unique:
             decoded = run.unique_rings(of_rows(q_QKGD, step), units, plan, scoring)
-            decoded = unfold(decoded, step.decode_len)
+            if step.decode_len > 1:
+                decoded = unfold(decoded, step.decode_len)
         if parts.causal:
             of_tokens.append(run.causal(q_QKGD, new, t, self.window, scoring))
             if parts.shared:

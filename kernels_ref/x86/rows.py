@@ -2,7 +2,7 @@
 
 Every visible key and value is read once for a few query heads, from where it lies; slots behind the last one
 that some token of a row sees are not read at all, so what they hold does not matter. Scores, weights and sums
-are float32.
+are float32. ``fits`` says whether there are such kernels here.
 
 Shapes: N rows of up to M tokens and T tails, K heads, H query heads of a row and head, those of each token
 side by side, X units of S slots, D head size.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from kernels_ref.partial import Partial
-from kernels_ref.x86.library import is_available, require
+from kernels_ref.x86.library import is_available
 
 _PAIRS = 32
 _MAX_DIM = 256
@@ -42,9 +42,8 @@ def attend_blocks(
         tail_visible: how many of their slots each token sees, int32 ``[N, T, M]``.
 
     Raises:
-        ValueError: stores that do not go with the queries, or no such kernel here.
+        ValueError: stores that do not go with the queries.
     """
-    require()
     operator = torch.ops.hpu_duo_x86.attend_blocks.default
     return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, owner, tail_block, tail_visible))
 
@@ -60,7 +59,6 @@ def attend_rings(
     Raises:
         ValueError: as for ``attend_blocks``.
     """
-    require()
     return Partial(*torch.ops.hpu_duo_x86.attend_rings.default(q_NKHD, k_XKSD, v_XKSD, visible))
 
 
@@ -83,7 +81,6 @@ def attend_weighed(
     Raises:
         ValueError: as for ``attend_blocks``.
     """
-    require()
     operator = torch.ops.hpu_duo_x86.attend_weighed.default
     *partial, mass = operator(q_NKHD, k_XKSD, v_XKSD, visible, sinks_KH)
     return Partial(*partial), mass
@@ -110,6 +107,5 @@ def attend_held(
     Raises:
         ValueError: as for ``attend_blocks``.
     """
-    require()
     operator = torch.ops.hpu_duo_x86.attend_held.default
     return Partial(*operator(q_NKHD, k_XKSD, v_XKSD, position, begin, end, sink))
