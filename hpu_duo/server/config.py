@@ -23,6 +23,7 @@ class ServerConfig:
         max_choices: most choices of one call: prompts times ``n``.
         max_logprobs: most ``logprobs`` and ``top_logprobs`` of a call; -1 is as many as there are tokens.
         max_answer_bytes: most memory of the outputs of one call, see ``running.Holding``.
+        answer_memory_bytes: most memory of the outputs of all calls together, see ``running.AnswerMemory``.
         max_behind: outputs of one stream that may lie unread, before it is ended.
         drain_seconds: how long requests may take to end once the server was told to stop.
         quiet_s: seconds of silence after which a stream gets a comment: less than proxies wait, and no more
@@ -44,6 +45,7 @@ class ServerConfig:
     max_choices: int = 256
     max_logprobs: int = 20
     max_answer_bytes: int = 256 * 2**20
+    answer_memory_bytes: int = 2**30
     max_behind: int = 8192
     drain_seconds: float = 30.0
     quiet_s: float = 15.0
@@ -61,6 +63,11 @@ class ServerConfig:
         for name in ("max_queue", "drain_seconds", "quiet_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"expected {name} of 0 or more, got {getattr(self, name)}")
+        if self.answer_memory_bytes < self.max_answer_bytes:
+            raise ValueError(
+                f"expected answer_memory_bytes of at least max_answer_bytes, {self.max_answer_bytes:,}, got "
+                f"{self.answer_memory_bytes:,}"
+            )
         if self.max_logprobs < -1:
             raise ValueError(f"expected max_logprobs of -1 (no limit), 0 or more, got {self.max_logprobs}")
         if not self.model_names or not all(self.model_names):

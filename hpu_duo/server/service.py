@@ -58,7 +58,9 @@ class Service:
 
     def __init__(self, model: HPUDuoModel, config: ServerConfig, sinks: tuple[Sink, ...] = ()) -> None:
         self.config, self._model = config, model
-        self.engine = AsyncEngine(model.engine, config.max_behind, config.max_answer_bytes)
+        self.engine = AsyncEngine(
+            model.engine, config.max_behind, config.max_answer_bytes, config.answer_memory_bytes
+        )
         self.served = _served(model, self.engine, config)
         self.completions, self.chats = CompletionPlanner(self.served), ChatPlanner(self.served)
         rows = model.engine.scheduler.limits.max_num_seqs
@@ -72,7 +74,7 @@ class Service:
             lambda: self.engine.stats,
             lambda: self.engine.num_open,
             lambda: self.num_recompiles,
-            lambda: self.engine.held_bytes,
+            lambda: self.engine.memory.num_bytes,
             config.metrics_namespace,
         )
         self._sinks: tuple[Sink, ...] = (self.metrics.ended, *sinks)
@@ -185,7 +187,7 @@ class Service:
         with self.admission.held(1):
             plan = record.plan = await planned()
             submissions = await self.engine.scored(plan.submissions)
-        holding = self.engine.hold()
+        holding = record.holding = self.engine.hold()
         if plan.scoring is None:
             self._admit(plan.num_samples)
         else:
@@ -210,9 +212,12 @@ class Service:
 
     def _admit(self, num_samples: int) -> None:
         self.admission.admit(self.engine.num_open, num_samples)
+        self.engine.memory.check()
 
     def _over(self, record: CallRecord) -> None:
         record.end()
+        if record.holding is not None:
+            record.holding.release()
         if record.plan is not None and record.is_opened:
             self.admission.ended(record.plan.num_samples)
         for sink in self._sinks:

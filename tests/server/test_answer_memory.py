@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
+from hpu_duo.server.config import ServerConfig
+from hpu_duo.server.running import AnswerMemory, Holding
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live, wait_until
 from tests.server.test_metrics import samples
@@ -70,3 +74,74 @@ def test_what_waits_to_be_sent_is_counted(tiny: TinyChat, monkeypatch: pytest.Mo
         wait_until(lambda: samples(server)["hpuduo:answer_bytes"] > 10_000)
         connection.close()
         wait_until(lambda: samples(server)["hpuduo:answer_bytes"] == 0)
+
+
+def test_answers_of_all_calls_together_take_no_more_than_they_may(
+    tiny: TinyChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def watched(self: AnswerMemory, holding: Holding, num_bytes: int) -> None:
+        changed(self, holding, num_bytes)
+        taken.append(self.num_bytes)
+
+    changed = AnswerMemory.changed
+    monkeypatch.setattr(AnswerMemory, "changed", watched)
+    with live(tiny.load(), max_answer_bytes=400_000, answer_memory_bytes=500_000) as server:
+        slowed(server, 0.005, monkeypatch)
+        create: Any = server.client().completions.create
+        asked: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 40, "temperature": 0}
+        asked |= {"logprobs": 9, "extra_body": {"ignore_eos": True}}
+
+        def ask(_: int) -> str:
+            try:
+                return str(create(**asked).choices[0].finish_reason)
+            except openai.InternalServerError as error:
+                return f"{error.status_code}, {error.response.headers['Retry-After']}: {error.message}"
+
+        with ThreadPoolExecutor(16) as threads:
+            ends = list(threads.map(ask, range(16)))
+        assert "length" in ends
+        [refused] = set(ends) - {"length"}
+        assert refused.startswith("503, 1: ")
+        assert "answers of all calls together of at most 500,000 bytes" in refused
+        assert 300_000 < max(taken) <= 500_000
+        assert server.service.engine.memory.num_bytes == 0
+        assert ask(0) == "length"
+
+
+def test_a_caller_who_takes_nothing_of_an_answer_makes_room_for_others(tiny: TinyChat) -> None:
+    most = 40_000_000
+    with live(tiny.load(), max_answer_bytes=most, answer_memory_bytes=most) as server:
+        memory = server.service.engine.memory
+        talk = [*MESSAGES, {"role": "assistant", "content": "x" * 100_000}]
+        asked: Any = {"model": "tiny", "messages": talk, "n": 64, "max_tokens": 1}
+        more = {"echo": True, "truncate_prompt_tokens": 9}
+        late = raw_post(server, {**asked, **more}, "/v1/chat/completions")
+        late.settimeout(30)
+        assert late.recv(10)
+        wait_until(server.holds_nothing)
+        with server.http() as http:
+            told = http.get("/stats").json()
+        assert told["answer_bytes"] == memory.num_bytes > 25_000_000
+        assert told["max_answer_memory_bytes"] == most
+        done = server.client().chat.completions.create(**asked, extra_body=more)
+        assert len(done.choices) == 64
+        assert len(_rest(late)) < 6_400_000
+        wait_until(lambda: not memory.num_bytes)
+        memory.num_bytes = most
+        with pytest.raises(openai.InternalServerError, match="all calls together"):
+            server.client().completions.create(model="tiny", prompt="hi")
+        memory.num_bytes = 0
+
+
+def test_one_call_may_not_take_more_than_all_together() -> None:
+    with pytest.raises(ValueError, match="expected answer_memory_bytes of at least max_answer_bytes, 9"):
+        ServerConfig(("tiny",), max_answer_bytes=9, answer_memory_bytes=8)
+
+
+def _rest(connection: socket.socket) -> bytes:
+    found = bytearray()
+    while piece := connection.recv(1 << 16):
+        found += piece
+    return bytes(found)

@@ -14,10 +14,10 @@ from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.running import (
+    AnswerMemory,
     AsyncEngine,
     ChoiceOutput,
     EngineDiedError,
-    Holding,
     OutputStream,
     RequestFailedError,
     SlowReaderError,
@@ -272,7 +272,9 @@ def test_a_full_queue_says_when_to_come_again_by_how_fast_the_last_samples_ended
 
 def test_outputs_of_samples_end_their_request_with_the_last_of_them() -> None:
     aborted: list[str] = []
-    stream = OutputStream([Submission("x", [1], PARAMS, 4)], 10, Holding(10_000), aborted.extend, Timing())
+    stream = OutputStream(
+        [Submission("x", [1], PARAMS, 4)], 10, AnswerMemory(10_000).hold(10_000), aborted.extend, Timing()
+    )
 
     def output(sample: int, reason: FinishReason | None) -> RequestOutput:
         return RequestOutput("x", sample, (7,), finish_reason=reason)

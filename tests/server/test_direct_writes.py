@@ -12,7 +12,7 @@ from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.http.direct_writes import DirectWrites
 from hpu_duo.server.responding.event_sender import WRITE, EventSender
-from hpu_duo.server.running import ChoiceOutput, Holding, OutputStream, Submission
+from hpu_duo.server.running import AnswerMemory, ChoiceOutput, OutputStream, Submission
 from hpu_duo.server.running.timing import Timing
 from tests.server.conftest import TinyChat
 from tests.server.live import live
@@ -21,7 +21,8 @@ from tests.server.test_pressure import LONG, raw_post, wait_until
 
 def opened() -> OutputStream:
     params = SamplingParams(max_tokens=12)
-    return OutputStream([Submission("x", [1], params)], 10, Holding(10_000), lambda _: None, Timing())
+    holding = AnswerMemory(10_000).hold(10_000)
+    return OutputStream([Submission("x", [1], params)], 10, holding, lambda _: None, Timing())
 
 
 def push(stream: OutputStream, token: int) -> None:

@@ -72,6 +72,15 @@ class CallOptions:
         str,
         typer.Option(metavar="SIZE", help="Most memory of the outputs of one call.", rich_help_panel=_CALLS),
     ] = "256MiB"
+    answer_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Most memory of the outputs of all calls together; with more, the call that takes most is "
+            "ended and new ones get 503.",
+            rich_help_panel=_CALLS,
+        ),
+    ] = "1GiB"
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -108,6 +117,7 @@ class CallOptions:
             max_choices=self.max_choices,
             max_logprobs=self.max_logprobs,
             max_answer_bytes=parse_bytes(self.max_answer_size),
+            answer_memory_bytes=parse_bytes(self.answer_memory),
             drain_seconds=self.drain_seconds,
             allowed_origins=tuple(listening.allowed_origin or ()),
             chat_template=None if self.chat_template is None else _read_template(self.chat_template),

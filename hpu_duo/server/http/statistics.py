@@ -29,6 +29,8 @@ def _of_server(service: Service) -> dict[str, Any]:
         "warm_up": None if progress is None else {"captured": progress[0], "total": progress[1]},
         "num_open": service.engine.num_open,
         "max_open": service.admission.max_open,
+        "answer_bytes": service.engine.memory.num_bytes,
+        "max_answer_memory_bytes": service.engine.memory.max_bytes,
         "num_recompilations": service.num_recompiles,
         "has_chat_template": served.encoder is not None and served.encoder.template.source is not None,
         "asks_for_key": bool(service.config.api_keys),

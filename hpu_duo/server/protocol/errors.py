@@ -86,10 +86,10 @@ def too_busy(message: str, retry_after_s: int) -> ApiError:
     )
 
 
-def unavailable(message: str, retry_after_s: int | None = None) -> ApiError:
-    """Nothing is served now: not yet, or no longer."""
+def unavailable(message: str, retry_after_s: int | None = None, *, code: str = "unavailable") -> ApiError:
+    """Nothing is served now: not yet, no longer, or for want of memory."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    return ApiError(503, message, kind="service_unavailable_error", code="unavailable", headers=headers)
+    return ApiError(503, message, kind="service_unavailable_error", code=code, headers=headers)
 
 
 def failed(message: str) -> ApiError:

@@ -10,6 +10,7 @@ from hpu_duo.sampling import FieldError
 from hpu_duo.server.protocol import ApiError
 from hpu_duo.server.protocol.errors import bad_value, failed, too_busy, unavailable
 from hpu_duo.server.running import (
+    AnswerMemoryFullError,
     AnswerTooLargeError,
     EngineDiedError,
     RequestFailedError,
@@ -19,7 +20,7 @@ from hpu_duo.server.running.admission import NotServingError, QueueFullError, St
 
 _log = logging.getLogger(__name__)
 
-_STARTING_S, _STOPPING_S = 5, 1
+_STARTING_S, _STOPPING_S, _FULL_S = 5, 1, 1
 
 
 def error_response(error: ApiError) -> Response:
@@ -43,6 +44,8 @@ def as_api_error(error: Exception) -> ApiError:
             return bad_value(cause.field, str(cause))
         case AnswerTooLargeError():
             return ApiError(400, str(error), code="answer_too_large")
+        case AnswerMemoryFullError():
+            return unavailable(str(error), _FULL_S, code="answer_memory_full")
         case RequestFailedError() | SlowReaderError():
             return failed(str(error))
         case _:

@@ -10,14 +10,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod
 
 from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.running.engine_thread import EngineThread
 from hpu_duo.server.running.failures import EngineDiedError, RequestFailedError
-from hpu_duo.server.running.holding import Holding
+from hpu_duo.server.running.holding import AnswerMemory, Holding
 from hpu_duo.server.running.stream import OutputStream
 from hpu_duo.server.running.submission import Submission
 from hpu_duo.server.running.timing import Timing
@@ -47,8 +47,12 @@ class AsyncEngine:
         engine: stepped by a thread of this object from ``start`` on.
         max_behind: most outputs of a stream that nobody has read.
         max_answer_bytes: most bytes of the outputs of one call, see ``Holding``.
+        answer_memory_bytes: most bytes of the outputs of all calls, see ``AnswerMemory``.
         no_news_s: every so often readers are woken without news.
         short_tokens: requests of at most so many prompt tokens are checked in the loop itself.
+
+    Attributes:
+        memory: of the outputs of all calls.
     """
 
     def __init__(
@@ -56,13 +60,14 @@ class AsyncEngine:
         engine: Engine,
         max_behind: int = 8192,
         max_answer_bytes: int = 256 * 2**20,
+        answer_memory_bytes: int = 2**30,
         no_news_s: float = 5.0,
         short_tokens: int = _SHORT_TOKENS,
     ) -> None:
         self._engine, self._max_behind, self._no_news_s = engine, max_behind, no_news_s
         self._max_answer_bytes = max_answer_bytes
         self.short_tokens = short_tokens
-        self._holdings: WeakSet[Holding] = WeakSet()
+        self.memory = AnswerMemory(answer_memory_bytes)
         self._thread = EngineThread(engine, self)
         self._streams: dict[str, OutputStream] = {}
         self._arrived: deque[tuple[list[RequestOutput], float]] = deque()
@@ -131,14 +136,7 @@ class AsyncEngine:
 
     def hold(self) -> Holding:
         """Begin to count the bytes of a call's outputs."""
-        holding = Holding(self._max_answer_bytes)
-        self._holdings.add(holding)
-        return holding
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the outputs of all calls that are under way."""
-        return sum(one.num_bytes for one in self._holdings)
+        return self.memory.hold(self._max_answer_bytes)
 
     def open(
         self,

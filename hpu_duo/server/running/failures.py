@@ -15,5 +15,9 @@ class AnswerTooLargeError(Exception):
     """The outputs of a call take more memory than they may."""
 
 
+class AnswerMemoryFullError(Exception):
+    """The outputs of all calls together take as much memory as they may."""
+
+
 class EngineDiedError(Exception):
     """The engine's thread has ended, and nothing will be served any more."""

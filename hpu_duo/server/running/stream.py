@@ -30,7 +30,8 @@ class OutputStream:
     A reader that is slow gets more at a time, and the engine never waits for it: outputs lie here until they
     are read, at most ``max_behind`` of them, or four for each sample if that is more. With one more the
     stream fails with a ``SlowReaderError``, as it does when they take too many bytes; where read outputs are
-    kept, those fail it with an ``AnswerTooLargeError``.
+    kept, those fail it with an ``AnswerTooLargeError``, or an ``AnswerMemoryFullError`` when all calls
+    together take too many. What was read counts until the next read: until then it is being sent.
 
     Args:
         submissions: the requests.
@@ -60,7 +61,10 @@ class OutputStream:
         self.on_slow: Callable[[], object] = lambda: None
         self._max_behind, self._abort = max(max_behind, 4 * self.num_open), abort
         self._holding = holding
+        holding.on_ended = self._end_for_others
         self._pending: list[ChoiceOutput] = []
+        # Bytes of what was read and is being sent.
+        self._num_sending = 0
         self.error: Exception | None = None
         self._is_closed = False
         self._reader: asyncio.Future[None] | None = None
@@ -98,11 +102,21 @@ class OutputStream:
         return has_ended
 
     def _keep(self, one: ChoiceOutput) -> None:
-        self._holding.came(one.output)
         self._pending.append(one)
+        self._holding.came(one.output)
         if self._holding.is_full and self._holding.keeps:
             self.fail(self._holding.refusal())
         elif self._holding.is_full or len(self._pending) > self._max_behind:
+            self._fail_as_slow()
+
+    def _end_for_others(self, error: Exception) -> None:
+        if self._holding.keeps:
+            self.fail(error)
+        else:
+            self._fail_as_slow()
+
+    def _fail_as_slow(self) -> None:
+        if self.error is None and not self._is_closed:
             self.fail(SlowReaderError(f"{len(self._pending):,} outputs of a stream were not read"))
             self.on_slow()
 
@@ -110,7 +124,7 @@ class OutputStream:
         """Let the reader get an error next; what it has not read is dropped, and its requests are aborted."""
         if self.error is None and not self._is_closed:
             self.error = error
-            self._taken()
+            self._drop()
             self._abort_open()
             self.wake()
 
@@ -118,7 +132,7 @@ class OutputStream:
         """Say that nobody reads any more: requests that run are aborted, and a read ends with nothing."""
         if not self._is_closed:
             self._is_closed = True
-            self._taken()
+            self._drop()
             self._abort_open()
             self.wake()
 
@@ -138,6 +152,7 @@ class OutputStream:
                 self.fail(error)
                 return
             if is_taken:
+                self._sent()
                 return
         self._reader.set_result(None)
 
@@ -153,9 +168,10 @@ class OutputStream:
 
         Raises:
             RequestFailedError: one of the requests failed; the others have been aborted.
-            SlowReaderError, AnswerTooLargeError: see the class.
+            SlowReaderError, AnswerTooLargeError, AnswerMemoryFullError: see the class.
             EngineDiedError: the engine is gone.
         """
+        self._sent()
         if not (self._pending or self._is_closed or self.error is not None) and self._num_open:
             self._take, self._reader = take, asyncio.get_running_loop().create_future()
             await self._reader
@@ -166,10 +182,20 @@ class OutputStream:
         return self._taken()
 
     def _taken(self) -> list[ChoiceOutput]:
-        """Empty what lies here."""
+        """Empty what lies here, to be sent."""
         pending, self._pending = self._pending, []
-        self._holding.left(one.output for one in pending)
+        self._num_sending += self._holding.passing(one.output for one in pending)
         return pending
+
+    def _sent(self) -> None:
+        """Give up what was taken."""
+        num_bytes, self._num_sending = self._num_sending, 0
+        self._holding.sent(num_bytes)
+
+    def _drop(self) -> None:
+        """Give up what lies here, and what was taken."""
+        self._taken()
+        self._sent()
 
     def _abort_open(self) -> None:
         if self._num_open:

@@ -11,6 +11,7 @@ from hpu_duo.server.running.timing import Timing
 
 if TYPE_CHECKING:
     from hpu_duo.server.planning import Plan
+    from hpu_duo.server.running import Holding
 
 
 @dataclass
@@ -22,6 +23,7 @@ class CallRecord:
         timing: of its tokens.
         headers: of the request that traces go by.
         plan: what it came to; None if it was refused before that was known.
+        holding: of its outputs; None if it was refused before there could be any.
         is_opened: whether it was taken; what is refused, such as for a full queue, has not run.
         error: what it was answered with in place of an answer, or in the middle of one.
         is_cut: the caller went away.
@@ -33,6 +35,7 @@ class CallRecord:
     timing: Timing
     headers: dict[str, str] = field(default_factory=dict)
     plan: Plan | None = None
+    holding: Holding | None = None
     is_opened: bool = False
     error: ApiError | None = None
     is_cut: bool = False
