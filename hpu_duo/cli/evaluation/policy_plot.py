@@ -48,9 +48,7 @@ def draw_policies(rows: Sequence[Mapping[str, Any]], png: Path) -> None:
             kept = [row["kv_ratio"] for row in found]
             width = _WIDEST - (_WIDEST - _NARROWEST) * number / max(1, len(policies) - 1)
             style = {"linewidth": width, "markersize": 4 + width, "zorder": 2 + number / len(policies)}
-            axes.errorbar(
-                kept, values, bars, fmt=line, color=colour, label=policy, alpha=0.85, **style, **BAR
-            )
+            axes.errorbar(kept, values, bars, fmt=line, color=colour, label=policy, **style, **BAR)
         axes.set_xlabel("KV bytes kept / bytes of the full cache")
         axes.set_ylabel(_LABELS.get(task, "score"))
         axes.set_title(_TITLES.get(task, task), fontsize=10)
