@@ -15,11 +15,11 @@ from bias_builders import Leading, Window
 from kernels_ref.groups.budget_chunks import Held, Kept, keep_chunk, scored_tokens
 from kernels_ref.groups.budget_decodes import DecodeSlots, take_in
 from kernels_ref.groups.budget_turns import (
-    TURNED_BYTES,
     BudgetTurns,
     budget_turns,
     turned_as,
     turned_by_rank,
+    turning_bytes,
 )
 from kernels_ref.groups.column_sums import ChunkStep, summed_queries
 from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
@@ -330,8 +330,9 @@ class Budget(GroupKind):
         scores = max(causal_bytes(heads, sizes), SCORE_COPIES * max(num_scores, num_decoding) * per_slot)
         keys = 4 * heads.unit_bytes(num_candidates + num_decoding)
         if self.policy.positions_in_cache:
-            # Turned keys, and what is in hand while a part of them is turned.
-            keys += heads.unit_bytes(num_rows * num_read + num_decoding) + TURNED_BYTES
+            num_turned = num_rows * num_read + num_decoding
+            keys += heads.unit_bytes(num_turned)
+            keys += turning_bytes(num_turned * heads.num_heads * heads.head_dim)
         candidates = _CANDIDATE_COPIES * (num_candidates + num_decoding) * heads.num_heads * FLOAT32
         return scores + keys + candidates + self._future_bytes(heads, num_rows * chunk, num_rows)
 

@@ -18,10 +18,8 @@ from kernels_ref.index import gather
 from kernels_ref.rotary import Turn, composed, turned, turns
 from kernels_ref.step import StepTensors
 
-_TURNED_NUMBERS = 1 << 20
-"""Numbers of stored keys that are turned at a time."""
-TURNED_BYTES = 6 * 4 * _TURNED_NUMBERS
-"""Bytes of these keys, of their rotations and of products of both, float32."""
+_TURNED_NUMBERS, _TURNED_ON_CPU = 1 << 22, 1 << 17
+"""Numbers of stored keys that are turned at a time: on a CPU as many as a cache holds."""
 
 
 class BudgetTurns(NamedTuple):
@@ -83,7 +81,7 @@ def turned_as(x_QKsD: torch.Tensor, turn: Turn) -> torch.Tensor:
 def turned_by_rank(
     k_XKCD: torch.Tensor, position_XKC: torch.Tensor, valid: torch.Tensor, ranks: Turn
 ) -> torch.Tensor:
-    """Turn stored keys to their ranks among the kept ones of their head, some rows at a time.
+    """Turn stored keys to their ranks among the kept ones of their head, some heads at a time.
 
     Args:
         k_XKCD: without rotation; anything where ``valid`` is not set.
@@ -93,12 +91,17 @@ def turned_by_rank(
     Returns:
         Dense ``[X, K, C, D]``, of the keys' type.
     """
-    rank = text_order(position_XKC, valid)[1]
-    size = max(1, _TURNED_NUMBERS // max(1, k_XKCD[:1].numel()))
+    rank, keys = text_order(position_XKC, valid)[1].flatten(0, 1), k_XKCD.flatten(0, 1)
+    most = _TURNED_ON_CPU if keys.device.type == "cpu" else _TURNED_NUMBERS
+    size = max(1, most // keys[0].numel())
     some = []
-    for begin in range(0, len(k_XKCD), size):
-        k, own = k_XKCD[begin : begin + size], rank[begin : begin + size]
-        turn = ranks.at(own.reshape(-1))
-        turn = Turn(*(each.view(*own.shape, -1) for each in turn))
+    for begin in range(0, len(keys), size):
+        k, own = keys[begin : begin + size], rank[begin : begin + size]
+        turn = Turn(*(each.view(*own.shape, -1) for each in ranks.at(own.reshape(-1))))
         some.append(turned(k, turn).to(k.dtype))
-    return torch.cat(some)
+    return torch.cat(some).view(k_XKCD.shape)
+
+
+def turning_bytes(num_numbers: int) -> int:
+    """Bytes while stored keys of so many numbers are turned: as float32, of their rotations and products."""
+    return 6 * 4 * min(num_numbers, _TURNED_NUMBERS)

@@ -92,10 +92,11 @@ def test_a_preempted_request_beside_heads_with_positions_of_the_text_comes_to_th
     zoo: Zoo,
 ) -> None:
     served = load(zoo, "llama_mha", H2O, pattern=PATTERN, num_blocks=9, max_model_len=60)
-    prompts, preempted = prompts_of([19, 13, 22]), []
+    prompts = prompts_of([19, 13, 22])
+    preempted: list[str] = []
     seen = run_budget(served, prompts, 16, preempted)
     heads = [np.flatnonzero(~retrieves).tolist() for retrieves in MASK]
-    numbers = {"budget": BUDGET, "chunk": CHUNK, "heads": heads}
+    numbers: dict[str, Any] = {"budget": BUDGET, "chunk": CHUNK, "heads": heads}
     assert_follows(zoo.load("llama_mha")[0], seen, prompts, policy=H2O, **numbers)
     assert preempted
 
