@@ -1,27 +1,106 @@
-"""Process groups of one machine, which nobody outside of it can reach."""
+"""Process groups of one machine: nobody outside of it reaches them, and on Linux no other user does.
+
+gloo knows a rank by the number that it sends when it connects, and numbers are counted from 0: whoever
+connects first is taken for it. Its listening sockets stay open as long as the group. So once ranks have met,
+their listeners drop what comes, and connections of another user are an error.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import struct
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-_INTERFACE = "GLOO_SOCKET_IFNAME"
+import torch.distributed as dist
+
 _LOOPBACK = ("lo", "lo0")
+_SO_ATTACH_FILTER = 26
+_DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)
+"""A filter of packets for ``SO_ATTACH_FILTER``: one instruction, which returns a length of 0."""
+_ADDRESS, _PEER, _STATE, _USER = 1, 2, 3, 7
+"""Columns of ``/proc/net/tcp``."""
+_LISTEN = "0A"
 
 
 @contextmanager
-def on_loopback() -> Iterator[None]:
-    """Have process groups that are made inside the context listen on the loopback interface alone."""
+def on_loopback(store: dist.FileStore) -> Iterator[None]:
+    """Have process groups that are made inside the context listen on the loopback interface alone.
+
+    At its end, on Linux, their listeners are closed to further connections.
+
+    Args:
+        store: that the processes meet at; it has the addresses of the listeners.
+
+    Raises:
+        PermissionError: another user has connected to one of them.
+    """
     name = next((name for _, name in socket.if_nameindex() if name in _LOOPBACK), None)
-    before = os.environ.get(_INTERFACE)
-    if name is not None:
-        os.environ[_INTERFACE] = name
+    # All connections are made before listeners are closed.
+    values = {"TORCH_GLOO_LAZY_INIT": "0", **({} if name is None else {"GLOO_SOCKET_IFNAME": name})}
+    before = {each: os.environ.get(each) for each in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[_INTERFACE] = before
-        else:
-            os.environ.pop(_INTERFACE, None)
+        for each, value in before.items():
+            if value is None:
+                del os.environ[each]
+            else:
+                os.environ[each] = value
+    if sys.platform == "linux":
+        path = Path(store.path)  # type: ignore[attr-defined]
+        ports = _close_listeners(path.read_bytes())
+        tables = (Path(f"/proc/self/net/{each}") for each in ("tcp", "tcp6"))
+        check_users("".join(table.read_text() for table in tables if table.exists()), ports)
+
+
+def _close_listeners(known: bytes) -> set[int]:
+    """Have listeners of this process drop what comes; returns their ports.
+
+    Args:
+        known: bytes among which the addresses of the listeners are, as ``sockaddr`` has them.
+    """
+    ports = set()
+    for entry in os.listdir("/proc/self/fd"):
+        # Descriptors of other threads may be gone, and some systems have no filters.
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as one:
+            if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
+            if one.family not in {socket.AF_INET, socket.AF_INET6}:
+                continue
+            port = one.getsockname()[1]
+            if struct.pack("=H", one.family) + struct.pack("!H", port) in known:
+                ports.add(port)
+                program = ctypes.create_string_buffer(_DROP_ALL)
+                filter_ = struct.pack("HP", 1, ctypes.addressof(program))
+                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
+    return ports
+
+
+def check_users(table: str, ports: Collection[int]) -> None:
+    """Check that connections to ports of this process come from its own user.
+
+    Args:
+        table: text of ``/proc/net/tcp``.
+
+    Raises:
+        PermissionError: one comes from another user.
+    """
+    rows = [line.split() for line in table.splitlines()]
+    rows = [row for row in rows if len(row) > _USER and row[_ADDRESS] != "local_address"]
+    users = {(row[_ADDRESS], row[_PEER]): row[_USER] for row in rows}
+    for row in rows:
+        port = int(row[_ADDRESS].rpartition(":")[2], 16)
+        if port not in ports or row[_STATE] == _LISTEN:
+            continue
+        user = users.get((row[_PEER], row[_ADDRESS]), row[_USER])
+        if user != row[_USER]:
+            raise PermissionError(
+                f"expected connections of user {row[_USER]} alone while ranks meet, got one of user {user} "
+                f"to port {port}"
+            )

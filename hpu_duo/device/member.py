@@ -61,7 +61,7 @@ class Member:
     cores: tuple[int, ...] = ()
     death_signal: int = signal.SIGCONT
 
-    def store(self) -> dist.Store:
+    def store(self) -> dist.FileStore:
         """Return the store through which the processes find each other."""
         return store_in(self.directory)
 
@@ -80,10 +80,10 @@ class Member:
         is_cuda = device is not None and device.type == "cuda"
         if is_cuda:
             torch.cuda.set_device(device)
-        with on_loopback():
+        with on_loopback(store := self.store()):
             dist.init_process_group(
                 backend,
-                store=self.store(),
+                store=store,
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timeout,
@@ -168,7 +168,7 @@ def _words(error: BaseException) -> tuple[str, str]:
     return lines[-1].strip().splitlines()[0], "".join(lines)
 
 
-def store_in(directory: Path) -> dist.Store:
+def store_in(directory: Path) -> dist.FileStore:
     """Return the store of the processes of one machine: a file, for whoever may write in the directory."""
     return dist.FileStore(str(directory / "store"))
 

@@ -254,10 +254,9 @@ def joined(
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)
-    # Who meets at a file is of one machine, and needs no other interface.
-    is_local = isinstance(store, dist.FileStore)
     try:
-        with on_loopback() if is_local else nullcontext():
+        # Who meets at a file is of one machine, and needs no other interface.
+        with on_loopback(store) if isinstance(store, dist.FileStore) else nullcontext():
             dist.init_process_group(
                 backend,
                 store=store,

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from hpu_duo.device import Member, run_processes
+from hpu_duo.device.loopback import check_users
 from hpu_duo.device.ranks import Ranks, joined
 
 _LISTEN = "0A"
 
 
-def listening(pid: int) -> list[str]:
-    """Addresses of TCP sockets that a process listens on."""
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Addresses and ports of TCP sockets that a process listens on."""
     inodes = {
         os.readlink(path)[8:-1]
         for path in Path(f"/proc/{pid}/fd").iterdir()
@@ -28,27 +29,65 @@ def listening(pid: int) -> list[str]:
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == _LISTEN and words[9] in inodes:
-                raw = bytes.fromhex(words[1].split(":")[0])
+                address, port = words[1].split(":")
+                raw = bytes.fromhex(address)
                 numbers = struct.unpack(f">{len(raw) // 4}I", raw)
                 packed = struct.pack(f"={len(numbers)}I", *numbers)
-                found.append(socket.inet_ntop(family, packed))
+                found.append((socket.inet_ntop(family, packed), int(port, 16)))
     return found
 
 
-def meet(member: Member) -> tuple[list[str], list[object], str]:
-    """Join the others; returns the addresses that this process listens on, and what they told each other."""
+def knock(address: str, port: int) -> str:
+    """Connect to a port; says what becomes of it within a moment."""
+    try:
+        with socket.create_connection((address, port), timeout=0.3):
+            return "connected"
+    except TimeoutError:
+        return "dropped"
+
+
+def meet(member: Member) -> tuple[list[str], list[str], list[object], str]:
+    """Join the others.
+
+    Returns:
+        The addresses that this process listens on, what becomes of connections to them, what ranks told each
+        other behind that, and the mode of the directory.
+    """
     own = Ranks(member.rank, member.size)
     with joined(own, "gloo", member.store(), torch.device("cpu"), 60.0) as membership:
+        sockets = listening(os.getpid())
+        knocks = [knock(*each) for each in sockets]
         told = membership.collect({"rank": member.rank, "text": "x" * member.rank})
-        return listening(os.getpid()), told, oct(member.directory.stat().st_mode & 0o777)
+        mode = oct(member.directory.stat().st_mode & 0o777)
+        return [address for address, _ in sockets], knocks, told, mode
 
 
 @pytest.mark.skipif(
     not Path("/proc/self/net/tcp").exists(), reason="the sockets of a process are read from /proc"
 )
-def test_ranks_of_one_machine_listen_on_the_loopback_interface_alone() -> None:
-    for addresses, told, mode in run_processes(meet, (), [{}, {}]):
+def test_ranks_of_one_machine_listen_on_the_loopback_interface_alone_and_to_nobody_once_they_have_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    for addresses, knocks, told, mode in run_processes(meet, (), [{}, {}]):
         assert set(addresses) <= {"127.0.0.1", "::1"}
+        assert knocks == ["dropped"] * len(addresses)
+        assert addresses
         assert told == [{"rank": 0, "text": ""}, {"rank": 1, "text": "x"}]
         assert mode == "0o700"
-    assert set(listening(os.getpid())) <= {"127.0.0.1", "::1"}
+    assert {address for address, _ in listening(os.getpid())} <= {"127.0.0.1", "::1"}
+
+
+TABLE = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 7 1 0
+   1: 0100007F:1F90 0100007F:9C40 01 00000000:00000000 00:00000000 00000000  1000        0 8 1 0
+   2: 0100007F:9C40 0100007F:1F90 01 00000000:00000000 00:00000000 00000000    {user}        0 9 1 0
+"""
+
+
+def test_a_connection_of_another_user_ends_the_meeting() -> None:
+    check_users(TABLE.format(user=1000), {8080})
+    check_users(TABLE.format(user=33), {8081})
+    with pytest.raises(PermissionError, match="user 1000 alone while ranks meet, got one of user 33 to port"):
+        check_users(TABLE.format(user=33), {8080})
