@@ -30,7 +30,7 @@ TOOLS = {
     *("cat", "cd", "curl", "docker", "examples/gaudi/launch.sh", "hl-smi", "hpu-duo", "kubectl", "make"),
     *("pip", "python", "serve", "V/bin/pip", ".venv/bin/hpu-duo", ".venv/bin/pip"),
 }
-"""What commands begin with; a block of nothing else has no output to compare."""
+"""First words of commands; a block of nothing else has no output to compare."""
 
 
 class Block(NamedTuple):
