@@ -212,7 +212,7 @@ def test_policies_have_the_presses_with_their_options() -> None:
     assert press_of("snapkv") == Press("SnapKVPress", {"window_size": 32, "kernel_size": 5})
     options = {"n_sink": 4, "n_future_positions": 64, "epsilon": 0.01}
     assert press_of("expected-attention:future=64,epsilon=0.01") == Press("ExpectedAttentionPress", options)
-    for without in ("local", "fixed", "strided", "streaming-llm:positions=cache"):
+    for without in ("local", "fixed", "strided", "h2o:positions=cache", "streaming-llm:positions=cache"):
         assert press_of(without) is None
     with pytest.raises(ValueError, match="expected kv_policy to be one of"):
         press_of("duo")

@@ -38,7 +38,8 @@ def press_of(policy: str) -> Press | None:
     """The press that comes nearest to a policy, with its options where it has them; None if there is none.
 
     ``ObservedAttentionPress`` divides a token's sum of weights by the number of queries that saw it, which
-    ``h2o`` does not, and protects no recent tokens. ``TOVAPress`` always keeps the newest token.
+    ``h2o`` does not, and protects no recent tokens. ``TOVAPress`` always keeps the newest token. All presses
+    keep the positions of the text.
 
     Args:
         policy: ``kv_policy``, with options behind it.
@@ -47,12 +48,14 @@ def press_of(policy: str) -> Press | None:
         ValueError: there is no such policy.
     """
     found = make_kv_policy(policy)
+    if found.positions_in_cache:
+        return None
     match found:
         case HeavyHitters():
             return Press("ObservedAttentionPress", attention="eager")
         case TOVA():
             return Press("TOVAPress")
-        case StreamingLLM(positions="text"):
+        case StreamingLLM():
             return Press("StreamingLLMPress", {"n_sink": found.sink})
         case SnapKV():
             return Press("SnapKVPress", {"window_size": found.window, "kernel_size": found.kernel})
