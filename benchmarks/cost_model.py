@@ -21,13 +21,15 @@ from hpu_duo.cost import (
     Efficiency,
     Format,
     PublishedRow,
+    published_rows,
+    published_sources,
+    split_rows,
+)
+from hpu_duo.cost.fit import (
     fit,
     leave_one_model_out,
     median_error,
-    published_rows,
-    published_sources,
     relative_error,
-    split_rows,
     worst_factor,
     worst_unseen,
 )

@@ -1,24 +1,29 @@
 """Visibility of attention: token rules, host plans (numpy) and device expansions (torch)."""
 
-from bias_builders.block_tables import BlockTable, sees_by_head
-from bias_builders.encoded_rules import decode_rule, encode_rule, rule_terms
-from bias_builders.expand import (
-    Held,
-    Leading,
-    Seen,
-    causal_mask,
-    leading_slots,
-    leading_visible,
-    ring_mask,
-    seen_mask,
-)
-from bias_builders.ring import Ring, ring_slot, slot_position, stays_in_ring
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from bias_builders.rows import StepRows, ranges
-from bias_builders.rule_texts import describe_rule
 from bias_builders.rules import Rule, Tile, TileClass, Window, classify, sees_causal, sees_streaming
 from bias_builders.sparse_rules import Dilated, Fixed, RuleIntersection, RuleUnion, Strided
 from bias_builders.split import NOWHERE, SharedPart, UniquePart, split_context, tails_per_row
-from bias_builders.top_blocks import TopBlocks, highest
+
+if TYPE_CHECKING:
+    from bias_builders.block_tables import BlockTable, sees_by_head
+    from bias_builders.encoded_rules import decode_rule, encode_rule, rule_terms
+    from bias_builders.expand import (
+        Held,
+        Leading,
+        Seen,
+        causal_mask,
+        leading_slots,
+        leading_visible,
+        ring_mask,
+        seen_mask,
+    )
+    from bias_builders.ring import Ring, ring_slot, slot_position, stays_in_ring
+    from bias_builders.rule_texts import describe_rule
+    from bias_builders.top_blocks import TopBlocks, highest
 
 __all__ = [
     "NOWHERE",
@@ -61,3 +66,33 @@ __all__ = [
     "stays_in_ring",
     "tails_per_row",
 ]
+
+_HOMES = {
+    "describe_rule": "bias_builders.rule_texts",
+    "decode_rule": "bias_builders.encoded_rules",
+    "encode_rule": "bias_builders.encoded_rules",
+    "rule_terms": "bias_builders.encoded_rules",
+    "BlockTable": "bias_builders.block_tables",
+    "sees_by_head": "bias_builders.block_tables",
+    "Held": "bias_builders.expand",
+    "Leading": "bias_builders.expand",
+    "Seen": "bias_builders.expand",
+    "causal_mask": "bias_builders.expand",
+    "leading_slots": "bias_builders.expand",
+    "leading_visible": "bias_builders.expand",
+    "ring_mask": "bias_builders.expand",
+    "seen_mask": "bias_builders.expand",
+    "Ring": "bias_builders.ring",
+    "ring_slot": "bias_builders.ring",
+    "slot_position": "bias_builders.ring",
+    "stays_in_ring": "bias_builders.ring",
+    "TopBlocks": "bias_builders.top_blocks",
+    "highest": "bias_builders.top_blocks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Their modules import torch, which who only plans or simulates does not need.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,8 @@
 """Static shapes and capture: which shapes a step may take, where its inputs lie, and how it is captured."""
 
-from graphs.backends import CaptureBackend, EagerBackend, make_backend
-from graphs.buffers import DeviceInputs, FieldSlot, HostInputs, Layout
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy
 from graphs.cost import CostFunction, SkippingCost, StepCost
 from graphs.exponential import ExponentialRule
@@ -10,6 +11,10 @@ from graphs.limits import CARD_STEP_TOKENS, StepLimits
 from graphs.recompile import RecompileError
 from graphs.shape import BatchShape, Phase
 from graphs.table import BucketTable, Miss
+
+if TYPE_CHECKING:
+    from graphs.backends import CaptureBackend, EagerBackend, make_backend
+    from graphs.buffers import DeviceInputs, FieldSlot, HostInputs, Layout
 
 __all__ = [
     "CARD_STEP_TOKENS",
@@ -36,3 +41,20 @@ __all__ = [
     "StepLimits",
     "make_backend",
 ]
+
+_HOMES = {
+    "CaptureBackend": "graphs.backends",
+    "EagerBackend": "graphs.backends",
+    "make_backend": "graphs.backends",
+    "DeviceInputs": "graphs.buffers",
+    "FieldSlot": "graphs.buffers",
+    "HostInputs": "graphs.buffers",
+    "Layout": "graphs.buffers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Their modules import torch, which who only plans or simulates does not need.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

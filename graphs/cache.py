@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graphs.backends.base import CaptureBackend, Inputs, Outputs, Region
 from graphs.shape import BatchShape
 from graphs.table import BucketTable, Miss
+
+if TYPE_CHECKING:
+    from graphs.backends.base import CaptureBackend, Inputs, Outputs, Region
 
 
 class MissPolicy(Enum):

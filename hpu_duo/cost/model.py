@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from bias_builders import Window
 from hpu_duo.cost.hardware import Format
 from hpu_duo.heads import CountRule, fewest_promotions
 from hpu_duo.heads.binarise import check_sparsity, round_half_up
-from hpu_duo.kv.plan import LayerKV, head_groups
+
+if TYPE_CHECKING:
+    from hpu_duo.kv.plan import LayerKV
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,9 @@ class ModelSize:
             raise ValueError(
                 f"expected sink >= 0, recent >= 1 and max_len >= 1, got {sink}, {recent} and {max_len}"
             )
+        # It knows the kinds of heads, and so torch.
+        from hpu_duo.kv.plan import LayerKV, head_groups
+
         # A sink takes a slot and a score, as any other token does.
         ring = Window(0, min(sink + recent, max_len))
         kept: list[LayerKV] = []

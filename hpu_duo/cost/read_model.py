@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import nn
-
-from hpu_duo.cost.model import AttentionSize, Experts, ModelSize
+from hpu_duo.cost.model import AttentionSize, ModelSize
 from hpu_duo.cost.plain_counts import PLAIN_FAMILIES, plain_model
-from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
-from hpu_duo.modeling.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
-from hpu_duo.modeling.layer_kind import LayerKind
+from hpu_duo.cost.plain_file import read_plain
 from hpu_duo.modeling.plain_weights import refuse_adapter
 from hpu_duo.modeling.rope import positions_served
-from hpu_duo.modeling.transformers_internals import causal_model_class
 from hpu_duo.remote_code import refusal
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+CONFIG_FILE = "config.json"
 
 
 def read_model(path: str | Path) -> ModelSize:
     """Read the sizes of the model that a config.json describes.
 
-    Parameters of families that are built like Llama follow from their sizes. Others are counted on a model of
-    transformers without storage, whose code takes seconds to import.
+    Parameters of families that are built like Llama follow from their sizes; most of their files are read
+    without transformers. Others are counted on a model of transformers without storage, whose code takes
+    seconds to import.
 
     Args:
         path: the file, or a directory that holds it. No weights are read.
@@ -41,41 +35,32 @@ def read_model(path: str | Path) -> ModelSize:
         refuse_adapter(given)
     if not str(path) or not file.is_file():
         raise ValueError(f"expected config.json or a directory with it, got {str(path)!r}")
-    config = read_config_file(file)
-    text = config.get_text_config()
     name = (given if given.is_dir() else given.parent).resolve().name
+    text = read_plain(file)
+    if text is None:
+        return _by_transformers(name, file)
+    plain = plain_model(name, text, _layers(text), positions_served(text))
+    assert plain is not None, "its layers are alike"
+    return plain
+
+
+def _by_transformers(name: str, file: Path) -> ModelSize:
+    from hpu_duo.modeling.config_file import FILE_ERRORS, read_config_file
+
+    text = read_config_file(file).get_text_config()
     if text.model_type not in PLAIN_FAMILIES:
-        _check_causal(text)
+        from hpu_duo.cost.counted_model import check_causal
+
+        check_causal(text)
     try:
         layers, max_positions = _layers(text), positions_served(text)
         if (plain := plain_model(name, text, layers, max_positions)) is not None:
             return plain
-        from transformers import AutoModelForCausalLM
+        from hpu_duo.cost.counted_model import counted_model
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(text, trust_remote_code=False)
+        return counted_model(name, text, layers, max_positions)
     except (*FILE_ERRORS, RuntimeError) as error:
         raise refusal(f"cannot size the model of {file}", error) from error
-    return _count(name, model, text, layers, max_positions)
-
-
-def _check_causal(config: Any) -> None:
-    import transformers
-
-    if causal_model_class(config) is None:
-        raise ValueError(
-            f"model_type {config.model_type!r} has no causal language model in transformers "
-            f"{transformers.__version__}"
-        )
-
-
-def _structures(model: PreTrainedModel, num_layers: int) -> tuple[int, ...]:
-    """A number for each decoder layer, equal for layers with the same modules; empty if all have."""
-    stacks = (list(each) for each in model.modules() if isinstance(each, nn.ModuleList))
-    layers = next((stack for stack in stacks if len(stack) == num_layers), [])
-    numbers: dict[LayerKind, int] = {}
-    found = tuple(numbers.setdefault(LayerKind(layer, None), len(numbers)) for layer in layers)
-    return found if len(numbers) > 1 else ()
 
 
 def _layers(config: Any) -> tuple[AttentionSize, ...]:
@@ -117,56 +102,3 @@ def _heads(config: Any, index: int) -> tuple[int, int, int]:
             "does not say in which layers"
         )
     return num_heads, num_kv_heads, head_dim
-
-
-def _count(
-    name: str, model: PreTrainedModel, config: Any, layers: tuple[AttentionSize, ...], max_positions: int
-) -> ModelSize:
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ValueError(f"expected {type(model).__name__} to have an output head, found none")
-    looked_up = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    # One tensor, even where a model without storage has not been told so.
-    tied = getattr(config, "tie_word_embeddings", False) or head.weight is table.weight
-    num_matrix = num_experts = num_other = 0
-    for path, parameter in model.named_parameters():
-        if parameter is head.weight or (tied and parameter is table.weight):
-            continue
-        if ".experts." in path:
-            num_experts += parameter.numel()
-        elif parameter.dim() > 1 and id(parameter) not in looked_up:
-            num_matrix += parameter.numel()
-        else:
-            num_other += parameter.numel()
-    vocab_size, hidden_size = head.weight.shape
-    return ModelSize(
-        name=name,
-        layers=layers,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        matrix_params=num_matrix,
-        other_params=num_other,
-        max_positions=max_positions,
-        experts=_experts(config, num_experts),
-        structures=_structures(model, len(layers)),
-    )
-
-
-def _experts(config: Any, num_params: int) -> Experts:
-    if not num_params:
-        return Experts()
-    found = [
-        next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
-        for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN)
-    ]
-    if found[0] is None or found[1] is None:
-        raise ValueError(
-            f"{config.model_type!r} has experts, but its configuration does not say how many, and how many "
-            "a token uses"
-        )
-    return Experts(num_params, found[0], found[1])

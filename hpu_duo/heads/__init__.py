@@ -1,10 +1,15 @@
 """Head patterns: the KV heads that keep the whole context, and weights reordered to match."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from hpu_duo.heads.binarise import Balance, TieBreak
 from hpu_duo.heads.counts import CountRule, fewest_promotions
 from hpu_duo.heads.layout import HeadLayout
 from hpu_duo.heads.pattern import HeadPattern
-from hpu_duo.heads.permute import permute_heads
+
+if TYPE_CHECKING:
+    from hpu_duo.heads.permute import permute_heads
 
 __all__ = [
     "Balance",
@@ -15,3 +20,14 @@ __all__ = [
     "fewest_promotions",
     "permute_heads",
 ]
+
+_HOMES = {
+    "permute_heads": "hpu_duo.heads.permute",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Their modules import torch, which who only plans or simulates does not need.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,11 +8,11 @@ batch has no single length. So the frequencies are chosen once, for the longest 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 _LONGEST = 2**31 - 1
@@ -121,6 +121,9 @@ def fix_frequencies(model: nn.Module, max_len: int) -> None:
 
 def _choose(module: Any, kind: str, layer_type: str | None, max_len: int) -> None:
     """Set the frequencies of one kind of layer; a model may have seen a text of another length before."""
+    # Slow to import, and lengths are asked for without it.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     prefix = "" if layer_type is None else f"{layer_type}_"
     name = f"{prefix}inv_freq"
     current: torch.Tensor = getattr(module, name)

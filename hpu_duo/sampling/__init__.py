@@ -5,20 +5,25 @@ The engine, once per request: ``SamplingParams.validate``, ``PenaltyState.from_t
 ``sample`` (or the capturable ``sample_tokens``) on the device, then ``PenaltyState.append``.
 """
 
-from hpu_duo.sampling.batch import SamplingBatch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, byte_tokens, special_token_ids
 from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.host import choose_on_host, hosted_rows, without
-from hpu_duo.sampling.logprobs import TokenLogprobs
 from hpu_duo.sampling.params import HostChoice, HostSampler, SamplingParams
 from hpu_duo.sampling.penalties import PenaltyState
 from hpu_duo.sampling.rng import derive_seed, uniform
-from hpu_duo.sampling.route import SamplingRoute, static_route, static_routes
 from hpu_duo.sampling.row_error import RowError
-from hpu_duo.sampling.rows import SamplingRow
-from hpu_duo.sampling.sampler import SampledTokens, sample, sample_tokens
 from hpu_duo.sampling.stop import Released, StopChecker, StopMatch
 from hpu_duo.sampling.structured import StructuredOutputs
+
+if TYPE_CHECKING:
+    from hpu_duo.sampling.batch import SamplingBatch
+    from hpu_duo.sampling.logprobs import TokenLogprobs
+    from hpu_duo.sampling.route import SamplingRoute, static_route, static_routes
+    from hpu_duo.sampling.rows import SamplingRow
+    from hpu_duo.sampling.sampler import SampledTokens, sample, sample_tokens
 
 __all__ = [
     "FieldError",
@@ -49,3 +54,22 @@ __all__ = [
     "uniform",
     "without",
 ]
+
+_HOMES = {
+    "SamplingBatch": "hpu_duo.sampling.batch",
+    "TokenLogprobs": "hpu_duo.sampling.logprobs",
+    "SamplingRoute": "hpu_duo.sampling.route",
+    "static_route": "hpu_duo.sampling.route",
+    "static_routes": "hpu_duo.sampling.route",
+    "SamplingRow": "hpu_duo.sampling.rows",
+    "SampledTokens": "hpu_duo.sampling.sampler",
+    "sample": "hpu_duo.sampling.sampler",
+    "sample_tokens": "hpu_duo.sampling.sampler",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Their modules import torch, which who only plans or simulates does not need.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from hpu_duo.sampling.rng import uniform, wrap_seed
-from hpu_duo.sampling.rows import SamplingRow
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hpu_duo.sampling.rows import SamplingRow
 
 
 def hosted_rows(rows: Sequence[SamplingRow | None]) -> dict[int, SamplingRow]:

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.structured import StructuredOutputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Below this temperature a request is greedy: dividing by less only overflows.
 GREEDY_TEMPERATURE = 1e-5
@@ -32,7 +34,7 @@ _INTEGERS = (
 """Fields that become Python integers: those of numpy overflow, and have other methods."""
 
 
-HostChoice = Callable[[Tensor, float], int]
+HostChoice: TypeAlias = "Callable[[Tensor, float], int]"
 """From the logits of one row, ``[V]``, and a uniform number in (0, 1) to a token id."""
 
 

@@ -16,15 +16,17 @@ from hpu_duo.cost import (
     Formats,
     PublishedRow,
     Step,
-    fit,
-    leave_one_model_out,
-    median_error,
     predict_seconds,
     published_rows,
     published_sources,
-    relative_error,
     split_rows,
     step_work,
+)
+from hpu_duo.cost.fit import (
+    fit,
+    leave_one_model_out,
+    median_error,
+    relative_error,
     worst_factor,
     worst_unseen,
 )

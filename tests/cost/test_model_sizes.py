@@ -1,14 +1,15 @@
 """Sizes from a config.json against the models that transformers makes of the same configuration."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
@@ -23,8 +24,9 @@ from transformers import (
 
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.cost import AttentionSize, Experts, Format, ModelSize
+from hpu_duo.cost.plain_file import read_plain
 from hpu_duo.cost.published import dense_model, published_rows
-from hpu_duo.cost.read_model import read_model
+from hpu_duo.cost.read_model import _by_transformers, read_model
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.plan import LayerKV
 from kernels_ref import Owner
@@ -68,6 +70,7 @@ def counted(config: PretrainedConfig, directory: Path, monkeypatch: pytest.Monke
     save(config, directory)
     by_formula = read_model(directory)
     with monkeypatch.context() as patched:
+        patched.setattr("hpu_duo.cost.read_model.read_plain", lambda _: None)
         patched.setattr("hpu_duo.cost.read_model.plain_model", lambda *_: None)
         return [by_formula, read_model(directory)]
 
@@ -92,17 +95,61 @@ def test_a_formula_counts_what_the_model_of_transformers_has(
     assert by_formula == by_model
 
 
-def test_a_plain_model_is_sized_and_planned_without_transformers_model_code() -> None:
-    script = f"""
-import sys
-import hpu_duo.cli.planning.bucket_plans, hpu_duo.cli.planning.setting, hpu_duo.cost.capacity
-from hpu_duo.cost.read_model import read_model
-read_model({str(MODEL_DIR)!r})
-loaded = {{"transformers.modeling_utils", "torch._dynamo", "torch._inductor"}} & set(sys.modules)
-assert not loaded, loaded
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+# No file has all of these; one or two of them are changed at a time.
+CHANGES: dict[str, tuple[Any, ...]] = {
+    "head_dim": (None, 16, 7, True),
+    "num_key_value_heads": (8, 3, None, 2.0),
+    "hidden_size": (72, 65, "64"),
+    "hidden_act": ("gelu", "none", None),
+    "sliding_window": (16, None, 0),
+    "use_sliding_window": (True, False),
+    "layer_types": (None, ["full_attention"] * 3, ["sliding_attention"] * 3, ["full_attention"]),
+    "rope_parameters": (None, {"rope_type": "yarn", "factor": 2.0}, {"rope_type": "llama3"}, {"type": "x"}),
+    "rope_scaling": ({"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "none"}),
+    "tie_word_embeddings": (True, None),
+    "attention_bias": (True, "yes"),
+    "eos_token_id": ([1, 2], ["a"], -1),
+    "initializer_range": (5.0,),
+    "dtype": ("bfloat16", "int3"),
+    "auto_map": ({},),
+    "kv_lora_rank": (8,),
+    "max_position_embeddings": (0, 4096),
+}
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_file_is_read_as_transformers_reads_it_and_refused_where_it_is(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from([LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 100}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    fields = {**kind(**sizes, **heads).to_diff_dict(), "architectures": [], "model_type": kind.model_type}
+    for name in data.draw(st.lists(st.sampled_from(sorted(CHANGES)), max_size=2)):
+        fields[name] = data.draw(st.sampled_from(CHANGES[name]))
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "config.json"
+        file.write_text(json.dumps(fields))
+        assert outcome(read_model, file) == outcome(partial(_by_transformers, Path(directory).name), file)
+
+
+def outcome(read: Callable[[Path], ModelSize], file: Path) -> ModelSize | str:
+    try:
+        return read(file)
+    except ValueError as error:
+        return str(error)
+
+
+def test_common_files_are_read_without_transformers(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2}
+    for kind, changes in (
+        (LlamaConfig, {}),
+        (MistralConfig, {"sliding_window": None}),
+        (Qwen2Config, {}),
+        (Qwen3Config, {}),
+    ):
+        assert read_plain(save(kind(**sizes, **changes), tmp_path) / "config.json") is not None
+    assert read_plain(MODEL_DIR / "config.json") is not None
+    assert read_plain(save(MistralConfig(**sizes), tmp_path) / "config.json") is None, "it has a window"
 
 
 QUANTISED = {

@@ -159,7 +159,7 @@ class HardwareOptions:
             num_graphs: budget of the bucket table, which bounds the warm-up.
 
         Raises:
-            ValueError: see ``hpu_duo.cost.capacity``.
+            ValueError: see ``hpu_duo.cost.capacities``.
         """
         from hpu_duo.cost import capacity
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphs import BatchShape, StepCost, StepLimits
 from graphs.planner import Grid
 from hpu_duo.cli.arguments.kv_options import KVOptions
 from hpu_duo.cli.planning.hardware import HardwareOptions
 from hpu_duo.cli.planning.plan_options import PlannedLimits
-from hpu_duo.cost import Capacity, Deployment, ModelSize, Serving, WarmUp
-from hpu_duo.cost import step_cost as cost_on_hardware
-from hpu_duo.cost import step_limits as limits_on_hardware
-from hpu_duo.cost.capacity import SMALLEST_DECODE
+from hpu_duo.cost.model import ModelSize
 from hpu_duo.cost.read_model import read_model
-from hpu_duo.kv.plan import LayerKV
 from hpu_duo.limit_config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from hpu_duo.cost import Capacity, Deployment, Serving
+    from hpu_duo.kv.plan import LayerKV
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,6 @@ class Setting:
     Attributes:
         size: of the model.
         limits, cost: of its steps.
-        kv_layers: the groups of heads of each layer.
         serving: the devices; None without named hardware, and then nothing is in ``found``.
         found: what fits and how fast it would be for each choice, the one that is planned for first.
         deployment: the choice that is planned for; None without named hardware.
@@ -35,7 +35,6 @@ class Setting:
     size: ModelSize
     limits: StepLimits
     cost: StepCost
-    kv_layers: tuple[LayerKV, ...]
     serving: Serving | None = None
     found: tuple[Capacity, ...] = ()
     deployment: Deployment | None = None
@@ -57,8 +56,7 @@ class Setting:
             decode_len=asked.decode_len,
             max_chunk_rows=asked.max_chunk_rows,
         )
-        kv_layers = size.kv_layers(0.0, 0, 1, size.max_positions)
-        return cls(size, limits, _cost_anywhere(size, asked.block_size), kv_layers)
+        return cls(size, limits, _cost_anywhere(size, asked.block_size))
 
     @classmethod
     def on(
@@ -79,6 +77,9 @@ class Setting:
         Raises:
             ValueError: the model cannot be read or does not fit, or a limit is out of range.
         """
+        # They know the kinds of heads and so torch, which is slow to import.
+        from hpu_duo.cost import step_cost, step_limits
+
         size = read_model(model)
         scheduler = SchedulerConfig(
             max_num_seqs=asked.max_num_seqs,
@@ -89,23 +90,25 @@ class Setting:
         serving = served.on(hardware, scheduler, asked.block_size, kept)
         found = served.compare(size, serving, num_graphs)
         deployment = served.deployment(size, serving, asked.max_model_len or size.max_positions)
-        limits = replace(limits_on_hardware(deployment), decode_len=asked.decode_len)
+        limits = replace(step_limits(deployment), decode_len=asked.decode_len)
         if num_blocks is not None:
             limits = replace(limits, num_blocks=num_blocks)
-        return cls(
-            size,
-            limits,
-            cost_on_hardware(deployment),
-            deployment.kv_layers,
-            serving,
-            tuple(found),
-            deployment,
-        )
+        return cls(size, limits, step_cost(deployment), serving, tuple(found), deployment)
+
+    @property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        """The groups of heads of each layer; without named hardware all of them keep all tokens."""
+        if self.deployment is not None:
+            return self.deployment.kv_layers
+        return self.size.kv_layers(0.0, 0, 1, self.size.max_positions)
 
     def with_table(self, chosen: tuple[BatchShape, ...] | Grid) -> Setting:
         """The same with the warm-up of a table for the choice that was planned for."""
         if self.deployment is None or not len(chosen):
             return self
+        from hpu_duo.cost import WarmUp
+        from hpu_duo.cost.capacities import SMALLEST_DECODE
+
         compiled, num_kinds = self.deployment.engine_work.compiled, self.deployment.num_layer_kinds
         if isinstance(chosen, Grid):
             fewest, most = compiled(SMALLEST_DECODE), compiled(self.limits.largest)

@@ -124,7 +124,8 @@ def _graphs(warm_up: WarmUp) -> str:
 
 def caveats(serving: Serving, found: Sequence[Capacity]) -> list[str]:
     """Say how sure the figures are, and which of them the engine cannot reach yet."""
-    from hpu_duo.cost import FITTED, Format, median_error, published_rows, split_rows
+    from hpu_duo.cost import FITTED, Format, published_rows, split_rows
+    from hpu_duo.cost.fit import median_error
     from hpu_duo.cost.warm_up import UNKNOWN
 
     rows = published_rows()
