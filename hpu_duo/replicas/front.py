@@ -36,8 +36,8 @@ _OF_ONE_HOP = frozenset(
 )
 _MOST_STARTS = 5
 """Starts of every replica without one that was ready: more of them will not help."""
-_END_S = 10.0
-"""Behind the time to drain, so long for a replica to end."""
+_END_S = 5.0
+"""Behind the time to drain and to flush, so long for a replica to end."""
 _BACK_S = 5
 
 
@@ -92,7 +92,8 @@ class Front:
         self._is_draining = True
         counts = self.counts
         num_cut = counts.num_broken + counts.num_failed
-        grace_s = self.config.server.drain_seconds + _END_S
+        config = self.config.server
+        grace_s = config.drain_seconds + config.flush_seconds + _END_S
         await asyncio.gather(*(each.stop(grace_s) for each in self.replicas.values()))
         return counts.num_broken + counts.num_failed == num_cut
 

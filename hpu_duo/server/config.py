@@ -26,6 +26,7 @@ class ServerConfig:
         answer_memory_bytes: most memory of the outputs of all calls together, see ``running.AnswerMemory``.
         max_behind: outputs of one stream that may lie unread, before it is ended.
         drain_seconds: how long requests may take to end once the server was told to stop.
+        flush_seconds: behind that, how long slow callers may take to get the rest of their answers.
         quiet_s: seconds of silence after which a stream gets a comment: less than proxies wait, and no more
             often than the HTML standard advises (section 9.2.7), since not every client knows comments.
         allowed_origins: origins whose pages may call (CORS); none for none, ``*`` for all.
@@ -48,6 +49,7 @@ class ServerConfig:
     answer_memory_bytes: int = 2**30
     max_behind: int = 8192
     drain_seconds: float = 30.0
+    flush_seconds: float = 5.0
     quiet_s: float = 15.0
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
@@ -60,7 +62,7 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_choices", "max_answer_bytes", "max_behind"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of 1 or more, got {getattr(self, name)}")
-        for name in ("max_queue", "drain_seconds", "quiet_s"):
+        for name in ("max_queue", "drain_seconds", "flush_seconds", "quiet_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"expected {name} of 0 or more, got {getattr(self, name)}")
         if self.answer_memory_bytes < self.max_answer_bytes:

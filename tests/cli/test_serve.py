@@ -66,6 +66,8 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(hpu_duo: Callab
     [
         (("--max-queue", "-1"), "max_queue"),
         (("--drain-seconds", "-1"), "drain_seconds"),
+        (("--flush-seconds", "-1"), "flush_seconds"),
+        (("--answer-memory", "1MiB"), "answer_memory_bytes"),
         (("--max-body-size", "lots"), "lots"),
         (("--generation-config", "mine"), "generation-config"),
         (("--tool-call-parser", "mine"), "hermes"),

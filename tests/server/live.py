@@ -56,6 +56,7 @@ class Live:
             self.service,
             tls,
             connections=Connections(limits or ConnectionLimits(), needs_key=bool(config.api_keys)),
+            flush_s=config.flush_seconds,
         )
         self._thread = threading.Thread(target=lambda: self.server.run(sockets=[bound]))
         self._thread.start()

@@ -87,6 +87,13 @@ class CallOptions:
             help="After SIGTERM or Ctrl-C, so long for calls under way to end.", rich_help_panel=_CALLS
         ),
     ] = 30.0
+    flush_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Behind that, so long for slow callers to get the rest of their answers.",
+            rich_help_panel=_CALLS,
+        ),
+    ] = 5.0
 
     def config(
         self, model: Path | None, listening: ListeningOptions, telling: TellingOptions
@@ -119,6 +126,7 @@ class CallOptions:
             max_answer_bytes=parse_bytes(self.max_answer_size),
             answer_memory_bytes=parse_bytes(self.answer_memory),
             drain_seconds=self.drain_seconds,
+            flush_seconds=self.flush_seconds,
             allowed_origins=tuple(listening.allowed_origin or ()),
             chat_template=None if self.chat_template is None else _read_template(self.chat_template),
             tool_call_parser=self.tool_call_parser,

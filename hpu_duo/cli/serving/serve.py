@@ -101,7 +101,7 @@ def serve(
 
     if listening.ends_with_stdin:
         end_with_stdin()
-    ending = listen(app, service, bound, connections, tls, tell)
+    ending = listen(app, service, bound, connections, tls, tell, config.flush_seconds)
     for one in told:
         one.close()
     if profiler is not None and profiler.trace is None:

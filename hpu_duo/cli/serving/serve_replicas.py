@@ -39,5 +39,7 @@ def serve_replicas(
             f"hpu-duo: {config.num_replicas} replicas of {names} behind {place}, by {config.router}", err=True
         )
 
-    ending = listen(create_front_app(front), front, bound, connections, tls, tell)
+    ending = listen(
+        create_front_app(front), front, bound, connections, tls, tell, config.server.flush_seconds
+    )
     exit_as(ending, "no replica could be started; see above")

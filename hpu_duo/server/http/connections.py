@@ -11,10 +11,12 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from hpu_duo.server.answers.events import as_json
 from hpu_duo.server.http.auth import LET_IN
+from hpu_duo.server.http.unsent import unsent_bytes
 from hpu_duo.server.protocol import ApiError
 
-_TLS_END_S = 0.5
-"""So long for what is in flight on TLS, whose callers need not say that they have read the end."""
+_LOOK_S, _LOOKS = 0.1, 3
+"""A connection of TLS is cut once nothing was left to send so many times, so many seconds apart: its caller
+need not say that it has read the end."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,19 @@ class LimitedProtocol(HttpToolsProtocol):
             super().shutdown()
 
     def _end(self) -> None:
-        """Close the connection; with TLS, whether or not the caller answers."""
+        """Close the connection behind what is left to send; with TLS, whether or not the caller answers."""
         self.transport.close()
         if self.scheme == "https":
-            self.loop.call_later(_TLS_END_S, self.transport.abort)
+            self._cut_once_sent(_LOOKS)
+
+    def _cut_once_sent(self, num_looks: int) -> None:
+        if self not in self.connections:
+            return  # it has ended
+        num_looks = _LOOKS if unsent_bytes(self.transport) else num_looks - 1
+        if num_looks:
+            self.loop.call_later(_LOOK_S, self._cut_once_sent, num_looks)
+        else:
+            self.transport.abort()
 
     # Headers
 

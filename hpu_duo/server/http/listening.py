@@ -24,8 +24,6 @@ from hpu_duo.server.running.admission import Stage
 _BACKLOG = 4096
 _UNREAD_S = 300
 """A caller that has not acknowledged anything for so long is taken for gone."""
-_LAST_WRITES_S = 5
-"""Behind the last token, so long for slow readers to take what is in flight."""
 _FAILURE_TOLD_S = 1.0
 """A server that has failed answers with 503 for so long, and then ends without waiting for anybody."""
 
@@ -115,6 +113,7 @@ def listen(
     connections: Connections,
     tls: Tls | None = None,
     on_listening: Callable[[], None] = lambda: None,
+    flush_s: float = 5.0,
 ) -> Ending:
     """Serve until a signal comes, then let requests end; a second signal ends them at once.
 
@@ -124,10 +123,11 @@ def listen(
         bound: see ``bind``; closed at the end.
         connections: makes and limits them.
         on_listening: called once connections are accepted.
+        flush_s: seconds in which slow callers may take the rest of their answers, once all are generated.
     """
     _raise_file_limit()
     leave_out_what_is_there()
-    server = DrainingServer(app, service, tls, on_listening, connections)
+    server = DrainingServer(app, service, tls, on_listening, connections, flush_s)
     server.run(sockets=[bound])
     return server.ending
 
@@ -136,7 +136,7 @@ class DrainingServer(uvicorn.Server):
     """Goes on answering while requests end: new ones with 503, so that callers turn to another server.
 
     Args:
-        app, service, tls, on_listening, connections: see ``listen``.
+        app, service, tls, on_listening, connections, flush_s: see ``listen``.
     """
 
     def __init__(
@@ -146,6 +146,7 @@ class DrainingServer(uvicorn.Server):
         tls: Tls | None = None,
         on_listening: Callable[[], None] = lambda: None,
         connections: Connections | None = None,
+        flush_s: float = 5.0,
     ) -> None:
         config = uvicorn.Config(
             DirectWrites(app),
@@ -156,7 +157,7 @@ class DrainingServer(uvicorn.Server):
             ws="none",
             lifespan="on",
             http=cast(Any, connections or Connections(ConnectionLimits(), needs_key=False)),
-            timeout_graceful_shutdown=_LAST_WRITES_S,
+            timeout_graceful_shutdown=cast(Any, flush_s),
             **_tls_options(tls),
         )
         super().__init__(config)
