@@ -10,6 +10,9 @@ from hpu_duo.cli.heads.plot import draw_heads, effort
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv_policies import KV_POLICIES
 
+LINE = re.compile(r"fill: none; stroke: (#(?!000000)\w+); stroke-width: ([\d.]+)")
+"""Colour and width of a line or of an error bar."""
+
 
 def test_all_policies_side_by_side_have_colours_of_their_own(tmp_path: Path) -> None:
     names = ["full", "duo", "streaming", *KV_POLICIES]
@@ -19,7 +22,7 @@ def test_all_policies_side_by_side_have_colours_of_their_own(tmp_path: Path) -> 
     ]
     draw_policies(rows, tmp_path / "curve.svg")
     svg = (tmp_path / "curve.svg").read_text(encoding="utf-8")
-    lines = set(re.findall(r"fill: none; stroke: (#\w+)[^\"]*stroke-opacity: 0.85", svg))
+    lines = {colour for colour, _ in LINE.findall(svg)}
     assert len(lines) == len(names) - 1
 
 
@@ -39,7 +42,7 @@ def test_axes_say_what_they_show_and_lines_over_each_other_have_other_widths(tmp
     draw_policies(rows, tmp_path / "curve.svg")
     assert {"exact answers", "perplexity"} <= set(_words(tmp_path / "curve.svg").splitlines())
     svg = (tmp_path / "curve.svg").read_text(encoding="utf-8")
-    found = re.findall(r"stroke: (#\w+); stroke-opacity: 0.85; stroke-width: ([\d.]+)", svg)
+    found = LINE.findall(svg)
     widths = {colour: max(float(width) for one, width in found if one == colour) for colour, _ in found}
     assert len(set(widths.values())) == 3
 
