@@ -64,7 +64,8 @@ def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePa
     """
     context = rows.context_len
     used_blocks = np.minimum(-(-context // block_size), rows.num_blocks)
-    entry = np.arange(rows.num_rows, dtype=np.int32).repeat(used_blocks)
+    num_rows = rows.num_rows
+    entry = np.arange(num_rows, dtype=np.int32).repeat(used_blocks)
     ordinal = ranges(used_blocks)
     block = rows.block_ids
     if len(entry) != len(block):
@@ -77,10 +78,10 @@ def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePa
     if not len(num_readers) or num_readers.max() == 1:
         # Most steps are decodes of unrelated requests.
         nothing = np.zeros(0, np.int32)
-        shared = SharedPart(nothing, nothing, np.zeros((rows.num_rows, 0), np.int32))
+        shared = SharedPart(nothing, nothing, np.zeros((num_rows, 0), np.int32))
         return shared, _unique_part(entry, ordinal, block, rows, block_size)
     is_shared = num_readers[block] != 1
-    shared = _shared_part(entry[is_shared], ordinal[is_shared] * block_size, block[is_shared], rows.num_rows)
+    shared = _shared_part(entry[is_shared], ordinal[is_shared] * block_size, block[is_shared], num_rows)
     alone = ~is_shared
     return shared, _unique_part(entry[alone], ordinal[alone], block[alone], rows, block_size)
 
@@ -102,7 +103,7 @@ def _unique_part(
     whole = block[is_whole]
     owner = np.full(int(whole.max()) + 1 if len(whole) else 0, -1, dtype=np.int32)
     owner[whole] = entry[is_whole]
-    shape = (rows.num_rows, tails_per_row(rows.decode_len))
+    shape = (len(rows.row_id), tails_per_row(rows.decode_len))
     tail_block, tail_start = np.full(shape, -1, np.int32), np.full(shape, NOWHERE, np.int32)
     place = entry[~is_whole], tail[~is_whole]
     tail_block[place] = block[~is_whole]

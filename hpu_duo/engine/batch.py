@@ -214,12 +214,15 @@ def fill(
     if geometry.uses_token_classes:
         known = batch.token_ids if class_of is None else class_of[batch.token_ids]
         assert class_of is not None or not len(known), "classes of tokens are known"
-        _put(host["token_class"], known, 0)
+        _put(host, ("token_class", known, 0))
 
 
-def _put(target: np.ndarray, values: np.ndarray, pad: int) -> None:
-    target[: len(values)] = values
-    target[len(values) :] = pad
+def _put(host: Mapping[str, np.ndarray], *fields: tuple[str, np.ndarray, int]) -> None:
+    """Write the values of fields, and what each is padded with."""
+    for name, values, pad in fields:
+        target = host[name]
+        target[: len(values)] = values
+        target[len(values) :] = pad
 
 
 def _fill_tokens(
@@ -229,17 +232,20 @@ def _fill_tokens(
     position = rows.start.repeat(rows.num_new) + ranges(rows.num_new)
     row = rows.row_id.repeat(rows.num_new)
     causal_row = np.where(rows.is_decode, no_row, rows.row_id).repeat(rows.num_new)
-    _put(host["token_ids"], batch.token_ids, 0)
-    _put(host["positions"], position, 0)
-    _put(host["row"], row, no_row)
-    _put(host["causal_row"], causal_row, no_row)
     if len(rows.block_ids):
         table_start = rows.num_blocks.cumsum() - rows.num_blocks
         block = rows.block_ids[table_start.repeat(rows.num_new) + position // geometry.block_size]
     else:
         block = np.full(len(position), geometry.trash_block, dtype=np.int32)
-    _put(host["write_block"], block, geometry.trash_block)
-    _put(host["write_offset"], position % geometry.block_size, 0)
+    _put(
+        host,
+        ("token_ids", batch.token_ids, 0),
+        ("positions", position, 0),
+        ("row", row, no_row),
+        ("causal_row", causal_row, no_row),
+        ("write_block", block, geometry.trash_block),
+        ("write_offset", position % geometry.block_size, 0),
+    )
 
 
 def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepGeometry) -> None:
@@ -269,13 +275,12 @@ def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepG
         return
     # Rows of prompts without context come behind, as far as there is room: a budget chooses from them too.
     others = rows.row_id[~rows.is_decode & (rows.start == 0)][: geometry.max_chunk_rows - len(reads_ring)]
-    _put(host["chunk_row"], np.concatenate([reads_ring, others]), geometry.trash_row)
+    _put(host, ("chunk_row", np.concatenate([reads_ring, others]), geometry.trash_row))
 
 
 def _fill_shared(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepGeometry) -> None:
     shared = batch.shared
-    _put(host["shared_block"], shared.blocks, geometry.trash_block)
-    _put(host["shared_start"], shared.start, 0)
+    _put(host, ("shared_block", shared.blocks, geometry.trash_block), ("shared_start", shared.start, 0))
     reads = host["shared_reads"]
     reads.fill(0)
     reads[batch.rows.row_id, : len(shared.blocks)] = shared.reads
@@ -286,7 +291,7 @@ def _fill_unique(
 ) -> None:
     unique, row_id = batch.unique, batch.rows.row_id
     owner = np.where(unique.owner < 0, no_row, row_id[unique.owner])
-    _put(host["owner"], owner, no_row)
+    _put(host, ("owner", owner, no_row))
     owner_start = host["owner_start"]
     if len(owner_start):
         owner_start.fill(0)

@@ -31,7 +31,7 @@ def append_tokens(
     for row in plan.rows:
         request, first = row.request, sample
         sample += row.num_samples
-        num_taken = next(accepted) if row.wants_token else 0
+        num_taken = next(accepted) if row.num_samples else 0
         if request.status is not RequestStatus.RUNNING:
             continue
         num_appended = 0

@@ -190,12 +190,12 @@ class Executor(Uncopied):
 
     def copy_units(self, inputs: Mapping[str, torch.Tensor], num_blocks: int, num_rows: int) -> None:
         """Carry out the first copies of each kind that a message asks for."""
-        if num_blocks or num_rows:
-            self.store.carry_out(inputs[BLOCK_COPIES][:, :num_blocks], inputs[ROW_COPIES][:, :num_rows])
+        self.store.carry_out(inputs[BLOCK_COPIES][:, :num_blocks], inputs[ROW_COPIES][:, :num_rows])
 
     def _forward(self, message: StepMessage) -> torch.Tensor:
         inputs = self.copy_in(message)
-        self.copy_units(inputs, message.num_block_copies, message.num_row_copies)
+        if message.num_block_copies or message.num_row_copies:
+            self.copy_units(inputs, message.num_block_copies, message.num_row_copies)
         if self._exchanges is not None:
             self.exchanged = self.exchanged.plus(self._exchanges.of(message.bucket))
         self.model.live.set(message.shape, message.bucket, self.geometry.decode_len)

@@ -82,8 +82,9 @@ def write_copies(
 
 def _write(field: npt.NDArray[np.int32], copies: npt.NDArray[np.int32], trash: int) -> int:
     num_copies = copies.shape[1]
+    if not num_copies:
+        return 0
     size = padded_size(num_copies, field.shape[1])
-    if size:
-        field[:, :num_copies] = copies
-        field[:, num_copies:size] = trash
+    field[:, :num_copies] = copies
+    field[:, num_copies:size] = trash
     return size

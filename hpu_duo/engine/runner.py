@@ -12,7 +12,7 @@ import torch
 
 from graphs import BatchShape, BucketTable, GraphCache, MissPolicy
 from hpu_duo.device import DeviceRuntime
-from hpu_duo.engine.executor import Executor, StepOutput
+from hpu_duo.engine.executor import Executor
 from hpu_duo.engine.message import StepMessage
 from hpu_duo.engine.step_builder import BuiltStep, StepBuilder
 from hpu_duo.engine.step_plan import StepPlan
@@ -93,7 +93,9 @@ class Runner(Uncopied):
         built = self.builder.build(plan, sampling)
         build_s = time.perf_counter() - began
         output = self.executor.execute(built.message)
-        token_ids, errors = _finish(built, output)
+        token_ids, errors = output.token_ids, built.errors
+        if output.logits is not None:
+            token_ids, errors = _choose_hosted(built, output.token_ids, output.logits)
         decode_len = self.executor.geometry.decode_len
         by_ring_row = {row // decode_len: error for row, error in errors.items()}
         return StepResult(built.message, token_ids, output.logprobs, build_s, by_ring_row)
@@ -142,13 +144,12 @@ class Runner(Uncopied):
         return self.executor.device
 
 
-def _finish(built: BuiltStep, output: StepOutput) -> tuple[npt.NDArray[np.int32], dict[int, Exception]]:
+def _choose_hosted(
+    built: BuiltStep, token_ids: npt.NDArray[np.int32], logits: torch.Tensor
+) -> tuple[npt.NDArray[np.int32], dict[int, Exception]]:
     """Return the tokens, those of hosted rows chosen here, and the errors by row of logits."""
-    token_ids, errors = output.token_ids, dict(built.errors)
-    if output.logits is not None:
-        chosen, failed = choose_on_host(built.hosted, output.logits)
-        errors |= failed
-        place_of = {row: place for place, row in enumerate(built.message.sampled.tolist())}
-        for row, token in chosen.items():
-            token_ids[place_of[row]] = token
-    return token_ids, errors
+    chosen, failed = choose_on_host(built.hosted, logits)
+    place_of = {row: place for place, row in enumerate(built.message.sampled.tolist())}
+    for row, token in chosen.items():
+        token_ids[place_of[row]] = token
+    return token_ids, {**built.errors, **failed}

@@ -93,7 +93,8 @@ class SampleState:
         if reason is FinishReason.STOP and token in request.params.stop_token_ids:
             stop_reason = token
         shows = reason is not FinishReason.STOP or request.params.include_stop_str_in_output
-        if self._ends(token, outputs, reason):
+        is_watched = self._grammar is not None or self._host is not None
+        if is_watched and self._ends(token, outputs, reason):
             reason = FinishReason.STOP
         text, match = self._push(token, len(outputs), reason, shows)
         if match is not None:
@@ -138,7 +139,9 @@ class SampleState:
             return "", None
         text = self._text.push(token) if shows else ""
         skipped = self._text.skipped_text(token) if shows and self._stop is not None else ""
-        if reason is not None or self._stops_ahead(self._text.coming, skipped, num_tokens):
+        if reason is not None or (
+            self._stop is not None and self._stops_ahead(self._stop, self._text.coming, skipped, num_tokens)
+        ):
             text += self._text.flush()
         if self._stop is None:
             return text, None
@@ -167,12 +170,12 @@ class SampleState:
             self._ahead, self._num_coming, self._within = None, 0, []
         return [*pieces, (text[at:], False), (skipped, True)]
 
-    def _stops_ahead(self, coming: str, skipped: str, num_tokens: int) -> bool:
+    def _stops_ahead(self, stop: StopChecker, coming: str, skipped: str, num_tokens: int) -> bool:
         """Whether characters that the detokenizer still holds complete a stop string."""
-        if self._stop is None or not (coming or (skipped and self._ahead is not None)):
+        if not (coming or (skipped and self._ahead is not None)):
             return False
         if self._ahead is None:
-            self._ahead = self._stop.fork()
+            self._ahead = stop.fork()
         if self._ahead.push(coming, num_tokens).match is not None:
             return True
         return self._ahead.push(skipped, num_tokens, is_hidden=True).match is not None

@@ -146,9 +146,9 @@ class Scheduler:
             self._admit(step)
         if step.is_empty:  # those with a share were displaced, by one that did not fit after all
             self._schedule_running(step, are_decodes=False)
-        if step.is_empty:
-            assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
-            return None
+            if step.is_empty:
+                assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
+                return None
         try:
             self._plan_in_flight = self._trim(step, step.finish(self.leases.take_copies()))
         except BaseException:

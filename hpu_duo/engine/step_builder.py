@@ -13,7 +13,7 @@ from hpu_duo.engine.batch import RowCounts, StepBatch, StepGeometry, fill
 from hpu_duo.engine.message import StepMessage, message_fields, write_copies
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.copies import Copy, CopyLists
-from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow, hosted_rows, without
+from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow, hosted_rows
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ class StepBuilder:
         hosted = hosted_rows(rows)
         how, errors = None, dict[int, Exception]()
         if sampled:
-            how, errors = self._sampling(without(rows, hosted))
+            for row in hosted:
+                rows[row] = None  # not for the device's sampler
+            how, errors = self._sampling(rows)
         message = self._message(batch, bucket, CopyLists.of(plan.moves), how, sampled, tuple(hosted))
         return BuiltStep(message, hosted, errors)
 
@@ -118,9 +120,9 @@ class StepBuilder:
             batch.shape, bucket, ints, *num_copies, sampling, np.array(sampled, np.int32), hosted
         )
 
-    def _sampling(self, given: Sequence[SamplingRow | None]) -> tuple[SamplingBatch, dict[int, Exception]]:
-        """Build the sampling of all rows; returns also the errors of rows that are left out."""
-        rows, errors = list(given), dict[int, Exception]()
+    def _sampling(self, rows: list[SamplingRow | None]) -> tuple[SamplingBatch, dict[int, Exception]]:
+        """Build the sampling of all rows; returns also the errors of rows, which are then left out."""
+        errors = dict[int, Exception]()
         while True:
             try:
                 return SamplingBatch.build(rows, self._vocab_size, is_static=self._is_static), errors

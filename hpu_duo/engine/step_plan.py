@@ -73,7 +73,7 @@ class StepPlan:
     @cached_property
     def sampled_rows(self) -> tuple[ScheduledRow, ...]:
         """The rows that want tokens, in row order."""
-        return tuple(row for row in self.rows if row.wants_token)
+        return tuple(row for row in self.rows if row.num_samples)
 
     @cached_property
     def num_samples(self) -> int:
@@ -226,19 +226,18 @@ class StepDraft:
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Schedule the next ``num_new_tokens`` tokens of the request, or note that it gets none."""
-        if self._is_cut(request, num_new_tokens):
+        start = request.num_computed_tokens
+        most = (
+            request.num_prefilled_tokens - start if self._grid else request.num_next_tokens(self._decode_len)
+        )
+        if num_new_tokens < most:
             self._cut.add(request)
         if not num_new_tokens:
             return
         self._shares[request] = num_new_tokens
         self.num_free_tokens -= num_new_tokens
-        if self._is_chunk(request, num_new_tokens):
+        if num_new_tokens > self._decode_len and (start or self._grid):
             self._chunks.add(request)
-
-    def _is_cut(self, request: Request, num_new_tokens: int) -> bool:
-        if self._grid:
-            return request.num_computed_tokens + num_new_tokens < request.num_prefilled_tokens
-        return num_new_tokens < request.num_next_tokens(self._decode_len)
 
     def preempt(self, request: Request) -> None:
         """Note that the request is preempted, and take back the share it may have.
@@ -260,25 +259,11 @@ class StepDraft:
 
     def finish(self, moves: tuple[Copy, ...]) -> StepPlan:
         """Return the plan. ``moves`` have given every request its row for the step."""
-        kinds: tuple[list[Request], ...] = ([], [], [])
-        for request, num_new_tokens in self._shares.items():
-            kinds[self._kind(request, num_new_tokens)].append(request)
-        rows = tuple(
-            _row(request, self._shares[request]) for kind in kinds for request in sorted(kind, key=_arrival)
-        )
+        kinds: tuple[list[ScheduledRow], ...] = ([], [], [])
+        for request in sorted(self._shares, key=_arrival):
+            start, num_new = request.num_computed_tokens, self._shares[request]
+            num_samples = max(0, start + num_new - request.num_tokens + 1)
+            row = ScheduledRow(request, request.row, start, num_new, num_samples, request.region)
+            kinds[0 if num_new <= self._decode_len else 1 if start else 2].append(row)
+        rows = tuple(row for kind in kinds for row in kind)
         return StepPlan(rows, moves, tuple(self.preempted), self._decode_len)
-
-    def _is_chunk(self, request: Request, num_new_tokens: int) -> bool:
-        has_context = request.num_computed_tokens > 0 or self._grid > 0
-        return num_new_tokens > self._decode_len and has_context
-
-    def _kind(self, request: Request, num_new_tokens: int) -> int:
-        if num_new_tokens <= self._decode_len:
-            return 0
-        return 1 if request.num_computed_tokens else 2
-
-
-def _row(request: Request, num_new_tokens: int) -> ScheduledRow:
-    start = request.num_computed_tokens
-    num_samples = max(0, start + num_new_tokens - request.num_tokens + 1)
-    return ScheduledRow(request, request.row, start, num_new_tokens, num_samples, request.region)

@@ -101,7 +101,8 @@ class Stepper:
         self._suspects.last_failed = ()
         began = time.perf_counter()
         # Tokens that a failed step had sampled, and its plan if it was not committed.
-        self._collect()
+        if self._uncollected:
+            self._collect()
         self._scheduler.discard()
         plan = self._scheduler.plan(self._suspects.alone)
         if plan is None:

@@ -49,16 +49,19 @@ class StepCounters:
 
     def count(self, plan: StepPlan, result: StepResult, leases: KVLeases, memory: MemoryPlan) -> None:
         """Account for a step that has run, before anything of it is given back."""
-        self.steps[str(result.shape.phase)] += 1
-        cached = 0
+        shape, bucket = result.message.shape, result.message.bucket
+        self.steps[str(shape.phase)] += 1
+        cached = num_blocks = 0
         for row in plan.rows:
-            cached += row.end
+            end = row.end
+            cached += end
+            num_blocks += -(-end // memory.block_size)
             known = row.request.num_prompt_tokens
             if row.start < known:
-                self.num_prompt_tokens += min(row.end, known) - row.start
+                self.num_prompt_tokens += min(end, known) - row.start
         self.num_output_tokens += len(result.token_ids)
-        self.num_query_tokens += result.bucket.query_len
-        self.num_padded_tokens += result.bucket.query_len - result.shape.query_len
+        self.num_query_tokens += bucket.query_len
+        self.num_padded_tokens += bucket.query_len - shape.query_len
         self.num_preemptions += len(plan.preempted)
         self.num_given_up.update(num_given_up(plan, memory))
         add_tiles(self.tiles, plan, memory)
@@ -66,7 +69,6 @@ class StepCounters:
             self.peak_cached_tokens = cached
             self.peak_held_bytes = held_bytes(leases, memory)
             self.peak_full_attention_bytes = memory.full_attention_bytes(cached)
-            num_blocks = sum(-(-row.end // memory.block_size) for row in plan.rows)
             self.peak_unshared_bytes = num_blocks * memory.block_bytes + len(plan.rows) * memory.row_bytes
 
 
@@ -113,10 +115,11 @@ class Telemetry:
 
         Errors, of a full disk say, are counted, and the first one is logged.
         """
-        is_noted = self._try(lambda: self.counters.count(plan, result, leases, memory))
-        is_noted &= self._try(partial(self.shapes.add, result.shape, result.bucket))
+        shape, bucket = result.message.shape, result.message.bucket
+        is_noted = self._try(partial(self.counters.count, plan, result, leases, memory))
+        is_noted &= self._try(partial(self.shapes.add, shape, bucket))
         if self.recorder is not None:
-            is_noted &= self._try(partial(self.recorder.add, result.shape))
+            is_noted &= self._try(partial(self.recorder.add, shape))
         if self.step_recorder is not None:
             is_noted &= self._try(partial(self.step_recorder.add, result.message, result.token_ids))
         # Last: what is noted of a step belongs to the profile of that step.

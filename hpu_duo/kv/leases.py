@@ -175,16 +175,16 @@ class KVLeases:
             False, and nothing has changed, if too few blocks are free.
         """
         missing = self.num_blocks_for(num_tokens) - request.num_blocks
-        if missing > self.num_available:
-            return False
         if missing > 0:
+            if missing > self.num_available:
+                return False
             self._append_blocks(request, self._allocate(missing))
-        is_chunk = num_tokens - request.num_computed_tokens > 1
-        if not is_chunk:
-            self._release_region(request)
-        elif self.regions is not None and request.region == NO_REGION:
-            # There are as many as a step has prompt rows, and all rows that go on have been given theirs.
-            request.region = self.regions.acquire(request)
+        if self.regions is not None:
+            if num_tokens - request.num_computed_tokens <= 1:
+                self._release_region(request)
+            elif request.region == NO_REGION:
+                # There are as many as a step has prompt rows, and all rows that go on have been given theirs.
+                request.region = self.regions.acquire(request)
         return True
 
     def _release_region(self, request: Request) -> None:

@@ -313,11 +313,11 @@ class MemoryPlan:
 
         Not rounded to blocks: the smallest possible full cache, so that ratios to it are conservative.
         """
-        return (
-            num_tokens
-            * self.dtype_bytes
-            * sum(layer.num_heads * layer.elements_per_head for layer in self.layers)
-        )
+        return num_tokens * self.dtype_bytes * self._elements_per_token
+
+    @cached_property
+    def _elements_per_token(self) -> int:
+        return sum(layer.num_heads * layer.elements_per_head for layer in self.layers)
 
 
 def _show(num_bytes: int) -> str:

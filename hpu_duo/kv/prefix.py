@@ -151,7 +151,8 @@ class PrefixCache:
         A block that another request has entered meanwhile replaces the request's own in its table. To be
         called between steps.
         """
-        if self._uses_blocks:
+        num_blocks = 0 if (end := self._ends.get(request)) is None else end.depth
+        if self._uses_blocks and request.num_computed_tokens >= (num_blocks + 1) * self._block_size:
             self._store(request)
 
     def _store(self, request: Request) -> PrefixNode:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, byte_tokens, special_token_ids
 from hpu_duo.sampling.field_error import FieldError
-from hpu_duo.sampling.host import choose_on_host, hosted_rows, without
+from hpu_duo.sampling.host import choose_on_host, hosted_rows
 from hpu_duo.sampling.params import HostChoice, HostSampler, SamplingParams
 from hpu_duo.sampling.penalties import PenaltyState
 from hpu_duo.sampling.rng import derive_seed, uniform
@@ -52,7 +52,6 @@ __all__ = [
     "static_route",
     "static_routes",
     "uniform",
-    "without",
 ]
 
 _HOMES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -87,8 +87,7 @@ class SamplingBatch:
                         write_mask(masks[index], row)
                 except Exception as error:
                     raise RowError(index, error) from error
-        route = _choose_route(rows, values, vocab_size, edits.padded_size, seen.padded_size)
-        route = replace(route, has_masks=has_masks)
+        route = _choose_route(rows, values, vocab_size, edits.padded_size, seen.padded_size, has_masks)
         if is_static:
             route = static_route(route)
         floats = np.empty(route.num_floats, np.float32)
@@ -97,8 +96,10 @@ class SamplingBatch:
             block[:-1] = np.array(values, dtype=np.float32).T
             block[-1] = _draw(rows)
         lists = floats[route.num_row_floats :]
-        edits.write(lists[: 3 * route.num_edits].reshape(3, -1))
-        seen.write(lists[3 * route.num_edits :].reshape(3, -1))
+        if route.num_edits:
+            edits.write(lists[: 3 * route.num_edits].reshape(3, -1))
+        if route.num_seen:
+            seen.write(lists[3 * route.num_edits :].reshape(3, -1))
         return cls(route, floats, masks)
 
     @classmethod
@@ -135,6 +136,7 @@ def _choose_route(
     vocab_size: int,
     num_edits: int,
     num_seen: int,
+    has_masks: bool,
 ) -> SamplingRoute:
     max_k = int(max(value.top_k for value in values))
     has_sort = max_k > MAX_TOPK_WIDTH or any(value.top_p < 1.0 for value in values)
@@ -154,6 +156,7 @@ def _choose_route(
         has_sort=has_sort,
         has_min_p=any(value.log_min_p > FORBIDDEN for value in values),
         num_logprobs=num_logprobs,
+        has_masks=has_masks,
     )
 
 

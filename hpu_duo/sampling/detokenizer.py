@@ -154,7 +154,9 @@ class IncrementalDetokenizer:
         if is_broken and not is_overdue:
             return ""
         # Of garbage, only the last character can still become something else.
-        piece = self._drop_unfinished(text[self._released : len(text) - is_broken])
+        piece = text[self._released : len(text) - is_broken]
+        if self._num_unfinished:
+            piece = self._drop_unfinished(piece)
         if is_broken:
             self._cut(len(self._window) - _TAIL_TOKENS)
             self._num_settled = 0

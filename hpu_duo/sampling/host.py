@@ -20,15 +20,6 @@ def hosted_rows(rows: Sequence[SamplingRow | None]) -> dict[int, SamplingRow]:
     return {index: row for index, row in enumerate(rows) if row is not None and row.choose is not None}
 
 
-def without(
-    rows: Sequence[SamplingRow | None], hosted: Mapping[int, SamplingRow]
-) -> Sequence[SamplingRow | None]:
-    """Return the rows without those of the host, for the device's sampler."""
-    if not hosted:
-        return rows
-    return [None if index in hosted else row for index, row in enumerate(rows)]
-
-
 def choose_on_host(
     hosted: Mapping[int, SamplingRow], logits_NV: Tensor
 ) -> tuple[dict[int, int], dict[int, Exception]]:

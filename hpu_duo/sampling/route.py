@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hpu_duo.sampling.rows import RowTensors
 
@@ -43,17 +44,17 @@ class SamplingRoute:
     num_logprobs: int = -1
     has_masks: bool = False
 
-    @property
+    @cached_property
     def has_row_values(self) -> bool:
         """Whether the per-row parameters are needed on the device."""
         return self.has_random or self.num_seen > 0
 
-    @property
+    @cached_property
     def num_row_floats(self) -> int:
         """Number of per-row values at the start of ``SamplingBatch.floats``."""
         return len(RowTensors._fields) * self.num_rows if self.has_row_values else 0
 
-    @property
+    @cached_property
     def num_floats(self) -> int:
         """Length of ``SamplingBatch.floats``."""
         return self.num_row_floats + 3 * (self.num_edits + self.num_seen)

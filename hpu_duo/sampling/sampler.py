@@ -83,20 +83,22 @@ def sample_tokens(
     scores_NV = logits_NV
     if route.num_edits or route.has_row_values or route.has_masks:
         scores_NV = logits_NV.float()
-    edits, seen = _split_lists(floats[route.num_row_floats :], route)
+    # Values, rows and tokens: those of the edits, then those of the seen tokens.
+    lists, at = floats[route.num_row_floats :], 3 * route.num_edits
     if route.num_edits:
-        scores_NV = scores_NV + _scatter(edits, route)
-    if not route.has_row_values:
-        token_ids = most_likely(_masked(scores_NV, masks_NW))
-    else:
-        rows = _split_rows(floats[: route.num_row_floats], route)
+        scores_NV = scores_NV + _scatter(lists[:at], route)
+    rows = None
+    if route.has_row_values:
+        values = floats[: route.num_row_floats].view(len(RowTensors._fields), route.num_rows)
+        rows = RowTensors(*values.unbind(0))
         if route.num_seen:
-            scores_NV = penalize(scores_NV, _scatter(seen, route), rows)
-        scores_NV = _masked(scores_NV, masks_NW)
-        token_ids = most_likely(scores_NV)
-        if route.has_random:
-            kept_NV = filter_scores(scores_NV / rows.temperature[:, None], rows, route)
-            token_ids = torch.where(rows.is_greedy > 0, token_ids, draw(kept_NV, rows.uniform))
+            scores_NV = penalize(scores_NV, _scatter(lists[at:], route), rows)
+    if masks_NW is not None:
+        scores_NV = forbid(scores_NV, masks_NW, FORBIDDEN)
+    token_ids = most_likely(scores_NV)
+    if rows is not None and route.has_random:
+        kept_NV = filter_scores(scores_NV / rows.temperature[:, None], rows, route)
+        token_ids = torch.where(rows.is_greedy > 0, token_ids, draw(kept_NV, rows.uniform))
     if route.num_logprobs < 0:
         return SampledTokens(token_ids, None)
     return SampledTokens(token_ids, gather_logprobs(logits_NV, token_ids, route.num_logprobs))
@@ -200,23 +202,9 @@ def _cumulative(probs_NV: Tensor) -> Tensor:
     return torch.cumsum(units_NV, dim=-1, dtype=torch.int32)
 
 
-def _masked(scores_NV: Tensor, masks_NW: Tensor | None) -> Tensor:
-    return scores_NV if masks_NW is None else forbid(scores_NV, masks_NW, FORBIDDEN)
-
-
-def _split_rows(floats: Tensor, route: SamplingRoute) -> RowTensors:
-    return RowTensors(*floats.view(len(RowTensors._fields), route.num_rows).unbind(0))
-
-
-def _split_lists(floats: Tensor, route: SamplingRoute) -> tuple[Tensor, Tensor]:
-    """Values, rows and tokens of the edits, ``[3, E]``, and of the seen tokens."""
-    at = 3 * route.num_edits
-    return floats[:at].view(3, route.num_edits), floats[at:].view(3, route.num_seen)
-
-
 def _scatter(list_3E: Tensor, route: SamplingRoute) -> Tensor:
-    """A [N, V] matrix that is zero except for the listed values."""
-    values_E, rows_E, tokens_E = list_3E.unbind(0)
+    """A [N, V] matrix that is zero except for a list of values, then their rows, then their tokens."""
+    values_E, rows_E, tokens_E = list_3E.view(3, -1).unbind(0)
     positions_E = rows_E.to(torch.int32) * route.vocab_size + tokens_E.to(torch.int32)
     flat = torch.zeros(route.num_rows * route.vocab_size, dtype=torch.float32, device=values_E.device)
     return flat.index_add(0, positions_E, values_E).view(route.num_rows, route.vocab_size)
