@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.first_contact.page import Page
+from benchmarks.server_faults.page import Page
 from benchmarks.serving import serving
 
 PARTS = ("fuzz", "bombs", "kills", "ending", "disk", "connections", "files", "soak")

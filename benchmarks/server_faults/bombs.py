@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.first_contact.page import paragraph
 from benchmarks.server_faults.calls import check_serves, session, until_nothing_is_held
+from benchmarks.server_faults.page import paragraph
 from benchmarks.serving import Serving
 
 TITLE = "Requests that hold too much"

@@ -8,8 +8,8 @@ import resource
 import time
 from collections import Counter
 
-from benchmarks.first_contact.page import paragraph
 from benchmarks.server_faults.calls import PROMPT, check_serves, session, until_nothing_is_held
+from benchmarks.server_faults.page import paragraph
 from benchmarks.serving import Serving
 
 TITLE = "Open connections"

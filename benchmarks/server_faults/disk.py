@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.first_contact.page import paragraph
 from benchmarks.server_faults.calls import check_serves, session
+from benchmarks.server_faults.page import paragraph
 from benchmarks.serving import Serving
 
 TITLE = "A full disk for the log of calls"

@@ -12,8 +12,8 @@ from pathlib import Path
 import aiohttp
 import openai
 
-from benchmarks.first_contact.page import paragraph
 from benchmarks.server_faults.calls import PROMPT, check_serves, session, stream_body
+from benchmarks.server_faults.page import paragraph
 from benchmarks.serving import Serving, serving
 
 TITLE = "SIGTERM under load, SIGKILL, and the next server"

@@ -7,9 +7,9 @@ import time
 
 import aiohttp
 
-from benchmarks.first_contact.page import paragraph
 from benchmarks.server_faults.calls import check_serves, session, until_nothing_is_held
 from benchmarks.server_faults.connections import open_all
+from benchmarks.server_faults.page import paragraph
 from benchmarks.serving import Serving
 
 TITLE = "More connections than files"

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.first_contact.page import paragraph
 from benchmarks.server_faults.calls import TIMEOUT_S, check_serves, session, until_nothing_is_held
+from benchmarks.server_faults.page import paragraph
 from benchmarks.serving import Serving
 from hpu_duo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 

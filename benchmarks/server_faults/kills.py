@@ -10,8 +10,8 @@ import time
 
 import aiohttp
 
-from benchmarks.first_contact.page import paragraph
 from benchmarks.server_faults.calls import check_serves, session, stats, stream_body, until_nothing_is_held
+from benchmarks.server_faults.page import paragraph
 from benchmarks.serving import Serving
 
 TITLE = "Clients killed in the middle of a stream"

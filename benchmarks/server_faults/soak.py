@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.first_contact.page import paragraph
 from benchmarks.server_faults.calls import check_serves, session, stats, until_nothing_is_held
 from benchmarks.server_faults.fuzz import send_body
+from benchmarks.server_faults.page import paragraph
 from benchmarks.serving import Serving
 
 TITLE = "Ten minutes of mixed calls"

@@ -7,12 +7,6 @@ from pathlib import Path
 from textwrap import wrap
 
 _HEADING = "## "
-_INTRODUCTION = """# First contact with a Gaudi
-
-Made by `python -m benchmarks.first_contact PART --page benchmarks/results/hpu-first-contact.md`, each
-section by the part named in it. Nothing here ran on a Gaudi: the figures are counted, computed from sizes,
-or measured on a CPU. What is counted or computed is the same on every machine, torch 2.13.0, 2026-11-22;
-sections with times name the processor and the versions."""
 
 
 def paragraph(*sentences: str) -> str:
@@ -30,7 +24,7 @@ class Page:
         sections: texts by title, in order.
     """
 
-    introduction: str = _INTRODUCTION
+    introduction: str
     sections: tuple[tuple[str, str], ...] = ()
 
     @classmethod
