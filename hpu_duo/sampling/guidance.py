@@ -17,6 +17,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
+from hpu_duo.sampling.endless import ENDLESS, is_endless
 from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.structured import JSON_WHITESPACE, StructuredOutputs
 
@@ -134,6 +135,8 @@ class Grammars:
         beginning.compute_bitmask()
         if beginning.is_error():
             raise FieldError(f"structured_outputs.{wanted.field}", _sentence(beginning.get_error()))
+        if wanted.field == "json" and is_endless(json.loads(str(wanted.json))):
+            raise FieldError("structured_outputs.json", ENDLESS)
         return matcher
 
 

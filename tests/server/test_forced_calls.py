@@ -11,9 +11,18 @@ import httpx
 import openai
 import pytest
 
+from hpu_duo.sampling import StructuredOutputs
+from hpu_duo.sampling.guidance import Grammars
 from hpu_duo.server.planning.strict import closed
+from hpu_duo.server.tools import calls_grammar
 from tests.server.ending import ASKED, CLOCK, WEATHER, served
 from tests.server.live import Live
+
+_ITSELF = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
+ENDLESS = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {**_ITSELF, "$defs": {"a": _ITSELF}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +66,10 @@ def test_a_call_is_made_where_one_is_required_in_streams_too(server: Live) -> No
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         (
-            {"extra_body": {"response_format": {"type": "grammar", "grammar": "start: /a/"}}},
-            "response_format",
+            {"extra_body": {"structured_outputs": {"grammar": f"start: /a/\n// {'x' * (2**20 - 50)}"}}},
+            "tools",
         ),
+        ({"tools": [ENDLESS], "tool_choice": "required"}, "tools"),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}],
@@ -167,3 +177,72 @@ def test_a_format_is_served_beside_tools_that_are_not_to_be_called(server: Live)
         extra_body={"response_format": {"type": "regex", "regex": "[A-Z]{2}"}},
     )
     assert re.fullmatch("[A-Z]{2}", done.choices[0].message.content or "")
+
+
+def strict(city: str) -> dict[str, Any]:
+    parameters = {"properties": {"city": {"enum": [city]}}, "required": ["city"]}
+    return {"type": "function", "function": {"name": "at", "strict": True, "parameters": parameters}}
+
+
+def test_strict_tools_are_kept_to_where_the_model_may_write_text(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with served(tmp_path_factory, tool_call_parser="llama3_json") as server:
+        assert server.model.tokenizer is not None
+        [brace] = server.model.tokenizer.encode("{", add_special_tokens=False)
+        create: Any = server.client().chat.completions.create
+        asked: dict[str, Any] = {**ASKED, "tools": [strict("Rome"), CLOCK], "parallel_tool_calls": False}
+        text = create(**asked, logit_bias={str(brace): -100}, max_tokens=9).choices[0]
+        assert text.message.content
+        assert not text.message.tool_calls
+        called = create(**asked, logit_bias={str(brace): 100}).choices[0].message
+        [call] = called.tool_calls
+        if call.function.name == "at":
+            assert json.loads(call.function.arguments) == {"city": "Rome"}
+        asked["tools"] = [strict("Rome")]
+        [call] = create(**asked, logit_bias={str(brace): 100}).choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("at", {"city": "Rome"})
+
+
+CALL = '<tool_call>\n{"name": "at", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "is_whole"),
+    [
+        ("hermes", "Hello <tool", True),
+        ("hermes", f"I look: {CALL} and{CALL}", True),
+        ("hermes", CALL.replace("Rome", "Bern"), False),
+        ("hermes", "<tool_call> what", False),
+        ("llama3_json", "Hello {", True),
+        ("llama3_json", '{"name": "at", "parameters": {"city": "Rome"}}', True),
+        ("llama3_json", '{"name": "at", "parameters": {"city": "Bern"}}', False),
+        ("llama3_json", '{"a": 1}', False),
+    ],
+)
+def test_text_is_free_and_calls_are_strict(server: Live, parser: str, text: str, is_whole: bool) -> None:
+    tokenizer = server.model.tokenizer
+    assert tokenizer is not None
+    at = strict("Rome")["function"]["parameters"]
+    grammar = calls_grammar(parser, [("at", closed(at, "tools"))], is_one=False, is_free=True)
+    state = Grammars(tokenizer, len(tokenizer), [2]).start(StructuredOutputs(grammar=grammar))
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert (state.num_accepted_of(tokens) == len(tokens)) is is_whole
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+def test_beside_a_grammar_the_answer_keeps_to_it_or_is_a_call(
+    parser: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    grammar = 'start: /[A-Z]{2}/ end\nend: "}" | "x"'
+    with served(tmp_path_factory, tool_call_parser=parser) as server:
+        create: Any = server.client().chat.completions.create
+        more = {"structured_outputs": {"grammar": grammar}}
+        done = create(**ASKED, n=16, tools=[strict("Rome")], parallel_tool_calls=False, extra_body=more)
+    messages = [choice.message for choice in done.choices if choice.finish_reason != "length"]
+    for message in messages:
+        if message.tool_calls:
+            assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Rome"}
+        else:
+            assert re.fullmatch("[A-Z]{2}[}x]", message.content)
+    assert any(not message.tool_calls for message in messages)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
+import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -197,4 +198,39 @@ def test_a_schema_that_stands_for_nothing_but_itself_is_refused_in_a_sentence(ht
     itself = {"$ref": "#/$defs/a"}
     schema = {"type": "object", "properties": {"a": itself}, "required": ["a"], "$defs": {"a": itself}}
     response = http.post("/v1/chat/completions", json={**ASKED, "guided_json": schema})
-    assert "stands for nothing but itself" in response.json()["error"]["message"]
+    assert "required parts never end" in response.json()["error"]["message"]
+
+
+class Node(BaseModel):
+    """A schema that refers to itself below its root, and ends."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    value: Literal[1]
+    next: Node | None
+
+
+class Chain(BaseModel):
+    """A list of nodes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    first: Node
+
+
+def test_a_schema_that_refers_to_itself_below_its_root_is_served_if_it_can_end(server: Live) -> None:
+    described: Any = {"name": "x", "strict": True, "schema": Chain.model_json_schema()}
+    wanted: Any = {"type": "json_schema", "json_schema": described}
+    create: Any = server.client().chat.completions.create
+    done = create(**ASKED, n=16, response_format=wanted)
+    texts = [choice.message.content for choice in done.choices if choice.finish_reason == "stop"]
+    assert texts
+    assert all(Chain.model_validate_json(text) for text in texts)
+    required = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}, "required": ["next"]}
+    array = {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}
+    for endless in (required, array):
+        schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+        described["schema"] = {**schema, "$defs": {"n": endless}}
+        with pytest.raises(openai.BadRequestError, match="required parts never end") as refused:
+            create(**ASKED, response_format=wanted)
+        assert refused.value.param == "response_format"

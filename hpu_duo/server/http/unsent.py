@@ -1,4 +1,4 @@
-"""What of a connection has not reached its caller yet."""
+"""Bytes of a connection that have not reached its caller yet."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from hpu_duo.sampling import FieldError, StructuredOutputs
+from hpu_duo.sampling.endless import ENDLESS, is_endless
 from hpu_duo.server.answers import AnswerHead, ChatAnswer, Usage
 from hpu_duo.server.answers.logprobs import TokenNames
 from hpu_duo.server.planning.formats import compile_format, format_of
@@ -152,21 +153,24 @@ class ChatPlanner:
 
     async def _format(self, request: ChatRequest, parser: str | None) -> StructuredOutputs | None:
         """The format of the answer's text: that of the request, or of calls, or either of them."""
-        wanted = await format_of(request, self._served)
-        if parser is None or (wanted is None and not _is_forced(request)):
+        wanted, is_forced = await format_of(request, self._served), _is_forced(request)
+        is_free = wanted is None and not is_forced
+        if parser is None or (is_free and not any(tool.function.strict for tool in request.tools or ())):
             return wanted
-        if wanted is not None and (_is_forced(request) or wanted.grammar is not None):
+        if wanted is not None and is_forced:
             raise bad_value(
-                "response_format",
-                "response_format: expected a tool_choice of auto or none with it, and with auto no grammar",
+                "response_format", "response_format: expected a tool_choice of auto or none with it"
             )
         is_one = isinstance(request.tool_choice, ToolChoice) or request.parallel_tool_calls is False
-        functions = await asyncio.to_thread(_callable, request)
-        grammar = await asyncio.to_thread(calls_grammar, parser, functions, is_one=is_one, answer=wanted)
+        functions = await asyncio.to_thread(_callable, request, is_free)
+        write = partial(calls_grammar, parser, functions, is_one=is_one, answer=wanted, is_free=is_free)
+        grammar = await asyncio.to_thread(write)
         try:
             calls = StructuredOutputs(grammar=grammar)
         except FieldError as error:
-            raise bad_value("tools", f"tools: {error.reason}, for all schemas together") from error
+            raise bad_value(
+                "tools", f"tools: {error.reason}, for all their schemas and the format beside them"
+            ) from error
         await compile_format(self._served, calls, "tools")
         return calls
 
@@ -186,10 +190,17 @@ def _is_forced(request: ChatRequest) -> bool:
     return request.tool_choice == "required" or isinstance(request.tool_choice, ToolChoice)
 
 
-def _callable(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]]:
-    """Functions that may be called, with the schemas of their arguments."""
+def _callable(request: ChatRequest, only_strict: bool) -> list[tuple[str, dict[str, Any] | None]]:
+    """Functions that may be called, with the schemas of their arguments.
+
+    Args:
+        only_strict: leave schemas out that are not strict.
+    """
     choice = request.tool_choice
-    functions = [(tool.function.name, _parameters(tool)) for tool in request.tools or ()]
+    functions = [
+        (tool.function.name, None if only_strict and not tool.function.strict else _parameters(tool))
+        for tool in request.tools or ()
+    ]
     if not isinstance(choice, ToolChoice):
         return functions
     chosen = [function for function in functions if function[0] == choice.function.name]
@@ -203,6 +214,8 @@ def _callable(request: ChatRequest) -> list[tuple[str, dict[str, Any] | None]]:
 
 def _parameters(tool: FunctionTool) -> dict[str, Any] | None:
     parameters = tool.function.parameters
+    if parameters is not None and is_endless({"type": "object", **parameters}):
+        raise bad_value("tools", f"tools: {tool.function.name}: {ENDLESS}")
     if not tool.function.strict:
         return parameters
     return closed({"type": "object", **(parameters or {})}, "tools")

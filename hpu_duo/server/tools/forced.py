@@ -9,6 +9,7 @@ from typing import Any
 
 from hpu_duo.sampling.structured import JSON_WHITESPACE, StructuredOutputs
 from hpu_duo.server.tools.hermes import CLOSE, OPEN
+from hpu_duo.server.tools.llama import TAG
 
 Function = tuple[str, Mapping[str, Any] | None]
 """A name, and the JSON schema of the arguments; None takes any object."""
@@ -21,7 +22,12 @@ _SLASH = re.compile(r"(\\.)|[/\n]", re.DOTALL)
 
 
 def calls_grammar(
-    parser: str, functions: Sequence[Function], *, is_one: bool, answer: StructuredOutputs | None = None
+    parser: str,
+    functions: Sequence[Function],
+    *,
+    is_one: bool,
+    answer: StructuredOutputs | None = None,
+    is_free: bool = False,
 ) -> str:
     """Return the grammar of one or more calls, in llguidance's dialect of Lark.
 
@@ -31,8 +37,11 @@ def calls_grammar(
         parser: in ``PARSERS``.
         functions: any of them is called, at least one.
         is_one: exactly one call.
-        answer: what may be written in place of calls, anything but a grammar; None for nothing.
+        answer: what may be written in place of calls; None for nothing.
+        is_free: any text may be written in place of calls, and around them where they have marks.
     """
+    if is_free:
+        return _FREE[parser](functions, is_one)
     rules = _GRAMMARS[parser](functions, is_one, answer is not None)
     if answer is None:
         return f"start: calls\n{rules}"
@@ -50,6 +59,19 @@ def _llama3_json(functions: Sequence[Function], is_one: bool, has_answer: bool) 
     # A call and JSON that is none begin alike, and have to be made of the same lexemes.
     body = _json_body if has_answer else _body
     return f"calls: {calls}\n{body(functions, 'parameters')}"
+
+
+def _hermes_in_text(functions: Sequence[Function], is_one: bool) -> str:
+    called = f"called: mark {dumps(chr(10))} body {dumps(chr(10) + CLOSE)}"
+    start = "called | text" if is_one else "called* text"
+    mark = f"mark[lazy]: /(.|\\n)*{OPEN}/\ntext: /(.|\\n)*/"
+    return f"start: {start}\n{called}\n{mark}\n{_body(functions, 'arguments')}"
+
+
+def _llama3_json_or_text(functions: Sequence[Function], is_one: bool) -> str:
+    # Text that begins as a call does would be taken for one.
+    text = rf"text: TEXT?{chr(10)}TEXT: /\s*[^{{\s](.|\n)*/ & ~/\s*{re.escape(TAG)}(.|\n)*/"
+    return f"start: calls | text\n{text}\n{_llama3_json(functions, is_one, False)}"
 
 
 def _body(functions: Sequence[Function], arguments: str) -> str:
@@ -114,6 +136,8 @@ def _answer(wanted: StructuredOutputs) -> str:
             return f"%json {dumps({'type': 'object', 'x-guidance': _FLEXIBLE})}"
         case "regex":
             return f"/{_SLASH.sub(_escaped, str(wanted.regex))}/"
+        case "grammar":
+            return f"%lark {{\n{wanted.grammar}\n}}"
         case _:
             return " | ".join(map(dumps, wanted.choice or ()))
 
@@ -125,4 +149,8 @@ def _escaped(found: re.Match[str]) -> str:
 _GRAMMARS: Mapping[str, Callable[[Sequence[Function], bool, bool], str]] = {
     "hermes": _hermes,
     "llama3_json": _llama3_json,
+}
+_FREE: Mapping[str, Callable[[Sequence[Function], bool], str]] = {
+    "hermes": _hermes_in_text,
+    "llama3_json": _llama3_json_or_text,
 }
