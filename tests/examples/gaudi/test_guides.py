@@ -1,18 +1,16 @@
-"""The guides: every command of hpu-duo in them exists with its options, and every file and variable too."""
+"""The guides: every file, variable and option in them exists; ``tests/docs`` reads their commands."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.cli.app import app
+from tests.docs.commands import options_of, shown_commands
 from tests.examples.gaudi.gaudi_server import GAUDI, ROOT
 
 GUIDES = sorted(path for path in GAUDI.glob("*.md") if path.name != "variables.md")
@@ -20,7 +18,6 @@ COMPARISONS = [GAUDI / "from-vllm-gaudi.md", GAUDI / "from-optimum-habana.md"]
 VARIABLES = {one["name"] for one in yaml.safe_load((GAUDI / "env" / "variables.yaml").read_text("utf-8"))}
 VERDICTS = {"same", "other name", "not needed", "missing"}
 LAUNCH = {"--env", "--dry-run", "--again", "check", "limits", "plan", "warmup", "verify", "serve", "FILE"}
-GROUPS = ("bench", "eval", "pattern")
 
 
 def guides() -> list[str]:
@@ -29,29 +26,6 @@ def guides() -> list[str]:
 
 def text_of(name: str) -> str:
     return (GAUDI / name).read_text(encoding="utf-8")
-
-
-@cache
-def options_of(command: tuple[str, ...]) -> frozenset[str]:
-    """Options in the help of a command."""
-    shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "300", "TERM": "dumb"})
-    assert shown.exit_code == 0, f"hpu-duo {' '.join(command)} is no command"
-    return frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", shown.output))
-
-
-def commands(text: str) -> list[tuple[tuple[str, ...], list[str]]]:
-    """The calls of hpu-duo, or of its entry point in a container, in code: command and options."""
-    found = []
-    code = re.findall(r"```\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text)
-    for piece in code:
-        joined = piece.replace("--entrypoint hpu-duo server ", "--entrypoint server; hpu-duo ")
-        for call in re.findall(r"(?:^|[;\s])hpu-duo ([a-z][^\n;]*)", joined):
-            words = call.split()
-            size = 2 if words[0] in GROUPS else 1
-            found.append(
-                (tuple(words[:size]), [word.partition("=")[0] for word in words if word[:2] == "--"])
-            )
-    return found
 
 
 def here(name: str) -> list[tuple[str, str, str]]:
@@ -64,16 +38,10 @@ def here(name: str) -> list[tuple[str, str, str]]:
     return rows
 
 
-@pytest.mark.parametrize("name", guides())
-def test_every_command_in_a_guide_exists_with_its_options(name: str) -> None:
-    for command, options in commands(text_of(name)):
-        unknown = set(options) - options_of(command)
-        assert not unknown, f"{name}: hpu-duo {' '.join(command)} has no {unknown}"
-
-
 def test_commands_are_found_in_the_guides_at_all() -> None:
-    found = {command for name in guides() for command, _ in commands(text_of(name))}
-    assert {("selftest",), ("plan",), ("warmup",), ("serve",), ("bench", "serve")} <= found
+    """``tests/docs`` has their parsers read them."""
+    found = {one.words[1:2] for one in shown_commands() if one.page in GUIDES}
+    assert {("selftest",), ("plan",), ("warmup",), ("serve",), ("bench",)} <= found
 
 
 @pytest.mark.parametrize("name", guides())
