@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,6 +53,31 @@ def tails_per_row(decode_len: int) -> int:
     return 1 if decode_len == 1 else 2
 
 
+class _Context(NamedTuple):
+    """Context blocks of all rows: entry of the row, place in its table, block id, and readers by block id."""
+
+    entry: np.ndarray
+    ordinal: np.ndarray
+    block: np.ndarray
+    num_readers: np.ndarray
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any block is; most steps are decodes of unrelated requests."""
+        return len(self.num_readers) > 0 and bool(self.num_readers.max() > 1)
+
+
+def count_context(rows: StepRows, block_size: int) -> tuple[int, int]:
+    """The blocks of both parts of ``split_context`` as numbers: ``len(blocks)`` and ``len(owner)``."""
+    entry, ordinal, block, num_readers = context = _context(rows, block_size)
+    is_unique = ordinal < _num_whole(rows, block_size)[entry]
+    num_shared = 0
+    if context.is_shared:
+        is_unique &= num_readers[block] == 1
+        num_shared = int(np.count_nonzero(num_readers > 1))
+    return num_shared, int(block[is_unique].max(initial=-1)) + 1
+
+
 def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePart]:
     """Assign every context block of the step to the part that reads it.
 
@@ -62,28 +88,35 @@ def split_context(rows: StepRows, block_size: int) -> tuple[SharedPart, UniquePa
     Returns:
         ``(shared, unique)``, with row *entries* (``0 .. n - 1``) as row numbers.
     """
-    context = rows.context_len
-    used_blocks = np.minimum(-(-context // block_size), rows.num_blocks)
-    num_rows = rows.num_rows
-    entry = np.arange(num_rows, dtype=np.int32).repeat(used_blocks)
+    entry, ordinal, block, num_readers = context = _context(rows, block_size)
+    if not context.is_shared:
+        nothing = np.zeros(0, np.int32)
+        shared = SharedPart(nothing, nothing, np.zeros((rows.num_rows, 0), np.int32))
+        return shared, _unique_part(entry, ordinal, block, rows, block_size)
+    is_shared = num_readers[block] != 1
+    shared = _shared_part(entry[is_shared], ordinal[is_shared] * block_size, block[is_shared], rows.num_rows)
+    alone = ~is_shared
+    return shared, _unique_part(entry[alone], ordinal[alone], block[alone], rows, block_size)
+
+
+def _context(rows: StepRows, block_size: int) -> _Context:
+    """The readers of a block: one for each decode row, and two for a prompt row, so that it is shared."""
+    used_blocks = np.minimum(-(-rows.context_len // block_size), rows.num_blocks)
+    entry = np.arange(rows.num_rows, dtype=np.int32).repeat(used_blocks)
     ordinal = ranges(used_blocks)
     block = rows.block_ids
     if len(entry) != len(block):
         table_start = rows.num_blocks.cumsum() - rows.num_blocks
         block = block[table_start[entry] + ordinal]
-
     num_readers = np.bincount(block)
     if not rows.is_decode.all():
         num_readers += np.bincount(block[~rows.is_decode[entry]], minlength=len(num_readers))
-    if not len(num_readers) or num_readers.max() == 1:
-        # Most steps are decodes of unrelated requests.
-        nothing = np.zeros(0, np.int32)
-        shared = SharedPart(nothing, nothing, np.zeros((num_rows, 0), np.int32))
-        return shared, _unique_part(entry, ordinal, block, rows, block_size)
-    is_shared = num_readers[block] != 1
-    shared = _shared_part(entry[is_shared], ordinal[is_shared] * block_size, block[is_shared], num_rows)
-    alone = ~is_shared
-    return shared, _unique_part(entry[alone], ordinal[alone], block[alone], rows, block_size)
+    return _Context(entry, ordinal, block, num_readers)
+
+
+def _num_whole(rows: StepRows, block_size: int) -> np.ndarray:
+    """Blocks that all tokens of a row see whole: the first one sees a position more than was stored."""
+    return (rows.start + 1) // block_size
 
 
 def _shared_part(entry: np.ndarray, start: np.ndarray, block: np.ndarray, num_rows: int) -> SharedPart:
@@ -96,9 +129,7 @@ def _shared_part(entry: np.ndarray, start: np.ndarray, block: np.ndarray, num_ro
 def _unique_part(
     entry: np.ndarray, ordinal: np.ndarray, block: np.ndarray, rows: StepRows, block_size: int
 ) -> UniquePart:
-    # The first token of a row sees one position more than was stored.
-    num_whole = (rows.start + 1) // block_size
-    tail = ordinal - num_whole[entry]
+    tail = ordinal - _num_whole(rows, block_size)[entry]
     is_whole = tail < 0
     whole = block[is_whole]
     owner = np.full(int(whole.max()) + 1 if len(whole) else 0, -1, dtype=np.int32)

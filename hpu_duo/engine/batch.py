@@ -8,7 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bias_builders import NOWHERE, SharedPart, StepRows, UniquePart, ranges, split_context, tails_per_row
+from bias_builders import (
+    NOWHERE,
+    SharedPart,
+    StepRows,
+    UniquePart,
+    count_context,
+    ranges,
+    split_context,
+    tails_per_row,
+)
 from graphs.limits import StepLimits
 from graphs.shape import BatchShape, Phase
 from hpu_duo.engine.step_plan import StepPlan
@@ -147,22 +156,27 @@ def flatten(
         num_samples: logits that each row wants; None = one.
     """
     shared, unique = split_context(rows, block_size)
-    is_prompt = ~rows.is_decode
-    phase = Phase(
-        causal=bool(is_prompt.any()),
-        shared=bool(len(shared.blocks)) or bool((is_prompt & (rows.start > 0)).any()),
-        unique=bool(rows.is_decode.any()),
-    )
-    shape = BatchShape(
-        phase,
-        query_len=int(rows.num_new.sum()),
-        num_shared_blocks=max(len(shared.blocks), _region_blocks(rows, block_size)),
-        num_unique_blocks=len(unique.owner),
-        num_logits=int(rows.row_id.max()) + 1,
-    )
+    shape = _shape(rows, len(shared.blocks), len(unique.owner), block_size)
     if num_samples is None:
         num_samples = np.ones(rows.num_rows, np.int32)
     return StepBatch(rows, token_ids, num_samples, shared, unique, shape)
+
+
+def _shape(rows: StepRows, num_shared: int, num_unique: int, block_size: int) -> BatchShape:
+    """The shape of rows with so many blocks in each part."""
+    is_prompt = ~rows.is_decode
+    phase = Phase(
+        causal=bool(is_prompt.any()),
+        shared=num_shared > 0 or bool((is_prompt & (rows.start > 0)).any()),
+        unique=bool(rows.is_decode.any()),
+    )
+    return BatchShape(
+        phase,
+        query_len=int(rows.num_new.sum()),
+        num_shared_blocks=max(num_shared, _region_blocks(rows, block_size)),
+        num_unique_blocks=num_unique,
+        num_logits=int(rows.row_id.max()) + 1,
+    )
 
 
 def _region_blocks(rows: StepRows, block_size: int) -> int:
@@ -190,7 +204,8 @@ def rows_of(plan: StepPlan) -> StepRows:
 
 def exact_shape(plan: StepPlan, block_size: int) -> BatchShape:
     """The shape of a planned step, unpadded."""
-    return flatten(rows_of(plan), np.zeros(plan.num_tokens, np.int32), block_size).shape
+    rows = rows_of(plan)
+    return _shape(rows, *count_context(rows, block_size), block_size)
 
 
 def fill(

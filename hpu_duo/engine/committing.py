@@ -29,9 +29,9 @@ def append_tokens(
     committed = []
     sample = 0
     for row in plan.rows:
-        request, first = row.request, sample
-        sample += row.num_samples
-        num_taken = next(accepted) if row.num_samples else 0
+        request, first, num_samples = row.request, sample, row.num_samples
+        sample += num_samples
+        num_taken = next(accepted) if num_samples else 0
         if request.status is not RequestStatus.RUNNING:
             continue
         num_appended = 0
@@ -43,6 +43,6 @@ def append_tokens(
             if reason is not None:
                 break
         # What lies behind the token that ends a request is none of its text: not to be cached or paid for.
-        request.num_computed_tokens = row.end - (row.num_samples - num_appended)
+        request.num_computed_tokens = row.end - (num_samples - num_appended)
         policy.charge(request, row.num_new_tokens, num_appended)
     return committed

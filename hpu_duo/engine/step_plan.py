@@ -203,6 +203,8 @@ class StepDraft:
         if self._grid:
             return self._chunk(request, start, context)
         most = request.num_next_tokens(self._decode_len, start)
+        if most == 1 and self.num_free_tokens:  # what most rows of most steps do
+            return 1, False
         num_new = min(most, self.num_free_tokens)
         num_new = next((stop - start for stop in stops if start < stop < start + num_new), num_new)
         if num_new > self._decode_len and start and not self._chunks.has_room(context()):

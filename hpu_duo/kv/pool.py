@@ -43,6 +43,7 @@ class BlockPool:
         self._free = list(range(num_blocks))
         self._kept: set[int] = set()
         self._num_free, self._num_idle = num_blocks, 0
+        self._may_have_gaps = False
 
     @property
     def trash_block(self) -> int:
@@ -90,6 +91,7 @@ class BlockPool:
                 blocks.append(block)
         self._is_held[blocks] = True
         self._num_free -= count
+        self._may_have_gaps = True
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -102,7 +104,7 @@ class BlockPool:
             self._check_taken(block)
             if not self._holders[block]:
                 self._num_idle -= 1
-                self._is_held[block] = True
+                self._is_held[block] = self._may_have_gaps = True
             self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -117,6 +119,7 @@ class BlockPool:
             if self._holders[block]:
                 continue
             self._is_held[block] = False
+            self._may_have_gaps = True
             if block in self._kept:
                 self._num_idle += 1
             else:
@@ -155,10 +158,12 @@ class BlockPool:
             The moves; no block is in two of them. The caller renumbers what its holders know, and what is
             known of idle blocks.
         """
-        used = self.num_used
-        above = np.flatnonzero(self._is_held[used:])[::-1][:most] + used
-        if not len(above):
+        if not self._may_have_gaps:
             return []
+        used = self.num_used
+        above = np.flatnonzero(self._is_held[used:])[::-1] + used
+        self._may_have_gaps = len(above) > 0
+        above = above[:most]
         below = np.flatnonzero(~self._is_held[:used])[: len(above)]
         return [self._exchange(src, dst) for src, dst in zip(above.tolist(), below.tolist())]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphs import BatchShape, BucketTable, GraphMissError, Miss
-from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
 from hpu_duo.request import Request
+from hpu_duo.simulate.step_shapes import StepShapes
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ class SimulatedEngine:
     ) -> None:
         self.scheduler = scheduler
         self._duration_of, self._table = duration_of, table
+        self._shapes = StepShapes(scheduler.limits.block_size)
+        self._shape: BatchShape | None = None
+        self._bucket: BatchShape | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -77,8 +80,10 @@ class SimulatedEngine:
         """
         plan = self.scheduler.plan()
         assert plan is not None, "somebody is unfinished"
-        shape = exact_shape(plan, self.scheduler.limits.block_size)
-        bucket = self._bucket_of(shape)
+        shape = self._shapes.of(plan)
+        if self._bucket is None or shape is not self._shape:
+            self._shape, self._bucket = shape, self._bucket_of(shape)
+        bucket = self._bucket
         duration = self._duration_of(bucket)
         if not duration > 0:
             raise ValueError(f"expected a duration above 0 for {bucket}, got {duration}")
@@ -97,7 +102,7 @@ class SimulatedEngine:
 def _tokens_of(plan: StepPlan) -> list[int]:
     """Tokens that the step samples: the forced ones of each request, then zeros."""
     return [
-        int(row.request.tokens[place])
+        int(row.request.tokens[place]) if row.request.params.forced_token_ids else 0
         for row in plan.sampled_rows
         for place in range(row.end - row.num_samples + 1, row.end + 1)
     ]

@@ -100,8 +100,8 @@ class RunLog:
     """
 
     def __init__(self, came: Mapping[str, tuple[float, str | None]], cost: CostFunction) -> None:
-        self._came, self._cost = came, cost
-        self._bucket_cost = lru_cache(maxsize=4096)(cost)
+        self._came = came
+        self._cost = lru_cache(maxsize=4096)(cost)
         self.records: dict[str, RequestRecord] = {}
         self._running: dict[Request, RequestRecord] = {}
         self.service = ServiceLog()
@@ -116,7 +116,7 @@ class RunLog:
         self.num_tokens += step.shape.query_len
         self.num_padded_tokens += step.bucket.query_len
         self.cost_of_shapes += float(self._cost(step.shape))
-        self.cost_of_buckets += float(self._bucket_cost(step.bucket))
+        self.cost_of_buckets += float(self._cost(step.bucket))
         served: dict[str, int] = {}
         for request in step.plan.preempted:
             if request in self._running:
