@@ -16,7 +16,7 @@ _NUM_REMEMBERED = 200
 _FIRST_DECODE_S = 0.15
 """Seconds of a decoded token before any has been timed."""
 _FIRST_NUM_OUTPUTS = 32
-_DELAY = 0.05
+_DELAY = 0.15
 """Share of an output's time by which one open request delays another: they decode in the same steps."""
 _PATIENCE = 8.0
 """A request waits so many times as long as its prefix saves: computing it anew keeps others waiting."""
@@ -27,8 +27,8 @@ class E2(PrefixRouter):
 
     The cost is the time that the request waits for the open ones, the prefixes that it would evict, and its
     prompt; of equal costs, the replica that was given the least work within the window is taken. The wait is
-    the time of prompts without a first token, and a twentieth of an output's time for each open request. What
-    an evicted prefix costs is the time to compute it again, times the share of the window's requests that
+    the time of prompts without a first token, and 0.15 of an output's time for each open request. What an
+    evicted prefix costs is the time to compute it again, times the share of the window's requests that
     used it. Work is seconds: of prompt tokens that were computed, and of outputs by the medians of the last
     200 requests. Of several replicas with the same prefix, the one with the shortest wait is taken.
 
@@ -77,6 +77,7 @@ class E2(PrefixRouter):
         self._first_tokens: dict[Dispatch, float] = {}
         self._decode_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._num_outputs: deque[int] = deque(maxlen=_NUM_REMEMBERED)
+        self._token_s, self._output_s = _FIRST_DECODE_S, _FIRST_DECODE_S * _FIRST_NUM_OUTPUTS
 
     def load(self, replica: str, now: float) -> float:
         """Return the seconds of work that a replica was given within the window."""
@@ -84,8 +85,7 @@ class E2(PrefixRouter):
 
     def wait_s(self, replica: str) -> float:
         """Return the seconds by which the open requests of a replica are taken to delay one more."""
-        output_s = self._decode_median_s() * self._num_outputs_median()
-        return self._prompts_s[replica] + _DELAY * output_s * self.num_open(replica)
+        return self._prompts_s[replica] + _DELAY * self._output_s * self.num_open(replica)
 
     def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
         held = self.held(request)
@@ -138,25 +138,19 @@ class E2(PrefixRouter):
     def _computed_s(self, request: RoutedRequest, num_units: float) -> float:
         return self._prefill_s * num_units * request.tokens_per_unit
 
-    def _decode_median_s(self) -> float:
-        return median(self._decode_s) if self._decode_s else _FIRST_DECODE_S
-
-    def _num_outputs_median(self) -> float:
-        return median(self._num_outputs) if self._num_outputs else _FIRST_NUM_OUTPUTS
-
     def eviction_s(self, replica: str, request: RoutedRequest, num_units: float, now: float) -> float:
         """Return the seconds that making room for units costs, by the uses of what would be evicted."""
         excess = self.prefixes.size(replica) + num_units - self.prefixes.capacity
         num_requests = sum(self._work.num_charges(each) for each in self.replicas)
         if excess <= 0 or not num_requests:
             return 0.0
-        return sum(
-            self._computed_s(request, num) * self._num_hits(node, now) / num_requests
-            for node, num in self.prefixes.least_used(replica, excess)
-        )
+        found = self.prefixes.least_used(replica, excess)
+        lost_s = sum(self._computed_s(request, num) * self._num_hits(node, now) for node, num in found)
+        num_seen = sum(num for _, num in found)
+        return lost_s / num_requests * max(1.0, min(excess, self.prefixes.size(replica)) / max(1, num_seen))
 
     def _num_hits(self, node: RadixNode, now: float) -> int:
-        return sum(at > now - self._window_s for at in node.hits)
+        return node.hits.num(now - self._window_s)
 
     def _largest_node(self, request: RoutedRequest) -> RadixNode | None:
         """The node that most of what is known of a prompt lies in."""
@@ -178,8 +172,7 @@ class E2(PrefixRouter):
         super()._begins(sent)
         prompt_s = self._prefill_s * sent.num_new_tokens
         self._prompts_s[sent.replica] += prompt_s
-        seconds = prompt_s + self._decode_median_s() * self._num_outputs_median()
-        self._charges[sent] = self._work.charge(sent.replica, sent.at, seconds)
+        self._charges[sent] = self._work.charge(sent.replica, sent.at, prompt_s + self._output_s)
 
     def _answers(self, sent: Dispatch, now: float) -> None:
         self._first_tokens[sent] = now
@@ -197,8 +190,14 @@ class E2(PrefixRouter):
             self._num_outputs.append(num_outputs)
         if first is not None and num_outputs > 1:
             self._decode_s.append((now - first) / (num_outputs - 1))
-        seconds = self._prefill_s * num_new + self._decode_median_s() * num_outputs
-        self._close_charge(sent, seconds)
+        self._renew_medians()
+        self._close_charge(sent, self._prefill_s * num_new + self._token_s * num_outputs)
+
+    def _renew_medians(self) -> None:
+        if self._decode_s:
+            self._token_s = median(self._decode_s)
+        num_outputs = median(self._num_outputs) if self._num_outputs else _FIRST_NUM_OUTPUTS
+        self._output_s = self._token_s * num_outputs
 
     def _fails(self, sent: Dispatch, now: float) -> None:
         self._first_tokens.pop(sent, None)

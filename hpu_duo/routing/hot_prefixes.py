@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from statistics import fmean
 from weakref import WeakKeyDictionary
 
 from hpu_duo.routing.radix_tree import RadixNode
+from hpu_duo.routing.window_sums import WindowSums
 
 
 class HotPrefixes:
@@ -20,22 +19,29 @@ class HotPrefixes:
 
     def __init__(self, window_s: float, growth: float, num_least: int = 16) -> None:
         self._window_s, self._growth, self._num_least = window_s, growth, num_least
-        self._times: WeakKeyDictionary[RadixNode, deque[tuple[float, float]]] = WeakKeyDictionary()
+        self._times: WeakKeyDictionary[RadixNode, WindowSums] = WeakKeyDictionary()
 
     def add(self, node: RadixNode, now: float, ttft: float) -> None:
         """Note the time to the first token of a request."""
-        times = self._times.setdefault(node, deque())
-        times.append((now, ttft))
-        while times[0][0] <= now - self._window_s:
-            times.popleft()
+        times = self._times.setdefault(node, WindowSums())
+        times.drop(now - self._window_s)
+        times.add(now, ttft)
 
     def take(self, node: RadixNode, now: float) -> bool:
         """Return whether a prefix is hot; if it is, it has to become so anew to be hot again."""
-        times = [ttft for at, ttft in self._times.get(node, ()) if at > now - self._window_s]
-        if len(times) < self._num_least:
+        times = self._times.get(node)
+        if times is None:
+            return False
+        times.drop(now - self._window_s)
+        if times.num() < self._num_least:
             return False
         half = len(times) // 2
-        is_hot = fmean(times[half:]) >= self._growth * fmean(times[:half]) > 0
+        is_hot = _mean(times[half:]) >= self._growth * _mean(times[:half]) > 0
         if is_hot:
             del self._times[node]
         return is_hot
+
+
+def _mean(groups: list[tuple[float, int, float]]) -> float:
+    num = sum(each[1] for each in groups)
+    return sum(each[2] for each in groups) / num if num else 0.0

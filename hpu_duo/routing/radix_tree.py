@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterator
 
 import numpy as np
 
 from hpu_duo.routing.request import Units
+from hpu_duo.routing.window_sums import WindowSums
 
 
 class RadixNode:
@@ -18,9 +18,9 @@ class RadixNode:
         label: its units, at least one but at the root.
         start: units of the parents.
         children: by their first unit.
-        holders: those who are taken to hold it, with the time of the last use there. Whoever holds a
-            prefix holds all of its parents, and used those no earlier.
-        hits: times of its uses, at any replica, the latest last.
+        holders: those who are taken to hold it, with the last use there. Whoever holds a prefix holds all of
+            its parents, and used those no earlier; but for what is about to be forgotten.
+        hits: its uses of late, at any replica.
     """
 
     __slots__ = ("__weakref__", "children", "hits", "holders", "label", "parent", "start")
@@ -28,13 +28,30 @@ class RadixNode:
     def __init__(self, parent: RadixNode | None, label: Units, start: int) -> None:
         self.parent, self.label, self.start = parent, label, start
         self.children: dict[int, RadixNode] = {}
-        self.holders: dict[str, float] = {}
-        self.hits: deque[float] = deque()
+        self.holders: dict[str, Use] = {}
+        self.hits = WindowSums()
 
     @property
     def end(self) -> int:
         """Units of the prefix."""
         return self.start + len(self.label)
+
+
+class Use:
+    """The last use of a node by one holder; a member of a doubly linked list.
+
+    Attributes:
+        node: that is held.
+        used: time of the last use.
+        older, newer: neighbours in the order; None at the ends.
+    """
+
+    __slots__ = ("newer", "node", "older", "used")
+
+    def __init__(self, node: RadixNode, used: float) -> None:
+        self.node, self.used = node, used
+        self.older: Use | None = None
+        self.newer: Use | None = None
 
 
 class RadixTree:
@@ -91,18 +108,25 @@ class RadixTree:
         return path, cut
 
     def cut(self, node: RadixNode, num: int) -> RadixNode:
-        """Cut a node behind its first ``num`` units; it is the lower part then. Returns the upper one."""
+        """Cut a node behind its first ``num`` units; it is the lower part then.
+
+        Returns:
+            The upper part, without holders.
+        """
         assert node.parent is not None, "the root is never cut"
         assert 0 < num < len(node.label), f"expected a cut inside of {len(node.label)} units, got {num}"
         upper = RadixNode(node.parent, node.label[:num].copy(), node.start)
-        upper.holders, upper.hits = dict(node.holders), deque(node.hits)
+        upper.hits.extend(node.hits)
         node.parent.children[int(upper.label[0])] = upper
         node.label, node.start, node.parent = node.label[num:].copy(), node.start + num, upper
         upper.children[int(node.label[0])] = node
         return upper
 
-    def prune(self, node: RadixNode) -> None:
+    def prune(self, node: RadixNode) -> dict[str, Use]:
         """Remove a node that nobody holds, and join what it parted.
+
+        Returns:
+            Uses of a node that became part of its parent, by holder; the parent's own stay.
 
         Raises:
             AssertionError: there are prefixes below it.
@@ -115,11 +139,12 @@ class RadixTree:
         if parent.parent is None:
             if not parent.children:
                 del self._roots[self._names.pop(parent)]
-            return
+            return {}
         if len(parent.children) == 1:
             (child,) = parent.children.values()
             if child.holders.keys() == parent.holders.keys():
-                _join(parent, child)
+                return _join(parent, child)
+        return {}
 
 
 def below(node: RadixNode) -> Iterator[RadixNode]:
@@ -139,10 +164,12 @@ def num_common(label: Units, units: Units) -> int:
     return first if num and differs[first] else num
 
 
-def _join(parent: RadixNode, child: RadixNode) -> None:
-    """Make one node of a parent and its only child, with the parent's times."""
+def _join(parent: RadixNode, child: RadixNode) -> dict[str, Use]:
+    """Make one node of a parent and its only child, with the parent's times; returns the child's uses."""
     parent.label = np.concatenate([parent.label, child.label])
     parent.children = child.children
     for each in parent.children.values():
         each.parent = parent
+    uses = child.holders
     child.holders, child.children, child.parent = {}, {}, None
+    return uses

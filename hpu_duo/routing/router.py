@@ -31,6 +31,7 @@ class Router(ABC):
     def __init__(self) -> None:
         self._open: dict[str, Dispatch] = {}
         self._at: dict[str, dict[str, Dispatch]] = {}
+        self._num_open_tokens: dict[str, float] = {}
 
     @property
     def replicas(self) -> Collection[str]:
@@ -48,7 +49,7 @@ class Router(ABC):
 
     def num_open_tokens(self, replica: str) -> float:
         """Return the prompt tokens of the requests that are open at a replica."""
-        return sum(each.request.num_tokens for each in self._at[replica].values())
+        return self._num_open_tokens[replica]
 
     def load(self, replica: str, now: float) -> float:
         """Return how busy a replica is, in a measure of the policy's own; 0 is idle."""
@@ -67,7 +68,7 @@ class Router(ABC):
         if replica in self._at:
             raise ValueError(f"expected a replica that is not there yet, got {replica!r}")
         self._joins(replica, now)
-        self._at[replica] = {}
+        self._at[replica], self._num_open_tokens[replica] = {}, 0.0
 
     def leave(self, replica: str, now: float = 0.0) -> list[Dispatch]:
         """Forget a replica that is lost or told to end; returns the requests that were open there.
@@ -80,7 +81,7 @@ class Router(ABC):
         lost = list(self._at[replica].values())
         for each in lost:
             self.failed(each.request.request_id, now)
-        del self._at[replica]
+        del self._at[replica], self._num_open_tokens[replica]
         self._leaves(replica)
         return lost
 
@@ -112,6 +113,7 @@ class Router(ABC):
             raise ValueError(f"expected one of {', '.join(self._at) or 'no'} replicas, got {replica!r}")
         sent = Dispatch(request, replica, now, self.num_expected(request, replica))
         self._open[request.request_id] = self._at[replica][request.request_id] = sent
+        self._num_open_tokens[replica] += request.num_tokens
         self._begins(sent)
         return sent
 
@@ -151,7 +153,10 @@ class Router(ABC):
     def _close(self, request_id: str) -> Dispatch | None:
         sent = self._open.pop(request_id, None)
         if sent is not None:
-            del self._at[sent.replica][request_id]
+            here = self._at[sent.replica]
+            del here[request_id]
+            left = self._num_open_tokens[sent.replica] - sent.request.num_tokens
+            self._num_open_tokens[sent.replica] = left if here else 0.0  # what rounding has left
         return sent
 
     # The policy's own

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from hpu_duo.routing.window_sums import WindowSums
 
 
 @dataclass(eq=False)
@@ -12,12 +13,6 @@ class Charge:
 
     at: float
     seconds: float
-
-
-@dataclass(eq=False)
-class _Load:
-    charges: deque[Charge] = field(default_factory=deque)
-    seconds: float = 0.0
 
 
 class WindowLoad:
@@ -29,7 +24,7 @@ class WindowLoad:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, WindowSums] = {}
 
     def join(self, replica: str, now: float) -> None:
         """Take in a replica, with as much on its account as the one with the least has.
@@ -38,7 +33,7 @@ class WindowLoad:
         the others.
         """
         least = min((self.seconds(each, now) for each in self._loads), default=0.0)
-        self._loads[replica] = _Load()
+        self._loads[replica] = WindowSums()
         if least:
             self.charge(replica, now, least)
 
@@ -48,27 +43,20 @@ class WindowLoad:
 
     def charge(self, replica: str, now: float, seconds: float) -> Charge:
         """Add work; what is returned can be corrected."""
-        load, new = self._loads[replica], Charge(now, seconds)
-        load.charges.append(new)
-        load.seconds += seconds
-        return new
+        self._loads[replica].add(now, seconds)
+        return Charge(now, seconds)
 
     def correct(self, replica: str, charge: Charge, seconds: float) -> None:
         """Replace the seconds of a charge, by 0 if the work was not done."""
-        load = self._loads[replica]
-        if load.charges and charge.at >= load.charges[0].at:
-            load.seconds += seconds - charge.seconds
+        if self._loads[replica].correct(charge.at, seconds - charge.seconds):
             charge.seconds = seconds
 
     def seconds(self, replica: str, now: float) -> float:
         """Return the work of a replica within the window that ends now."""
         load = self._loads[replica]
-        while load.charges and load.charges[0].at <= now - self._window_s:
-            load.seconds -= load.charges.popleft().seconds
-        if not load.charges:
-            load.seconds = 0.0  # what rounding has left
-        return max(0.0, load.seconds)
+        load.drop(now - self._window_s)
+        return max(0.0, load.total())
 
     def num_charges(self, replica: str) -> int:
         """Return how many charges the window held when it was looked at last."""
-        return len(self._loads[replica].charges)
+        return self._loads[replica].num()

@@ -82,12 +82,24 @@ def test_open_requests_outweigh_what_is_cached_when_there_are_many() -> None:
     router = router_of("a", "b", prefill_s=0.01)
     for name in range(9):
         send(router, f"other {name}", [2 + name], "a")
-    send(router, "holds it", [1] * 10, "a")
-    assert router.wait_s("a") == pytest.approx(19 * 0.01 + 10 * 0.05 * 0.15 * 32)
-    assert router.choose(request_of("next", [1] * 10), 0.0) == "b"
+    send(router, "holds it", [1] * 12, "a")
+    assert router.wait_s("a") == pytest.approx(21 * 0.01 + 10 * 0.15 * 0.15 * 32)
+    assert router.choose(request_of("next", [1] * 12), 0.0) == "b"
     for name in range(9):
         router.failed(f"other {name}", 0.0)
-    assert router.choose(request_of("next", [1] * 10), 0.0) == "a"
+    assert router.choose(request_of("next", [1] * 12), 0.0) == "a"
+
+
+def test_a_popular_prefix_of_no_worth_is_spread_over_all_replicas() -> None:
+    router = router_of(*"abcd", min_cached=256)
+    sent = []
+    for name in range(400):
+        now = float(name)
+        chosen = router.route(request_of(name, [1] * 200 + [2 + name] * 9), now).replica
+        sent.append(chosen)
+        router.first_token(str(name), now + 0.1)
+        router.finished(str(name), now + 0.5, 9)
+    assert max(map(sent.count, "abcd")) <= 1.5 * 100
 
 
 def test_less_than_what_matters_is_not_cached() -> None:

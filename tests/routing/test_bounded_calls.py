@@ -1,0 +1,94 @@
+"""No call of a router does more for the many prompts that its map has."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from hpu_duo.routing import Router, make_router
+from hpu_duo.routing.prefix_router import PrefixRouter
+from tests.routing.texts import request_of
+
+REPLICAS = "abcd"
+MOST_CALLS = 1500
+"""Functions, built-in ones included, that one call of a router may call."""
+SYSTEM_LEN, OWN_LEN = 300, 12
+
+
+def num_calls(call: Callable[..., Any], *given: object) -> tuple[Any, int]:
+    """What a call returns, and how many functions it called."""
+    num = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal num
+        num += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        found = call(*given)
+    finally:
+        sys.setprofile(None)
+    return found, num
+
+
+def prompt(number: int) -> list[int]:
+    """One of a thousand that begin alike, and part at two places."""
+    return [1] * SYSTEM_LEN + [2 + number % 30] * OWN_LEN + [2 + number % 1000] * OWN_LEN
+
+
+def steps(router: Router, num: int) -> Iterator[tuple[str, int]]:
+    """Serve requests; yields the name of each call and how many functions it called."""
+    for number in range(num):
+        now, request = number / 10, request_of(number, prompt(number))
+        chosen, called = num_calls(router.choose, request, now)
+        yield "choose", called
+        yield "dispatched", num_calls(router.dispatched, request, chosen, now)[1]
+        yield "first_token", num_calls(router.first_token, str(number), now)[1]
+        cached = 0.0 if number % 100 == 99 else float(SYSTEM_LEN)
+        yield "finished", num_calls(router.finished, str(number), now, 5, cached)[1]
+
+
+@pytest.mark.parametrize("name", ["e2", "e2:capacity=5000", "d2lpm", "cache-aware:capacity=5000"])
+def test_no_call_visits_all_that_the_map_has(name: str) -> None:
+    router = make_router(name)
+    assert isinstance(router, PrefixRouter)
+    for replica in REPLICAS:
+        router.join(replica)
+    most = max(steps(router, 3000), key=lambda each: each[1])
+    assert most[1] <= MOST_CALLS, most
+    long = request_of("long", [7] * 5000)  # evicts all others where there is little room
+    found = [
+        ("long", num_calls(router.dispatched, long, "a", 300.0)[1]),
+        ("evicted", num_calls(router.evicted, "b", request_of("", [1] * SYSTEM_LEN), 0)[1]),
+        ("after an hour", num_calls(router.choose, long, 4000.0)[1]),
+        ("leave", num_calls(router.leave, "c", 4000.0)[1]),
+    ]
+    assert all(num <= MOST_CALLS for _, num in found), found
+    assert router.prefixes.held(request_of("", prompt(1))).keys() <= {"a", "d"}
+
+
+def test_what_a_call_has_left_is_forgotten_by_later_ones() -> None:
+    router = make_router("d2lpm:capacity=5000")
+    assert isinstance(router, PrefixRouter)
+    router.join("a")
+    router.join("b")
+    for number in range(150):
+        router.dispatched(request_of(number, prompt(number)), "ab"[number % 2], float(number))
+    held = router.prefixes
+    router.evicted("a", request_of("", prompt(0)), 100)
+    assert held.size("a") > 100
+    assert held.held(request_of("", prompt(2))) == {"a": 100, "b": SYSTEM_LEN}
+    router.dispatched(request_of("long", [7] * 4950), "b", 1000.0)
+    for number in range(20):
+        router.dispatched(request_of(f"later {number}", [9, number]), "b", 1001.0)
+    assert held.size("a") == 100
+    assert held.size("b") <= held.capacity
+    router.leave("a")
+    router.leave("b")
+    for _ in range(20):
+        router.prefixes._forget_some()
+    assert not list(held.tree)
