@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 ENDLESS = "expected a schema that finite JSON keeps to, got one whose required parts never end"
-"""What to say of such a schema."""
+"""The refusal of such a schema."""
 
 _MOST_PASSES = 16
 
@@ -71,7 +71,7 @@ class _Reader:
         return is_finite
 
     def _target(self, reference: str) -> object:
-        """What a reference stands for; None where it is not found, which the compiler tells."""
+        """The schema that a reference stands for; None where there is none, which the compiler tells."""
         found: object = self._root if reference.startswith("#") else None
         for part in reference.lstrip("#").split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")

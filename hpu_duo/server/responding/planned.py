@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import nullcontext
 
 from starlette.responses import Response
@@ -118,8 +118,9 @@ class PlannedResponse(Response):
             self._let_others_cut(self._cancel())
         try:
             begin = answer.beginning
-            if beginning := begin() if answer.is_short else await asyncio.to_thread(begin):
-                await sender.tell(beginning)
+            beginning = begin() if answer.is_short else await asyncio.to_thread(begin)
+            for piece in _pieces(beginning):
+                await sender.tell(piece)
             while self._stream is not None and (batch := await self._stream.read(sender.take)) is not None:
                 await sender.add(batch)
             await sender.tell(answer.ending() + DONE, is_last=True)
@@ -142,7 +143,10 @@ async def _send_json(data: bytes, send: Send) -> None:
     """Send a body in pieces, each of them once the caller has taken most of what came before."""
     start = Response(media_type="application/json", headers={"Content-Length": str(len(data))})
     await send({"type": "http.response.start", "status": 200, "headers": start.raw_headers})
-    for begin in range(0, len(data), _PIECE):
-        end = begin + _PIECE
-        more = end < len(data)
-        await send({"type": "http.response.body", "body": data[begin:end], "more_body": more})
+    for piece in _pieces(data):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    return (data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE))
