@@ -32,7 +32,7 @@ def audit(structure: Structure, progress: Progress | None = None) -> AuditReport
     Nothing is computed and nothing is compiled: the report is of the operators of the code, with torch's
     decompositions, before any fusion. It does not show that a compiler for Gaudi accepts them. The largest
     bucket of each phase is also traced as its regions are for a compiler, if nothing in it is forbidden:
-    graphs are held to ``REGION_NODES``, and may copy no store.
+    graphs have at most ``REGION_NODES``, and may copy no store.
 
     Args:
         progress: called with steps done, steps in all, and the name of the one that comes next.

@@ -25,7 +25,7 @@ from hpu_duo.builtin.placing import place
 from hpu_duo.builtin.words import NAMES, PASSKEY_WORDS
 
 _FIRST, _LAST = 0.05, 0.1
-"""Part of the filler in which the passkeys are told: behind the tokens that a sink keeps."""
+"""Part of the filler in which the passkeys are stated: behind the tokens that a sink keeps."""
 
 
 @dataclass(frozen=True)

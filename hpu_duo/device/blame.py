@@ -103,7 +103,7 @@ def blamed(signs: Signs, timeout_s: float, *, is_all: bool) -> Blamed | None:
 
     Args:
         timeout_s: most seconds of silence, and of a step.
-        is_all: whether every rank that fails has had the time to say so.
+        is_all: whether every rank that fails has had the time to report it.
     """
     own = next((each for each in signs.reports if not each.may_follow), None)
     if own is not None:
@@ -138,7 +138,7 @@ def _late(signs: Signs, timeout_s: float) -> Blamed | None:
     late = {
         rank: late_s
         for rank, late_s in signs.late_s.items()
-        # Of one that is silent as well, silence is told in a moment.
+        # Of one that is silent as well, silence is reported in a moment.
         if late_s > timeout_s and signs.silent_s.get(rank, 0.0) <= _ALIVE_S
     }
     busy = sorted(late.keys() - signs.waiting)

@@ -12,7 +12,7 @@ _EXCHANGES = (str(Path("hpu_duo", "device", "exchange.py")), str(Path("torch", "
 
 
 class Lateness:
-    """The steps that were told to ranks, and for how long each has been at the one it has not carried out.
+    """The steps that were sent to ranks, and for how long each has been at the one it has not carried out.
 
     Orders of a warm-up have no limit: they compile.
     """
@@ -25,7 +25,7 @@ class Lateness:
         self._late_s: dict[int, float] = {}
 
     def tell(self, *, is_step: bool) -> None:
-        """Note that the next order is told."""
+        """Note that the next order is sent."""
         with self._lock:
             if is_step:
                 self._steps.add(self._num_told)

@@ -57,7 +57,7 @@ class Lifelines:
         store: that ranks meet at.
 
     Attributes:
-        lateness: of the other ranks, which it is told the orders of.
+        lateness: of the other ranks; gets the orders sent to them.
     """
 
     def __init__(self, host: str, size: int, store: dist.Store) -> None:

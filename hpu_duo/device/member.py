@@ -28,7 +28,7 @@ from hpu_duo.device.plain import decode, encode
 
 HOST = "127.0.0.1"
 GRACE_S = 20.0
-"""Seconds that a process that was told to stop may go on, to save its state."""
+"""Seconds that a process may go on after SIGTERM, to save its state."""
 
 
 _PR_SET_PDEATHSIG = 1

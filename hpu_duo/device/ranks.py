@@ -76,7 +76,7 @@ class Followers(Protocol):
         ...
 
     def failed(self, error: BaseException) -> RankError:
-        """Take note that an order has failed here, so that nothing more is told; returns what to raise."""
+        """Take note that an order has failed here, so that no more orders are sent; returns what to raise."""
         ...
 
     def when_lost(self, told: Callable[[RankError], None]) -> None:

@@ -29,7 +29,7 @@ class BudgetStats:
         num_slots: tokens that a head keeps of a request.
         chunk: positions between the places at which heads choose what stays of a prompt.
         num_heads: KV heads with the budget, of all layers; a copy on another rank is another one.
-        num_evictions: tokens that heads have given up so far, one for each head.
+        num_evictions: tokens that heads have evicted so far, one for each head.
         bytes_per_request: keys, values, positions and scores of a request.
         held_bytes: of all running requests.
     """
@@ -49,7 +49,7 @@ class BudgetStats:
         """Collect one of each kind.
 
         Args:
-            num_given_up: tokens that one head has given up, by its budget.
+            num_given_up: tokens that one head has evicted, by its budget.
         """
         groups: dict[Budget, list[tuple[LayerKV, int]]] = {}
         for layer, num_heads, kind in budgets_of(memory):
@@ -95,7 +95,7 @@ def budgets_of(memory: MemoryPlan) -> Iterator[tuple[LayerKV, int, Budget]]:
 
 
 def num_given_up(plan: StepPlan, memory: MemoryPlan) -> Counter[int]:
-    """Tokens that each head with a budget gives up in a step, those beyond it, by its budget."""
+    """Tokens that each head with a budget evicts in a step, those beyond it, by its budget."""
     return Counter(
         {
             slots: sum(max(0, row.end - slots) - max(0, row.start - slots) for row in plan.rows)

@@ -19,7 +19,7 @@ class PrefixStats:
         num_hit_tokens: those of them that were taken up from the cache.
         num_lost_to_snapshots: those that lay in cached blocks, but behind the last snapshot of rings.
         num_lost_to_blocks: those that had been in cached blocks, which were evicted, as far as is remembered.
-        num_evicted_blocks, num_evicted_snapshots: given up to make room.
+        num_evicted_blocks, num_evicted_snapshots: evicted to make room.
         num_idle_blocks: blocks that are kept and held by nobody.
         num_held_blocks: blocks that contexts hold.
         num_snapshots: snapshots of rings.

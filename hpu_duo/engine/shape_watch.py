@@ -91,7 +91,7 @@ class ShapeWatch:
         reservoir: the sample.
         recording: file that all shapes are written to; None writes the sample to a temporary file when there
             is something to tell.
-        drift: what was told; None as long as there was nothing.
+        drift: what was reported; None as long as there was nothing.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class EngineStats:
         patterns: tuple[HeadPattern, HeadPattern] | None,
         notes: tuple[str, ...] = (),
     ) -> EngineStats:
-        """Collect the counters, and what is held now."""
+        """Collect the counters, and what is allocated now."""
         counters = telemetry.counters
         leases, memory, graphs = scheduler.leases, runner.store.plan, runner.graphs.counters
         return cls(

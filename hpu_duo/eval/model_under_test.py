@@ -45,7 +45,7 @@ class ModelUnderTest(ABC):
     Args:
         tokenizer: of the model.
         max_len: most tokens of prompt and answer together.
-        num_at_once: questions that are handed over together.
+        num_at_once: questions of one batch.
 
     Attributes:
         spent: seconds of all scores and answers so far.

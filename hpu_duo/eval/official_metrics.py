@@ -32,7 +32,7 @@ def rouge_l(prediction: str, reference: str, classes: Sequence[str] = ()) -> flo
 
     A text is cut at full stops into sentences, and those at spaces into words; upper case and commas stay.
     The distinct words of all longest common subsequences of a sentence here and a sentence there are counted
-    once, and divided by the distinct words of either text. The package gives up on sentences whose lengths
+    once, and divided by the distinct words of either text. The package skips sentences whose lengths
     add up to about a thousand words, for which the script then counts 0; they are computed here.
     """
     found, wanted = _sentences(prediction), _sentences(reference)

@@ -160,7 +160,7 @@ class RulerTask:
     @cached_property
     def _num_filler(self) -> int:
         task = self._task(0)
-        # What does not fit at all is told by ``sample``, with the tokens that are missing.
+        # What does not fit at all is reported by ``sample``, with the tokens that are missing.
         if self._length(task.write(task.least)) > self._budget:
             return task.least
         return most_filler(lambda n: self._length(task.write(n)), task.least, self._budget, self.name)

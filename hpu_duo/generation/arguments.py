@@ -32,7 +32,7 @@ class GenerationRequest:
         ours: arguments that transformers does not have.
         pad_token_id: fills the right of shorter rows.
         eos_token_ids: tokens that end a row.
-        guesses_padding: whether pad ids in front of a prompt are padding when no mask says so.
+        guesses_padding: whether pad ids in front of a prompt are padding when there is no mask.
     """
 
     config: GenerationConfig

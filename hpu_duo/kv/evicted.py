@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class EvictedPrefixes:
-    """Remembers the last prefixes whose blocks were given up.
+    """Remembers the last prefixes whose blocks were evicted.
 
     Only for counts: a prefix is known by ``PrefixNode.digest``, so two may be taken for one another.
 

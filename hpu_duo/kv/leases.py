@@ -62,7 +62,7 @@ class KVLeases:
         self.regions: RowPool[Request] | None = RowPool(num_regions) if num_regions else None
         self._max_block_moves, self.prefix_grid = max_block_moves, prefix_grid
         self._copies: list[Copy] = []
-        # Blocks without content: leased since the last copies were handed over.
+        # Blocks without content: leased since the last copies were returned.
         self._fresh: set[int] = set()
         self.prefixes: PrefixCache | None = None
         if caches_prefixes:
@@ -266,7 +266,7 @@ class KVLeases:
         self.prefixes.withdraw(adopted)
 
     def take_copies(self) -> tuple[Copy, ...]:
-        """Make the used rows and blocks dense, and hand over every copy that is due, in the order to do them.
+        """Make the used rows and blocks dense, and return every copy that is due, in the order to do them.
 
         The numbers in the tables of open requests change with it. A device that reads a slice of the store
         then reads none of the idle blocks, but for those that are left to later steps.

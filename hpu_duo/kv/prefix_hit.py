@@ -34,8 +34,8 @@ class PrefixCounters:
         num_queried_tokens: known tokens of requests when they got a row.
         num_hit_tokens: those of them that were taken up from the cache.
         num_lost_to_snapshots: those that lay in cached blocks, but behind the last snapshot.
-        num_lost_to_blocks: those that had been in cached blocks, which were given up.
-        num_evicted_blocks, num_evicted_snapshots: given up to make room.
+        num_lost_to_blocks: those that had been in cached blocks, which were evicted.
+        num_evicted_blocks, num_evicted_snapshots: evicted to make room.
     """
 
     num_queried_tokens: int = 0

@@ -23,7 +23,7 @@ _KINDS = ("special", "punctuation", "heavy")
 class FastGenSet(PolicyWithPositions):
     """Keeps special tokens first, then punctuation, then heavy hitters or the newest tokens.
 
-    A set that is full of marked tokens gives up the oldest punctuation, then the oldest special tokens. Slots
+    A set that is full of marked tokens evicts the oldest punctuation, then the oldest special tokens. Slots
     that marked tokens leave free hold the newest tokens, which is FastGen's window; with heavy hitters, a
     share of all slots does.
 

@@ -183,7 +183,7 @@ def load_state(
     """Build the same from tensors, by their names in checkpoints; they are taken over, not copied.
 
     Args:
-        state: the tensors, or what reads them, so that none is held beside what the model makes of it.
+        state: the tensors, or what reads them, so that none is in memory twice.
         path: where they come from, for error messages.
         fit: gives the model of the configuration further sizes, in place, before it gets its weights.
 

@@ -51,7 +51,7 @@ class Front:
         commands: start the replicas, which are called ``0``, ``1`` and so on.
 
     Attributes:
-        router: is told of ready replicas only.
+        router: knows ready replicas only.
         replicas: by name.
         counts: of calls.
         upstream: connections to replicas.

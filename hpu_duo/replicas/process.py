@@ -35,7 +35,7 @@ class ReplicaCommand:
 class ReplicaProcess:
     """A server of its own in a process, which ends with this one.
 
-    It listens on a socket that is bound here and handed over, so its port is known and nobody else's. A pipe
+    It listens on a socket that is bound here and inherited, so its port is known and nobody else's. A pipe
     tells it when this process has died, however that was.
 
     Attributes:

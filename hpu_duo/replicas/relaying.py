@@ -115,8 +115,9 @@ class RelayedResponse(Response):
     """The answer of a replica to a call.
 
     A call that no replica has seen, or that one has turned away, goes to another one. One whose replica dies
-    before anything was answered is sent once more. Behind the beginning of an answer, an error is told
-    instead of the rest, and never the mark of an end. When the caller goes away, the replica is told.
+    before anything was answered is sent once more. Behind the beginning of an answer, an error is sent
+    instead of the rest, and never the mark of an end. When the caller disconnects, the replica aborts the
+    request.
 
     Args:
         counts: of calls.

@@ -9,7 +9,7 @@ from hpu_duo.routing.window_sums import WindowSums
 
 
 class HotPrefixes:
-    """Times to the first token of the requests of each prefix, by which one is told that wants more replicas.
+    """Times to the first token of the requests of each prefix, which show that it needs more replicas.
 
     Args:
         window_s: seconds for which times are remembered.

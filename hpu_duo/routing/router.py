@@ -13,12 +13,12 @@ class NoReplicaError(RuntimeError):
 
 
 class Router(ABC):
-    """Chooses a replica for each request, and is told what becomes of it.
+    """Chooses a replica for each request, and gets reports of its progress.
 
-    A caller asks ``choose``, sends the request, and says so by ``dispatched``; then ``first_token``, and in
+    A caller asks ``choose``, sends the request, and calls ``dispatched``; then ``first_token``, and in
     the end ``finished`` or ``failed``. ``route`` does the first two in one. Times are seconds on any clock
     that never goes back. A replica that is lost takes its requests, its load and what was known of its cache
-    with it; what is told of these requests later is passed over.
+    with it; later reports of these requests are ignored.
 
     What a router believes of caches may be wrong in either direction: a replica computes what it does not
     have. So wrong beliefs cost time, never an answer.

@@ -65,8 +65,8 @@ class IncrementalDetokenizer:
     the output.
 
     Attributes:
-        coming: characters that the last token completes in a run of byte tokens, which is held; they come
-            unless a wrong byte follows.
+        coming: characters that the last token completes in a run of byte tokens, which is not decoded
+            yet; they come unless a wrong byte follows.
 
     Args:
         tokenizer: a transformers tokenizer.

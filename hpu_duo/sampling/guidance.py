@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MOST_KEPT = 256
 _LONGEST_MESSAGE = 300
 _MOST_CHOICES = 1024
-"""llguidance follows 2,000 alternatives at most, and says so only when a token has been accepted."""
+"""llguidance follows 2,000 alternatives at most, and reports it only when a token has been accepted."""
 
 _NO_TEXT = "NoExtensionBias"
 """llguidance's word for a place of a grammar behind which no text can come."""

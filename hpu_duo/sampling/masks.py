@@ -30,7 +30,7 @@ def blank_masks(num_rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
 def write_mask(words_W: npt.NDArray[np.int32], row: SamplingRow) -> None:
     """Write the mask of a row that has a grammar.
 
-    Tokens that end a text are left out while ``min_tokens`` or ``ignore_eos`` say so, unless the grammar
+    Tokens that end a text are left out while ``min_tokens`` or ``ignore_eos`` require it, unless the grammar
     allows no other: then it ends the text.
 
     Raises:

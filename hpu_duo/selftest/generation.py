@@ -10,7 +10,7 @@ def compare_generation(subject: Subject, notes: Notes) -> None:
     """Generate greedily from prompts that are served together, as users do, with the device's own defaults.
 
     In float32 the tokens have to be equal. In bfloat16 a token may change where two candidates are nearly as
-    likely, so only how far both agree is told.
+    likely, so only how far both agree is reported.
     """
     for dtype in ("float32", "bfloat16"):
         notes.begin(f"generation in {dtype}")

@@ -25,7 +25,7 @@ class ServerConfig:
         max_answer_bytes: most memory of the outputs of one call, see ``running.Holding``.
         answer_memory_bytes: most memory of the outputs of all calls together, see ``running.AnswerMemory``.
         max_behind: outputs of one stream that may lie unread, before it is ended.
-        drain_seconds: how long requests may take to end once the server was told to stop.
+        drain_seconds: how long requests may take to end after the server got a signal to stop.
         flush_seconds: behind that, how long slow callers may take to get the rest of their answers.
         quiet_s: seconds of silence after which a stream gets a comment: less than proxies wait, and no more
             often than the HTML standard advises (section 9.2.7), since not every client knows comments.

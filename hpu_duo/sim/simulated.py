@@ -68,7 +68,7 @@ class SimulatedHpu:
         """Count what happens inside as one step of an engine.
 
         Args:
-            model_dtype: float type of its model, which float types inside are held to.
+            model_dtype: float type of its model, which float types inside are compared with.
         """
         for watch in self.journal.watches:
             watch.begin_step()

@@ -30,7 +30,7 @@ class Batch:
 
 
 class StepTimer:
-    """Sends requests to an engine and times its steps, whose shapes it is told as a step recorder.
+    """Sends requests to an engine and times its steps, whose shapes it gets as a step recorder.
 
     Attributes:
         steps: pairs of shape and seconds; the shape is the bucket's if the engine pads.

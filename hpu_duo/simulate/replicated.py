@@ -68,7 +68,7 @@ class ReplicatedSimulation:
         router: without replicas so far; they are called ``0``, ``1`` and so on.
         arrivals: the requests, without siblings.
         losses: of replicas; one that is lost already is not lost again.
-        tells_hits: whether the router is told how much of each prompt was cached; without, its beliefs are
+        tells_hits: whether the router gets how much of each prompt was cached; without, its beliefs are
             only as good as its ``capacity``.
 
     Raises:

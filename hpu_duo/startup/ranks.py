@@ -201,7 +201,7 @@ def joined_as(
 
 @contextmanager
 def lifeline_to_rank_0(rank: int, store: dist.Store, timeout_s: float) -> Iterator[Lifeline]:
-    """Give signs of life as any rank but 0; errors that leave the context are told to rank 0."""
+    """Give signs of life as any rank but 0; errors that leave the context are reported to rank 0."""
     lifeline = Lifeline(rank, store, timeout_s)
     # Rank 0 says when to end: whoever stops all processes at once wants calls under way to end first.
     if threading.current_thread() is threading.main_thread():

@@ -42,7 +42,7 @@ from hpu_duo.startup.rotary import request_len
 
 
 class Followed(SystemExit):
-    """The end of a process that has followed rank 0 until it was told to stop: with exit code 0."""
+    """The end of a process that has followed rank 0 until the order to stop: with exit code 0."""
 
 
 def build_led(config: EngineConfig) -> DeviceSide:

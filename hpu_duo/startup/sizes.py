@@ -185,7 +185,7 @@ def _experts(config: Any) -> dict[str, int]:
         return {}
     held = getattr(config, HELD, num_experts)
     size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    # Fewer experts are held whole than a share of the width says.
+    # Fewer whole experts are stored than a share of the width suggests.
     size = size * num_experts // held
     return {"num_experts": held, "experts_per_token": per_token, "expert_size": size}
 

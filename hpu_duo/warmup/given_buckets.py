@@ -1,4 +1,4 @@
-"""The shapes that a model is told to capture when it is loaded."""
+"""The shapes that a model captures when it is loaded."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def selftest(
     ] = None,
     output: Annotated[Path, typer.Option(help="Directory for selftest.md and selftest.json.")] = Path(),
     stage_deadline: Annotated[
-        float, typer.Option(min=1.0, help="Seconds that a stage may take before it is given up.")
+        float, typer.Option(min=1.0, help="Seconds that a stage may take before it is aborted.")
     ] = 900.0,
 ) -> None:
     """Test a device in stages and write a report: the first thing to do with a new card.

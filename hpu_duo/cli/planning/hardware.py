@@ -195,7 +195,7 @@ class HardwareOptions:
         from hpu_duo.config import EngineConfig, HeadConfig, ModelConfig, ParallelConfig
         from hpu_duo.startup.sized_heads import SizedHeads
 
-        # A plan is held to a bound that was asked for, as the engine holds it, and not to the usual one.
+        # A plan keeps to the requested bound, as the engine does, and not to the usual one.
         is_usual = self.max_layer_kinds == HPU_LAYER_KINDS
         return SizedHeads(
             EngineConfig(

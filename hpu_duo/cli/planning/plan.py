@@ -34,7 +34,7 @@ def plan(
     num_blocks: Annotated[
         int | None,
         typer.Option(
-            help="KV blocks that are held.",
+            help="KV blocks that are allocated.",
             show_default="what fits on --hardware",
             rich_help_panel=LIMITS,
         ),

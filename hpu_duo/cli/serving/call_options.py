@@ -21,7 +21,7 @@ _CALLS = "Calls"
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of what calls may ask for, and what they are told."""
+    """Options of what calls may request, and what they are answered."""
 
     served_model_name: Annotated[
         list[str] | None,

@@ -30,7 +30,7 @@ def end_with_stdin() -> None:
 
 
 def exit_as(ending: Ending, failure: str, *, is_left_behind: bool = False) -> NoReturn:
-    """Tell of the end of a server, and end the process with a code that is not 0 unless it was told to end.
+    """Tell of the end of a server, and end the process with a code that is not 0 unless a signal ended it.
 
     Args:
         failure: tells why it has ended by itself.

@@ -30,8 +30,7 @@ class ListeningOptions:
         int | None,
         typer.Option(
             metavar="NUMBER",
-            help="Listen on this bound socket, which whoever starts the server hands over, instead of "
-            "--port.",
+            help="Listen on this bound socket, which the parent process has bound, instead of --port.",
             show_default="none",
             rich_help_panel=_LISTENING,
         ),

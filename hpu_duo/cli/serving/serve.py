@@ -68,7 +68,7 @@ def serve(
         tls, connections = listening.tls, listening.connections
         profiling.check()
         replicated.check()
-        # A port that is taken is told before weights are read.
+        # A port that is taken is reported before weights are read.
         bound = listening.bound()
         if replicated.replicas is not None:
             front = replicated.front(config, engine.device, engine.tensor_parallel_size or 1)

@@ -24,7 +24,7 @@ def serve_replicas(
     Args:
         bound: listens for callers.
         connections: limits theirs.
-        host: for the address that is told.
+        host: for the address that is printed.
     """
     from hpu_duo.replicas.app import create_front_app
     from hpu_duo.server.http.listening import listen

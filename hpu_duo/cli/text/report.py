@@ -36,7 +36,7 @@ def run_table(report: RunReport) -> Table:
         table.add_row(
             "KV budget",
             f"{budget.policy}: {budget.num_slots} tokens of a request in {budget.num_heads} heads, "
-            f"{budget.num_evictions} given up",
+            f"{budget.num_evictions} evicted",
         )
     for ruled in stats.attention_rules:
         share = f"{ruled.tiles.num_tiles:,} of {ruled.tiles.num_dense_tiles:,} tiles"

@@ -90,7 +90,7 @@ class KVPressModel(ModelUnderTest):
         return texts, [_kv(one) for one in found]
 
     def kv_before(self, end: KVBytes, num_tokens: int) -> KVBytes:
-        """Bytes kept before the last tokens came, each of which is held in full."""
+        """Bytes kept before the last tokens came, each of which is stored in full."""
         token_bytes = end.full // end.num_tokens
         held = end.held - (end.num_tokens - num_tokens) * token_bytes
         return KVBytes(num_tokens, held, num_tokens * token_bytes)

@@ -22,7 +22,7 @@ PREFIX_NAMESPACE = "hpu_duo.prefix_namespace"
 """Name in an ASGI scope: calls of different ones share no cached prefix."""
 
 LET_IN = "hpu_duo.let_in"
-"""Name, among the extensions of an ASGI scope, of a function that is told of a known key on a connection."""
+"""Name, among the extensions of an ASGI scope, of a function to call with a known key of a connection."""
 
 
 class ApiKeys:

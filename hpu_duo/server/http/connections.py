@@ -197,7 +197,7 @@ class LimitedProtocol(HttpToolsProtocol):
         limits = self._limits
         if self._num_head_bytes > limits.max_head_bytes or self._num_fields > limits.max_fields:
             self._refusal = self._too_long()
-            # The parser gives up, and has the refusal sent.
+            # The parser stops, and the refusal is sent.
             raise ValueError(str(self._refusal))
 
     def _too_long(self) -> ApiError:

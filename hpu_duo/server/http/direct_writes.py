@@ -11,7 +11,7 @@ class DirectWrites:
     """Gives responses a function that writes a piece of a body at once, where a connection takes it.
 
     It goes by how uvicorn sends: ``send`` waits while a connection is paused, before it has written
-    anything, and then writes without waiting. So one that waits is given up, and nothing was written.
+    anything, and then writes without waiting. So one that waits is aborted, and nothing was written.
 
     Args:
         app: behind it, served by uvicorn.

@@ -1,4 +1,4 @@
-"""A process that listens, and ends when it is told to."""
+"""A process that listens, and ends on a signal."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bound_socket(number: int) -> socket.socket:
-    """The socket that a process was handed over, bound, under a number.
+    """The bound socket that a process inherited, by its number.
 
     Raises:
         ValueError: there is none.

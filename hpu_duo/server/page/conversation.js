@@ -1,4 +1,4 @@
-// The conversation so far, as the model is told of it.
+// The conversation so far, as it is sent to the model.
 
 /** Questions and their answers; a question without any answer is left out. */
 export class Conversation {

@@ -104,11 +104,11 @@ class Holding:
 
     @property
     def is_full(self) -> bool:
-        """Whether more is held than may be."""
+        """Whether more bytes are counted than are allowed."""
         return self.num_bytes > self._max_bytes
 
     def echo(self, num_characters: int, times: int) -> None:
-        """Hold prompts that stand before their answers, and what is held so far, once for each answer.
+        """Count prompts that precede their answers, and what is stored so far, once for each answer.
 
         Args:
             num_characters: of all choices together.

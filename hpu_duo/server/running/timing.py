@@ -40,7 +40,7 @@ class Timing:
         """Note that a token of a choice came.
 
         Args:
-            admitted_at: when its prompt got a row, where that is told.
+            admitted_at: when its prompt got a row, where that is reported.
         """
         before = self._last_of.get(choice)
         self._last_of[choice] = self.last = at

@@ -102,15 +102,15 @@ _OWN_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda s: s.prefixes.num_lost_to_snapshots if s.prefixes else 0,
     ),
     "prefix_tokens_lost_to_blocks": (
-        "Tokens that had been in cached blocks, which were given up to make room.",
+        "Tokens that had been in cached blocks, which were evicted to make room.",
         lambda s: s.prefixes.num_lost_to_blocks if s.prefixes else 0,
     ),
     "prefix_blocks_evicted": (
-        "Cached blocks given up to make room.",
+        "Cached blocks evicted to make room.",
         lambda s: s.prefixes.num_evicted_blocks if s.prefixes else 0,
     ),
     "prefix_snapshots_evicted": (
-        "Snapshots of rings given up to make room.",
+        "Snapshots of rings evicted to make room.",
         lambda s: s.prefixes.num_evicted_snapshots if s.prefixes else 0,
     ),
     "step_host_seconds": ("Seconds spent planning and building steps.", lambda s: s.host_s),

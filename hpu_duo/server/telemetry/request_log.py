@@ -57,7 +57,7 @@ class RequestLog:
             self.on_lost()
 
     def close(self) -> None:
-        """Write what waits, and end; a file that takes nothing is given up after some seconds."""
+        """Write what waits, and end; writing to a file that takes nothing is aborted after some seconds."""
         with suppress(Full):
             self._lines.put(None, timeout=self._patience_s)
         self._thread.join(self._patience_s)

@@ -112,7 +112,7 @@ def _one_of(functions: Sequence[Function]) -> str:
 
 
 def _object(schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A schema of arguments is one of an object, also where it does not say so."""
+    """A schema of arguments is one of an object, also where its type is missing."""
     return {"type": "object", **(schema or {})}
 
 

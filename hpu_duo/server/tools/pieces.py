@@ -39,4 +39,4 @@ class ToolParser(Protocol):
         """Take more text; returns what it settles."""
 
     def finish(self) -> list[Piece]:
-        """Return what was held back; call it once, at the end."""
+        """Return the text not returned yet; call it once, at the end."""
