@@ -51,7 +51,7 @@ class Layout:
         """Length of the array that holds every field, in items of four bytes."""
         return max((slot.stop for slot in self.slots.values()), default=0)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Length of that array in bytes: what one step copies."""
         return self.num_items * _ITEM_BYTES

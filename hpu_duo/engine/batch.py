@@ -165,15 +165,16 @@ def flatten(
 def _shape(rows: StepRows, num_shared: int, num_unique: int, block_size: int) -> BatchShape:
     """The shape of rows with so many blocks in each part."""
     is_prompt = ~rows.is_decode
+    has_prompts = bool(is_prompt.any())
     phase = Phase(
-        causal=bool(is_prompt.any()),
+        causal=has_prompts,
         shared=num_shared > 0 or bool((is_prompt & (rows.start > 0)).any()),
         unique=bool(rows.is_decode.any()),
     )
     return BatchShape(
         phase,
         query_len=int(rows.num_new.sum()),
-        num_shared_blocks=max(num_shared, _region_blocks(rows, block_size)),
+        num_shared_blocks=max(num_shared, _region_blocks(rows, block_size) if has_prompts else 0),
         num_unique_blocks=num_unique,
         num_logits=int(rows.row_id.max()) + 1,
     )
@@ -221,7 +222,7 @@ def fill(
         host: arrays of ``geometry.field_shapes(bucket)``; every element is written.
         class_of: ``kernels_ref.TokenClass`` of each token of the vocabulary, where steps tell it.
     """
-    assert bucket.holds(batch.shape), f"{bucket} does not hold {batch.shape}"
+    assert bucket == batch.shape or bucket.holds(batch.shape), f"{bucket} does not hold {batch.shape}"
     _fill_tokens(host, batch, bucket.num_logits, geometry)
     _fill_rows(host, batch, geometry)
     _fill_shared(host, batch, geometry)

@@ -99,7 +99,7 @@ def num_given_up(plan: StepPlan, memory: MemoryPlan) -> Counter[int]:
     return Counter(
         {
             slots: sum(max(0, row.end - slots) - max(0, row.start - slots) for row in plan.rows)
-            for slots in {kind.budget for _, _, kind in budgets_of(memory)}
+            for slots in memory.budgets
         }
     )
 

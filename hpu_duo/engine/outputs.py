@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 from hpu_duo.request import FinishReason
 
 if TYPE_CHECKING:
-    from hpu_duo.engine.runner import StepResult
+    import numpy as np
+    import numpy.typing as npt
+
     from hpu_duo.engine.step_plan import StepPlan
+    from hpu_duo.sampling import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -164,17 +167,17 @@ class Completions:
         return iter(self._samples)
 
 
-def logprobs_of(plan: StepPlan, result: StepResult) -> dict[int, TokenLogprob]:
+def logprobs_of(
+    plan: StepPlan, token_ids: npt.NDArray[np.int32], logprobs: TokenLogprobs
+) -> dict[int, TokenLogprob]:
     """Log-probabilities of a step's tokens, by sample of the plan, where requests asked for them."""
-    if result.logprobs is None:
-        return {}
-    sampled, rank, top_ids, top = (x.tolist() for x in result.logprobs)
+    sampled, rank, top_ids, top = (x.tolist() for x in logprobs)
     requests = [row.request for row in plan.sampled_rows for _ in range(row.num_samples)]
     found = {}
     for sample, request in enumerate(requests):
         width = request.params.logprobs
         if width is not None:
             best = dict(zip(top_ids[sample][:width], top[sample][:width]))
-            token = int(result.token_ids[sample])
+            token = int(token_ids[sample])
             found[sample] = TokenLogprob(token, sampled[sample], rank[sample], best)
     return found

@@ -47,8 +47,9 @@ class PrefixHolding:
     def sweep(self) -> None:
         """Let go what nobody can ask for any more."""
         if self._cache is not None:
-            for hold in self._cache.holds.take_left():
-                self._cache.let_go(hold)
+            left = self._cache.holds.left
+            for _ in range(len(left)):
+                self._cache.let_go(left.popleft())
 
     def open(self, request: Request) -> None:
         """Hold the prompt of a running request, all of which is computed, if it asks for that."""

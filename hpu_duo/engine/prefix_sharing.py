@@ -11,7 +11,7 @@ import numpy as np
 
 from graphs import StepLimits
 from hpu_duo.engine.prefix_holding import PrefixHolding
-from hpu_duo.engine.step_plan import ScheduledRow, StepDraft, StepPlan
+from hpu_duo.engine.step_plan import StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
 from hpu_duo.kv.prefix_hit import PrefixHit
 from hpu_duo.request import Request, RequestStatus
@@ -78,18 +78,15 @@ class PrefixSharing:
             ends_prompt = row.start < request.num_prompt_tokens <= row.end
             is_known = row.end == self._last_border(request) if self._grid else ends_prompt
             ends_chunk = row.end < request.num_prompt_tokens and self._cache.has_free_row
-            if self._decodes_past_border(row):
+            is_decode, size = row.num_new_tokens <= self._decode_len, self._block_size
+            # A row that was decoded to a border of blocks or past it.
+            if is_decode and row.start // size < request.num_computed_tokens // size:
                 self._cache.take_snapshot(request, decodes=True)
             elif self._is_at_border(request) and (is_known or ends_chunk or row.end in request.stops):
                 self._cache.take_snapshot(request)
             self._cache.store(request)
             if ends_prompt:
                 self._holding.open(request)
-
-    def _decodes_past_border(self, row: ScheduledRow) -> bool:
-        """Whether a row was decoded to a border of blocks or past it."""
-        size, end = self._block_size, row.request.num_computed_tokens
-        return row.num_new_tokens <= self._decode_len and row.start // size < end // size
 
     def _is_at_border(self, request: Request) -> bool:
         return request.num_computed_tokens % self._block_size == 0

@@ -185,7 +185,7 @@ class Scheduler:
         committed = append_tokens(plan, token_ids, accepted, self.policy)
         self._prefixes.keep(plan)
         ended = [(done.request, done.finish_reason) for done in committed if done.finish_reason is not None]
-        forking = self._siblings.parents_prefilled_by(plan)
+        forking = self._siblings.parents_prefilled_by(plan) if self._siblings.waiting else []
         # Room first, then forks, then the parents that ended: until then they hold what is forked.
         for request, reason in ended:
             if request not in forking:

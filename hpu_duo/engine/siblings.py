@@ -16,11 +16,14 @@ class Siblings:
     Args:
         leases: of the caches that are forked.
         decode_len: most tokens of a row that decodes.
+
+    Attributes:
+        waiting: those that wait, by parent.
     """
 
     def __init__(self, leases: KVLeases, decode_len: int) -> None:
         self._leases, self._decode_len = leases, decode_len
-        self._waiting: dict[Request, list[Request]] = {}
+        self.waiting: dict[Request, list[Request]] = {}
 
     @staticmethod
     def may_wait_for(parent: Request) -> bool:
@@ -34,26 +37,24 @@ class Siblings:
     def add(self, sibling: Request) -> None:
         """Let a request wait for its parent."""
         assert sibling.parent is not None, "a sibling has a parent"
-        self._waiting.setdefault(sibling.parent, []).append(sibling)
+        self.waiting.setdefault(sibling.parent, []).append(sibling)
 
     def remove(self, sibling: Request) -> None:
         """Let a request wait no longer."""
         assert sibling.parent is not None, "a sibling has a parent"
-        self._waiting[sibling.parent].remove(sibling)
+        self.waiting[sibling.parent].remove(sibling)
 
     def parents_prefilled_by(self, plan: StepPlan) -> list[Request]:
         """Parents with siblings whose prompt a step computes to its end."""
-        if not self._waiting:
-            return []
         return [
             row.request
             for row in plan.rows
-            if row.request in self._waiting and row.end >= row.request.num_prompt_tokens
+            if row.request in self.waiting and row.end >= row.request.num_prompt_tokens
         ]
 
     def release(self, parent: Request) -> list[Request]:
         """Return those that wait for a parent, and that do so no longer: its cache is gone."""
-        return self._waiting.pop(parent, [])
+        return self.waiting.pop(parent, [])
 
     def fork(self, parent: Request) -> list[tuple[Request, bool]]:
         """Give those that wait for a parent their share of its cache.
@@ -66,7 +67,7 @@ class Siblings:
         num_behind = parent.num_computed_tokens - parent.num_prompt_tokens
         is_at_end_of_prompt = 0 <= num_behind < self._decode_len
         forked = []
-        for child in self._waiting.pop(parent):
+        for child in self.waiting.pop(parent):
             has_cache = is_at_end_of_prompt and self._leases.fork(parent, child, num_tokens)
             if has_cache:
                 child.num_computed_tokens = num_tokens

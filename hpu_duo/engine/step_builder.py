@@ -9,11 +9,11 @@ from functools import partial
 import numpy as np
 
 from graphs import BatchShape, HostInputs
-from hpu_duo.engine.batch import RowCounts, StepBatch, StepGeometry, fill
+from hpu_duo.engine.batch import StepBatch, StepGeometry, fill
 from hpu_duo.engine.message import StepMessage, message_fields, write_copies
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.kv.copies import Copy, CopyLists
-from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow, hosted_rows
+from hpu_duo.kv.copies import NO_COPIES, Copy, CopyLists
+from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,17 @@ class StepBuilder:
             for row in plan.sampled_rows
             for number in range(row.num_samples)
         ]
-        rows: list[SamplingRow | None] = [None] * RowCounts.of(bucket, decode_len).logits
+        rows: list[SamplingRow | None] = [None] * (bucket.num_logits * decode_len)
         for ring_row, each in sampling.items():
             rows[ring_row * decode_len : ring_row * decode_len + len(each)] = each
-        hosted = hosted_rows(rows)
+        hosted = {index: row for index, row in enumerate(rows) if row is not None and row.choose is not None}
         how, errors = None, dict[int, Exception]()
         if sampled:
             for row in hosted:
                 rows[row] = None  # not for the device's sampler
             how, errors = self._sampling(rows)
-        message = self._message(batch, bucket, CopyLists.of(plan.moves), how, sampled, tuple(hosted))
+        copies = CopyLists.of(plan.moves) if plan.moves else NO_COPIES
+        message = self._message(batch, bucket, copies, how, sampled, tuple(hosted))
         return BuiltStep(message, hosted, errors)
 
     def padding(self, bucket: BatchShape, num_copies: int = 0) -> StepMessage:

@@ -88,7 +88,8 @@ class Stepper:
         Raises:
             RuntimeError: the caller is itself run by a step.
         """
-        self.check_between_steps()
+        if self._is_stepping:
+            self.check_between_steps()
         self._is_stepping = True
         try:
             self._advance(deferral)
@@ -146,8 +147,8 @@ class Stepper:
         Args:
             errors: errors by ring row; these requests end.
         """
-        logprobs = logprobs_of(plan, result)
-        self.telemetry.note(plan, result, self._scheduler.leases, self._runner.store.plan)
+        logprobs = {} if result.logprobs is None else logprobs_of(plan, result.token_ids, result.logprobs)
+        self.telemetry.note(plan, result, self._scheduler.leases, self._runner.executor.store.plan)
         for row in plan.sampled_rows:
             if row.ring_row in errors:
                 self._fail(row.request, errors[row.ring_row])

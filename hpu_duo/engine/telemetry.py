@@ -63,8 +63,10 @@ class StepCounters:
         self.num_query_tokens += bucket.query_len
         self.num_padded_tokens += bucket.query_len - shape.query_len
         self.num_preemptions += len(plan.preempted)
-        self.num_given_up.update(num_given_up(plan, memory))
-        add_tiles(self.tiles, plan, memory)
+        if memory.budgets:
+            self.num_given_up.update(num_given_up(plan, memory))
+        if memory.sparse_heads:
+            add_tiles(self.tiles, plan, memory)
         if cached >= self.peak_cached_tokens:
             self.peak_cached_tokens = cached
             self.peak_held_bytes = held_bytes(leases, memory)

@@ -55,7 +55,7 @@ class CopyLists:
     def of(cls, copies: Sequence[Copy]) -> CopyLists:
         """Follow each unit back to the place of its content before the first copy."""
         if not copies:
-            return _NONE
+            return NO_COPIES
         rows = [copy for copy in copies if isinstance(copy, RowCopy)]
         return cls(_pairs([copy for copy in copies if not isinstance(copy, RowCopy)]), _pairs(rows))
 
@@ -72,7 +72,8 @@ def _pairs(copies: Sequence[Copy]) -> npt.NDArray[np.int32]:
     return np.array(pairs, np.int32).reshape(-1, 2).T
 
 
-_NONE = CopyLists(_pairs(()), _pairs(()))
+NO_COPIES = CopyLists(_pairs(()), _pairs(()))
+"""The effect of no copy."""
 
 
 def copy_sizes(most: int) -> tuple[int, ...]:

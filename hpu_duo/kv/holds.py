@@ -29,14 +29,17 @@ class Adoption(NamedTuple):
 
 
 class PrefixHolds:
-    """Counts who holds which prefixes; several may hold one, and hold its beginning."""
+    """Counts who holds which prefixes; several may hold one, and hold its beginning.
+
+    Attributes:
+        left: holds whose holder has gone without a word; any thread appends to it at any moment.
+    """
 
     def __init__(self) -> None:
         self._holds: set[PrefixHold] = set()
         self._held: Counter[PrefixNode] = Counter()
         self._ends: Counter[PrefixNode] = Counter()
-        # Appended to from any thread, at any moment.
-        self._left: deque[PrefixHold] = deque()
+        self.left: deque[PrefixHold] = deque()
 
     def __iter__(self) -> Iterator[PrefixHold]:
         return iter(tuple(self._holds))
@@ -82,12 +85,8 @@ class PrefixHolds:
         return node
 
     def leave_later(self, hold: PrefixHold) -> None:
-        """Note that a holder is gone, from any thread and at any moment, for the next ``take_left``."""
-        self._left.append(hold)
-
-    def take_left(self) -> list[PrefixHold]:
-        """Return the holds whose holders have gone without a word since the last time."""
-        return [self._left.popleft() for _ in range(len(self._left))]
+        """Note in ``left`` that a holder is gone, from any thread and at any moment."""
+        self.left.append(hold)
 
 
 def _take(counts: Counter[PrefixNode], nodes: Iterable[PrefixNode]) -> None:

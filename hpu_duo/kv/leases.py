@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from graphs import StepLimits
@@ -274,15 +276,13 @@ class KVLeases:
         for move in self.rows.compact():
             move.owner.row = move.dst
             self._copies.append(RowCopy(move.src, move.dst))
-        self._bring_blocks_down()
+        if moves := self.blocks.compact(self._max_block_moves):
+            self._bring_blocks_down(moves)
         copies, self._copies = tuple(self._copies), []
         self._fresh.clear()
         return copies
 
-    def _bring_blocks_down(self) -> None:
-        moves = self.blocks.compact(self._max_block_moves)
-        if not moves:
-            return
+    def _bring_blocks_down(self, moves: Sequence[BlockMove]) -> None:
         now = np.arange(self.blocks.num_blocks, dtype=np.int32)
         for move in moves:
             now[[move.src, move.dst]] = move.dst, move.src

@@ -220,6 +220,12 @@ class MemoryPlan:
         return (group for layers in (self.layers, *self.others) for layer in layers for group in layer.groups)
 
     @cached_property
+    def budgets(self) -> frozenset[int]:
+        """Tokens that heads with a KV budget keep, here or on another rank; empty without such heads."""
+        kinds = (group.kind for group in self.groups_of_ranks)
+        return frozenset(kind.budget for kind in kinds if isinstance(kind, Budget))
+
+    @cached_property
     def uses_block_positions(self) -> bool:
         """Whether any group of heads needs the positions of whole blocks."""
         return any(group.kind.needs_block_positions for layer in self.layers for group in layer.groups)

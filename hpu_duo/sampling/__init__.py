@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, byte_tokens, special_token_ids
 from hpu_duo.sampling.field_error import FieldError
-from hpu_duo.sampling.host import choose_on_host, hosted_rows
+from hpu_duo.sampling.host import choose_on_host
 from hpu_duo.sampling.params import HostChoice, HostSampler, SamplingParams
 from hpu_duo.sampling.penalties import PenaltyState
 from hpu_duo.sampling.rng import derive_seed, uniform
@@ -45,7 +45,6 @@ __all__ = [
     "byte_tokens",
     "choose_on_host",
     "derive_seed",
-    "hosted_rows",
     "sample",
     "sample_tokens",
     "special_token_ids",

@@ -81,7 +81,8 @@ class SamplingBatch:
             if row is not None:
                 try:
                     _collect_edits(edits, index, row)
-                    _collect_seen(seen, index, row)
+                    if row.params.needs_penalties:
+                        _collect_seen(seen, index, row)
                     values[index] = row_values(row.params, vocab_size)
                     if masks is not None and row.grammar is not None:
                         write_mask(masks[index], row)
@@ -178,8 +179,6 @@ def _collect_edits(edits: PositionList, index: int, row: SamplingRow) -> None:
 
 
 def _collect_seen(seen: PositionList, index: int, row: SamplingRow) -> None:
-    if not row.params.needs_penalties:
-        return
     if row.penalties is None:
         raise ValueError("expected a PenaltyState for a request with penalties, got None")
     seen.add(index, row.penalties.token_ids, row.penalties.codes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,18 +15,13 @@ if TYPE_CHECKING:
     from hpu_duo.sampling.rows import SamplingRow
 
 
-def hosted_rows(rows: Sequence[SamplingRow | None]) -> dict[int, SamplingRow]:
-    """Return the rows whose tokens are chosen on the host, by index."""
-    return {index: row for index, row in enumerate(rows) if row is not None and row.choose is not None}
-
-
 def choose_on_host(
     hosted: Mapping[int, SamplingRow], logits_NV: Tensor
 ) -> tuple[dict[int, int], dict[int, Exception]]:
     """Return the host's choices, and the errors of rows without one, by index of the row.
 
     Args:
-        hosted: see ``hosted_rows``.
+        hosted: rows with ``SamplingRow.choose``, by index.
         logits_NV: float [N, V] on the host.
     """
     vocab_size = logits_NV.shape[1]

@@ -97,7 +97,9 @@ def sample_tokens(
         scores_NV = forbid(scores_NV, masks_NW, FORBIDDEN)
     token_ids = most_likely(scores_NV)
     if rows is not None and route.has_random:
-        kept_NV = filter_scores(scores_NV / rows.temperature[:, None], rows, route)
+        kept_NV = scores_NV / rows.temperature[:, None]
+        if route.has_sort or route.topk_width or route.has_min_p:
+            kept_NV = filter_scores(kept_NV, rows, route)
         token_ids = torch.where(rows.is_greedy > 0, token_ids, draw(kept_NV, rows.uniform))
     if route.num_logprobs < 0:
         return SampledTokens(token_ids, None)

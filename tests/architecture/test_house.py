@@ -9,7 +9,7 @@ import pytest
 from kernels_ref.x86 import library
 from tests.house import count_decode_step
 
-STEPS = {"eager": (381, 72), "replay": (180, 53)}
+STEPS = {"eager": (363, 65), "replay": (164, 46)}
 """Calls and files of one decode step by capture backend, see ``python -m tests.house``."""
 
 MOST, LEAST = 1.02, 0.9
