@@ -103,7 +103,9 @@ class PrefixMap:
             if node.start < num_kept:
                 self.tree.cut(node, num_kept - node.start)
                 self._hold_upper(node)
-            self._forgotten_below.append((life, [iter((node,))], before))
+            levels: list[Iterator[RadixNode]] = []
+            self._forget(life, node, before, levels)
+            self._forgotten_below.append((life, levels, before))
             self._forget_some()
             return
 
@@ -176,12 +178,15 @@ class PrefixMap:
             if not levels:
                 self._forgotten_below.popleft()
             return
+        self._forget(life, node, before, levels)
+
+    def _forget(self, life: str, node: RadixNode, before: float, levels: list[Iterator[RadixNode]]) -> None:
+        """Let go of a node that was not used since, and put its children on the list."""
         use = node.holders.get(life)
-        if use is None:
-            return
-        levels.append(iter(tuple(node.children.values())))
-        if use.used < before:
-            self._release(life, node)
+        if use is not None:
+            levels.append(iter(tuple(node.children.values())))
+            if use.used < before:
+                self._release(life, node)
 
     def _forget_one_of_a_life(self) -> None:
         """Let go of one node of a replica that was forgotten, those below before those above."""
