@@ -12,7 +12,7 @@ README = ROOT / "README.md"
 
 
 def refusal(shown: Shown) -> str | None:
-    """What a parser says of a command, or None."""
+    """The message of a parser that refuses a command, or None."""
     try:
         parse(shown)
     except (Exception, SystemExit) as error:  # typer brings a click of its own, which other versions do not
