@@ -25,7 +25,7 @@ _LACKING = 1e18
 _BLOCKS = {1: SHARED, 2: UNIQUE}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Duties:
     """Shapes that a table has to hold whatever the traffic is.
 
@@ -109,6 +109,7 @@ class Descent:
         self._candidates = candidates
         self._candidate_prices = price(cost, candidates)
         self._cost = cost
+        self._draft: tuple[tuple[bytes, Duties], _Table, random.Random] | None = None
 
     def improve(self, buckets: Levels, duties: Duties, rounds: int) -> Levels:
         """Return a table that is at least as good and no larger, int64 ``[m, 7]``.
@@ -122,9 +123,7 @@ class Descent:
             rounds: number of times that some buckets are replaced, unless that helped little twelve times in
                 a row. The same number gives the same table.
         """
-        chance = random.Random(0)
-        best = _Table(buckets.copy(), self._demand, duties, self._cost)
-        best.settle(range(len(buckets)), chance)
+        best, chance = self._settled(buckets, duties)
         in_vain = 0
         for _ in range(rounds if len(buckets) > 1 else 0):
             trial = best.copy()
@@ -137,6 +136,15 @@ class Descent:
             if in_vain == _PATIENCE:
                 break
         return best.tidied()
+
+    def _settled(self, buckets: Levels, duties: Duties) -> tuple[_Table, random.Random]:
+        """The table before anything is replaced, and chance as it is then; a draft has both already."""
+        key = (buckets.tobytes(), duties)
+        if self._draft is None or self._draft[0] != key:
+            chance, table = random.Random(0), _Table(buckets.copy(), self._demand, duties, self._cost)
+            table.settle(range(len(buckets)), chance)
+            self._draft = key, table, chance
+        return self._draft[1], copy.copy(self._draft[2])
 
     def _replace(self, table: _Table, chance: random.Random) -> list[int]:
         """Replace up to four buckets that save little; returns those whose traffic has changed."""

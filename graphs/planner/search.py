@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -73,6 +74,8 @@ class TableSearch:
     ) -> None:
         self._cost = cost
         self._worst_case = worst_case
+        # A draft and the table that it is made into start alike.
+        self._start = lru_cache(maxsize=1)(self._begin)
         self._rounds = resolution.rounds
         self._cells = Cells.within(limits, cost, resolution.num_cells)
         phases = to_levels(map(limits.largest_of, limits.reachable_phases))
@@ -109,14 +112,17 @@ class TableSearch:
             cover_share: share of the buckets that may be spent on the cover.
             is_draft: move buckets, and replace none: much faster, and hardly worse.
         """
+        chosen, duties = self._start(num_buckets, cover_share)
+        rounds = 0 if is_draft else min(self._rounds, num_buckets)
+        return np.unique(self._descent.improve(chosen, duties, rounds), axis=0)
+
+    def _begin(self, num_buckets: int, cover_share: float) -> tuple[Levels, Duties]:
+        """Cover and fill: at most so many buckets, and what the cover has to keep to."""
         room = max(self.fewest, int(num_buckets * cover_share))
         tolerance = self._least(room)
         chosen = self._tops[_greedy_cover(self._may_cover(tolerance), self._top_prices)]
-        chosen = self._filled(chosen, num_buckets)
         ceiling = np.maximum((1 + tolerance) * self._cells.floor, self._enough)
-        duties = Duties(self._cells.highest, ceiling)
-        rounds = 0 if is_draft else min(self._rounds, num_buckets)
-        return np.unique(self._descent.improve(chosen, duties, rounds), axis=0)
+        return self._filled(chosen, num_buckets), Duties(self._cells.highest, ceiling)
 
     def _demand(self, rows: Prototypes) -> Demand:
         own = price(self._cost, rows.levels)

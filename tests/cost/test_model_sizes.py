@@ -120,7 +120,8 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_file_is_read_as_transformers_reads_it_and_refused_where_it_is(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from([LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]))
+    kinds: list[Any] = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]
+    kind = data.draw(st.sampled_from(kinds))
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 100}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     fields = {**kind(**sizes, **heads).to_diff_dict(), "architectures": [], "model_type": kind.model_type}
@@ -140,13 +141,15 @@ def outcome(read: Callable[[Path], ModelSize], file: Path) -> ModelSize | str:
 
 
 def test_common_files_are_read_without_transformers(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2}
-    for kind, changes in (
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+    kinds: list[tuple[Any, dict[str, Any]]] = [
         (LlamaConfig, {}),
         (MistralConfig, {"sliding_window": None}),
         (Qwen2Config, {}),
         (Qwen3Config, {}),
-    ):
+    ]
+    for kind, changes in kinds:
         assert read_plain(save(kind(**sizes, **changes), tmp_path) / "config.json") is not None
     assert read_plain(MODEL_DIR / "config.json") is not None
     assert read_plain(save(MistralConfig(**sizes), tmp_path) / "config.json") is None, "it has a window"

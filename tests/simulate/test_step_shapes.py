@@ -1,5 +1,7 @@
 """Shapes that are carried over from the step before are those that the engine lays out."""
 
+from typing import Any
+
 import pytest
 
 from graphs import BatchShape, StepLimits
@@ -12,7 +14,7 @@ from hpu_duo.simulate.sessions import SessionArrivals
 from hpu_duo.simulate.step_shapes import StepShapes
 from hpu_duo.traces import make_workload
 
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 128,
     "max_model_len": 512,
@@ -21,7 +23,12 @@ LIMITS = {
     "max_chunk_rows": 2,
     "decode_len": 1,
 }
-PREFIXES = {"caches_prefixes": True, "num_snapshots": 4, "max_block_moves": 4, "step_tokens": 16}
+PREFIXES: dict[str, Any] = {
+    "caches_prefixes": True,
+    "num_snapshots": 4,
+    "max_block_moves": 4,
+    "step_tokens": 16,
+}
 
 
 @pytest.mark.parametrize("others", [{}, PREFIXES, {**PREFIXES, "uses_rows": False}], ids=str)
