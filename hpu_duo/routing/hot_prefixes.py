@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 from hpu_duo.routing.radix_tree import RadixNode
 from hpu_duo.routing.window_sums import WindowSums
 
@@ -19,17 +17,17 @@ class HotPrefixes:
 
     def __init__(self, window_s: float, growth: float, num_least: int = 16) -> None:
         self._window_s, self._growth, self._num_least = window_s, growth, num_least
-        self._times: WeakKeyDictionary[RadixNode, WindowSums] = WeakKeyDictionary()
 
     def add(self, node: RadixNode, now: float, ttft: float) -> None:
         """Note the time to the first token of a request."""
-        times = self._times.setdefault(node, WindowSums())
-        times.drop(now - self._window_s)
-        times.add(now, ttft)
+        if node.first_tokens is None:
+            node.first_tokens = WindowSums()
+        node.first_tokens.drop(now - self._window_s)
+        node.first_tokens.add(now, ttft)
 
     def take(self, node: RadixNode, now: float) -> bool:
         """Return whether a prefix is hot; if it is, it has to become so anew to be hot again."""
-        times = self._times.get(node)
+        times = node.first_tokens
         if times is None:
             return False
         times.drop(now - self._window_s)
@@ -38,7 +36,7 @@ class HotPrefixes:
         half = len(times) // 2
         is_hot = _mean(times[half:]) >= self._growth * _mean(times[:half]) > 0
         if is_hot:
-            del self._times[node]
+            node.first_tokens = None
         return is_hot
 
 

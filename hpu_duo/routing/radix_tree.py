@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, MutableMapping
 
 import numpy as np
 
 from hpu_duo.routing.request import Units
+from hpu_duo.routing.spread_dict import MOST_OF_ONE, SpreadDict
 from hpu_duo.routing.window_sums import WindowSums
 
 
@@ -21,13 +22,18 @@ class RadixNode:
         holders: those who are taken to hold it, with the last use there. Whoever holds a prefix holds all of
             its parents, and used those no earlier; but for what is about to be forgotten.
         hits: its uses of late, at any replica.
+        first_tokens: times to the first token of late, if anybody notes them.
+        namespace: of a root.
     """
 
-    __slots__ = ("__weakref__", "children", "hits", "holders", "label", "parent", "start")
+    __slots__ = ("children", "first_tokens", "hits", "holders", "label", "namespace", "parent", "start")
 
-    def __init__(self, parent: RadixNode | None, label: Units, start: int) -> None:
-        self.parent, self.label, self.start = parent, label, start
-        self.children: dict[int, RadixNode] = {}
+    def __init__(
+        self, parent: RadixNode | None, label: Units, start: int, namespace: Hashable = None
+    ) -> None:
+        self.parent, self.label, self.start, self.namespace = parent, label, start, namespace
+        self.children: MutableMapping[int, RadixNode] = {}
+        self.first_tokens: WindowSums | None = None
         self.holders: dict[str, Use] = {}
         self.hits = WindowSums()
 
@@ -58,8 +64,7 @@ class RadixTree:
     """Prompts as paths from the root, in namespaces that share nothing; where two part, a node ends."""
 
     def __init__(self) -> None:
-        self._roots: dict[Hashable, RadixNode] = {}
-        self._names: dict[RadixNode, Hashable] = {}  # of the roots
+        self._roots: SpreadDict[Hashable, RadixNode] = SpreadDict()
 
     def __iter__(self) -> Iterator[RadixNode]:
         for root in self._roots.values():
@@ -91,8 +96,7 @@ class RadixTree:
             return [], []
         node = self._roots.get(namespace)
         if node is None:
-            node = self._roots[namespace] = RadixNode(None, units[:0], 0)
-            self._names[node] = namespace
+            node = self._roots[namespace] = RadixNode(None, units[:0], 0, namespace)
         path, cut = [], []
         for found, num in self.match(namespace, units):
             if num < len(found.label):
@@ -103,6 +107,8 @@ class RadixTree:
         if node.end < len(units):
             rest = units[node.end :].copy()  # a view would keep all of the prompt
             new = RadixNode(node, rest, node.end)
+            if len(node.children) == MOST_OF_ONE and isinstance(node.children, dict):
+                node.children = SpreadDict(node.children)
             node.children[int(rest[0])] = new
             path.append(new)
         return path, cut
@@ -138,7 +144,7 @@ class RadixTree:
         node.parent = None
         if parent.parent is None:
             if not parent.children:
-                del self._roots[self._names.pop(parent)]
+                del self._roots[parent.namespace]
             return {}
         if len(parent.children) == 1:
             (child,) = parent.children.values()

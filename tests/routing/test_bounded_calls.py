@@ -11,6 +11,7 @@ import pytest
 
 from hpu_duo.routing import Router, make_router
 from hpu_duo.routing.prefix_router import PrefixRouter
+from hpu_duo.routing.spread_dict import SpreadDict
 from tests.routing.texts import request_of
 
 REPLICAS = "abcd"
@@ -36,8 +37,8 @@ def num_calls(call: Callable[..., Any], *given: object) -> tuple[Any, int]:
 
 
 def prompt(number: int) -> list[int]:
-    """One of a thousand that begin alike, and part at two places."""
-    return [1] * SYSTEM_LEN + [2 + number % 30] * OWN_LEN + [2 + number % 1000] * OWN_LEN
+    """One of 1,500 that begin alike, and part there."""
+    return [1] * SYSTEM_LEN + [2 + number % 1500] * OWN_LEN
 
 
 def steps(router: Router, num: int) -> Iterator[tuple[str, int]]:
@@ -92,3 +93,12 @@ def test_what_a_call_has_left_is_forgotten_by_later_ones() -> None:
     for _ in range(20):
         router.prefixes._forget_some()
     assert not list(held.tree)
+
+
+def test_a_spread_dictionary_is_a_dictionary() -> None:
+    spread = SpreadDict({number: str(number) for number in range(1000)})
+    spread[7] = "seven"
+    del spread[8]
+    assert dict(spread) == {number: str(number) for number in range(1000) if number != 8} | {7: "seven"}
+    assert (len(spread), bool(spread), spread.get(8), bool(SpreadDict())) == (999, True, None, False)
+    assert sorted(spread.values()) == sorted(dict(spread).values())
