@@ -24,7 +24,7 @@ NOT_RUN = {
     "seconds = (operations": "a formula",
     "hpu_duo          requests": "a drawing",
 }
-"""Why other blocks are not compared, by the words that these begin with."""
+"""Reasons not to compare other blocks, by the words that these begin with."""
 
 TOOLS = {
     *("cat", "cd", "curl", "docker", "examples/gaudi/launch.sh", "hl-smi", "hpu-duo", "kubectl", "make"),
