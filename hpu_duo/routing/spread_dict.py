@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, ValuesView
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -35,8 +35,23 @@ class SpreadDict(MutableMapping[Key, Value], Generic[Key, Value]):
     def __iter__(self) -> Iterator[Key]:
         return chain.from_iterable(self._parts)
 
+    def values(self) -> ValuesView[Value]:
+        """Return a view of the values, which is read without a look-up of each."""
+        return _Values(self)
+
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
     def __bool__(self) -> bool:
         return any(self._parts)
+
+
+class _Values(ValuesView[Value]):
+    """Values of a ``SpreadDict``."""
+
+    def __init__(self, spread: SpreadDict[Any, Value]) -> None:
+        super().__init__(spread)
+        self._spread = spread
+
+    def __iter__(self) -> Iterator[Value]:
+        return chain.from_iterable(part.values() for part in self._spread._parts)
