@@ -126,7 +126,9 @@ class PrefixSharing:
         stops = self._stops(request, hit, waiting)
         start, blocks = self._leases.num_cached_tokens(hit), self._leases.cached_blocks(hit)
         border = self._last_border(request)
-        if not self._grid and self._takes_snapshots and border - start > self._least_gain:
+        # One that was preempted, or lost its cache in a failed step, goes on as soon as it can.
+        has_run = request.num_cached_tokens is not None
+        if not has_run and not self._grid and self._takes_snapshots and border - start > self._least_gain:
             with_border = tuple(sorted({*stops, border}))
             if step.has_room(request, start, blocks, with_border):
                 return Begin(hit, with_border)
