@@ -21,7 +21,7 @@ SYSTEM_LEN, OWN_LEN = 300, 12
 
 
 def num_calls(call: Callable[..., Any], *given: object) -> tuple[Any, int]:
-    """What a call returns, and how many functions it called."""
+    """The result of a call, and the number of functions that it called."""
     num = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
