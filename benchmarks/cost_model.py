@@ -2,7 +2,7 @@
 
     python benchmarks/cost_model.py --out benchmarks/results/cost-model.md
 
-Fits the efficiencies to one half of the rows of ``hpu_duo/cost/published.json``, as ``split_rows`` divides
+Fits the efficiencies to one half of the rows of ``hpu_duo/planning/fit.py.json``, as ``split_rows`` divides
 them, and compares the constants in use with the other half. Takes a second, needs no accelerator, and
 measures none.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hpu_duo.cost import (
+from hpu_duo.planning import (
     ERROR_FACTORS,
     FITTED,
     PUBLISHED_LAYER_LAUNCHES,
@@ -25,7 +25,7 @@ from hpu_duo.cost import (
     published_sources,
     split_rows,
 )
-from hpu_duo.cost.fit import (
+from hpu_duo.planning.fit import (
     fit,
     leave_one_model_out,
     median_error,

@@ -28,7 +28,7 @@ from benchmarks.gpu_suite.engines import Setup, make_model
 from benchmarks.gpu_suite.results import describe_environment
 from benchmarks.gpu_suite.shapes import LLAMA_3_8B, ModelShape
 from graphs import BatchShape, BucketTable, CaptureBackend
-from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
+from hpu_duo.config.engine import CacheConfig, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
 from hpu_duo.device import resolve_device
 from hpu_duo.engine.engine import Engine
 from hpu_duo.sampling import SamplingParams

@@ -4,7 +4,7 @@
     python benchmarks/heavy_hitters.py --write heavy-hitters.jsonl
 
 Documents tell a few passkeys at their beginning, ask for and answer each of them several times, and end with
-a tail without any (``hpu_duo.builtin.rehearsed``). The same documents without the repetitions are the
+a tail without any (``hpu_duo.lab.tasks.rehearsed``). The same documents without the repetitions are the
 control: there, nothing says beforehand what will be asked for. The data set is made in seconds and needs no
 training: the built-in model answers it.
 
@@ -30,9 +30,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.builtin.passkeys import PasskeyDocument, question, token_counter
-from hpu_duo.builtin.rehearsed import Rehearsals, rehearsed_document
-from hpu_duo.eval.interval import wilson
+from hpu_duo.lab.eval.interval import wilson
+from hpu_duo.lab.tasks.passkeys import PasskeyDocument, question, token_counter
+from hpu_duo.lab.tasks.rehearsed import Rehearsals, rehearsed_document
 
 # K KV heads, G query heads of each, T new tokens, L tokens so far, D head size
 NAME = "dense_oracle"

@@ -39,7 +39,7 @@ from hpu_duo.server.http.app import create_app
 from hpu_duo.server.http.listening import DrainingServer, bind
 from hpu_duo.server.running.admission import Stage
 from hpu_duo.server.service import Service
-from hpu_duo.server.telemetry.record import CallRecord
+from hpu_duo.server.telemetry.request_log import CallRecord
 
 NUM_STREAMS = 32
 PROMPT_LEN = 64

@@ -23,7 +23,7 @@ import transformers
 import typer
 
 from hpu_duo.builtin import PATTERN_DIR
-from hpu_duo.cli.heads.plot import draw_heads
+from hpu_duo.cli.heads.views import draw_heads
 from hpu_duo.heads import HeadPattern
 
 RESULTS = Path(__file__).parent / "results"

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernel_work
 
-Prints the constants of ``hpu_duo/cost/kernels.py`` and how close they come to the audit. Steps of two layers
-of several models are traced on tensors without data, which takes some minutes; nothing is measured.
+Prints the constants of ``hpu_duo/planning/kernel_work.py`` and how close they come to the audit. Steps of two
+layers of several models are traced on tensors without data, which takes some minutes; nothing is measured.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig
 
 from graphs import BatchShape
-from hpu_duo.audit import Structure, audit_bucket, build_structure
-from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, ModelConfig, SchedulerConfig
-from hpu_duo.cost import GAUDI3, EngineWork, ModelSize
-from hpu_duo.cost.attention_counts import AttentionCounts, AttentionRuns
-from hpu_duo.cost.kernel_work import KernelWork
-from hpu_duo.cost.read_model import read_model
+from hpu_duo.config.engine import CacheConfig, EngineConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.audit import Structure, audit_bucket, build_structure
+from hpu_duo.planning import GAUDI3, EngineWork, ModelSize
+from hpu_duo.planning.kernel_work import AttentionCounts, AttentionRuns, KernelWork
+from hpu_duo.planning.read_model import read_model
 
 NUM_LAYERS = 2
 _COMMON = {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32_000, "max_position_embeddings": 262_144}

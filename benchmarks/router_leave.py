@@ -11,7 +11,7 @@ from collections import defaultdict
 from statistics import quantiles
 from time import thread_time
 
-from hpu_duo.routing import RoutedRequest, make_router
+from hpu_duo.fleet.routing import RoutedRequest, make_router
 
 REPLICAS = [str(number) for number in range(4)]
 

@@ -26,9 +26,9 @@ from typer.testing import CliRunner
 
 from graphs import StepCost, StepLimits
 from hpu_duo.cli.app import app
-from hpu_duo.simulate.report import RunReport
-from hpu_duo.simulate.server import SimulatedServer
-from hpu_duo.traces import Arrival, Session
+from hpu_duo.lab.simulate.report import RunReport
+from hpu_duo.lab.simulate.server import SimulatedServer
+from hpu_duo.lab.traces import Arrival, Session
 
 LLAMA = {
     "model_type": "llama",

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.simulate_engine --out benchmarks/results/simulate-engine.md
 
-Times of steps of the built-in model are measured here first (``hpu_duo.simulate.measuring``). Then each
+Times of steps of the built-in model are measured here first (``hpu_duo.lab.simulate.measuring``). Then each
 policy serves the same requests twice: simulated with these times, and by the engine. Time is processor time
 of one thread in both, and jumps where nobody is served, so that other work on the machine does not count.
 """
@@ -24,14 +24,14 @@ import transformers
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.engine.engine import Engine
-from hpu_duo.simulate.measuring import measure_steps
-from hpu_duo.simulate.run_log import NOBODY, RequestRecord
-from hpu_duo.simulate.server import SimulatedServer
-from hpu_duo.simulate.sessions import SessionArrivals
-from hpu_duo.simulate.step_times import StepTimes
-from hpu_duo.traces import Session
-from hpu_duo.traces.lengths import Lengths
-from hpu_duo.traces.workloads import Poisson
+from hpu_duo.lab.simulate.measuring import measure_steps
+from hpu_duo.lab.simulate.run_log import NOBODY, RequestRecord
+from hpu_duo.lab.simulate.server import SimulatedServer
+from hpu_duo.lab.simulate.sessions import SessionArrivals
+from hpu_duo.lab.simulate.step_times import StepTimes
+from hpu_duo.lab.traces import Session
+from hpu_duo.lab.traces.lengths import Lengths
+from hpu_duo.lab.traces.workloads import Poisson
 
 POLICIES = ("fcfs", "sjf", "srtf", "vtc")
 LIMITS: dict[str, Any] = {

@@ -21,13 +21,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bias_builders import StepRows
 from graphs import BatchShape
-from hpu_duo.audit import audit_bucket, build_structure, peak_allocated_bytes
-from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, ModelConfig, SchedulerConfig
-from hpu_duo.cost import GAUDI3
+from hpu_duo.config.engine import CacheConfig, EngineConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.engine.batch import fill, flatten
 from hpu_duo.engine.executor import Executor, bucket_step
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.audit import audit_bucket, build_structure, peak_allocated_bytes
 from hpu_duo.modeling.step_model import run_layer
+from hpu_duo.planning import GAUDI3
 from hpu_duo.startup.assembly import assemble
 
 CONTEXTS = (8_192, 65_536, 262_144)

@@ -3,10 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bias_builders.rows import StepRows, ranges
 from bias_builders.rules import Rule, Tile, TileClass, Window, classify, sees_causal, sees_streaming
 from bias_builders.sparse_rules import Dilated, Fixed, RuleIntersection, RuleUnion, Strided
-from bias_builders.split import NOWHERE, SharedPart, UniquePart, count_context, split_context, tails_per_row
+from bias_builders.split import (
+    NOWHERE,
+    SharedPart,
+    StepRows,
+    UniquePart,
+    count_context,
+    ranges,
+    split_context,
+    tails_per_row,
+)
 
 if TYPE_CHECKING:
     from bias_builders.block_tables import BlockTable, sees_by_head

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.builtin.passkeys import document, question, token_counter
+from hpu_duo.lab.tasks.passkeys import document, question, token_counter
 
 model = HPUDuoModel.from_pretrained(MODEL_DIR, pattern=PATTERN_DIR, sparsity=0.5, num_prefix_snapshots=2)
 assert model.tokenizer is not None

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, TextStreamer
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.builtin.passkeys import document, question, token_counter
+from hpu_duo.lab.tasks.passkeys import document, question, token_counter
 
 # Any local transformers checkpoint, and the head pattern that was made for it.
 # The prompts begin alike, and blocks that they share would hide what streaming heads save.

@@ -14,8 +14,7 @@ import typer
 
 from hpu_duo import HeadPattern, HPUDuoModel, SamplingParams
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.builtin.passkeys import document, question, token_counter
-from hpu_duo.identify import (
+from hpu_duo.lab.identify import (
     DatasetSettings,
     Form,
     Identification,
@@ -24,6 +23,7 @@ from hpu_duo.identify import (
     TrainingSettings,
     Workers,
 )
+from hpu_duo.lab.tasks.passkeys import document, question, token_counter
 
 SINK, RECENT, SPARSITY = 16, 64, 0.75
 

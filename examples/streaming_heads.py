@@ -12,8 +12,8 @@ import typer
 
 from hpu_duo import HPUDuoModel, SamplingParams
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.builtin.passkeys import Passkey, document, question, token_counter
-from hpu_duo.eval.interval import wilson
+from hpu_duo.lab.eval.interval import wilson
+from hpu_duo.lab.tasks.passkeys import Passkey, document, question, token_counter
 
 SPARSITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 

@@ -32,10 +32,9 @@ from builtin_training.tokenizer import build_tokenizer
 from builtin_training.training import CURRICULUM, Trainer
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.eval.interval import wilson
-from hpu_duo.heads.origin import FINGERPRINT_KEY, NAME_KEY
-from hpu_duo.heads.pattern import HeadPattern
-from hpu_duo.modeling.model_files import model_fingerprint, model_name
+from hpu_duo.heads.pattern import FINGERPRINT_KEY, NAME_KEY, HeadPattern
+from hpu_duo.lab.eval.interval import wilson
+from hpu_duo.modeling.hub import model_fingerprint, model_name
 
 app = typer.Typer(add_completion=False, help="Train, score and measure the built-in model.")
 

@@ -3,14 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy
-from graphs.cost import CostFunction, SkippingCost, StepCost
-from graphs.exponential import ExponentialRule
-from graphs.launches import Launches
+from graphs.cache import GraphCache, GraphCounters, GraphMissError, MissPolicy, RecompileError
+from graphs.cost import CostFunction, Launches, SkippingCost, StepCost
 from graphs.limits import CARD_STEP_TOKENS, StepLimits
-from graphs.recompile import RecompileError
 from graphs.shape import BatchShape, Phase
-from graphs.table import BucketTable, Miss
+from graphs.table import BucketTable, ExponentialRule, Miss
 
 if TYPE_CHECKING:
     from graphs.backends import CaptureBackend, EagerBackend, make_backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -272,3 +272,17 @@ class GraphCache:
 def _uncaptured(key: Hashable, fn: Region) -> Region:
     """Return a region as it is."""
     return fn
+
+
+class RecompileError(RuntimeError):
+    """Something was compiled where nothing may be.
+
+    Args:
+        findings: what was compiled, one short text each.
+    Attributes:
+        findings: the same, as a tuple.
+    """
+
+    def __init__(self, findings: Iterable[str]) -> None:
+        self.findings = tuple(findings)
+        super().__init__(f"expected nothing new to compile after warm-up, got {'; '.join(self.findings)}")

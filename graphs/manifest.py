@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from graphs.atomic_file import replace_file
 from graphs.cost import CostFunction
-from graphs.promise import Promise
 from graphs.shape import BatchShape
 from graphs.table import BucketTable
+from graphs.traffic_watch import Promise
 
 FORMAT = "hpu-duo warm-up manifest"
 VERSION = 1

@@ -1,17 +1,172 @@
 """The table of buckets, and the search for the bucket of a step."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from itertools import product
 from operator import or_
 
 import numpy as np
 
 from graphs.cost import CostFunction, StepCost
-from graphs.exponential import ExponentialRule
 from graphs.limits import StepLimits
-from graphs.promise import Promise
-from graphs.shape import BatchShape
+from graphs.shape import BatchShape, Phase
+from graphs.traffic_watch import Promise
+
+
+@dataclass(frozen=True)
+class _Decodes:
+    """The largest decode-only step that a bucket with more parts holds, and what that bucket costs."""
+
+    shape: BatchShape
+    ceiling: float
+
+
+def decode_twins(
+    buckets: Iterable[BatchShape], limits: StepLimits, cost: CostFunction
+) -> tuple[BatchShape, ...]:
+    """The buckets that a table lacks so that steps without prompts run their own parts, and no others.
+
+    A step runs in the cheapest bucket that holds it. So the table needs, for each bucket that has more parts
+    than some decodes, one with just their parts that is no dearer and holds as large decodes: exactly then
+    all of them find such a bucket first. Buckets that are missing are joined while they stay cheap enough.
+
+    Args:
+        cost: by which the table finds buckets.
+    """
+    held = tuple(buckets)
+    twins: list[BatchShape] = []
+    # Twins of steps that share blocks hold steps that do not, so they come first.
+    for phase in sorted(limits.reachable_phases, reverse=True):
+        if not phase.causal:
+            twins += _joined(_missing((*held, *twins), phase, limits, cost), cost)
+    return tuple(twins)
+
+
+def _joined(missing: Iterable[_Decodes], cost: CostFunction) -> Iterator[BatchShape]:
+    left = sorted(missing, key=lambda each: (each.ceiling, each.shape))
+    while left:
+        first, *rest = left
+        twin = first.shape
+        for other in rest:
+            # The first has the lowest ceiling.
+            if cost(twin | other.shape) <= first.ceiling:
+                twin |= other.shape
+        yield twin
+        left = [each for each in rest if not twin.holds(each.shape)]
+
+
+def _missing(
+    held: tuple[BatchShape, ...], phase: Phase, limits: StepLimits, cost: CostFunction
+) -> Iterator[_Decodes]:
+    own = [(bucket, cost(bucket)) for bucket in held if bucket.phase == phase]
+    for bucket in held:
+        shape = _decodes_in(bucket, phase, limits)
+        if shape is None:
+            continue
+        ceiling = cost(bucket)
+        if not any(price <= ceiling and other.holds(shape) for other, price in own):
+            yield _Decodes(shape, ceiling)
+
+
+def _decodes_in(bucket: BatchShape, phase: Phase, limits: StepLimits) -> BatchShape | None:
+    """The join of all steps of a phase that a bucket of another one holds; None where it holds none."""
+    if bucket.phase == phase or not bucket.phase.holds(phase) or not bucket.num_logits:
+        return None
+    largest = limits.largest_of(phase)
+    num_logits = min(bucket.num_logits, largest.num_logits)
+    return BatchShape(
+        phase,
+        min(bucket.query_len, num_logits * limits.decode_len),
+        min(bucket.num_shared_blocks, largest.num_shared_blocks) if phase.shared else 0,
+        min(bucket.num_unique_blocks, largest.num_unique_blocks),
+        num_logits,
+    )
+
+
+def ladder(low: int, high: int, growth: float) -> tuple[int, ...]:
+    """Sizes from ``low``, each ``growth`` times the last (at least one more), up to exactly ``high``."""
+    sizes = []
+    size = max(low, 1)
+    while size < high:
+        sizes.append(size)
+        size = max(int(size * growth), size + 1)
+    return (*sizes, high)
+
+
+@dataclass(frozen=True)
+class ExponentialRule:
+    """Rule by which ``BucketTable.exponential`` chooses sizes.
+
+    Args:
+        growth: ratio of neighbouring sizes, above 1. Phases that combine the unique part with another one
+            have one dimension more to cover and step by ``growth**2``.
+        slack: a size is not worth a compilation of its own when a larger bucket of the same phase costs at
+            most this many times as much; 1 merges sizes of equal cost only.
+        min_query: smallest query size of phases with a causal part; decodes start at 1.
+        min_blocks: smallest block count.
+        merge_unique: let a bucket with an empty unique part replace one without that part, which pays where
+            a part without work costs next to nothing.
+
+    Raises:
+        ValueError: a value outside these ranges.
+    """
+
+    growth: float = 2.0
+    slack: float = 2.0
+    min_query: int = 16
+    min_blocks: int = 16
+    merge_unique: bool = False
+
+    def __post_init__(self) -> None:
+        if self.growth <= 1 or self.slack < 1 or self.min_query < 1 or self.min_blocks < 1:
+            raise ValueError(
+                f"expected growth > 1, slack >= 1, min_query >= 1 and min_blocks >= 1, got {self}"
+            )
+
+    def grid(self, limits: StepLimits, phase: Phase) -> Iterator[BatchShape]:
+        """Yield every combination of sizes for one phase, up to the limits.
+
+        Logit rows follow the query size until they reach ``max_num_seqs``: a row has at least one token.
+        """
+        largest = limits.largest_of(phase)
+        combines = phase.unique and (phase.causal or phase.shared)
+        growth = self.growth**2 if combines else self.growth
+        queries = ladder(self.min_query if phase.causal else 1, largest.query_len, growth)
+        shared = ladder(self.min_blocks, largest.num_shared_blocks, growth)
+        unique = ladder(self.min_blocks, largest.num_unique_blocks, growth)
+        for query_len, num_shared, num_unique in product(queries, shared, unique):
+            yield BatchShape(phase, query_len, num_shared, num_unique, min(largest.num_logits, query_len))
+
+    def build(self, limits: StepLimits, cost: CostFunction) -> tuple[BatchShape, ...]:
+        """Return the thinned grid of every reachable phase, and what decodes alone lack besides."""
+        families: dict[Phase, list[BatchShape]] = {}
+        for phase in limits.reachable_phases:
+            family = replace(phase, unique=True) if self.merge_unique else phase
+            families.setdefault(family, []).extend(self.grid(limits, phase))
+        buckets = [bucket for shapes in families.values() for bucket in thin(shapes, cost, self.slack)]
+        return (*buckets, *decode_twins(buckets, limits, cost))
+
+
+def thin(shapes: Iterable[BatchShape], cost: CostFunction, slack: float) -> tuple[BatchShape, ...]:
+    """Drop each shape that a kept one can replace: it holds the shape and costs at most ``slack`` times it.
+
+    Goes from the most expensive shape to the cheapest, so a shape that holds all others is always kept,
+    and every dropped shape has its replacement among the kept.
+    """
+    priced = sorted(((cost(shape), shape) for shape in set(shapes)), reverse=True)
+    costs = np.array([price for price, _ in priced])
+    levels = np.array([shape.levels for _, shape in priced], dtype=np.int64)
+    kept: list[int] = []
+    for i in range(len(priced)):
+        holds = (levels[kept] >= levels[i]).all(axis=1)
+        affordable = costs[kept] <= slack * costs[i]
+        if not (holds & affordable).any():
+            kept.append(i)
+    return tuple(priced[i][1] for i in kept)
+
 
 _NUM_NEAREST = 3
 
@@ -48,7 +203,7 @@ class BucketTable:
         object.__setattr__(self, "buckets", tuple(sorted(set(self.buckets))))
 
     @classmethod
-    def from_strings(cls, texts: Iterable[str], cost: CostFunction | None = None) -> "BucketTable":
+    def from_strings(cls, texts: Iterable[str], cost: CostFunction | None = None) -> BucketTable:
         """Build a table from printed shapes.
 
         Raises:
@@ -62,7 +217,7 @@ class BucketTable:
         limits: StepLimits,
         rule: ExponentialRule | None = None,
         cost: CostFunction | None = None,
-    ) -> "BucketTable":
+    ) -> BucketTable:
         """Build a table that covers every shape that ``limits`` make reachable, and exceeds none of them.
 
         Every bucket costs a compilation, so the full grid of geometric sizes (hundreds) is thinned to tens:
@@ -91,7 +246,7 @@ class BucketTable:
     def __contains__(self, shape: object) -> bool:
         return shape in self._members
 
-    def with_buckets(self, shapes: Iterable[BatchShape]) -> "BucketTable":
+    def with_buckets(self, shapes: Iterable[BatchShape]) -> BucketTable:
         """This table plus ``shapes``."""
         return replace(self, buckets=(*self.buckets, *shapes))
 

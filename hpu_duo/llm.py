@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from graphs import BucketTable, CaptureBackend, MissPolicy
+from graphs.bucket_file import ShapeRecorder
 from graphs.manifest import read_manifest
-from graphs.recording import ShapeRecorder
-from hpu_duo.config import (
+from hpu_duo.config.engine import (
     CacheConfig,
     EngineConfig,
     GraphConfig,
@@ -31,22 +31,15 @@ from hpu_duo.modeling.hub import find_checkpoint
 from hpu_duo.modeling.loading import choose_dtype, load_tokenizer, read_config, read_generation_config
 from hpu_duo.modeling.loading_arguments import LoadingArguments
 from hpu_duo.startup.assembly import assemble
-from hpu_duo.startup.retrieval_choice import settled
-from hpu_duo.steplog import StepRecorder, origin_of
+from hpu_duo.startup.recorded_steps import StepRecorder, origin_of
+from hpu_duo.startup.sharding import settled
+from hpu_duo.startup.warm_up import GivenBuckets, Progress, WarmUp, WarmUpReport, parse_phases
+from hpu_duo.startup.warm_up_estimate import WarmUpBudget, configuration_of
 from hpu_duo.uncopied import Uncopied
-from hpu_duo.warmup import (
-    GivenBuckets,
-    Progress,
-    WarmUp,
-    WarmUpBudget,
-    WarmUpReport,
-    configuration_of,
-    parse_phases,
-)
 
 if TYPE_CHECKING:
+    from hpu_duo.config.kv_plan import KVPlan
     from hpu_duo.heads import HeadPattern
-    from hpu_duo.kv_plan import KVPlan
 
 
 class HPUDuoModel(ContextModel, Uncopied):
@@ -131,7 +124,7 @@ class HPUDuoModel(ContextModel, Uncopied):
             max_layer_kinds: most kinds of layers that the pattern may make; see ``HeadConfig``. None = 4 on
                 HPU, no bound elsewhere.
             tie_break, balance: see ``HeadPattern.binarise``.
-            device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.sim``).
+            device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.lab.sim``).
             dtype, torch_dtype: "auto", "float32", "bfloat16", "float16" or a short name such as "bf16".
             revision: branch, tag or commit of a model of the hub.
             trust_remote_code: False; code of a checkpoint is never run.
@@ -245,7 +238,8 @@ class HPUDuoModel(ContextModel, Uncopied):
             engine.recorder = ShapeRecorder(record_shapes)
         if record_steps is not None:
             # An engine that refers to itself would be freed late.
-            origin = partial(origin_of, weakref.proxy(engine), config)
+            proxy: Any = weakref.proxy(engine)
+            origin = partial(origin_of, proxy, config)
             engine.step_recorder = StepRecorder(record_steps, origin)
         return cls(engine, tokenizer, generation_config, config)
 

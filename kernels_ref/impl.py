@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from bias_builders import Rule, TopBlocks, Window
-from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
-from kernels_ref.partial import Partial
-from kernels_ref.scoring import Scoring
+from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
+from kernels_ref.partial import Partial, Scoring
 from kernels_ref.step import StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
-    from kernels_ref.chosen import TileStep
     from kernels_ref.groups.column_sums import ChunkStep
+    from kernels_ref.sparse import TileStep
     from kernels_ref.step import BlockStep, RingStep
 
 
@@ -71,7 +70,7 @@ class Kernels(Protocol):
         choice: TopBlocks,
         scoring: Scoring,
     ) -> Partial:
-        """Tokens of prompt rows against the blocks that are chosen for them; see ``kernels_ref.chosen``."""
+        """Tokens of prompt rows against the blocks that are chosen for them; see ``kernels_ref.sparse``."""
         ...
 
     def shared_rings(
@@ -110,7 +109,7 @@ class Kernels(Protocol):
         scoring: Scoring,
         sinks_KG: torch.Tensor | None,
     ) -> tuple[Partial, torch.Tensor]:
-        """Decode rows against their own slots, with what each slot receives; see ``kernels_ref.weighed``."""
+        """Decode rows against their own slots, with what each slot receives; see ``kernels_ref.budgets``."""
         ...
 
     def column_sums(
@@ -132,11 +131,11 @@ class Kernels(Protocol):
         position_NKC: torch.Tensor,
         is_protected: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The slot of each head that is given up; see ``kernels_ref.first_to_go``."""
+        """The slot of each head that is given up; see ``kernels_ref.budgets``."""
         ...
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-        """Put the keys and values of new tokens in place; see ``kernels_ref.index.write_kv``."""
+        """Put the keys and values of new tokens in place; see ``kernels_ref.units.write_kv``."""
         ...
 
     def finish(

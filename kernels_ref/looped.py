@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from bias_builders import Rule, TopBlocks, Window
-from kernels_ref import bodies
-from kernels_ref.hpu.operators import FusedOperators
+from kernels_ref import loops
+from kernels_ref.chunks import QUERY_STEP, even_size, num_parts
+from kernels_ref.hpu.attention import FusedOperators
 from kernels_ref.hpu.parts import FusedKernels
 from kernels_ref.loops import How, as_operator, loop, run_body
-from kernels_ref.partial import Partial, empty
-from kernels_ref.ruled import MASK_BYTES
-from kernels_ref.scoring import Scoring
-from kernels_ref.slices import QUERY_STEP, even_size, num_parts
+from kernels_ref.partial import Partial, Scoring, empty
+from kernels_ref.sparse import MASK_BYTES
 from kernels_ref.step import StepParts, StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
 
 if TYPE_CHECKING:
-    from kernels_ref.chosen import TileStep
     from kernels_ref.groups.column_sums import ChunkStep
     from kernels_ref.impl import Kernels
+    from kernels_ref.sparse import TileStep
     from kernels_ref.step import BlockStep, RingStep
 
 
@@ -218,7 +217,7 @@ def causal(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> P
     k_QKD, v_QKD, causal_row, positions, row_query_start = tensors
     new = *(x.contiguous() for x in (q_QKGD, k_QKD, v_QKD)), causal_row, positions
     num_slices, rule = num_parts(len(q_QKGD), how.size), how.rule
-    num_reached = num_slices if rule is None else bodies.slices_reached(rule, how.size, num_slices)
+    num_reached = num_slices if rule is None else loops.slices_reached(rule, how.size, num_slices)
     has_sinks = rule is not None and rule.sink > 0
     nothing = empty(q_QKGD.new_empty(how.size, *q_QKGD.shape[1:]))
     zero = _zero(q_QKGD)
@@ -226,10 +225,10 @@ def causal(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How) -> P
     for place in range(num_slices):
         total: Sequence[torch.Tensor] = nothing
         if has_sinks and place > num_reached:
-            total = run_body(bodies.sinks_before, how, number, *new, row_query_start)
+            total = run_body(loops.sinks_before, how, number, *new, row_query_start)
         back = zero
         for _ in range(min(place, num_reached) + 1):
-            *total, back = run_body(bodies.own_keys, how, number, back, *total, *new)
+            *total, back = run_body(loops.own_keys, how, number, back, *total, *new)
         parts.append(total)
         number = number + 1
     return _joined(parts, len(q_QKGD))
@@ -242,7 +241,7 @@ def shared_blocks(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: Ho
     block, told = tensors[4], (q_QKGD, *(tensors if how.rule is not None else tensors[:7]))
     total: Sequence[torch.Tensor] = empty(q_QKGD)
     for _ in range(num_parts(len(block), how.size)):
-        *total, number = run_body(bodies.shared_chunk, how, number, *total, *told)
+        *total, number = run_body(loops.shared_chunk, how, number, *total, *told)
     return Partial(*total)
 
 
@@ -251,7 +250,7 @@ def shared_rings(q_QKGD: torch.Tensor, tensors: Sequence[torch.Tensor], how: How
     """Each slice of queries against the rings of prompts."""
     told, number, parts = (q_QKGD.contiguous(), *tensors), _zero(q_QKGD), []
     for _ in range(num_parts(len(q_QKGD), how.size)):
-        *part, number = run_body(bodies.rings, how, number, *told)
+        *part, number = run_body(loops.rings, how, number, *told)
         parts.append(part)
     return _joined(parts, len(q_QKGD))
 
@@ -262,9 +261,9 @@ def unique_blocks(q_NKHD: torch.Tensor, tensors: Sequence[torch.Tensor], how: Ho
     seen, plan = tensors[:3], tensors[3:]
     owner, told, number = plan[2], (q_NKHD.contiguous(), *plan), _zero(q_NKHD)
     # As the body returns them, so that one region serves all chunks.
-    total: Sequence[torch.Tensor] = bodies.in_order(seen)
+    total: Sequence[torch.Tensor] = loops.in_order(seen)
     for _ in range(num_parts(len(owner), how.size)):
-        *total, number = run_body(bodies.unique_chunk, how, number, *total, *told)
+        *total, number = run_body(loops.unique_chunk, how, number, *total, *told)
     return Partial(*total)
 
 

@@ -6,9 +6,12 @@ D head size. Query head ``h`` is ``(h // G, h % G)``.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 import torch
+
+from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, Slices
 
 FLOOR = -1.0e30
 """Score of a hidden key, and the max of an empty partial: finite in float32 and bfloat16."""
@@ -182,3 +185,38 @@ def finish(
     if sinks_KG is not None:
         total = sink_logits(sinks_KG, total)
     return normalise(total, q_QKGD.dtype)
+
+
+class Softmax(str, Enum):
+    """``exact``: scores and exponentials in float32. ``fast``: in bfloat16, where the model is."""
+
+    EXACT = "exact"
+    FAST = "fast"
+
+
+class Scoring(NamedTuple):
+    """Parameters of a layer's parts besides tensors; fixed for a captured step.
+
+    Attributes:
+        softcap: bound of the scores, None when the model has none.
+        softmax: precision of scores and exponentials.
+        slices: sizes of what is computed at a time.
+        chunks: bounds of chunks of context, from which their sizes follow.
+    """
+
+    softcap: float | None = None
+    softmax: Softmax = Softmax.EXACT
+    slices: Slices = DEFAULT_SLICES
+    chunks: ChunkBounds = DEFAULT_BOUNDS
+
+
+def soften(products: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Scores, squeezed into ``(-softcap, softcap)`` when the model asks for it.
+
+    Returns:
+        float32, or bfloat16 where the products are and ``scoring`` is fast.
+    """
+    stays = scoring.softmax is Softmax.FAST and products.dtype == torch.bfloat16
+    scores = products if stays else products.float()
+    cap = scoring.softcap
+    return scores if cap is None else cap * torch.tanh(scores / cap)

@@ -14,21 +14,106 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from bias_builders import Rule, Window, causal_mask, leading_slots, ring_mask, seen_mask
-from kernels_ref.by_owner import AddBlocks, add_blocks, merge_by_owner
-from kernels_ref.chosen import chosen_blocks
-from kernels_ref.dense import as_keys, attend_dense
-from kernels_ref.first_to_go import first_to_go
+from kernels_ref.budgets import first_to_go, unique_weighed
 from kernels_ref.groups.column_sums import column_sums
-from kernels_ref.index import gather, write_kv
-from kernels_ref.partial import Partial, attend, empty, finish, merge
-from kernels_ref.ruled import picked, reached_keys, shared_visible, tails_visible, whole_visible
-from kernels_ref.scoring import Scoring, soften
+from kernels_ref.partial import FLOOR, Partial, Scoring, attend, empty, finish, merge, soften, widened
+from kernels_ref.sparse import (
+    as_keys,
+    attend_dense,
+    chosen_blocks,
+    picked,
+    reached_keys,
+    shared_visible,
+    tails_visible,
+    whole_visible,
+)
 from kernels_ref.step import StepTensors
-from kernels_ref.units import KVUnits, NewKV, Scratch, gather_units
-from kernels_ref.weighed import unique_weighed
+from kernels_ref.units import KVUnits, NewKV, Scratch, gather, gather_units, write_kv
 
 if TYPE_CHECKING:
     from kernels_ref.step import BlockStep, RingStep
+
+AddBlocks: TypeAlias = Callable[[Partial, torch.Tensor, torch.Tensor, torch.Tensor], Partial]
+"""``merge_by_owner``, or another one."""
+
+
+def add_blocks(
+    total: Partial,
+    q_NKHD: torch.Tensor,
+    k_XKBD: torch.Tensor,
+    v_XKBD: torch.Tensor,
+    owner: torch.Tensor,
+    scoring: Scoring,
+    add: AddBlocks,
+    visible_XMB: torch.Tensor | None = None,
+) -> Partial:
+    """Decode rows against one chunk of whole blocks.
+
+    Args:
+        visible_XMB: slots that each token of the owner sees; None = all, and ``add`` adds them.
+    """
+    query = gather(q_NKHD, torch.clamp(owner, max=q_NKHD.shape[0] - 1))
+    scores = soften(torch.matmul(query, k_XKBD.transpose(2, 3)), scoring)
+    if visible_XMB is None:
+        return add(total, scores, v_XKBD, owner)
+    of_heads = visible_XMB.repeat_interleave(q_NKHD.shape[2] // visible_XMB.shape[1], dim=1)
+    return merge_by_owner(total, scores, v_XKBD, owner, of_heads[:, None])
+
+
+def merge_by_owner(
+    total: Partial,
+    scores_XKGB: torch.Tensor,
+    v_XKBD: torch.Tensor,
+    owner: torch.Tensor,
+    visible: torch.Tensor | None = None,
+) -> Partial:
+    """Add whole blocks to what their owners have seen so far.
+
+    Weights are taken against the new largest score of the owner at once, so that the blocks need no
+    partial of their own, which would take twice as many operators.
+
+    Args:
+        total: of the N rows.
+        scores_XKGB: of each block with the query of its owner; overwritten.
+        owner: row of each block, ``N`` = nobody, whose scores and values may be anything; int32 ``[X]``.
+        visible: slots that queries see, broadcast against the scores; None = all.
+    """
+    if visible is not None:
+        scores_XKGB = torch.where(visible, scores_XKGB, FLOOR)
+    num_rows, num_kv, group, dim = total.attn.shape
+    num_blocks = owner.shape[0]
+    row = torch.arange(num_rows, dtype=owner.dtype, device=owner.device)
+    member_NX = row[:, None] == owner[None]
+    # A masked maximum over all pairs: [N, chunk, H] is small, and it is native everywhere.
+    largest = widened(scores_XKGB.amax(dim=-1))
+    block_max = torch.where(member_NX[..., None, None], largest[None], FLOOR)
+    row_max = torch.maximum(total.max, block_max.amax(dim=1))
+    owned = (owner < num_rows)[:, None, None]
+    # Far above any score where nobody owns a block: its weights are 0, and no infinity meets its values.
+    reference = torch.where(owned, gather(row_max, torch.clamp(owner, max=num_rows - 1)), -FLOOR)
+    weights = scores_XKGB.sub_(reference[..., None].to(scores_XKGB.dtype)).exp_()
+    if visible is not None:
+        # A row that has seen nothing so far weighs hidden slots by exp(FLOOR - FLOOR) = 1.
+        weights = torch.where(visible, weights, 0)
+    # Selecting, not multiplying, keeps a NaN of somebody else's block out of the product.
+    attn = torch.where(
+        owned[..., None], torch.matmul(weights.to(v_XKBD.dtype), v_XKBD).to(largest.dtype), 0.0
+    )
+    sums = torch.where(owned, weights.sum(dim=-1, dtype=largest.dtype), 0.0)
+    member = member_NX.to(attn.dtype)
+    decay = torch.exp(total.max - row_max)
+    return Partial(
+        torch.addcmul(
+            torch.matmul(member, attn.view(num_blocks, -1)).view(num_rows, num_kv, group, dim),
+            total.attn,
+            decay[..., None],
+        ),
+        row_max,
+        torch.addcmul(
+            torch.matmul(member, sums.view(num_blocks, -1)).view(num_rows, num_kv, group), total.sum, decay
+        ),
+    )
+
 
 __all__ = [
     "causal",

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from bias_builders import Leading, Seen
-from kernels_ref.index import gather
 from kernels_ref.partial import fold
-from kernels_ref.units import UnitLayout
+from kernels_ref.units import UnitLayout, gather
 
 PlanKey: TypeAlias = tuple[tuple[Hashable, ...], UnitLayout]
 """Key of the tensors that a step derives for groups of heads: key of their kind, and layout of the store."""

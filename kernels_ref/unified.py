@@ -11,13 +11,12 @@ from typing import TypeAlias
 
 import torch
 
-from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
+from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, Slices
 from kernels_ref.groups import GroupInputs, GroupKind, HeadGroup
-from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
+from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from kernels_ref.impl import Implementation, kernels
 from kernels_ref.looped import looped
-from kernels_ref.scoring import Scoring, Softmax
-from kernels_ref.slices import DEFAULT_SLICES, Slices
+from kernels_ref.partial import Scoring, Softmax
 from kernels_ref.step import Step
 from kernels_ref.units import KVUnits, NewKV, UnitLayout
 

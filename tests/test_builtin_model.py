@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.builtin.passkeys import document, question, token_counter
+from hpu_duo.lab.tasks.passkeys import document, question, token_counter
 
 SINK, RECENT = 16, 64
 ATTENTION = "builtin_model_test"

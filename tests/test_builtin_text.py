@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.builtin import words
-from hpu_duo.builtin.passkeys import NEEDLE, PasskeyDocument, document, question
+from hpu_duo.lab.tasks import words
+from hpu_duo.lab.tasks.passkeys import NEEDLE, PasskeyDocument, document, question
 
 
 def count_words(text: str) -> int:

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.kv_plan import FORMAT, Keep, KVPlan
+from hpu_duo.config.kv_plan import FORMAT, Keep, KVPlan
 
 KEEPS = st.sampled_from([Keep(), Keep("ring:sink=2,recent=6"), Keep("h2o", 0.2), Keep("tova:protect=1", 64)])
 SHAPE = {"format": FORMAT, "num_layers": 4, "num_kv_heads": 2}

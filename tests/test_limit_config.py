@@ -11,8 +11,15 @@ import pytest
 from graphs import StepLimits
 from hpu_duo import HPUDuoModel
 from hpu_duo.cli.arguments.options import EngineOptions, LimitOptions
-from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
-from hpu_duo.cost import Serving
+from hpu_duo.config.engine import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    HeadConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from hpu_duo.planning import Serving
 
 WISHES = {one.name: one.default for config in (CacheConfig, SchedulerConfig) for one in fields(config)}
 LEFT_OPEN = {"max_num_seqs", "kv_cache_bytes"}

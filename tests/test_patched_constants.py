@@ -39,14 +39,14 @@ def test_patches_of_constants_are_found() -> None:
     text = """
 import kernels_ref.chunks
 from huggingface_hub import constants
-from hpu_duo.load import sse
+from hpu_duo.lab.load import sse
 monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 3)
-monkeypatch.setattr("hpu_duo.load.sse._MAX_BYTES", 3)
+monkeypatch.setattr("hpu_duo.lab.load.sse._MAX_BYTES", 3)
 mock.patch.object(kernels_ref.chunks, "KEY_SLOTS", 3)
 sse.MAX_EVENT_BYTES = 3
 monkeypatch.setattr(constants, "HF_TOKEN_PATH", "")
 monkeypatch.setattr(sse, "feed", None)
-monkeypatch.setattr("hpu_duo.load.sse.feed", None)
+monkeypatch.setattr("hpu_duo.lab.load.sse.feed", None)
 """
     assert sorted(line for line, _ in patched_constants(ast.parse(text))) == [5, 6, 7, 8]
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.builtin.passkeys import question
-from hpu_duo.builtin.rehearsed import Rehearsals, rehearsed_document
+from hpu_duo.lab.tasks.passkeys import question
+from hpu_duo.lab.tasks.rehearsed import Rehearsals, rehearsed_document
 
 
 def words(text: str) -> int:

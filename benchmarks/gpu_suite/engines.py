@@ -15,7 +15,14 @@ from benchmarks.gpu_suite.memory import DUO, llama_config, make_pattern
 from benchmarks.gpu_suite.shapes import ModelShape
 from graphs import BatchShape, BucketTable
 from graphs.shape import Phase
-from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
+from hpu_duo.config.engine import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    HeadConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from hpu_duo.engine.engine import Engine
 from hpu_duo.kv.copies import CopyLists
 from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, NAME

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from builtin_training.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS
-from hpu_duo.builtin.passkeys import TokenCounter, document, question
+from hpu_duo.lab.tasks.passkeys import TokenCounter, document, question
 
 IGNORE = -100
 

@@ -2,8 +2,7 @@
 
 from pkgutil import resolve_name
 
-from graphs.backends.base import CaptureBackend, Inputs
-from graphs.backends.eager import EagerBackend
+from graphs.backends.base import CaptureBackend, EagerBackend, Inputs
 
 __all__ = [
     "BACKEND_NAMES",
@@ -17,7 +16,7 @@ __all__ = [
 ]
 
 _CLASSES = {
-    "eager": "graphs.backends.eager:EagerBackend",
+    "eager": "graphs.backends.base:EagerBackend",
     "replay": "graphs.backends.replay:ReplayBackend",
     "compile": "graphs.backends.compile:CompileBackend",
     "cuda": "graphs.backends.cuda:CudaBackend",

@@ -1,10 +1,15 @@
-"""The contract of a capture backend."""
+"""The contract of a capture backend, steps as they are written, and steps that are recorded whole."""
 
+from __future__ import annotations
+
+import logging
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from graphs.backends.dispatch import DispatchMode
 from graphs.shape import BatchShape
 
 Inputs: TypeAlias = Mapping[str, torch.Tensor]
@@ -65,3 +70,180 @@ class CaptureBackend(Protocol):
             fn: the region, for example one decoder layer.
         """
         ...
+
+
+_log = logging.getLogger(__name__)
+
+MOST_OPERATORS = 50_000
+"""Operators of a graph that is captured whole: 80 layers of 600, and what is around them."""
+
+
+@dataclass(frozen=True)
+class Recording(Generic[Outputs]):
+    """A recorded step.
+
+    Attributes:
+        first: result of the step's only run for the recording.
+        static: the tensors that a replay writes its results to.
+        replay: launch the recorded work again, on whatever the input tensors hold now.
+    """
+
+    first: Outputs
+    static: Outputs
+    replay: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records and replays steps on a device."""
+
+    def problem(self, device: torch.device) -> str | None:
+        """See ``CaptureBackend.problem``."""
+        ...
+
+    def record(self, run: Callable[[], Outputs]) -> Recording[Outputs]:
+        """Run a step once, so that its effects happen once, and record it.
+
+        Errors of ``run`` are passed on, and end the recording.
+        """
+        ...
+
+
+class WholeStepBackend:
+    """Records a whole step at the first run of its executable and replays it from then on.
+
+    The replay reads the tensors that it was recorded with, hence inputs at other addresses are refused.
+    It returns the same tensors each time, overwritten.
+
+    Args:
+        name: the name of the backend for ``make_backend``.
+        recorder: records and replays on the device.
+        max_operators: operators of a step above which a warning names its bucket, once for each: a device may
+            take long to build such a graph, and its memory to keep it.
+    """
+
+    num_first_runs = 1
+
+    def __init__(self, name: str, recorder: Recorder, max_operators: int = MOST_OPERATORS) -> None:
+        if max_operators < 1:
+            raise ValueError(f"expected max_operators >= 1, got {max_operators}")
+        self.name = name
+        self._recorder = recorder
+        self._max_operators = max_operators
+        self._warned: set[str] = set()
+
+    def problem(self, device: torch.device) -> str | None:
+        """Return the recorder's problem with the device, or None."""
+        return self._recorder.problem(device)
+
+    def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
+        """Return an executable that runs and records ``fn`` at its first call.
+
+        The executable raises ValueError for inputs that lie elsewhere than those of its first call.
+        """
+        return _Executable(self._recorder, fn, str(shape), self._note_size)
+
+    def _note_size(self, label: str, num_operators: int) -> None:
+        if num_operators <= self._max_operators or label in self._warned:
+            return
+        self._warned.add(label)
+        _log.warning(
+            "the graph of %s has %d operators, and %s expects %d at most: it grows with the context. Give "
+            "chunks of context more memory (score_bytes), leave long prefills uncaptured "
+            "(max_captured_tokens), lower max_model_len, or capture layers instead of steps",
+            *(label, num_operators, self.name, self._max_operators),
+        )
+
+    def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
+        """Return ``fn``: steps are recorded whole."""
+        return fn
+
+
+class _Executable(Generic[Outputs]):
+    def __init__(
+        self,
+        recorder: Recorder,
+        fn: Callable[[Inputs], Outputs],
+        label: str,
+        note_size: Callable[[str, int], None],
+    ) -> None:
+        self._recorder, self._fn, self._label, self._note_size = recorder, fn, label, note_size
+        self._recording: Recording[Outputs] | None = None
+        self._inputs: Inputs = {}
+        self._addresses: Mapping[str, int] = {}
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        if self._recording is None:
+            counter = _Counter()
+            recording = self._recorder.record(lambda: counter.count(self._fn, inputs))
+            self._note_size(self._label, counter.num_operators)
+            self._recording, self._inputs, self._addresses = recording, inputs, _addresses(inputs)
+            return recording.first
+        if inputs is not self._inputs:
+            self._check(inputs)
+        self._recording.replay()
+        return self._recording.static
+
+    def _check(self, inputs: Inputs) -> None:
+        found = _addresses(inputs)
+        if found != self._addresses:
+            moved = sorted(
+                name for name in found | dict(self._addresses) if found.get(name) != self._addresses.get(name)
+            )
+            raise ValueError(
+                f"{self._label}: expected inputs where they were when the step was recorded, "
+                f"got others for {', '.join(moved)}"
+            )
+        self._inputs = inputs
+
+
+class _Counter(DispatchMode):
+    """Counts the operators of a step, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_operators = 0
+
+    def count(self, fn: Callable[[Inputs], Outputs], inputs: Inputs) -> Outputs:
+        """Run a step, which a recorder may do more than once, and count its operators."""
+        self.num_operators = 0
+        with self:
+            return fn(inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _addresses(inputs: Inputs) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in inputs.items()}
+
+
+def tensors_of(outputs: Any) -> list[torch.Tensor]:
+    """The tensors in what a step returned: one tensor, or any nesting of tuples and lists of them."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if isinstance(outputs, tuple | list):
+        return [tensor for item in outputs for tensor in tensors_of(item)]
+    return []
+
+
+class EagerBackend:
+    """Captures nothing: every step and region is the function that was given.
+
+    Keeps no region either, so each call of ``region`` returns its own ``fn``, whatever the key.
+    """
+
+    name = "eager"
+    num_first_runs = 1
+
+    def problem(self, device: torch.device) -> str | None:
+        """Return None: steps run as written everywhere."""
+        return None
+
+    def capture(self, fn: Callable[[Inputs], Outputs], shape: BatchShape) -> Callable[[Inputs], Outputs]:
+        """Return ``fn``."""
+        return fn
+
+    def region(self, shape: BatchShape, key: Hashable, fn: Region) -> Region:
+        """Return ``fn``."""
+        return fn

@@ -2,20 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import operator
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
+from torch import fx
+from torch.fx.passes.split_module import split_module
 
 from graphs.backends.base import Inputs, Outputs, Region
-from graphs.backends.cuts import Compiler, cutting
-from graphs.backends.inductor import DirectCode, compile_graph, on_bytecode
-from graphs.backends.toolchain import cpu_compile_problem
-from graphs.backends.traced_step import TracedStep, untraced
+from graphs.backends.inductor import DirectCode, compile_graph, find_compiler, on_bytecode
+from graphs.backends.replay import TracedStep, untraced
 from graphs.interrupts import interrupts_deferred
 from graphs.shape import BatchShape
+
+Compiler: TypeAlias = Callable[..., Any]
+"""A backend of ``torch.compile``: takes a traced graph and its inputs, returns what runs it."""
+
+_runs: dict[Any, Callable[..., Any]] = {}
+
+
+def cut_at(target: Any, run: Callable[..., Any]) -> None:
+    """Cut graphs at an operator from now on.
+
+    Args:
+        target: the operator.
+        run: called with its arguments in its place.
+    """
+    _runs[target] = run
+
+
+def cutting(compiler: str | Compiler) -> Compiler:
+    """Return a compiler that passes pieces of graphs to ``compiler``; a graph without cuts is one piece.
+
+    A piece is compiled when it is first run, with the tensors that it then gets.
+    """
+
+    def compile_pieces(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compile_one = find_compiler(compiler) if isinstance(compiler, str) else compiler
+        if not any(node.target in _runs for node in module.graph.nodes if node.op == "call_function"):
+            compiled: Callable[..., Any] = compile_one(module, inputs)
+            return compiled
+        return _cut(module, compile_one)
+
+    return compile_pieces
+
+
+def _cut(module: fx.GraphModule, compiler: Compiler) -> Callable[..., Any]:
+    place, cuts, number = dict[fx.Node, int](), set[int](), 0
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        if node.target in _runs:
+            number += 1
+            place[node] = number
+            cuts.add(number)
+            number += 1
+        else:
+            # The items of what an operator returns belong to it: pieces pass tensors only.
+            is_item = node.op == "call_function" and node.target is operator.getitem
+            source = place.get(node.args[0], number) if is_item else number
+            place[node] = source if source in cuts else number
+    split = split_module(module, module, place.__getitem__, keep_original_order=True)
+    for name, piece in list(split.named_children()):
+        if not isinstance(piece, fx.GraphModule) or not name.startswith("submod_"):
+            continue
+        is_cut = int(name.removeprefix("submod_")) in cuts
+        delattr(split, name)
+        setattr(split, name, _as_python(piece) if is_cut else _Piece(piece, compiler))
+    run: Callable[..., Any] = split.forward
+    return run
+
+
+def _as_python(piece: fx.GraphModule) -> fx.GraphModule:
+    for node in piece.graph.nodes:
+        if node.op == "call_function" and node.target in _runs:
+            node.target = _runs[node.target]
+    piece.recompile()
+    return piece
+
+
+class _Piece:
+    """Part of a graph, compiled when it is first called."""
+
+    def __init__(self, module: fx.GraphModule, compiler: Compiler) -> None:
+        self._module, self._compiler = module, compiler
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        # Compilers expect a tuple of results.
+        self._has_one_result = not isinstance(output.args[0], tuple)
+        if self._has_one_result:
+            output.args = ((output.args[0],),)
+            module.recompile()
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: torch.Tensor) -> Any:
+        if self._compiled is None:
+            self._compiled = self._compiler(self._module, list(args))
+        results = self._compiled(*args)
+        return results[0] if self._has_one_result else results
+
+
+_COMPILERS = ("g++", "clang++", "c++")
+
+
+def cpu_compile_problem() -> str | None:
+    """Why ``torch.compile`` cannot build CPU code on this machine, or None when it can."""
+    if not any(map(shutil.which, _COMPILERS)):
+        return f"no C++ compiler is on the path ({', '.join(_COMPILERS)})"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return f"the headers of Python {sys.version_info.major}.{sys.version_info.minor} are not installed"
+    return None
 
 
 class CompileBackend:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from graphs.backends.base import Outputs
-from graphs.backends.whole_step import MOST_OPERATORS, Recorder, Recording, WholeStepBackend, tensors_of
+from graphs.backends.base import MOST_OPERATORS, Outputs, Recorder, Recording, WholeStepBackend, tensors_of
 
 
 class CudaRecorder:

@@ -13,10 +13,9 @@ from typing import Generic
 
 import torch
 
-from graphs.backends.base import Inputs, Outputs
+from graphs.backends.base import MOST_OPERATORS, Inputs, Outputs, Recording, WholeStepBackend
 from graphs.backends.compile import CompileBackend
-from graphs.backends.whole_step import MOST_OPERATORS, Recording, WholeStepBackend
-from graphs.recompile import RecompileError
+from graphs.cache import RecompileError
 from graphs.shape import BatchShape
 
 _MODES = {False: "eager mode (PT_HPU_LAZY_MODE=0)", True: "lazy mode (PT_HPU_LAZY_MODE=1)"}

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from graphs.backends.traced_step import call_compiled
+from graphs.backends.replay import call_compiled
 from graphs.interrupts import interrupts_deferred
 
 _MOST_SEARCHED = 10_000

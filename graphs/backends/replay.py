@@ -1,14 +1,237 @@
-"""Replay steps on a CPU as lists of operators; nothing is compiled."""
+"""Steps on a CPU without the Python around their operators: traced once, then replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from types import NoneType
+from typing import Any, Generic, TypeAlias, cast
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphs.backends.base import Inputs, Outputs, Region
-from graphs.backends.traced_step import Arrange, TracedStep
+from graphs.backends.base import Inputs, Outputs, Region, tensors_of
+from graphs.backends.dispatch import DispatchMode, decides_sizes, share_memory, writes
+from graphs.backends.trace import Call, Value, function_of, simplify
+from graphs.interrupts import interrupts_deferred
 from graphs.shape import BatchShape
+
+_ATEN = torch.ops.aten
+_GONE = object()
+_CONSTANT = (
+    *(torch.Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(NoneType, bool, int, float, complex, str),
+)
+_PLAIN = frozenset((torch.dtype, torch.device, torch.layout, torch.memory_format, NoneType, bool, int, float))
+Arrange: TypeAlias = Callable[[Sequence[Call], Any], list[Call]]
+"""Rearranges a trace: takes its calls and the nest of values that the step returns, gives new calls."""
+
+_current: ContextVar[_Tracer | None] = ContextVar("_current", default=None)
+
+
+def call_compiled(code: Callable[[list[Any]], Any], args: tuple[Any, ...]) -> Any:
+    """Call compiled code, which takes a list and may empty it; a trace holds it as one operator."""
+    tracer = _current.get()
+    return code(list(args)) if tracer is None else tracer.run_compiled(code, args)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Run the operators inside untraced; the step around them is then not replayed."""
+    tracer = _current.get()
+    with nullcontext() if tracer is None else tracer.given_up():
+        yield
+
+
+class TracedStep(Generic[Outputs]):
+    """A step whose operators are traced in one of its first runs; from the next run on the trace is replayed.
+
+    Much of a short step on a CPU is Python: modules that call modules and sort out arguments, in each
+    run alike. A step is never replayed if its inputs
+    are not on a CPU, if it reads numbers from tensors or lets sizes depend on them, if it returns other
+    things than tensors in tuples and lists, or if it calls operators with tensors that are neither inputs,
+    nor results of operators, nor alive after it. Reads that torch does not see go unnoticed: ``str(x)``.
+
+    Args:
+        fn: the step. A replay reads the weights and stores of the traced run: their contents may change, but
+            none may be replaced by another tensor.
+        arrange: rearranges the calls of the trace into others that compute the same.
+        num_untraced: runs before the traced one, in which the step compiles.
+    """
+
+    def __init__(
+        self, fn: Callable[[Inputs], Outputs], arrange: Arrange | None = None, num_untraced: int = 0
+    ) -> None:
+        self._fn, self._arrange, self._num_untraced = fn, arrange, num_untraced
+        self._num_runs = 0
+        self._replay: Callable[[Inputs], Outputs] | None = None
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the step has been traced, and is replayed from now on."""
+        return self._replay is not None
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        if self._replay is not None:
+            with interrupts_deferred(only_first=True):
+                return self._replay(inputs)
+        if self._num_runs == self._num_untraced and all(
+            tensor.device.type == "cpu" for tensor in inputs.values()
+        ):
+            # Half a trace would stay in the way of every later step.
+            with interrupts_deferred():
+                return self._trace(inputs)
+        outputs = self._fn(inputs)
+        self._num_runs += 1
+        return outputs
+
+    def _trace(self, inputs: Inputs) -> Outputs:
+        tracer = _Tracer(inputs)
+        token = _current.set(tracer)
+        try:
+            with tracer:
+                outputs = self._fn(inputs)
+        finally:
+            _current.reset(token)
+        self._num_runs += 1
+        self._replay = tracer.function(outputs, self._arrange)
+        return outputs
+
+
+class _Tracer(DispatchMode):
+    """Lets operators run, and keeps a trace of them."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__()
+        self._calls: list[Call] = []
+        self._value_of = WeakTensorKeyDictionary()
+        for name, tensor in inputs.items():
+            self._value_of[tensor] = Value.of(f"inputs[{name!r}]", tensor)
+        self._num_variables = 0
+        # Tensors from elsewhere are not held, so that temporary ones are gone in the end.
+        self._constants: dict[str, Callable[[], Any]] = {}
+        self._made_of_numbers: list[torch.Tensor] = []
+        self._is_complete = len(self._value_of) == len(inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._is_complete &= not _reads_numbers(func, args)
+        if func is _ATEN.lift_fresh.default:
+            # Python has made a tensor of numbers, and the step may write to it: each run gets its own.
+            func, args = _ATEN.clone.default, (args[0].clone(),)
+            self._made_of_numbers += args
+        result = func(*args, **kwargs)
+        self._append(func, args, kwargs, result)
+        return result
+
+    def run_compiled(self, code: Callable[[list[Any]], Any], args: tuple[Any, ...]) -> Any:
+        """Call ``code`` as one operator, whatever operators it runs."""
+        with self._away():
+            results = code(list(args))
+        self._append(code, (list(args),), {}, results)
+        return results
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Let operators run untraced inside; the trace is then incomplete and will not be used."""
+        self._is_complete = False
+        with self._away():
+            yield
+
+    @contextmanager
+    def _away(self) -> Iterator[None]:
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def function(self, outputs: Any, arrange: Arrange | None) -> Callable[[Inputs], Any] | None:
+        """Return the trace as a function that returns ``outputs``; None if the trace is incomplete.
+
+        To be called once the step is over, and its temporary tensors are gone.
+        """
+        constants = {name: get() for name, get in self._constants.items()}
+        is_complete = self._is_complete and all(value is not _GONE for value in constants.values())
+        if not is_complete or not _is_of_tensors(outputs):
+            return None
+        if not all(tensor in self._value_of for tensor in tensors_of(outputs)):
+            return None
+        returned = self._named(outputs)
+        calls, returned = simplify(self._calls, returned)
+        if arrange is not None:
+            calls = arrange(calls, returned)
+        return function_of(calls, returned, constants)
+
+    def _append(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        is_one = isinstance(result, torch.Tensor)
+        results = [result] if is_one else [] if result is None else result
+        if not isinstance(results, tuple | list) or not all(isinstance(x, torch.Tensor) for x in results):
+            self._is_complete = False  # a number, on which Python may decide something
+            return
+        named = tuple(map(self._named, args))
+        named_kwargs = {name: self._named(value) for name, value in kwargs.items()}
+        values = tuple(self._variable(x, named[0] if _is_view(func, args, x) else None) for x in results)
+        self._calls.append(Call(func, named, named_kwargs, values, is_one or not results))
+
+    def _variable(self, tensor: torch.Tensor, base: Value | None) -> Value:
+        value = Value.of(f"x{self._num_variables}", tensor, base, is_variable=True)
+        self._num_variables += 1
+        self._value_of[tensor] = value
+        return value
+
+    def _named(self, item: Any) -> Any:
+        """Return ``item`` with a value in place of each tensor."""
+        kind = type(item)
+        if kind in _PLAIN:
+            return item
+        if kind in (tuple, list):
+            # Of shapes and strides, most often.
+            return kind(item if all(type(part) is int for part in item) else map(self._named, item))
+        if not isinstance(item, torch.Tensor):
+            self._is_complete &= isinstance(item, _CONSTANT)
+            return item
+        value = cast("Value | None", self._value_of.get(item))
+        if value is None:
+            value = Value.of(f"c{len(self._constants)}", item)
+            self._constants[value.name] = _weakly(item)
+            self._value_of[item] = value
+        return value
+
+
+def _is_view(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> bool:
+    """Whether a result is a view of the first argument."""
+    if writes(func) is not False or not args or not isinstance(args[0], torch.Tensor):
+        return False
+    both = args[0], result
+    return all(x.layout is torch.strided for x in both) and share_memory(*both)
+
+
+def _weakly(tensor: torch.Tensor) -> Callable[[], Any]:
+    reference = weakref.ref(tensor)
+
+    def get() -> Any:
+        found = reference()
+        return _GONE if found is None else found
+
+    return get
+
+
+def _reads_numbers(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether Python sees contents of tensors by this operator: copies of them on the host, or sizes."""
+    if func is _ATEN.resolve_neg.default:  # before lists and numpy arrays are made, unseen
+        return True
+    if func is _ATEN.index.Tensor:  # a mask or, by far most often, numbers
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return decides_sizes(func)
+
+
+def _is_of_tensors(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return all(map(_is_of_tensors, value))
+    return isinstance(value, torch.Tensor)
 
 
 class ReplayBackend:

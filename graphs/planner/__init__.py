@@ -1,10 +1,9 @@
 """The choice of buckets for a budget and for traffic, and a comparison with other strategies."""
 
-from graphs.planner.evaluation import PaddingReport, evaluate, mean_padding
+from graphs.planner.evaluation import Blur, PaddingReport, Traffic, evaluate, mean_padding, smoothed
 from graphs.planner.plan import ASSUMED, FINE, RECORDED, GraphBudget, or_default, plan_table
 from graphs.planner.search import Resolution
 from graphs.planner.strategies import Grid, exponential, linear, padding_aware, upstream_unified
-from graphs.planner.traffic import Blur, Traffic, smoothed
 
 __all__ = [
     "ASSUMED",

@@ -10,13 +10,12 @@ from operator import or_
 import numpy as np
 
 from graphs.cost import CostFunction, StepCost
-from graphs.decode_twins import decode_twins
 from graphs.limits import StepLimits
-from graphs.planner.levels import cheapest, price, to_levels, to_shapes
+from graphs.planner.cells import cheapest, price, to_levels, to_shapes
+from graphs.planner.evaluation import Blur, Traffic, check_within, smoothed
 from graphs.planner.search import Resolution, TableSearch
-from graphs.planner.traffic import Blur, Traffic, check_within, smoothed
 from graphs.shape import BatchShape
-from graphs.table import BucketTable
+from graphs.table import BucketTable, decode_twins
 
 FINE = Resolution()
 

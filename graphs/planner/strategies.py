@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 
 from graphs.limits import StepLimits
-from graphs.planner.levels import LOGITS, QUERY, SHARED, UNIQUE, Levels
+from graphs.planner.cells import LOGITS, QUERY, SHARED, UNIQUE, Levels
 from graphs.shape import BatchShape, Phase
 
 _UNIFIED_POINTS = 10

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpu_duo import __version__
-from hpu_duo.cli.arguments.many_values import ManyValues
-from hpu_duo.cli.arguments.paths import refuse_empty_paths
+from hpu_duo.cli.arguments.options import ManyValues
+from hpu_duo.cli.arguments.values import refuse_empty_paths
 from hpu_duo.cli.evaluation.eval import eval_app
 from hpu_duo.cli.heads.calibrate import calibrate
 from hpu_duo.cli.heads.identify import identify
@@ -24,17 +24,17 @@ from hpu_duo.cli.inspection.show_kept import show_kept
 from hpu_duo.cli.planning.capacity import capacity
 from hpu_duo.cli.planning.plan import plan
 from hpu_duo.cli.planning.warmup import warmup
-from hpu_duo.cli.scheduling.train_ranker import train_ranker
 from hpu_duo.cli.serving.bench import bench_app
-from hpu_duo.cli.serving.profile_options import plug_in
+from hpu_duo.cli.serving.options import plug_in
 from hpu_duo.cli.serving.serve import serve
 from hpu_duo.cli.simulation.simulate import simulate
+from hpu_duo.cli.simulation.train_ranker import train_ranker
 from hpu_duo.cli.terminal.streams import delivered
 from hpu_duo.cli.text.generate import generate
 from hpu_duo.cli.text.passkey import passkey
 
 if TYPE_CHECKING:
-    from hpu_duo.watch.step_profiler import StepProfiler
+    from hpu_duo.lab.step_profiler import StepProfiler
 
 
 def _dashes(name: str) -> str:
@@ -73,7 +73,7 @@ refuse_empty_paths(app)
 
 
 def _profiler(device: str, directory: Path, num_steps: int, num_skipped: int) -> StepProfiler:
-    from hpu_duo.watch.step_profiler import StepProfiler
+    from hpu_duo.lab.step_profiler import StepProfiler
 
     return StepProfiler(device, directory, num_steps, num_skipped)
 

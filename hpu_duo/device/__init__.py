@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from hpu_duo.device.member import Member, Refused
 from hpu_duo.device.plugged import PLUGGED, PluggedDevice, plugged, taken_runtime
-from hpu_duo.device.processes import WorkerError, run_processes
+from hpu_duo.device.processes import Member, Refused, WorkerError, run_processes
 from hpu_duo.device.runtime import CpuRuntime, CudaRuntime, DeviceMetrics, DeviceRuntime, Metered
 
 __all__ = [
@@ -96,7 +95,7 @@ def usable_name(name: str | torch.device, lazy: bool | None = None) -> str:
 def resolve_device(name: str | torch.device, lazy: bool | None = None) -> torch.device:
     """Return the device for a name; "auto" takes the first of HPU, CUDA and CPU that is usable.
 
-    "hpu-sim" gives this process a simulated ``hpu:0``, see ``hpu_duo.sim``.
+    "hpu-sim" gives this process a simulated ``hpu:0``, see ``hpu_duo.lab.sim``.
 
     Args:
         lazy: the mode that HPU is used in, if it is; None leaves it to the user's environment.

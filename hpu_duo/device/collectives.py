@@ -1,10 +1,11 @@
-"""A check that the devices of this machine exchange data correctly, before anything runs on several."""
+"""Checks that ranks exchange data correctly, before anything runs on several."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,125 @@ from hpu_duo.device import (
     runtime_for,
     usable_name,
 )
-from hpu_duo.device.cores import cores_by_device
-from hpu_duo.device.exchange_check import fault_of, step_trials
-from hpu_duo.device.ranks import Ranks
+from hpu_duo.device.exchange import gather_from_ranks, send_to_ranks, sum_over_ranks
+from hpu_duo.device.processes import cores_by_device
+from hpu_duo.device.ranks import Membership, RankError, Ranks
 from hpu_duo.device.runtime import DeviceRuntime
+
+_NUM_VALUES = 251
+"""A prime, so that no two chunks of a ring are alike."""
+_MOST = 255
+"""Integers up to here are exact in every type, and so are sums of all ranks that stay below."""
+
+
+class ExchangeTrial(NamedTuple):
+    """One exchange, and the values that a rank has to get.
+
+    Attributes:
+        what: name of the exchange.
+        run: exchanges; returns the values ``[count]`` on any device.
+        expected: ``[count]`` on the host.
+    """
+
+    what: str
+    run: Callable[[], torch.Tensor]
+    expected: torch.Tensor
+
+    def fault(self) -> str | None:
+        """Exchange, and say what is wrong with the values; None if nothing.
+
+        Raises:
+            RuntimeError: the exchange failed, or a rank took no part in it in time; the message names it.
+        """
+        try:
+            got = self.run()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.what} failed: {error}") from error
+        return fault_of(self.what, got, self.expected)
+
+
+def fault_of(what: str, got: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Compare received values with the expected ones, both ``[count]``; returns what is wrong, or None."""
+    host = got.cpu()
+    wrong = host != expected
+    if not wrong.any():
+        return None
+    first = int(wrong.nonzero()[0])
+    return (
+        f"{what} left {int(wrong.sum())} of {len(host)} values wrong: "
+        f"expected {float(expected[first])} at {first}, got {float(host[first])}"
+    )
+
+
+def check_exchanges(
+    membership: Membership, device: torch.device, dtype: torch.dtype, *, sends_to_each: bool
+) -> None:
+    """Check all exchanges of an engine with a few kilobytes, on all ranks at once.
+
+    Args:
+        device: of this rank's steps.
+        dtype: of the model; some exchanges are in float32 whatever it is.
+        sends_to_each: whether steps exchange all to all.
+
+    Raises:
+        RankError: a value was wrong on some rank, the same error on all; it names rank and exchange.
+        RuntimeError: see ``ExchangeTrial.fault``.
+    """
+    ranks = membership.ranks
+    trials = [_message_trial(membership)]
+    for each in dict.fromkeys((dtype, torch.float32)):
+        trials += step_trials(ranks, membership.group, device, each, sends_to_each=sends_to_each)
+    # A rank that stopped at its first fault would leave the others in the middle of the next exchange.
+    faults = [fault for trial in trials if (fault := trial.fault()) is not None]
+    for rank, told in enumerate(membership.collect(faults)):
+        if told:
+            raise RankError(
+                f"expected ranks to exchange data correctly, got a fault on rank {rank}: {told[0]} "
+                f"(hpu-duo doctor --collectives {ranks.size} tries exchanges alone)"
+            )
+
+
+def step_trials(
+    ranks: Ranks, group: str, device: torch.device, dtype: torch.dtype, *, sends_to_each: bool = True
+) -> list[ExchangeTrial]:
+    """Return the exchanges inside steps, in one type.
+
+    Args:
+        group: name of the ranks' process group.
+        device: of this rank.
+        sends_to_each: whether steps exchange all to all.
+    """
+    rank, size = ranks.rank, ranks.size
+    parts = [_exchanged_values(each, dtype) for each in range(size)]
+    summands = [_exchanged_values(each, dtype, _MOST // size) for each in range(size)]
+    # Rank r sends rank q the values of number r * size + q.
+    sent = torch.stack([_exchanged_values(rank * size + each, dtype) for each in range(size)]).to(device)
+    due = torch.cat([_exchanged_values(each * size + rank, dtype) for each in range(size)])
+    own, summand = parts[rank].to(device), summands[rank].to(device)
+    total = torch.stack(summands).sum(dim=0).to(dtype)
+    suffix = f"in {str(dtype).removeprefix('torch.')}"
+    trials = [
+        ExchangeTrial(f"all_reduce {suffix}", lambda: sum_over_ranks(summand, group), total),
+        ExchangeTrial(f"all_gather {suffix}", lambda: gather_from_ranks(own, size, group), torch.cat(parts)),
+    ]
+    if sends_to_each:
+        trials.append(
+            ExchangeTrial(f"all_to_all {suffix}", lambda: send_to_ranks(sent, size, group).flatten(), due)
+        )
+    return trials
+
+
+def _message_trial(membership: Membership) -> ExchangeTrial:
+    expected = _exchanged_values(0, torch.uint8)
+    own = expected.clone() if membership.ranks.rank == 0 else torch.zeros_like(expected)
+    return ExchangeTrial("broadcast of rank 0", lambda: membership.link.spread(own), expected)
+
+
+def _exchanged_values(number: int, dtype: torch.dtype, most: int = _MOST) -> torch.Tensor:
+    """Integers ``[251]`` from 0 to ``most`` on the host, others for each number."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(most + 1, (_NUM_VALUES,), generator=generator).to(dtype)
+
 
 _PATTERN = 251
 """Period of the values. They are small integers, whose sums float32 holds exactly. The period is a prime, so

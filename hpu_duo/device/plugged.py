@@ -10,7 +10,7 @@ import torch
 
 from hpu_duo.device.runtime import DeviceRuntime
 
-PLUGGED = {"hpu-sim": "hpu_duo.sim.device"}
+PLUGGED = {"hpu-sim": "hpu_duo.lab.sim.device"}
 """Modules that are a ``PluggedDevice``, by the name of the device."""
 
 

@@ -1,31 +1,297 @@
-"""Several processes of one machine, each with a device of its own.
-
-Processes are started afresh (*spawn*) and never forked. A fork inherits the state of the driver and of
-thread pools without the threads behind it: torch refuses CUDA in one, GNU's OpenMP waits for ever in one,
-and on Gaudi forked workers were seen to hang at exit and spawned ones not, which is why vllm-gaudi spawns.
-
-Sources: PyTorch documentation, "Multiprocessing best practices"; GCC bug 52303; vllm-project/vllm, pull
-request 11030; README of vllm-gaudi, "Distributed Executor Backend and Worker Start Method".
-"""
+"""Several processes of one machine, each with a device and CPU cores of its own."""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hpu_duo.device.member import GRACE_S, Member, Refused, read, result_path, run_member
+from hpu_duo.device.loopback import on_loopback
+from hpu_duo.device.plain import decode, encode
+
+_NODES = Path("/sys/devices/system/node")
+
+
+def shares(cores: Collection[int], nodes: Sequence[Collection[int]], num_processes: int) -> list[set[int]]:
+    """Deal cores out to processes, so that none has cores of two nodes and all have equally many.
+
+    Processes go to nodes in order, as the cards of a Gaudi server do: the first half of eight to the first of
+    two nodes. Where a process would have no core, every process may use all of them.
+
+    Args:
+        cores: that may be used.
+        nodes: the cores of each NUMA node; cores of no node are left out.
+        num_processes: how many.
+    Returns:
+        The cores of each process.
+    """
+    usable = [sorted(set(node) & set(cores)) for node in nodes]
+    usable = [node for node in usable if node] or [sorted(cores)]
+    per_node = -(-num_processes // len(usable))
+    size = min(len(node) for node in usable[: -(-num_processes // per_node)]) // per_node
+    if size < 1:
+        return [set(cores)] * num_processes
+    found = []
+    for rank in range(num_processes):
+        node, place = divmod(rank, per_node)
+        found.append(set(usable[node][place * size : (place + 1) * size]))
+    return found
+
+
+def shares_of_this_machine(num_processes: int) -> list[set[int]]:
+    """The shares of the cores that this process may use; where affinity is unknown, empty sets."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [set()] * num_processes
+    nodes = [
+        read_list((path / "cpulist").read_text(encoding="utf-8"))
+        for path in sorted(_NODES.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node")))
+    ]
+    return shares(os.sched_getaffinity(0), nodes, num_processes)
+
+
+def cores_by_device(kind: str, num_processes: int) -> list[set[int]]:
+    """Return the cores of processes that have a device each; empty sets leave it to the system.
+
+    A process that drives a card wants cores near it, and not those of the others.
+    """
+    return shares_of_this_machine(num_processes) if kind == "hpu" else [set()] * num_processes
+
+
+def read_list(text: str) -> list[int]:
+    """The numbers of a list as the kernel writes it, such as ``0-3,8``."""
+    found: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def bind_process(pid: int, cores: Collection[int]) -> None:
+    """Run a process that was just started on these cores only; on none given, wherever the system likes."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(pid, set(cores))
+
+
+def bind(cores: Collection[int]) -> None:
+    """Run this process on these cores only; on none given, wherever the system likes."""
+    if cores:
+        os.sched_setaffinity(0, set(cores))
+
+
+@contextmanager
+def bound(cores: Collection[int]) -> Iterator[None]:
+    """Bind this thread, and those that it starts, for a while; see ``bind``."""
+    before = os.sched_getaffinity(0) if cores else set()
+    bind(cores)
+    try:
+        yield
+    finally:
+        bind(before)
+
+
+def leave(code: int, *, calls_exit_functions: bool = True) -> NoReturn:
+    """End this process now, without tearing the interpreter down.
+
+    With a model that takes seconds, in which nothing is done for anybody.
+
+    Args:
+        code: exit code.
+        calls_exit_functions: whether what is registered with ``atexit`` is called.
+    """
+    if calls_exit_functions:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+HOST = "127.0.0.1"
+GRACE_S = 20.0
+"""Seconds that a process may go on after SIGTERM, to save its state."""
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Refused(Exception):
+    """The user's request cannot be carried out.
+
+    A worker raises it instead of a ``ValueError``; ``run_processes`` raises it again in the same words.
+    """
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of several.
+
+    Attributes:
+        rank, size: number of this process, and of processes.
+        directory: of the processes' results and errors, and of the file through which they find each other;
+            no other user may read it.
+        cores: CPU cores that the process runs on; empty = any.
+        death_signal: what Linux sends this process when the thread that started it ends, as every thread does
+            at its process's end. ``SIGCONT`` lets a stopped process see that its parent has ended, and
+            ``SIGKILL`` ends it.
+    """
+
+    rank: int
+    size: int
+    directory: Path
+    cores: tuple[int, ...] = ()
+    death_signal: int = signal.SIGCONT
+
+    def store(self) -> dist.FileStore:
+        """Return the store through which the processes find each other."""
+        return store_in(self.directory)
+
+    @contextmanager
+    def joined(
+        self, backend: str, device: torch.device | None = None, timeout_s: float | None = None
+    ) -> Iterator[None]:
+        """Join ``torch.distributed`` among all processes inside the context; once in the life of a process.
+
+        Args:
+            backend: a name that ``torch.distributed`` knows, see ``DeviceRuntime.collectives``.
+            device: the process's device, if that is a CUDA device.
+            timeout_s: most seconds of an exchange; None = torch's default.
+        """
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        is_cuda = device is not None and device.type == "cuda"
+        if is_cuda:
+            torch.cuda.set_device(device)
+        with on_loopback(store := self.store()):
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timeout,
+                device_id=device if is_cuda else None,
+            )
+        try:
+            yield
+        except BaseException as error:
+            # Before the others can notice: who fails first is what the user has to know.
+            self.report(error)
+            raise
+        finally:
+            dist.destroy_process_group()
+
+    def report(self, error: BaseException) -> None:
+        """Write down the error that ended this process; only the first one is kept."""
+        path = self.directory / f"{self.rank}.failure"
+        if not path.exists():
+            write(path, Failure(self.rank, time.time_ns(), isinstance(error, Refused), *_words(error)))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Error that a process has reported.
+
+    Attributes:
+        rank: number of the process.
+        when_ns: time, on a clock that all processes of a machine share.
+        is_refusal: whether it was a ``Refused``.
+        message, trace: the error in one line, and with its traceback.
+    """
+
+    rank: int
+    when_ns: int
+    is_refusal: bool
+    message: str
+    trace: str
+
+
+def run_member(_: int, member: Member, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Main function of a new process, in which signals are as ``run_processes`` left them.
+
+    Args:
+        _: number of the process, which torch's launcher passes.
+        member: the process.
+        work, args: see ``run_processes``.
+    """
+    bind(member.cores)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(member.death_signal))
+    signal.signal(signal.SIGTERM, _interrupt)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    try:
+        write(result_path(member.directory, member.rank), work(member, *args))
+    except BaseException as error:
+        member.report(error)
+        raise
+    leave(0)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    # Once: what is saved now is not to be torn by a second signal.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _follow_parent() -> None:
+    """End soon after the parent has ended, also when the main thread waits for a peer and sees no signal."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a process that was started has a parent"
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
+def _words(error: BaseException) -> tuple[str, str]:
+    """An error in one line, and with its traceback."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    if isinstance(error, Refused):
+        return str(error), ""
+    return lines[-1].strip().splitlines()[0], "".join(lines)
+
+
+def store_in(directory: Path) -> dist.FileStore:
+    """Return the store of the processes of one machine: a file, for whoever may write in the directory."""
+    return dist.FileStore(str(directory / "store"))
+
+
+def result_path(directory: Path, rank: int) -> Path:
+    """Path of the result of a process."""
+    return directory / f"{rank}.result"
+
+
+def write(path: Path, value: Any) -> None:
+    """Write a plain value for another process: whole, or, if interrupted, not at all.
+
+    Raises:
+        TypeError: it is not plain, see ``encode``.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(encode(value))
+    partial.replace(path)
+
+
+def read(path: Path) -> Any:
+    """Read the value of another process."""
+    return decode(path.read_bytes())
+
 
 _KILLED_S = 2.0
 """Seconds in which the system ends killed processes; one that a driver keeps longer is not waited for."""
@@ -70,7 +336,7 @@ def run_processes(
             its main part under ``if __name__ == "__main__"``, since new processes import the program.
         environments: variables of each process.
         deadline_s: most seconds in all; None = no limit.
-        cores: of each process, see ``hpu_duo.device.cores``; None = wherever the system likes.
+        cores: of each process, see ``hpu_duo.device.processes``; None = wherever the system likes.
 
     Returns:
         The results of ``work``, by rank.

@@ -9,25 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphs.bucket_file import write_shapes
 from graphs.interrupts import interrupts_deferred
-from graphs.recording import write_shapes
-from hpu_duo.engine.calls import Add, Calls
-from hpu_duo.engine.contexts import Contexts
-from hpu_duo.engine.entry import Entry
-from hpu_duo.engine.intake import Intake, Prompt
-from hpu_duo.engine.model_len import warn_of_cuts
+from hpu_duo.engine.contexts import Contexts, PrefixCopies
+from hpu_duo.engine.intake import Add, Calls, Entry, Intake, Prompt, warn_of_cuts
 from hpu_duo.engine.outputs import (
     Completion,
     ContinuationScore,
     RequestOutput,
+    Turns,
 )
-from hpu_duo.engine.prefix_copies import PrefixCopies
 from hpu_duo.engine.runner import Runner
+from hpu_duo.engine.samples import forced, score_of
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.engine.scoring import forced, score_of
 from hpu_duo.engine.stats import EngineStats
 from hpu_duo.engine.stepper import Stepper
-from hpu_duo.engine.turns import Turns
 from hpu_duo.request import TokenLimits
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.uncopied import Uncopied
@@ -35,12 +31,12 @@ from hpu_duo.uncopied import Uncopied
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from graphs.recording import ShapeRecorder
+    from graphs.bucket_file import ShapeRecorder
     from hpu_duo.device.ranks import RankError
     from hpu_duo.engine.telemetry import StepListener, StepSink
     from hpu_duo.heads import HeadPattern
     from hpu_duo.prefix_hold import PrefixHold
-    from hpu_duo.ranking import Ranker
+    from hpu_duo.scheduling.ranker import Ranker
 
 
 class Engine(Uncopied):

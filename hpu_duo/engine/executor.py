@@ -3,32 +3,172 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphs import BatchShape, BucketTable, DeviceInputs, GraphCache, MissPolicy
+from graphs import BatchShape, BucketTable, DeviceInputs, GraphCache, Layout, MissPolicy
 from graphs.interrupts import interrupts_deferred
 from hpu_duo.device import DeviceRuntime
-from hpu_duo.device.ranks import Followers
-from hpu_duo.engine.batch import StepGeometry
-from hpu_duo.engine.gathering import SpreadLogits
-from hpu_duo.engine.message import BLOCK_COPIES, ROW_COPIES, StepMessage, message_fields
-from hpu_duo.engine.orders import Execute, Order, SetTable
-from hpu_duo.engine.staged_step import STAGED, staged_step
+from hpu_duo.device.exchange import gather_from_ranks
+from hpu_duo.device.ranks import Followers, Ranks
+from hpu_duo.engine.batch import RowCounts, StepGeometry
+from hpu_duo.engine.compile_watch import CompileWatch
+from hpu_duo.engine.orders import Capture, Execute, FinishWarmUp, Order, SetTable, Touch
+from hpu_duo.engine.step_input import (
+    BLOCK_COPIES,
+    ROW_COPIES,
+    StepBuilder,
+    StepMessage,
+    message_fields,
+    most_copies,
+)
+from hpu_duo.kv.copies import copy_sizes
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
-from hpu_duo.sampling import SampledTokens, SamplingBatch, TokenLogprobs, sample
-from hpu_duo.sharded import Exchanged, StepExchanges
+from hpu_duo.parallel import Exchanged, StepExchanges
+from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute, TokenLogprobs, sample, static_routes
+from hpu_duo.sampling.gather import take_column
+from hpu_duo.sampling.sampler import most_likely
 from hpu_duo.uncopied import Uncopied
-from hpu_duo.watch import CompileWatch
-from kernels_ref import StepParts, StepTensors, prepare_step
+from kernels_ref import Step, StepParts, StepTensors, prepare_step
 from kernels_ref.loops import RegionOf, in_regions
+
+# N rows of logits, V tokens of the vocabulary, T ranks
+
+
+class SpreadLogits:
+    """Samples from logits of which each rank has the columns of its tokens, equally many of each.
+
+    Where all rows are plainly greedy, ranks exchange their best candidates, 8 bytes a row. Otherwise they
+    exchange all logits: filters, penalties and log-probabilities look at all of them.
+
+    Args:
+        ranks: this rank among all.
+        group: name of the ranks' process group.
+        vocab_size: V; columns of the last rank beyond it are padding.
+
+    Attributes:
+        gathered_bytes: what this rank has given so far.
+    """
+
+    def __init__(self, ranks: Ranks, group: str, vocab_size: int) -> None:
+        self._ranks, self._group, self._vocab_size = ranks, group, vocab_size
+        self.gathered_bytes = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model."""
+        return self._ranks.size
+
+    def sample(self, own: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+        """Sample one token per row; see ``hpu_duo.sampling.sample``.
+
+        Args:
+            own: the rank's logits, float ``[N, ceil(V / T)]``.
+        """
+        plain = SamplingRoute(batch.route.num_rows, batch.route.vocab_size)
+        if batch.route != plain:
+            return sample(self.whole(own), batch)
+        return SampledTokens(self._greedy(own), None)
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all ranks, ``[N, V]``."""
+        gathered = self._gather(own).unflatten(0, (self._ranks.size, own.shape[0]))
+        return gathered.transpose(0, 1).flatten(1)[:, : self._vocab_size]
+
+    def _greedy(self, own: torch.Tensor) -> torch.Tensor:
+        first = self._ranks.rank * own.shape[1]
+        # Where ranks are many and tokens few, the last ranks hold padding alone.
+        own = own[:, : max(0, self._vocab_size - first)]
+        # Both are exact in float32: token ids are below 2**24.
+        found = self._gather(_best(own, first) if own.shape[1] else _none(own))
+        best_NT, token_NT = found.view(self._ranks.size, 2, -1).permute(1, 2, 0)
+        # The lowest rank among equals has the lowest token.
+        return take_column(token_NT, most_likely(best_NT)).to(torch.int32)
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        self.gathered_bytes += own.nbytes
+        return gather_from_ranks(own, self._ranks.size, self._group)
+
+
+def _best(own: torch.Tensor, first: int) -> torch.Tensor:
+    """The largest logit of each row, and its token, ``[2, N]``."""
+    place = most_likely(own)
+    return torch.stack([take_column(own, place).float(), (place + first).float()])
+
+
+def _none(own: torch.Tensor) -> torch.Tensor:
+    """The candidates of a rank without tokens, ``[2, N]``, which lose: the first rank has tokens."""
+    best = torch.full((own.shape[0],), float("-inf"), dtype=torch.float32, device=own.device)
+    return torch.stack([best, torch.zeros_like(best)])
+
+
+STAGED = "staged"
+"""Name of the step's one input."""
+
+Prepared: TypeAlias = tuple[
+    torch.Tensor, torch.Tensor, StepTensors, torch.Tensor, torch.Tensor, tuple[Any, ...]
+]
+"""Token ids, index of logits, and what a ``Step`` is made of; plans in the order of the model's stores."""
+
+
+def staged_step(
+    model: StepModel,
+    geometry: StepGeometry,
+    bucket: BatchShape,
+    layout: Layout,
+    runners: Mapping[Hashable, Callable[..., Any]],
+    region_of: RegionOf,
+) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+    """Return the function that is captured for a bucket: from the staging buffer to logits ``[N * M, V]``.
+
+    Args:
+        layout: places of the bucket's arrays in the buffer.
+        runners: functions that run the layers of each kind of ``model.kinds``.
+        region_of: returns what runs a region.
+    """
+    parts = StepParts(bucket.phase.causal, bucket.phase.shared, bucket.phase.unique)
+    prepare = region_of(("prepare",), _preparing(model, geometry, layout, parts))
+    keys = [(kind.key, layout) for kind, layouts in model.stores.items() for layout in layouts]
+
+    def step(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        token_ids, logit_index, tensors, token, slot, plans = prepare(inputs[STAGED])
+        if parts.causal and parts.shared:
+            model.copy_to_scratch(tensors.chunk_row, region_of)
+        prepared = Step(parts, tensors, geometry.decode_len, token, slot, dict(zip(keys, plans)))
+        with in_regions(region_of):
+            return model.logits(token_ids, prepared, logit_index, runners)
+
+    return step
+
+
+def _preparing(
+    model: StepModel, geometry: StepGeometry, layout: Layout, parts: StepParts
+) -> Callable[[torch.Tensor], Prepared]:
+    """Return a function of the staging buffer."""
+    places = tuple((name, slot.offset, slot.stop, slot.shape) for name, slot in layout.slots.items())
+    wanted = ("token_ids", "logit_index", *StepTensors._fields)
+    decode_len, stores = geometry.decode_len, model.stores
+
+    def prepare(staged: torch.Tensor) -> Prepared:
+        # Copies: a view of the buffer would be an input of every layer.
+        fields = {
+            name: staged[begin:end].view(shape).clone()
+            for name, begin, end, shape in places
+            if name in wanted
+        }
+        tensors = StepTensors(**{name: fields[name] for name in StepTensors._fields})
+        step = prepare_step(parts, tensors, decode_len=decode_len, stores=stores)
+        plans = tuple(step.plans.values())
+        return fields["token_ids"], fields["logit_index"], tensors, step.row_token, step.decode_slot, plans
+
+    return prepare
 
 
 class StepOutput(NamedTuple):
@@ -260,3 +400,71 @@ def read(tokens: SampledTokens) -> SampledTokens:
         part.to(torch.int32) for part in (table[:, 0], table[:, 1], table[:, 3 : 3 + top_ids.shape[1]])
     )
     return SampledTokens(ids, TokenLogprobs(table[:, 2], rank, top_ids, table[:, 3 + top_ids.shape[1] :]))
+
+
+class StepWarmUp:
+    """Runs padding through steps.
+
+    Args:
+        builder: makes steps of padding.
+        executor: runs them.
+        vocab_size: width of the logits.
+        max_model_len: most tokens of a request.
+    """
+
+    def __init__(self, builder: StepBuilder, executor: Executor, vocab_size: int, max_model_len: int) -> None:
+        self._builder, self._executor = builder, executor
+        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+
+    def routes(self, bucket: BatchShape) -> tuple[SamplingRoute, ...]:
+        """The ways of sampling from a bucket's logits that are run; none where nothing is compiled."""
+        if not self._executor.runtime.compiles_operators:
+            return ()
+        num_rows = RowCounts.of(bucket, self._executor.geometry.decode_len).logits
+        return tuple(static_routes(num_rows, self._vocab_size, self._max_model_len))
+
+    @torch.inference_mode()
+    def touch(self, bucket: BatchShape) -> None:
+        """Run padding through an uncaptured step, so that tables that are made at their first use exist."""
+        executor = self._executor
+        with executor.leading(Touch(bucket)), executor.runtime.step():
+            bucket_step(executor.model, executor.geometry, bucket, {})(self._fields(bucket))
+
+    @torch.inference_mode()
+    def capture(self, bucket: BatchShape) -> bool:
+        """Capture a bucket of the table; False if it has been captured before."""
+        executor = self._executor
+        padding = executor.model.live.none_of(bucket, executor.geometry.decode_len)
+        # As in a step: what a lazy device has collected is built before the caller goes on.
+        with executor.leading(Capture(bucket)), executor.runtime.step(), padding:
+            return executor.graphs.warm_up(bucket, executor.step_of, self._padding)
+
+    @torch.inference_mode()
+    def finish(self, captured: Iterable[BatchShape]) -> None:
+        """End the warm-up, after running the operators around graphs where the device compiles each of them.
+
+        Args:
+            captured: the captured buckets; one for each number of rows is run.
+        """
+        executor, captured = self._executor, tuple(captured)
+        with executor.leading(FinishWarmUp(captured)):
+            if executor.runtime.compiles_operators and executor.uses_table:
+                self._run_operators(tuple({bucket.num_logits: bucket for bucket in captured}.values()))
+            executor.graphs.seal()
+
+    def _run_operators(self, buckets: tuple[BatchShape, ...]) -> None:
+        executor = self._executor
+        for bucket in buckets[:1]:
+            for size in copy_sizes(most_copies(executor.geometry)):
+                executor.copy_units(executor.copy_in(self._builder.padding(bucket, size)), size, size)
+        for bucket in buckets:
+            logits = executor.graphs.run_uncounted(bucket, executor.step_of(bucket), self._padding(bucket))
+            for route in self.routes(bucket):
+                read(executor.sample(logits, SamplingBatch.padding(route)))
+
+    def _padding(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
+        """Inputs of a step without rows: only trash is read and written."""
+        return self._executor.step_inputs(self._fields(bucket))
+
+    def _fields(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
+        return self._executor.copy_in(self._builder.padding(bucket))

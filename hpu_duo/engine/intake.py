@@ -1,17 +1,25 @@
-"""Checks prompts and parameters, and makes the samples that an engine serves."""
+"""Prompts and calls on their way into an engine: checked, named, queued and served to their end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
+from itertools import count
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from graphs.interrupts import Deferral, interrupts_deferred
+from hpu_duo.engine.outputs import Completion, Completions, RequestOutput, Turns
 from hpu_duo.engine.samples import SampleState
+from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.stepper import Stepper
 from hpu_duo.extras import install_command
-from hpu_duo.request import Request, TokenLimits
+from hpu_duo.prefix_hold import PrefixHold
+from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import (
     FieldError,
     SamplingParams,
@@ -24,8 +32,8 @@ from hpu_duo.sampling import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hpu_duo.ranking import Ranker
     from hpu_duo.sampling.guidance import Grammars, GrammarState
+    from hpu_duo.scheduling.ranker import Ranker
 
 Prompt = Sequence[int] | np.ndarray
 
@@ -166,3 +174,180 @@ class Intake:
             )
             for request in requests
         ]
+
+
+class Entry:
+    """Queues the samples of prompts.
+
+    Args:
+        intake: makes the samples.
+        scheduler: gets their requests.
+        stepper: gets their states.
+        turns: of the threads of the engine.
+    """
+
+    def __init__(self, intake: Intake, scheduler: Scheduler, stepper: Stepper, turns: Turns) -> None:
+        self._intake, self._scheduler, self._turns = intake, scheduler, turns
+        self._samples, self._deliveries = stepper.samples, stepper.deliveries
+        self._num_added = 0
+
+    def add(
+        self,
+        prompt_token_ids: Prompt,
+        each: Sequence[SamplingParams],
+        request_id: str | None = None,
+        name: str | None = None,
+        score: float | None = None,
+        context: PrefixHold | None = None,
+        opens: PrefixHold | None = None,
+    ) -> str:
+        """Queue the samples of one prompt, with parameters of their own; returns the request's id.
+
+        Args:
+            request_id: default a new one.
+            name: of the request in error messages.
+            score: see ``Engine.rank``; None asks for it here.
+            context, opens: see ``Request``.
+
+        Raises:
+            ValueError: see ``Engine.add_request``.
+        """
+        for params in {id(one): one for one in each}.values():
+            self._intake.prepare(params)
+        if score is None:
+            named = "the prompt" if request_id is None else f"request {request_id!r}"
+            score = self._intake.score(prompt_token_ids, each, named if name is None else name)
+        with interrupts_deferred(), self._turns:
+            public_id = self._free_id() if request_id is None else request_id
+            if self._is_in_use(public_id):
+                raise ValueError(f"request id {public_id!r} is in use by an unfinished request")
+            requests = self._intake.requests(public_id, self._num_added, prompt_token_ids, each, name)
+            # Everything that may fail comes before anything changes.
+            states = self._intake.states(public_id, requests)
+            self._scheduler.holding.sweep()
+            for request in requests:
+                request.score, request.context, request.opens = score, context, opens
+                self._scheduler.check_fits(request)
+            for request in requests:
+                self._scheduler.add(request)
+            self._num_added += 1
+            self._samples.add(public_id, states)
+        return public_id
+
+    def _is_in_use(self, request_id: str) -> bool:
+        return self._samples.is_live(request_id) or self._deliveries.is_expected(request_id)
+
+    def _free_id(self) -> str:
+        """Return a name that is not in use, by the number of requests so far."""
+        names = (f"request-{number}" for number in count(self._num_added))
+        return next(name for name in names if not self._is_in_use(name))
+
+
+Add: TypeAlias = Callable[[], str]
+"""Adds a request to the engine, and returns its name."""
+
+
+class Calls:
+    """Serves calls: their requests are added, steps run until all have ended, and outputs are collected.
+
+    Several threads may be in calls at a time; the steps of each serve the requests of all. A call that ends
+    early, by an error or an interrupt, leaves no request behind.
+
+    Args:
+        stepper: runs the steps.
+        turns: of the threads of the engine.
+        max_num_seqs: samples that may have a row at a time.
+    """
+
+    def __init__(self, stepper: Stepper, turns: Turns, max_num_seqs: int) -> None:
+        self._stepper, self._turns, self._max_num_seqs = stepper, turns, max_num_seqs
+        self._samples, self._deliveries = stepper.samples, stepper.deliveries
+
+    def serve(
+        self,
+        waiting: deque[Add],
+        on_output: Callable[[RequestOutput], None] | None,
+        widths: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:
+        """Add requests and step until they have ended; returns the samples of each.
+
+        Args:
+            waiting: add one request each and return its name; taken out as they are called.
+            on_output: called with each output, between steps.
+            widths: samples of each request, to add one only when all of them find a row, for then they can
+                fork; None adds all at once.
+        """
+        call = Completions(on_output)
+        try:
+            while (outputs := self._outputs_of(call, waiting, widths)) is not None:
+                call.add(outputs)
+        finally:
+            with interrupts_deferred(), self._turns:
+                for request_id in call:
+                    self._stepper.abort(request_id)
+                self._deliveries.end(call)
+        return call.in_order()
+
+    def _outputs_of(
+        self, call: Completions, waiting: deque[Add], widths: Sequence[int] | None
+    ) -> list[RequestOutput] | None:
+        """Return the new outputs of a call, after a step if there are none; None once all have ended."""
+        with interrupts_deferred() as deferral, self._turns:
+            self._stepper.check_between_steps()
+            while waiting and self._has_rows(None if widths is None else widths[len(call)]):
+                request_id = waiting.popleft()()
+                self._deliveries.expect(request_id, call)
+            if not call.mail:
+                if not waiting and not any(map(self._samples.is_live, call)):
+                    return None
+                self._advance_for(call, deferral)
+            return call.take_mail()
+
+    def _advance_for(self, call: Completions, deferral: Deferral) -> None:
+        """Run one step; an error that a request of another call may have caused is not raised.
+
+        If it comes again, the requests run one by one, and each call gets the errors of its own requests.
+        """
+        try:
+            self._stepper.advance(deferral)
+        except Exception:
+            if all(request_id in call for request_id in self._stepper.last_failed):
+                raise
+
+    def _has_rows(self, wanted: int | None) -> bool:
+        """Whether ``wanted`` more samples find rows now; True if there are no others, and for None."""
+        taken = len(self._samples)
+        return wanted is None or not taken or taken + wanted <= self._max_num_seqs
+
+
+_log = logging.getLogger(__name__)
+
+
+def warn_of_cuts(
+    done: Iterable[Sequence[Completion]], params: Iterable[SamplingParams | None], max_model_len: int
+) -> None:
+    """Warn if outputs ended at ``max_model_len`` before a stop and before their ``max_tokens``.
+
+    Their finish reason is ``length``, as vLLM's. Without ``max_tokens`` this is the end that was asked for.
+
+    Args:
+        done: the samples of each prompt.
+        params: of each prompt.
+    """
+    outputs = [list(samples) for samples in done]
+    lacking = [
+        one.max_tokens - len(sample.token_ids)
+        for samples, one in zip(outputs, params)
+        for sample in samples
+        if one is not None and one.max_tokens is not None and sample.finish_reason is FinishReason.LENGTH
+    ]
+    cut = [num_tokens for num_tokens in lacking if num_tokens > 0]
+    if cut:
+        _log.warning(
+            "%d of %d outputs ended at max_model_len=%d, up to %d tokens before the limit that was asked for "
+            "(finish_reason 'length'): load the model with a higher max_model_len, or ask for fewer tokens",
+            len(cut),
+            sum(map(len, outputs)),
+            max_model_len,
+            max(cut),
+        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from graphs import BatchShape, BucketTable, MissPolicy
-from hpu_duo.engine.message import StepMessage
+from hpu_duo.engine.step_input import StepMessage
 
 
 class Steps(Protocol):

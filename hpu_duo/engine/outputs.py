@@ -1,10 +1,11 @@
-"""Outputs that the engine hands out while requests run."""
+"""Outputs of running requests, and their delivery to the calls that share an engine."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING
 
 from hpu_duo.request import FinishReason
@@ -181,3 +182,72 @@ def logprobs_of(
             token = int(token_ids[sample])
             found[sample] = TokenLogprob(token, sampled[sample], rank[sample], best)
     return found
+
+
+class Deliveries:
+    """Keeps each output for its caller: for the ``generate`` that it belongs to, or for the next ``step``."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Completions] = {}
+        self._unreported: list[RequestOutput] = []
+
+    def expect(self, request_id: str, call: Completions) -> None:
+        """Deliver outputs of a request to a call from now on."""
+        call.expect(request_id)
+        self._calls[request_id] = call
+
+    def end(self, call: Completions) -> None:
+        """Forget a call."""
+        for request_id in call:
+            del self._calls[request_id]
+
+    def is_expected(self, request_id: str) -> bool:
+        """Whether a call that is under way has a request of this name."""
+        return request_id in self._calls
+
+    def report(self, output: RequestOutput) -> None:
+        """Deliver an output."""
+        call = self._calls.get(output.request_id)
+        (self._unreported if call is None else call.mail).append(output)
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether there are outputs for the next ``step``."""
+        return bool(self._unreported)
+
+    def swap(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Return the outputs for ``step``, and keep ``outputs`` in their place."""
+        unreported, self._unreported = self._unreported, outputs
+        return unreported
+
+    def put_back(self, outputs: list[RequestOutput]) -> None:
+        """Keep outputs that could not be returned for the next ``step``."""
+        self._unreported = outputs + self._unreported
+
+
+class Turns:
+    """A lock that its thread may take again, and that no thread gets twice while another one waits.
+
+    One thread waits for the lock itself, the others wait to be the next. Whoever gives the lock back and
+    wants it again is behind them.
+
+    Ctrl-C must not come while it is taken or given back: hold it within ``interrupts_deferred``.
+    """
+
+    def __init__(self) -> None:
+        self._next, self._lock = Lock(), Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._owner != get_ident():
+            with self._next:
+                self._lock.acquire()
+            self._owner = get_ident()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._lock.release()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from graphs import StepLimits
 from hpu_duo.kv.plan import ring_slack
-from hpu_duo.sharded import DealtBlocks
+from hpu_duo.parallel import DealtBlocks
 from kernels_ref import LayerSpec
 
 if TYPE_CHECKING:

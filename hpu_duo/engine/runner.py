@@ -12,17 +12,15 @@ import torch
 
 from graphs import BatchShape, BucketTable, GraphCache, MissPolicy
 from hpu_duo.device import DeviceRuntime
-from hpu_duo.engine.executor import Executor
-from hpu_duo.engine.message import StepMessage
-from hpu_duo.engine.step_builder import BuiltStep, StepBuilder
+from hpu_duo.engine.compile_watch import CompileWatch
+from hpu_duo.engine.executor import Executor, StepWarmUp
+from hpu_duo.engine.step_input import BuiltStep, StepBuilder, StepMessage
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.engine.step_warmup import StepWarmUp
 from hpu_duo.kv.copies import Copy
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.sampling import SamplingRow, TokenLogprobs, choose_on_host
 from hpu_duo.uncopied import Uncopied
-from hpu_duo.watch import CompileWatch
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Samples while their tokens come: the state of each besides its request, and all that have not ended."""
+"""Samples while their tokens come, and the samples of one prompt that share what is cached."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hpu_duo.engine.outputs import RequestOutput, TokenLogprob
+from hpu_duo.engine.outputs import Completion, ContinuationScore, RequestOutput, TokenLogprob
 from hpu_duo.engine.step_plan import CommittedToken
-from hpu_duo.request import FinishReason, Request
-from hpu_duo.sampling import IncrementalDetokenizer, PenaltyState, Released, SamplingRow, StopChecker
+from hpu_duo.request import FinishReason, Request, token_array
+from hpu_duo.sampling import (
+    IncrementalDetokenizer,
+    PenaltyState,
+    Released,
+    SamplingParams,
+    SamplingRow,
+    StopChecker,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -231,3 +238,32 @@ def _text_before(request: Request, tokenizer: PreTrainedTokenizerBase | None) ->
     num_tokens = 4 * max(map(len, params.stop))
     last = request.prompt_token_ids[-num_tokens:].tolist()
     return str(tokenizer.decode(last, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def forced(tokens: Sequence[int] | np.ndarray) -> SamplingParams:
+    """Return parameters that decode exactly these tokens, and report the log-probabilities of them.
+
+    Raises:
+        ValueError: not a list of one or more integers.
+    """
+    token_ids = token_array("continuation", tokens)
+    if token_ids.ndim != 1 or token_ids.size == 0 or token_ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"expected a continuation of one or more token ids, got {token_ids.dtype} {token_ids.shape}"
+        )
+    return SamplingParams(
+        temperature=0.0,
+        logprobs=1,
+        max_tokens=len(token_ids),
+        ignore_eos=True,
+        forced_token_ids=tuple(token_ids.tolist()),
+        decoded_prompt_tokens=1,
+    )
+
+
+def score_of(sample: Completion) -> ContinuationScore:
+    """Return the score of a decoded continuation, from its log-probabilities."""
+    return ContinuationScore(
+        tuple(one.logprob for one in sample.logprobs),
+        tuple(one.token_id in one.top for one in sample.logprobs),
+    )

@@ -3,21 +3,128 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs import StepLimits
-from hpu_duo.engine.admission import Admission
+from graphs import BatchShape, BucketTable, Miss, Phase, StepLimits
+from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.committing import append_tokens
-from hpu_duo.engine.prefix_holding import PrefixHolding
-from hpu_duo.engine.prefix_sharing import PrefixSharing
+from hpu_duo.engine.prefixes import PrefixHolding, PrefixSharing
 from hpu_duo.engine.siblings import Siblings
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
 from hpu_duo.kv.leases import KVLeases
-from hpu_duo.kv.prefix_hit import PrefixHit
+from hpu_duo.kv.prefix import PrefixHit
 from hpu_duo.request import FinishReason, Request, RequestStatus
+from hpu_duo.sampling import FieldError
 from hpu_duo.scheduling import ArrivalOrder, FirstComeFirstServed, SchedulingPolicy, Waiting
+
+
+class Admission:
+    """Answers whether a waiting request fits into a step, beside what running requests need.
+
+    A request fits if a row, a token of the step, and blocks are free: those for all of its known tokens and
+    one more, beside what every running request still needs for its own.
+
+    Args:
+        running: the requests that have a row.
+    """
+
+    def __init__(self, leases: KVLeases, running: ArrivalOrder, policy: SchedulingPolicy) -> None:
+        self._leases, self._running, self._policy = leases, running, policy
+        self._num_due: int | None = None
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that could never run, whatever runs now.
+
+        Raises:
+            ValueError: its blocks are too few even for this request alone, beside the contexts that are held;
+                or it does not begin with the context that it is to begin with.
+            FieldError: it has a priority, and the policy does not look at priorities.
+        """
+        params, leases = request.params, self._leases
+        if params.priority and not self._policy.honours_priority:
+            raise FieldError(
+                "priority",
+                f"expected 0, got {params.priority}: the scheduling policy of this engine does not look at "
+                "priorities, scheduling_policy='priority' does",
+            )
+        needed, num_blocks = leases.num_blocks_for(request.max_cached_tokens), leases.blocks.num_blocks
+        if needed > num_blocks:
+            raise ValueError(
+                f"{request.name} may cache up to {request.max_cached_tokens} tokens, which "
+                f"need {needed} blocks of {leases.block_size}, got {num_blocks} blocks"
+            )
+        if request.context is not None:
+            request.context.check(request.name, request.prompt_token_ids, request.namespace)
+        own, held = leases.most_blocks(request), leases.num_held_blocks
+        if own + held > num_blocks:
+            raise ValueError(
+                f"{request.name} may need {own} blocks of its own, and contexts leave {num_blocks - held} of "
+                f"{num_blocks}: close one, or ask for fewer tokens"
+            )
+
+    def begin_step(self) -> None:
+        """Count anew what running requests need, when that is asked for first."""
+        self._num_due = None
+
+    def may_admit(self, step: StepDraft) -> bool:
+        """Whether it makes sense to choose a waiting request."""
+        return self._policy.displaces or self._has_row_and_token(step)
+
+    def has_room(self, request: Request, hit: PrefixHit | None, step: StepDraft) -> bool:
+        """Whether a waiting request fits.
+
+        Args:
+            hit: what it will begin with.
+        """
+        needed = self._num_blocks_due + self._leases.num_blocks_due(request, hit)
+        return self._has_row_and_token(step) and needed <= self._leases.num_available
+
+    def displaced_for(self, request: Request, hit: PrefixHit | None, step: StepDraft) -> list[Request]:
+        """Return the running requests that the policy displaces so that a waiting one fits.
+
+        Returns:
+            Nobody if it fits as it is, or would not fit without them either.
+        """
+        if not self._policy.displaces or self.has_room(request, hit, step):
+            return []
+        is_new = request.admitted_at is None
+        others = [each for each in self._running if is_new or each.num_tokens > each.num_tokens_when_admitted]
+        displaced: list[Request] = []
+        while (other := self._policy.displaced(request, others)) is not None:
+            others.remove(other)
+            displaced.append(other)
+            if self._would_fit(request, hit, step, displaced):
+                self._num_due = None
+                return displaced
+        return []
+
+    def admitted(self, request: Request) -> None:
+        """Count what a request still needs that has got a row and its share."""
+        self._num_due = self._num_blocks_due + self._leases.num_blocks_due(request)
+
+    @property
+    def _num_blocks_due(self) -> int:
+        if self._num_due is None:
+            self._num_due = sum(map(self._leases.num_blocks_due, self._running))
+        return self._num_due
+
+    def _has_row_and_token(self, step: StepDraft) -> bool:
+        return step.num_free_tokens > 0 and self._leases.rows.num_free > 0
+
+    def _would_fit(
+        self, request: Request, hit: PrefixHit | None, step: StepDraft, displaced: list[Request]
+    ) -> bool:
+        """Whether a request fits once others have given back what they hold."""
+        leases = self._leases
+        if not step.num_free_tokens and not any(map(step.share, displaced)):
+            return False
+        num_due = self._num_blocks_due - sum(map(leases.num_blocks_due, displaced))
+        num_freed = sum(map(leases.num_blocks_of_its_own, displaced))
+        needed = num_due + leases.num_blocks_due(request, hit)
+        return needed <= leases.num_available + num_freed
 
 
 class Scheduler:
@@ -344,3 +451,81 @@ class Scheduler:
                 self._run(child)
             else:
                 self._enqueue(child)
+
+
+@dataclass(frozen=True)
+class ChunkTrimming:
+    """Leaves the last tokens of a prompt to the next step when both steps then cost less.
+
+    A step with a few more query tokens than a bucket has is padded to the next larger bucket. Two choices are
+    compared by the cost of their buckets: the step as planned and a decode of all others after it, or the
+    step cut to the query tokens of a smaller bucket and the same decodes with the rest of the prompt after
+    it. Both compute the same tokens. The shape of the step itself is exact; that of the step after it is an
+    estimate, for which no request ends or arrives.
+
+    Only a chunk that ends its prompt is cut, only while no request waits for admission, and at least half of
+    it remains, so that a prompt of ``n`` tokens takes at most ``log2(n)`` steps more. The tokens are the same
+    whichever steps compute them.
+
+    Args:
+        table: the buckets that steps are padded to.
+        block_size: tokens of one KV block.
+    """
+
+    table: BucketTable
+    block_size: int
+
+    def num_postponed(self, plan: StepPlan) -> int:
+        """Tokens that the last row of a plan should leave to the next step; 0 where that saves nothing."""
+        last = plan.rows[-1]
+        # Half of it must not be a decode, which is in a step of another phase.
+        if last.num_new_tokens < 2 * plan.decode_len + 1 or not last.wants_token:
+            return 0
+        shape = exact_shape(plan, self.block_size)
+        best, least = 0, self._cost(shape) + self._following_cost(plan, shape, 0)
+        if least == float("inf"):
+            return 0
+        for query_len in self._borders:
+            postponed = shape.query_len - query_len
+            if not 0 < postponed <= last.num_new_tokens // 2:
+                continue
+            cost = self._cost(replace(shape, query_len=query_len)) + self._following_cost(
+                plan, shape, postponed
+            )
+            if cost < least:
+                best, least = postponed, cost
+        return best
+
+    @property
+    def _borders(self) -> tuple[int, ...]:
+        """Query tokens of the buckets that prompts run in."""
+        return tuple(sorted({bucket.query_len for bucket in self.table if bucket.phase.causal}))
+
+    def _cost(self, shape: BatchShape) -> float:
+        bucket = self.table.fit(shape)
+        return float("inf") if isinstance(bucket, Miss) else self.table.cost(bucket)
+
+    def _following_cost(self, plan: StepPlan, shape: BatchShape, postponed: int) -> float:
+        """Cost of the next step: a decode of every other row, and the rest of the last row's prompt."""
+        last = plan.rows[-1]
+        others = sum(row.wants_token for row in plan.rows[:-1])
+        query_len = others + postponed
+        if not query_len:
+            return 0.0
+        is_chunk = postponed > plan.decode_len
+        shared = 0
+        if last.request.num_blocks:
+            shared = max(0, shape.num_shared_blocks - self._num_blocks(last.start))
+            shared += self._num_blocks(last.end - postponed) if is_chunk else 0
+        has_singles = others > 0 or not is_chunk
+        following = BatchShape(
+            Phase(is_chunk, is_chunk or shared > 0, has_singles),
+            query_len,
+            shared,
+            shape.num_unique_blocks if has_singles else 0,
+            shape.num_logits,
+        )
+        return self._cost(following)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

@@ -1,22 +1,104 @@
-"""Counts of what an engine has done, and of what it holds."""
+"""Counts of what an engine has done, and of what it stores."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpu_duo.engine.budget_stats import BudgetStats
-from hpu_duo.engine.prefix_stats import PrefixStats
-from hpu_duo.engine.rank_stats import RankStats
+from hpu_duo.engine.head_stats import BudgetStats, RuleStats
 from hpu_duo.engine.resolved import Resolved
-from hpu_duo.engine.rule_stats import RuleStats
 from hpu_duo.engine.telemetry import Telemetry, held_bytes
 
 if TYPE_CHECKING:
+    from hpu_duo.engine.executor import Executor
     from hpu_duo.engine.runner import Runner
     from hpu_duo.engine.scheduler import Scheduler
-    from hpu_duo.engine.shape_watch import Drift
+    from hpu_duo.engine.telemetry import Drift
     from hpu_duo.heads import HeadPattern
+    from hpu_duo.kv.leases import KVLeases
+    from hpu_duo.kv.plan import MemoryPlan
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """A snapshot of the prefix cache.
+
+    Attributes:
+        num_queried_tokens: known tokens of requests when they got a row, again after a preemption.
+        num_hit_tokens: those of them that were taken up from the cache.
+        num_lost_to_snapshots: those that lay in cached blocks, but behind the last snapshot of rings.
+        num_lost_to_blocks: those that had been in cached blocks, which were evicted, as far as is remembered.
+        num_evicted_blocks, num_evicted_snapshots: evicted to make room.
+        num_idle_blocks: blocks that are kept and held by nobody.
+        num_held_blocks: blocks that contexts hold.
+        num_snapshots: snapshots of rings.
+        idle_bytes, context_bytes, snapshot_bytes: what they take.
+    """
+
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_lost_to_snapshots: int
+    num_lost_to_blocks: int
+    num_evicted_blocks: int
+    num_evicted_snapshots: int
+    num_idle_blocks: int
+    num_held_blocks: int
+    num_snapshots: int
+    idle_bytes: int
+    context_bytes: int
+    snapshot_bytes: int
+
+    @classmethod
+    def of(cls, leases: KVLeases, memory: MemoryPlan) -> PrefixStats | None:
+        """Collect the counters; None where prefixes are not cached."""
+        cache = leases.prefixes
+        if cache is None:
+            return None
+        return cls(
+            **vars(cache.counters),
+            num_idle_blocks=leases.blocks.num_idle,
+            num_held_blocks=leases.num_held_blocks,
+            num_snapshots=cache.num_snapshots,
+            idle_bytes=leases.blocks.num_idle * memory.block_bytes,
+            context_bytes=leases.num_held_blocks * memory.block_bytes,
+            snapshot_bytes=cache.num_snapshots * memory.row_bytes,
+        )
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens that were taken up."""
+        return self.num_hit_tokens / max(1, self.num_queried_tokens)
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """Counts of rank 0, those of a warm-up included among messages only.
+
+    Attributes:
+        num_messages: orders of rank 0, one a step.
+        num_broadcasts: as many, and one more for each message that is longer than any before.
+        broadcast_bytes: of all broadcasts, padding to the longest message included.
+        reduced_bytes: that a rank has given to sums in steps, by the formula of
+            ``hpu_duo.parallel.StepExchanges``.
+        gathered_bytes: to gathers: candidates or logits, and by context keys, values, queries and partial
+            results.
+        scattered_bytes: to exchanges all to all, of which each rank gets its share.
+    """
+
+    num_messages: int
+    num_broadcasts: int
+    broadcast_bytes: int
+    reduced_bytes: int
+    gathered_bytes: int
+    scattered_bytes: int
+
+    @classmethod
+    def of(cls, executor: Executor) -> RankStats | None:
+        """Collect the counters; None without other ranks."""
+        if executor.followers is None or executor.spread is None:
+            return None
+        reduced, gathered, scattered = executor.exchanged
+        return cls(*executor.followers.sent, reduced, gathered + executor.spread.gathered_bytes, scattered)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""One call of ``generate`` on an engine: requests, their host samplers, and the result."""
+"""One call of ``generate`` on an engine: prompts, requests, host samplers, and the result."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import operator
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList
@@ -11,14 +14,192 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hpu_duo.generation.arguments import GenerationRequest
 from hpu_duo.generation.processing import Hooks, ProcessedSample, WholeModel, processors_for
-from hpu_duo.generation.questions import Questions
-from hpu_duo.generation.results import assemble_rows, assemble_scores, feed
 from hpu_duo.sampling import SamplingParams, derive_seed
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
     from hpu_duo.engine.engine import Engine
+    from hpu_duo.engine.outputs import Completion, RequestOutput
+    from hpu_duo.prefix_hold import PrefixHold
+
+TokenLists: TypeAlias = Sequence[Sequence[int]]
+
+
+def read_inputs(
+    inputs: Any, attention_mask: torch.Tensor | None, asked: GenerationRequest
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the rows as given, and their prompts without left padding.
+
+    Args:
+        inputs: integer tensor ``[B, L]`` or lists of token ids.
+        attention_mask: ``[B, L]``, zeros before ones; guessed from the pad id when left out.
+
+    Raises:
+        ValueError: inputs or mask are anything else, or there is no row.
+    """
+    if isinstance(inputs, torch.Tensor):
+        if inputs.ndim != 2 or inputs.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                "expected an integer tensor [B, L] or a list of lists of token ids, "
+                f"got {inputs.dtype} {list(inputs.shape)}"
+            )
+        rows = inputs.tolist()
+        prompts = [
+            row[len(row) - length :]
+            for row, length in zip(rows, _prompt_lengths(inputs, attention_mask, asked))
+        ]
+    else:
+        if attention_mask is not None:
+            raise ValueError("attention_mask goes with a tensor; lists of token ids need no padding")
+        rows = prompts = _as_lists(inputs)
+    if not rows:
+        raise ValueError("expected at least one prompt, got none")
+    return rows, prompts
+
+
+def _as_lists(inputs: Any) -> list[list[int]]:
+    try:
+        return [[operator.index(token) for token in row] for row in inputs]
+    except TypeError as error:
+        raise ValueError(
+            f"expected an integer tensor [B, L] or a list of lists of token ids, got {reprlib.repr(inputs)}"
+        ) from error
+
+
+def _prompt_lengths(
+    inputs: torch.Tensor, attention_mask: torch.Tensor | None, asked: GenerationRequest
+) -> list[int]:
+    if attention_mask is not None:
+        if not isinstance(attention_mask, torch.Tensor):
+            raise ValueError(f"attention_mask: expected a tensor, got {type(attention_mask).__name__}")
+        if attention_mask.shape != inputs.shape:
+            raise ValueError(
+                f"expected attention_mask of shape {list(inputs.shape)}, got {list(attention_mask.shape)}"
+            )
+        mask = attention_mask.bool()
+    elif asked.guesses_padding:
+        mask = (inputs != asked.pad_token_id).cumsum(dim=1) > 0
+    else:
+        mask = torch.ones_like(inputs, dtype=torch.bool)
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise ValueError("expected left padding: attention_mask of zeros then ones, got a zero after a one")
+    lengths: list[int] = mask.sum(dim=1).tolist()
+    return lengths
+
+
+def feed(streamer: BaseStreamer, prompt: list[int]) -> Callable[[RequestOutput], None]:
+    """Return a callback that passes tokens to a streamer, and the prompt before the first token.
+
+    A prompt is accepted only once it has a token.
+    """
+    unread = [prompt]
+
+    def on_output(output: RequestOutput) -> None:
+        if unread:
+            streamer.put(torch.tensor([unread.pop()]))
+        if output.token_ids:
+            streamer.put(torch.tensor(output.token_ids))
+
+    return on_output
+
+
+def assemble_rows(rows: list[list[int]], done: list[list[Completion]], pad_token_id: int) -> torch.Tensor:
+    """Join rows with the new tokens of each of their samples, padded on the right: int64 ``[B, L]``."""
+    filled = [row + sample.token_ids for row, samples in zip(rows, done) for sample in samples]
+    new = max(len(sample.token_ids) for samples in done for sample in samples)
+    width = max(len(row) for row in rows) + new
+    return torch.tensor([row + [pad_token_id] * (width - len(row)) for row in filled])
+
+
+def assemble_scores(samples: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Return the scores of each step, float32 ``[B, V]``; zeros for rows that have ended.
+
+    Args:
+        samples: for each row its scores, ``[1, V]`` each.
+    """
+    ended = torch.zeros_like(samples[0][0])
+    num_steps = max(map(len, samples))
+    return tuple(
+        torch.cat([scores[step] if step < len(scores) else ended for scores in samples])
+        for step in range(num_steps)
+    )
+
+
+class Context(Protocol):
+    """A text that an engine keeps."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """The salt that its keys and values are cached under."""
+        ...
+
+    def belongs_to(self, model: Any) -> bool:
+        """Whether it is a model's."""
+        ...
+
+    def prompt(self, question: str | Sequence[int]) -> list[int]:
+        """Return the tokens of the text with a question behind it."""
+        ...
+
+    def hold(self) -> PrefixHold:
+        """Return what the engine keeps of it, computed again if that was lost."""
+        ...
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Prompts of a call of ``generate``.
+
+    Attributes:
+        shown: token ids that results begin with: rows as they were given.
+        rows: those that processors and limits of length count, left padding included.
+        prompts: those that are served.
+        are_texts: whether texts were given, and texts are the results.
+        context: what the prompts begin with.
+    """
+
+    shown: list[list[int]]
+    rows: list[list[int]]
+    prompts: list[list[int]]
+    are_texts: bool = False
+    context: Context | None = None
+
+    @classmethod
+    def read(
+        cls,
+        inputs: Any,
+        attention_mask: torch.Tensor | None,
+        asked: GenerationRequest,
+        context: Context | None,
+    ) -> Questions:
+        """Read the inputs of a call.
+
+        Args:
+            inputs: token ids as ``read_inputs`` takes them; with a context also a text, or a list of texts.
+
+        Raises:
+            ValueError: see ``read_inputs``; or texts come with what they do not go with.
+        """
+        if context is None:
+            rows, prompts = read_inputs(inputs, attention_mask, asked)
+            return cls(rows, rows, prompts)
+        texts = [inputs] if isinstance(inputs, str) else inputs
+        if not isinstance(texts, list | tuple) or not any(isinstance(text, str) for text in texts):
+            rows, prompts = read_inputs(inputs, attention_mask, asked)
+            prompts = [context.prompt(prompt) for prompt in prompts]
+            return cls(rows, prompts, prompts, context=context)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("expected questions that are all texts or all token ids, got some of each")
+        if attention_mask is not None:
+            raise ValueError("attention_mask goes with a tensor; texts need no padding")
+        if asked.returns_dict:
+            raise ValueError(
+                "return_dict_in_generate goes with token ids; questions that are texts get texts"
+            )
+        prompts = [context.prompt(text) for text in texts]
+        shown: list[list[int]] = [[] for _ in texts]
+        return cls(shown, prompts, prompts, are_texts=True, context=context)
 
 
 class GenerateCall:

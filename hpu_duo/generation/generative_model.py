@@ -9,17 +9,15 @@ import torch
 from transformers import GenerationConfig
 
 from hpu_duo.generation.arguments import read_generation
-from hpu_duo.generation.call import GenerateCall
-from hpu_duo.generation.inputs import TokenLists
+from hpu_duo.generation.call import Context, GenerateCall, Questions, TokenLists
 from hpu_duo.generation.processing import Hooks, WholeModel
-from hpu_duo.generation.questions import Context, Questions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
     from transformers.generation import GenerateDecoderOnlyOutput
     from transformers.generation.streamers import BaseStreamer
 
-    from hpu_duo.config import EngineConfig
+    from hpu_duo.config.engine import EngineConfig
     from hpu_duo.engine.engine import Engine
 
 _Model = TypeVar("_Model", bound="GenerativeModel")

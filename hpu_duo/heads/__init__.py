@@ -3,8 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hpu_duo.heads.binarise import Balance, TieBreak
-from hpu_duo.heads.counts import CountRule, fewest_promotions
+from hpu_duo.heads.binarise import Balance, CountRule, TieBreak, fewest_promotions
 from hpu_duo.heads.layout import HeadLayout
 from hpu_duo.heads.pattern import HeadPattern
 

@@ -1,5 +1,8 @@
-"""The head pattern: a score for every KV head, and the choice of retrieval heads."""
+"""The head pattern: a score for every KV head, its files, and the choice of retrieval heads."""
 
+from __future__ import annotations
+
+import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +20,78 @@ from hpu_duo.heads.binarise import (
     keep_by_noisy_quantile,
     keep_strongest,
 )
-from hpu_duo.heads.pattern_files import read_directory, write_directory
+
+SCORES_FILE = "full_attention_heads.tsv"
+CONFIG_FILE = "config.json"
+# Not part of the published format: written beside it, so that a run can be repeated without the rule.
+RETRIEVAL_FILE = "retrieval_heads.tsv"
+
+
+def read_directory(directory: Path) -> tuple[NDArray[np.float64], NDArray[np.float64] | None, dict[str, Any]]:
+    """Read the scores [L, K], the 0/1 mask [L, K] if there is one, and the configuration.
+
+    Raises ValueError for a missing or malformed file, naming it; the configuration must have ``sink_size``
+    and ``recent_size``.
+    """
+    missing = [name for name in (SCORES_FILE, CONFIG_FILE) if not (directory / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"expected {SCORES_FILE} and {CONFIG_FILE} in {directory}, got no {', '.join(missing)}"
+        )
+    mask_file = directory / RETRIEVAL_FILE
+    return (
+        _read_table(directory / SCORES_FILE),
+        _read_table(mask_file) if mask_file.is_file() else None,
+        _read_config(directory / CONFIG_FILE),
+    )
+
+
+def write_directory(
+    directory: Path, scores: NDArray[Any], retrieval: NDArray[np.bool_] | None, config: Mapping[str, Any]
+) -> None:
+    """Write what ``read_directory`` reads, creating the directory; without a mask, remove an old one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    np.savetxt(directory / SCORES_FILE, scores, delimiter="\t")
+    (directory / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
+    if retrieval is None:
+        (directory / RETRIEVAL_FILE).unlink(missing_ok=True)
+    else:
+        np.savetxt(directory / RETRIEVAL_FILE, retrieval, fmt="%d", delimiter="\t")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected UTF-8 text in {path}, got: {error}") from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"expected JSON in {path}, got: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"expected an object in {path}, got {type(config).__name__}")
+    missing = [key for key in ("sink_size", "recent_size") if key not in config]
+    if missing:
+        raise ValueError(
+            f"expected the keys sink_size and recent_size in {path}, got no {', '.join(missing)}"
+        )
+    return config
+
+
+def _read_table(path: Path) -> NDArray[np.float64]:
+    lines = _read_text(path).splitlines()
+    try:
+        rows = [[float(cell) for cell in line.split("\t")] for line in lines if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"expected tab-separated numbers in {path}, got: {error}") from error
+    widths = sorted({len(row) for row in rows})
+    if len(widths) != 1:
+        raise ValueError(f"expected lines of one length in {path}, got {len(rows)} lines of lengths {widths}")
+    return np.array(rows, dtype=np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +212,7 @@ class HeadPattern:
         seed: int = 0,
         balance: Balance = "global",
         num_ranks: int = 1,
-    ) -> "HeadPattern":
+    ) -> HeadPattern:
         """Decide the class of every head from its raw score, and return the pattern with ``retrieval`` set.
 
         Give either ``sparsity`` or ``threshold``. The result depends on the arguments only, never on hidden
@@ -182,7 +256,7 @@ class HeadPattern:
                 mask = keep_strongest(self.scores, sparsity, balance, num_ranks)
         return replace(self, retrieval=mask, promoted=None)
 
-    def promote(self, counts: Sequence[int]) -> "HeadPattern":
+    def promote(self, counts: Sequence[int]) -> HeadPattern:
         """The binarised pattern with more retrieval heads: ``counts[l]`` of them in layer ``l``.
 
         Of the streaming heads of a layer those with the highest scores are promoted, of equal scores the
@@ -206,7 +280,7 @@ class HeadPattern:
             self, retrieval=mask, promoted=added if self.promoted is None else added | self.promoted
         )
 
-    def shard(self, rank: int, num_ranks: int) -> "HeadPattern":
+    def shard(self, rank: int, num_ranks: int) -> HeadPattern:
         """The pattern of the contiguous slice of KV heads that tensor-parallel ``rank`` holds."""
         _check_ranks(self.num_kv_heads, num_ranks)
         if not 0 <= rank < num_ranks:
@@ -217,7 +291,7 @@ class HeadPattern:
         promoted = None if self.promoted is None else self.promoted[:, columns]
         return replace(self, scores=self.scores[:, columns], retrieval=mask, promoted=promoted)
 
-    def of_heads(self, heads: Sequence[Sequence[int]]) -> "HeadPattern":
+    def of_heads(self, heads: Sequence[Sequence[int]]) -> HeadPattern:
         """The pattern of some KV heads of each layer, equally many of each, in their order."""
         columns = np.array([list(each) for each in heads])
 
@@ -230,7 +304,7 @@ class HeadPattern:
     # --- Patterns from elsewhere ---
 
     @classmethod
-    def load(cls, directory: str | Path) -> "HeadPattern":
+    def load(cls, directory: str | Path) -> HeadPattern:
         """Read a pattern directory: ``full_attention_heads.tsv`` and ``config.json``.
 
         The table has one line per layer and one tab-separated score per KV head. Of the configuration
@@ -263,13 +337,13 @@ class HeadPattern:
     @classmethod
     def all_retrieval(
         cls, num_layers: int, num_kv_heads: int, *, sink: int = 0, recent: int = 1
-    ) -> "HeadPattern":
+    ) -> HeadPattern:
         """A binarised pattern that is plain full attention: every score 1, every head a retrieval head."""
         ones = np.ones((num_layers, num_kv_heads), dtype=np.float32)
         return cls(ones, sink, recent, "all retrieval", ones > 0)
 
     @classmethod
-    def all_streaming(cls, num_layers: int, num_kv_heads: int, *, sink: int, recent: int) -> "HeadPattern":
+    def all_streaming(cls, num_layers: int, num_kv_heads: int, *, sink: int, recent: int) -> HeadPattern:
         """A binarised pattern of sink-and-recent attention: every score 0, every head a streaming head."""
         zeros = np.zeros((num_layers, num_kv_heads), dtype=np.float32)
         return cls(zeros, sink, recent, "all streaming", zeros > 0)
@@ -277,7 +351,7 @@ class HeadPattern:
     @classmethod
     def random(
         cls, num_layers: int, num_kv_heads: int, seed: int, *, sink: int = 128, recent: int = 256
-    ) -> "HeadPattern":
+    ) -> HeadPattern:
         """A raw pattern of uniform scores in [0, 1), the same for the same seed; real ones must beat it."""
         scores = np.random.default_rng(seed).random((num_layers, num_kv_heads), dtype=np.float32)
         return cls(scores, sink, recent, f"random, seed {seed}")
@@ -307,3 +381,43 @@ def _mask(name: str, values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bo
 def _check_ranks(num_kv_heads: int, num_ranks: int) -> None:
     if num_ranks < 1 or num_kv_heads % num_ranks:
         raise ValueError(f"expected num_ranks to divide num_kv_heads={num_kv_heads}, got {num_ranks}")
+
+
+NAME_KEY = "model_name"
+FINGERPRINT_KEY = "model_fingerprint"
+"""Keys of a pattern's config.json; ``hpu-duo identify`` writes both."""
+
+
+def check_origin(pattern: HeadPattern, model_name: str, fingerprint: str | None) -> str | None:
+    """Compare the model that a pattern was made for with the one that it is used with.
+
+    Args:
+        model_name: for the message.
+        fingerprint: of the model's files; None without weights.
+
+    Returns:
+        A note for the user when nothing could be compared, else None.
+
+    Raises:
+        ValueError: the pattern was made for another model.
+    """
+    made_for = pattern.config.get(NAME_KEY)
+    own = pattern.config.get(FINGERPRINT_KEY)
+    if own is None:
+        told = "" if made_for is None else f" but a name, {made_for!r}"
+        return (
+            f"the head pattern {pattern.source!r} has no {FINGERPRINT_KEY}{told}: only its shape "
+            f"shows that it is for {model_name!r}"
+        )
+    if fingerprint is None:
+        return (
+            f"the head pattern {pattern.source!r} was made for {made_for!r}; whether {model_name!r} is that "
+            "model cannot be told without its weights"
+        )
+    if own != fingerprint:
+        raise ValueError(
+            f"expected a head pattern made for {model_name!r} ({FINGERPRINT_KEY} {fingerprint[:12]}), got "
+            f"{pattern.source!r}, made for {made_for!r} ({str(own)[:12]}); to use it all the same, take "
+            f"{FINGERPRINT_KEY} out of its config.json"
+        )
+    return None

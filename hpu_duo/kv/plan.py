@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from bias_builders import Window
-from hpu_duo.limit_config import SchedulerConfig
+from hpu_duo.config.limits import SchedulerConfig
 from kernels_ref import Blocks, Budget, ChosenBlocks, GroupKind, HeadGroup, Owner, Rings, WholePrompts
 
 _GIB = 1 << 30

@@ -2,17 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from hpu_duo.kv.copies import Copy, RowCopy
-from hpu_duo.kv.evicted import EvictedPrefixes
 from hpu_duo.kv.holds import Adoption, PrefixHolds
 from hpu_duo.kv.pool import BlockMove, BlockPool
-from hpu_duo.kv.prefix_hit import PrefixCounters, PrefixHit
 from hpu_duo.kv.prefix_tree import NO_BLOCK, PrefixNode, PrefixTree
 from hpu_duo.kv.snapshots import Snapshots
 from hpu_duo.prefix_hold import PrefixHold
 from hpu_duo.request import Request
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """Cached blocks that a request begins with.
+
+    Attributes:
+        path: the cached blocks that the request begins with, the first one first.
+        num_usable: leading ones of them behind which a request can go on: all of them where no head keeps a
+            ring, else those up to the last one with a snapshot.
+    """
+
+    path: tuple[PrefixNode, ...] = ()
+    num_usable: int = 0
+
+    @property
+    def is_limited_by_snapshots(self) -> bool:
+        """Whether some cached blocks lie behind the last snapshot, and so cannot be used."""
+        return self.num_usable < len(self.path)
+
+
+@dataclass
+class PrefixCounters:
+    """Totals of the prefix cache.
+
+    Attributes:
+        num_queried_tokens: known tokens of requests when they got a row.
+        num_hit_tokens: those of them that were taken up from the cache.
+        num_lost_to_snapshots: those that lay in cached blocks, but behind the last snapshot.
+        num_lost_to_blocks: those that had been in cached blocks, which were evicted.
+        num_evicted_blocks, num_evicted_snapshots: evicted to make room.
+    """
+
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_lost_to_snapshots: int = 0
+    num_lost_to_blocks: int = 0
+    num_evicted_blocks: int = 0
+    num_evicted_snapshots: int = 0
+
+
+class EvictedPrefixes:
+    """Remembers the last prefixes whose blocks were evicted.
+
+    Only for counts: a prefix is known by ``PrefixNode.digest``, so two may be taken for one another.
+
+    Args:
+        capacity: prefixes that it remembers.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._digests: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def add(self, digest: int) -> None:
+        """Remember a prefix that is evicted now, and forget the oldest one where there are too many."""
+        self._digests.pop(digest, None)
+        self._digests[digest] = None
+        if len(self._digests) > self._capacity:
+            del self._digests[next(iter(self._digests))]
+
+    def discard(self, digest: int) -> None:
+        """Forget a prefix that is cached again."""
+        self._digests.pop(digest, None)
+
+    def num_following(self, digest: int, keys: Iterable[bytes]) -> int:
+        """Count the next blocks of a text that were evicted.
+
+        Args:
+            digest: of what is cached of the text.
+            keys: of its blocks behind that.
+        """
+        number = 0
+        for key in keys:
+            digest = hash((digest, key))
+            if digest not in self._digests:
+                break
+            number += 1
+        return number
 
 
 class PrefixCache:

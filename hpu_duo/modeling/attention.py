@@ -7,7 +7,7 @@ family hands on to it. At load, it takes notes for a probe, or attends for a tri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.backends.cuts import cut_at
+from graphs import BatchShape
+from graphs.backends.compile import cut_at
 from kernels_ref import (
     KVUnits,
     LayerCache,
@@ -233,3 +234,95 @@ def placeholder_mask(device: torch.device) -> torch.Tensor:
     Four dimensions mean "prepared by the caller"; our attention function never reads it.
     """
     return torch.zeros(1, 1, 1, 1, device=device)
+
+
+# The number of a layer differs everywhere and changes nothing but where its cache lies.
+_NUMBERING = {"layer_idx", "layer_id", "training"}
+
+
+class LayerKind:
+    """Everything about a layer that its compiled code may take for granted: structure, shapes, plain values.
+
+    Its attention included, which ``spec`` describes: any value that says enough of it.
+
+    Compiled layers are entered without checks, so two layers are of one kind only if nothing that
+    Python code could branch on tells them apart. Hashed once, because it is looked up in every layer
+    of every step.
+    """
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, layer: nn.Module, spec: Hashable) -> None:
+        modules = tuple((path, *_describe(module)) for path, module in layer.named_modules())
+        self._parts = (spec, modules)
+        self._hash = hash(self._parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, LayerKind) and self._parts == other._parts)
+
+    def __repr__(self) -> str:
+        spec, modules = self._parts
+        return f"LayerKind({modules[0][1].__name__}, {spec}, {self._hash & 0xFFFF:04x})"
+
+
+def _describe(module: nn.Module) -> tuple[type, tuple[Any, ...], tuple[Any, ...]]:
+    # A number of another type is another value: 1, 1.0 and True are equal and not the same to Python code.
+    values = ((name, type(value), value) for name, value in _plain_values(module))
+    tensors = (
+        (name, isinstance(tensor, nn.Parameter), tuple(tensor.shape), tensor.dtype)
+        for held in (module.named_parameters, module.named_buffers)
+        for name, tensor in held(recurse=False, remove_duplicate=False)
+    )
+    return type(module), tuple(values), tuple(tensors)
+
+
+def _plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in sorted(vars(module).items()):
+        if not name.startswith("_") and name not in _NUMBERING and _is_plain(value):
+            yield name, value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+
+
+class LiveRows:
+    """Two pairs of numbers that captured layers read as they run: rows they get, and rows that count.
+
+    A layer that gets another number of rows than its pair says computes all of them, as all do before the
+    first step.
+
+    Attributes:
+        tokens, logits: int32 ``[2]`` on the host, for layers that see query tokens, and for the model's head.
+    """
+
+    def __init__(self) -> None:
+        self.tokens, self.logits = (torch.zeros(2, dtype=torch.int32) for _ in range(2))
+        self._tokens, self._logits = self.tokens.numpy(), self.logits.numpy()
+
+    def set(self, shape: BatchShape, bucket: BatchShape, decode_len: int = 1) -> None:
+        """The next step has ``shape`` and runs as ``bucket``; rows that count come first in both.
+
+        Args:
+            decode_len: logits of each row.
+        """
+        num_logits = shape.num_logits * decode_len
+        # Rows of a head that is not known as one may be as many as the tokens.
+        live = max(shape.query_len, num_logits)
+        self._tokens[:] = bucket.query_len, live
+        self._logits[:] = bucket.num_logits * decode_len, num_logits
+
+    @contextmanager
+    def none_of(self, bucket: BatchShape, decode_len: int = 1) -> Iterator[None]:
+        """Steps inside run as ``bucket`` and are padding from the first row to the last."""
+        self._tokens[:] = bucket.query_len, 0
+        self._logits[:] = bucket.num_logits * decode_len, 0
+        try:
+            yield
+        finally:
+            self._tokens[:] = self._logits[:] = 0

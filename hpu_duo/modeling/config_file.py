@@ -11,10 +11,8 @@ from transformers import AutoConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hpu_duo.modeling.config_numbers import check_numbers
-from hpu_duo.modeling.plain_weights import refuse_quantised
+from hpu_duo.modeling.config_checks import NO_REMOTE_CODE, check_numbers, refusal, refuse_quantised
 from hpu_duo.modeling.rope import rope_types
-from hpu_duo.remote_code import NO_REMOTE_CODE, refusal
 
 CONFIG_FILE = "config.json"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from hpu_duo.modeling.plain_weights import ADAPTER_FILE
+from hpu_duo.builtin import MODEL_DIR
+from hpu_duo.modeling.config_checks import ADAPTER_FILE
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -132,3 +134,35 @@ def split_revision(text: str) -> tuple[str, str | None]:
     if not is_there or Path(text).exists() or not is_id(name):
         return text, None
     return name, revision
+
+
+_NUM_SLICES = 64
+_SLICE_BYTES = 4096
+
+
+def model_fingerprint(directory: Path) -> str:
+    """Return a digest of config.json, and of sizes and evenly spread slices of the weights."""
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for index in range(_NUM_SLICES):
+                file.seek(size * index // _NUM_SLICES)
+                digest.update(file.read(_SLICE_BYTES))
+    return digest.hexdigest()
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a directory holds the files that ``model_fingerprint`` reads."""
+    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+
+
+def model_name(directory: Path) -> str:
+    """Return a model's name: its hub id in the hub's cache, elsewhere the directory's name."""
+    path = directory.resolve()
+    if path == MODEL_DIR.resolve():
+        return "builtin"
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return "/".join(path.parent.parent.name.split("--")[1:])
+    return path.name

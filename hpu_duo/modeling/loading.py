@@ -20,13 +20,11 @@ from transformers import (
 )
 
 from hpu_duo.modeling.attention import NAME, attention
+from hpu_duo.modeling.config_checks import NO_REMOTE_CODE, RANGES, refusal, refuse_adapter
 from hpu_duo.modeling.config_file import CONFIG_FILE, FILE_ERRORS, read_config_file
-from hpu_duo.modeling.config_numbers import RANGES
 from hpu_duo.modeling.experts import register_experts
-from hpu_duo.modeling.plain_weights import refuse_adapter
+from hpu_duo.modeling.probe import mark
 from hpu_duo.modeling.transformers_internals import EXPERTS, causal_model_class
-from hpu_duo.modeling.visibility import mark
-from hpu_duo.remote_code import NO_REMOTE_CODE, refusal
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mark)

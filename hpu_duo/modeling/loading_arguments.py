@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from hpu_duo.modeling.config_checks import refuse_remote_code
 from hpu_duo.modeling.hub import HubAccess
-from hpu_duo.remote_code import refuse_remote_code
 
 _QUANTISED = "weights are served in bfloat16, float16 or float32: choose dtype"
 _ONE_FILE = "config.json, *.safetensors and the tokenizer of the directory are read"

@@ -1,22 +1,70 @@
-"""Linear layers for decoding on CPU in bfloat16: packed once, or read in place.
-
-A plain ``F.linear`` on CPU lays the weight out anew in every call. For one token that is most of
-the time of a decode step, because a decode reads every weight once and does little else. Weights are
-packed for our own kernel where the CPU has AVX512-BF16, elsewhere for oneDNN. Our kernel leaves
-out the rows that only pad a step to its bucket.
-"""
+"""Linear layers for decoding on CPU in bfloat16: packed once, or read in place, and joined."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import mmap
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
 
-from hpu_duo.modeling.huge_pages import HugePages
-from hpu_duo.modeling.live_rows import LiveRows
+from graphs.backends.trace import Call, Value
+from hpu_duo.modeling.attention import LiveRows
+from kernels_ref.x86 import linear
 from kernels_ref.x86 import linear as panels
+
+_ALIGNMENT = 64
+
+
+class HugePages:
+    """One range of memory in huge pages, handed out piece by piece.
+
+    Where the system gives huge pages to those who ask (the usual setting "madvise"), reading weights from
+    them is a tenth to a third faster than from ordinary pages. Where it gives none, it is ordinary memory.
+    Pages are taken when they are first written, so a range costs nothing before.
+
+    Args:
+        num_bytes: of all pieces together, each rounded up by ``rounded``.
+
+    Raises:
+        MemoryError: the system does not give such a range.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        try:
+            self._memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"expected room for {num_bytes:,} bytes of packed weights: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # A kernel built without them.
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._num_taken = 0
+
+    @staticmethod
+    def rounded(num_bytes: int) -> int:
+        """Bytes that a piece takes."""
+        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next piece, as zeros. It keeps the range alive.
+
+        Raises:
+            ValueError: less is left than the piece takes.
+        """
+        count = 1
+        for size in shape:
+            count *= size
+        size = self.rounded(count * dtype.itemsize)
+        left = len(self._memory) - self._num_taken
+        if size > left:
+            raise ValueError(f"expected a piece of at most {left} bytes, got {size}")
+        piece = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._num_taken)
+        self._num_taken += size
+        return piece.view(shape)
+
 
 _library = torch.library.Library("hpu_duo", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
@@ -167,3 +215,88 @@ def pack_linears(
             packed = VectorLinear(child) if id(child) in as_vectors else PackedLinear(child)
         setattr(module, name, packed)
     return len(targets)
+
+
+_Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def plain_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that checkpoints have, as far as the model still holds them; shared ones once."""
+    return sum(x.nbytes for x in _by_place(_weights(model)).values())
+
+
+def leave_files(model: nn.Module, packed_bytes: int) -> int:
+    """Copy the plain weights of a packed model to memory of their own, in place; returns the bytes copied.
+
+    A checkpoint is mapped as a whole, and one small weight that is left in it keeps all its pages, those of
+    weights which have been packed among them. Nothing is copied where more is left than was packed.
+    Weights that share memory share it after it.
+
+    Args:
+        packed_bytes: by which packing has reduced ``plain_bytes``.
+    """
+    weights = _weights(model)
+    mine = _by_place(weights)
+    if sum(x.nbytes for x in mine.values()) > packed_bytes:
+        return 0
+    copies = {place: x.detach().clone() for place, x in mine.items()}
+    for tensor in weights:
+        tensor.data = copies[_place(tensor)]
+    return sum(copy.nbytes for copy in copies.values())
+
+
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    # A weight that modules share has several names.
+    named = model.state_dict(keep_vars=True).values()
+    return [*{id(x): x for x in named if isinstance(x, torch.Tensor)}.values()]
+
+
+def _by_place(tensors: Iterable[torch.Tensor]) -> dict[_Place, torch.Tensor]:
+    return {_place(x): x for x in tensors}
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
+_Key = tuple[Any, ...]
+
+
+def join_linears(calls: Sequence[Call]) -> list[Call]:
+    """Return the same step with one call of our kernel for all its products with the same inputs.
+
+    Results come where the first of them was. Between the first and the last nothing writes to memory.
+
+    Args:
+        calls: the trace.
+    """
+    joined: list[list[Call]] = []
+    open_groups: dict[_Key, list[Call]] = {}
+    for call in calls:
+        key = _key(call)
+        if key is None:
+            joined.append([call])
+            if call.writes is not False:
+                open_groups.clear()
+        elif key in open_groups:
+            open_groups[key].append(call)
+        else:
+            open_groups[key] = [call]
+            joined.append(open_groups[key])
+    return [group[0] if len(group) == 1 else _joint(group) for group in joined]
+
+
+def _key(call: Call) -> _Key | None:
+    """Return what products that can be joined have in common; None if this call is no such product."""
+    if str(call.func) != linear.NAME or call.kwargs:
+        return None
+    x, packed, bias, _, *others = call.args
+    made_in_step = (value for value in (packed, bias) if isinstance(value, Value) and value.is_variable)
+    return None if any(made_in_step) else (x, *others)
+
+
+def _joint(group: Sequence[Call]) -> Call:
+    x, _, _, _, *others = group[0].args
+    packed, biases, sizes = ([call.args[place] for call in group] for place in (1, 2, 3))
+    results = tuple(result for call in group for result in call.results)
+    return Call(linear.each_operator(), (x, packed, biases, sizes, *others), {}, results, is_one=False)

@@ -10,7 +10,7 @@ import torch
 
 from hpu_duo.modeling.attention import Probe, attending, placeholder_mask
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.modeling.refusal import refusing
+from hpu_duo.modeling.trial import refusing
 from kernels_ref.rotary import turned, turns
 
 if TYPE_CHECKING:

@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hpu_duo.modeling.attention import LAYER_ATTRIBUTE, AttentionLayer, RunningStep, placeholder_mask
-from hpu_duo.modeling.layer_kind import LayerKind
-from hpu_duo.modeling.live_rows import LiveRows
+from hpu_duo.modeling.attention import (
+    LAYER_ATTRIBUTE,
+    AttentionLayer,
+    LayerKind,
+    LiveRows,
+    RunningStep,
+    placeholder_mask,
+)
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.uncopied import Uncopied
 from kernels_ref import LayerCache, LayerSpec, Step, stores_of

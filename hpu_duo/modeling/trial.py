@@ -16,12 +16,24 @@ import torch
 from torch import nn
 
 from bias_builders import Window, causal_mask
-from hpu_duo.modeling.attention import NAME, AttentionCall, Trial, attending, placeholder_mask
-from hpu_duo.modeling.layer_kind import LayerKind
-from hpu_duo.modeling.refusal import refusing
+from hpu_duo.modeling.attention import NAME, AttentionCall, LayerKind, Trial, attending, placeholder_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# What a model's forward raises when it is handed arguments, or a mask, that it was not written for.
+_FORWARD_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
+
+
+@contextmanager
+def refusing(model: nn.Module) -> Iterator[None]:
+    """Turn errors of the model's forward into a ``ValueError`` that says it cannot be served."""
+    try:
+        yield
+    except _FORWARD_ERRORS as error:
+        name = type(model).__name__
+        raise ValueError(f"{name} cannot be served: it fails on flattened tokens: {error}") from error
+
 
 NUM_TEXTS = 4
 TEXT_LEN = 4

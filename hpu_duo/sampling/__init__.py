@@ -9,19 +9,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hpu_duo.sampling.detokenizer import IncrementalDetokenizer, byte_tokens, special_token_ids
-from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.host import choose_on_host
-from hpu_duo.sampling.params import HostChoice, HostSampler, SamplingParams
+from hpu_duo.sampling.params import (
+    FieldError,
+    HostChoice,
+    HostSampler,
+    RowError,
+    SamplingParams,
+    StructuredOutputs,
+)
 from hpu_duo.sampling.penalties import PenaltyState
 from hpu_duo.sampling.rng import derive_seed, uniform
-from hpu_duo.sampling.row_error import RowError
 from hpu_duo.sampling.stop import Released, StopChecker, StopMatch
-from hpu_duo.sampling.structured import StructuredOutputs
 
 if TYPE_CHECKING:
-    from hpu_duo.sampling.batch import SamplingBatch
+    from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute, static_route, static_routes
     from hpu_duo.sampling.logprobs import TokenLogprobs
-    from hpu_duo.sampling.route import SamplingRoute, static_route, static_routes
     from hpu_duo.sampling.rows import SamplingRow
     from hpu_duo.sampling.sampler import SampledTokens, sample, sample_tokens
 
@@ -56,9 +59,9 @@ __all__ = [
 _HOMES = {
     "SamplingBatch": "hpu_duo.sampling.batch",
     "TokenLogprobs": "hpu_duo.sampling.logprobs",
-    "SamplingRoute": "hpu_duo.sampling.route",
-    "static_route": "hpu_duo.sampling.route",
-    "static_routes": "hpu_duo.sampling.route",
+    "SamplingRoute": "hpu_duo.sampling.batch",
+    "static_route": "hpu_duo.sampling.batch",
+    "static_routes": "hpu_duo.sampling.batch",
     "SamplingRow": "hpu_duo.sampling.rows",
     "SampledTokens": "hpu_duo.sampling.sampler",
     "sample": "hpu_duo.sampling.sampler",

@@ -18,8 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from hpu_duo.sampling.endless import ENDLESS, is_endless
-from hpu_duo.sampling.field_error import FieldError
-from hpu_duo.sampling.structured import JSON_WHITESPACE, StructuredOutputs
+from hpu_duo.sampling.params import JSON_WHITESPACE, FieldError, StructuredOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""One row of logits: whose it is, and its parameters as numbers."""
+"""Rows of logits: whose they are, their parameters as numbers, and the tokens that they may sample."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hpu_duo.sampling.params import HostChoice, SamplingParams
@@ -84,3 +87,76 @@ def is_plain(row: SamplingRow | None) -> bool:
         return True
     params = row.params
     return params.is_plain_greedy and row.num_output_tokens >= params.min_tokens and row.grammar is None
+
+
+# N logit rows, V vocabulary, W = ceil(V / 32) words of 32 tokens, B bytes of 8
+
+_WORD, _BYTE = 32, 8
+
+
+def num_words(vocab_size: int) -> int:
+    """Return how many words the mask of a row has."""
+    return -(-vocab_size // _WORD)
+
+
+def blank_masks(num_rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
+    """Make masks that allow everything, int32 ``[num_rows, W]``."""
+    return np.full((num_rows, num_words(vocab_size)), -1, np.int32)
+
+
+def write_mask(words_W: npt.NDArray[np.int32], row: SamplingRow) -> None:
+    """Write the mask of a row that has a grammar.
+
+    Tokens that end a text are left out while ``min_tokens`` or ``ignore_eos`` require it, unless the grammar
+    allows no other: then it ends the text.
+
+    Raises:
+        ValueError: see ``GrammarState.write_allowed``, or the grammar allows nothing.
+    """
+    assert row.grammar is not None, "only rows with a grammar have a mask"
+    row.grammar.write_allowed(words_W)
+    if not words_W.any():
+        raise ValueError("structured_outputs: no token of the vocabulary can continue the output")
+    params, allowed = row.params, words_W.copy()
+    is_short = row.num_output_tokens < params.min_tokens
+    ends = set(params.stop_token_ids) if is_short else set[int]()
+    if is_short or params.ignore_eos:
+        ends.update(row.eos_token_ids)
+    for token in ends:
+        words_W[token // _WORD] &= ~_BITS[token % _WORD]
+    if not words_W.any():
+        words_W[:] = allowed
+
+
+_BITS = (np.uint32(1) << np.arange(_WORD, dtype=np.uint32)).view(np.int32)
+
+
+def forbid(scores_NV: Tensor, masks_NW: Tensor, forbidden: float) -> Tensor:
+    """Set the scores of tokens that are not allowed; the others come out bit for bit as they went in.
+
+    Args:
+        scores_NV: float32 [N, V].
+        masks_NW: int32 [N, W], on the same device.
+        forbidden: absorbs every score that is added to it.
+    """
+    if scores_NV.device.type == "cpu":
+        return scores_NV + _addends(masks_NW, scores_NV.shape[1], forbidden)
+    return torch.where(forbidden_bits(masks_NW, scores_NV.shape[1]) > 0, forbidden, scores_NV)
+
+
+def forbidden_bits(masks_NW: Tensor, vocab_size: int) -> Tensor:
+    """Return 1 for each token that is not allowed, else 0; int32 [N, V]."""
+    place = torch.arange(_WORD, dtype=torch.int32, device=masks_NW.device)
+    bits_NWB = torch.bitwise_right_shift(torch.bitwise_not(masks_NW)[:, :, None], place) & 1
+    return bits_NWB.view(len(masks_NW), -1)[:, :vocab_size]
+
+
+def _addends(masks_NW: Tensor, vocab_size: int, forbidden: float) -> Tensor:
+    """On a CPU, eight tokens are looked up at a time: several times as fast as a bit for each."""
+    codes = torch.arange(256, dtype=torch.int32)
+    place = torch.arange(_BYTE, dtype=torch.int32)
+    table = torch.where(((codes[:, None] >> place) & 1) > 0, 0.0, forbidden)
+    # The lowest byte of a word comes first, as its bits do.
+    shifts = torch.arange(0, _WORD, _BYTE, dtype=torch.int32)
+    bytes_B = ((masks_NW[:, :, None] >> shifts) & 255).view(-1)
+    return table.index_select(0, bytes_B).view(len(masks_NW), -1)[:, :vocab_size]

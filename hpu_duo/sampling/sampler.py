@@ -19,12 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu_duo.sampling.batch import SamplingBatch
+from hpu_duo.sampling.batch import SamplingBatch, SamplingRoute
 from hpu_duo.sampling.gather import take_column
 from hpu_duo.sampling.logprobs import TokenLogprobs, gather_logprobs
-from hpu_duo.sampling.masks import forbid
-from hpu_duo.sampling.route import SamplingRoute
-from hpu_duo.sampling.rows import FORBIDDEN, RowTensors
+from hpu_duo.sampling.rows import FORBIDDEN, RowTensors, forbid
 from kernels_ref.x86 import largest
 
 # N logit rows, V vocabulary, K columns of a top-k selection, E edits or seen tokens

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 
-from hpu_duo.named import call_with_options
-from hpu_duo.scheduling.arrivals import ArrivalOrder
-from hpu_duo.scheduling.cache_aware import DepthFirst, LongestPrefixMatch
+from hpu_duo.option_spec import call_with_options
+from hpu_duo.scheduling.cache_aware import CachedShareGroups, DepthFirst, LongestPrefixMatch
 from hpu_duo.scheduling.dlpm import DeficitLongestPrefixMatch
-from hpu_duo.scheduling.fcfs import FirstComeFirstServed
-from hpu_duo.scheduling.ltr import LearnedToRank
 from hpu_duo.scheduling.mlfq import MultiLevelFeedback
-from hpu_duo.scheduling.policy import CachedPrefix, SchedulingPolicy, Waiting
-from hpu_duo.scheduling.preble import CachedShareGroups
-from hpu_duo.scheduling.priority import PriorityFirst
-from hpu_duo.scheduling.ranked import RankedPolicy
-from hpu_duo.scheduling.shortest import ShortestJobFirst, ShortestRemainingFirst
+from hpu_duo.scheduling.policy import ArrivalOrder, CachedPrefix, SchedulingPolicy, Waiting
+from hpu_duo.scheduling.ranked import (
+    FirstComeFirstServed,
+    LearnedToRank,
+    PriorityFirst,
+    RankedPolicy,
+    ShortestJobFirst,
+    ShortestRemainingFirst,
+)
 from hpu_duo.scheduling.vtc import VirtualTokenCounter
 
 __all__ = [

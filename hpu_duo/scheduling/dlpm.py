@@ -10,9 +10,8 @@ from math import floor, inf
 
 from hpu_duo.request import Request, RequestStatus
 from hpu_duo.scheduling.cache_aware import WINDOW
-from hpu_duo.scheduling.policy import SchedulingPolicy, Waiting
-from hpu_duo.scheduling.shortest import PATIENCE
-from hpu_duo.scheduling.users import User, UserQueues
+from hpu_duo.scheduling.policy import SchedulingPolicy, User, UserQueues, Waiting
+from hpu_duo.scheduling.ranked import PATIENCE
 from hpu_duo.scheduling.vtc import check_prices
 
 _Choice = tuple[int, int, Request]

@@ -8,11 +8,16 @@ from math import ceil, log2
 from typing import ClassVar
 
 from hpu_duo.request import Request
-from hpu_duo.scheduling.idle import IdleTimes
-from hpu_duo.scheduling.ltr import LearnedToRank
-from hpu_duo.scheduling.priority import PriorityFirst
-from hpu_duo.scheduling.ranked import ArrivalRank, Rank, RankedPolicy
-from hpu_duo.scheduling.shortest import ShortestJobFirst, ShortestRemainingFirst
+from hpu_duo.scheduling.policy import IdleTimes
+from hpu_duo.scheduling.ranked import (
+    ArrivalRank,
+    LearnedToRank,
+    PriorityFirst,
+    Rank,
+    RankedPolicy,
+    ShortestJobFirst,
+    ShortestRemainingFirst,
+)
 
 INNER_POLICIES: dict[str, Callable[[], RankedPolicy]] = {
     "fcfs": ArrivalRank,

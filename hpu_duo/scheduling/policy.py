@@ -1,13 +1,32 @@
-"""The choices of a scheduler that a policy makes, and the waiting requests that it chooses from."""
+"""The choices of a scheduler that a policy makes, and the waiting requests as it sees them."""
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from hpu_duo.request import Request
-from hpu_duo.scheduling.arrivals import ArrivalOrder
+from hpu_duo.scheduling.sorted_queue import SortedQueue
+
+
+class ArrivalOrder(SortedQueue[Request, int]):
+    """A set of requests, iterated from the first arrival to the last, whatever order they came in by."""
+
+    def add(self, request: Request) -> None:
+        """Put the request at the place its arrival gives it."""
+        self.put(request, request.arrival)
+
+    def remove(self, request: Request) -> None:
+        """Take the request out.
+
+        Raises:
+            ValueError: it is not in here.
+        """
+        if not self.discard(request):
+            raise ValueError(f"{request} is not among these {len(self)} requests")
 
 
 class SchedulingPolicy(ABC):
@@ -197,3 +216,130 @@ class Waiting:
 
     def __iter__(self) -> Iterator[Request]:
         return self.arrivals.accepted(self.is_offered, self.step)
+
+
+class IdleTimes:
+    """Steps since each waiting request was queued, or promoted for the last time.
+
+    Attributes:
+        step: number of steps planned so far.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        # In the order of these steps, since each comes to the end when its step is set.
+        self._since: dict[Request, int] = {}
+
+    def begin(self, request: Request) -> None:
+        """Count steps of a request from now on."""
+        self._since.pop(request, None)
+        self._since[request] = self.step
+
+    def end(self, request: Request) -> None:
+        """Stop counting."""
+        self._since.pop(request, None)
+
+    def take_idle(self, num_steps: float) -> list[Request]:
+        """Return the requests that have waited for so many steps, and count theirs anew."""
+        found = []
+        for request, since in self._since.items():
+            if self.step - since < num_steps:
+                break
+            found.append(request)
+        for request in found:
+            self.begin(request)
+        return found
+
+
+User = str | None
+
+
+class UserQueues:
+    """Waiting requests of each user, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._queues: dict[User, ArrivalOrder] = {}
+        self._requests: set[Request] = set()
+
+    def add(self, request: Request) -> bool:
+        """Queue a request; returns whether its user had none."""
+        self._requests.add(request)
+        is_first = request.params.user not in self._queues
+        self._queues.setdefault(request.params.user, ArrivalOrder()).add(request)
+        return is_first
+
+    def discard(self, request: Request) -> bool:
+        """Take out a request if it waits; returns whether it was the last one of its user."""
+        if request not in self._requests:
+            return False
+        self._requests.remove(request)
+        queue = self._queues[request.params.user]
+        queue.remove(request)
+        if not queue:
+            del self._queues[request.params.user]
+        return not queue
+
+    def offered(self, user: User, waiting: Waiting) -> Iterator[Request]:
+        """Yield the requests of a user that may be chosen in this step; nobody may come or go meanwhile."""
+        queue = self._queues.get(user)
+        return iter(()) if queue is None else queue.accepted(waiting.is_offered, waiting.step)
+
+    def first_of(self, user: User) -> Request:
+        """Return the earliest waiting request of a user who has one."""
+        return self._queues[user].first
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._requests
+
+    def __len__(self) -> int:
+        """Return the number of users who wait."""
+        return len(self._queues)
+
+    def __iter__(self) -> Iterator[User]:
+        return iter(self._queues)
+
+
+class LeastFirst(SortedQueue[User, tuple[float, int]]):
+    """Users sorted by a number; of equal numbers, the user comes first who came in first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_users = 0
+
+    def give(self, user: User, number: float) -> None:
+        """Give a user a number, or another one."""
+        if user in self:
+            order = self._key_of[user][1]
+        else:
+            self._num_users += 1
+            order = self._num_users
+        self.put(user, (number, order))
+
+    @property
+    def least_number(self) -> float:
+        """The least number; there must be a user."""
+        return self.least[0]
+
+
+def read_weights(weights: str | Mapping[User, float]) -> dict[User, float]:
+    """Return the shares of users, of whom others have 1.
+
+    Args:
+        weights: by user, or a JSON file with an object of them; "" for none.
+
+    Raises:
+        ValueError: the file cannot be read, or a weight is not a number above 0.
+    """
+    if isinstance(weights, str):
+        if not weights:
+            return {}
+        try:
+            weights = json.loads(Path(weights).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read weights of users from {weights}: {error}") from error
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"expected weights to be a JSON object of users and numbers, got {weights!r}")
+    for user, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"expected the weight of user {user!r} to be a number above 0, got {weight!r}")
+    return dict(weights)

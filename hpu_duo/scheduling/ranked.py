@@ -1,13 +1,15 @@
-"""Policies that give each request a rank."""
+"""Policies that rank each request: by arrival, by priority, by length, by a learned ranking."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from math import inf
+from typing import ClassVar
 
 from hpu_duo.request import Request
-from hpu_duo.scheduling.policy import SchedulingPolicy, Waiting
+from hpu_duo.scheduling.policy import IdleTimes, SchedulingPolicy, Waiting
 from hpu_duo.scheduling.sorted_queue import SortedQueue
 
 Rank = tuple[float, ...]
@@ -100,3 +102,227 @@ class ArrivalRank(RankedPolicy):
     def rank(self, request: Request) -> Rank:
         """Return nothing to tell requests apart by."""
         return ()
+
+
+class FirstComeFirstServed(SchedulingPolicy):
+    """Requests are admitted in order of arrival, and the latest one is preempted first.
+
+    A waiting request never overtakes an earlier one, so none waits for more than those that came before it.
+    """
+
+    name = "fcfs"
+
+    def next(self, waiting: Waiting) -> Request:
+        """Return the earliest arrival."""
+        return waiting.first
+
+
+class PriorityFirst(RankedPolicy):
+    """Requests are admitted by ``SamplingParams.priority``, lower values first, then by arrival.
+
+    When blocks run out, the one of the highest value is preempted, the latest of them first. A waiting
+    request does not displace a running one. This is what vLLM's policy of the same name does. Requests wait
+    for as long as more urgent ones come, unless ``patience`` is given.
+
+    Args:
+        patience: see ``RankedPolicy``.
+    """
+
+    honours_priority = True
+
+    def rank(self, request: Request) -> Rank:
+        """Return the priority."""
+        return (request.params.priority,)
+
+
+class LearnedToRank(RankedPolicy):
+    """Requests of the lowest ``Request.score`` are admitted first, and displace those of higher ones.
+
+    A score is given once, at arrival, by a model that was trained to put outputs in order of their lengths.
+    Only the order of scores matters. Scores that are all equal give first come, first served, and lengths as
+    scores give the shortest job first.
+
+    A request that has waited for ``idle`` steps goes before all that have not, and stays before them until it
+    has run for ``period`` steps.
+
+    Args:
+        idle, period: steps.
+
+    Source: Fu et al. 2024, Efficient LLM Scheduling by Learning to Rank (arXiv:2408.15792).
+    """
+
+    displaces: ClassVar[bool] = True
+    needs_scores = True
+
+    def __init__(self, idle: float = 1000.0, period: int = 100) -> None:
+        super().__init__()
+        for name, value in (("idle", idle), ("period", period)):
+            if not value >= 1:
+                raise ValueError(f"expected {name} of scheduling_policy 'ltr' to be 1 or more, got {value}")
+        self._idle, self._period = idle, period
+        self._times = IdleTimes()
+        # Steps that each promoted request has left.
+        self._promoted: dict[Request, int] = {}
+
+    def rank(self, request: Request) -> Rank:
+        """Return whether the request is promoted, and its score."""
+        return (0.0 if request in self._promoted else 1.0, request.score)
+
+    def begin_step(self) -> None:
+        """Promote those who have waited for long."""
+        self._times.step += 1
+        for request in self._times.take_idle(self._idle):
+            self._promoted[request] = self._period
+            self.rerank(request)
+
+    def queued(self, request: Request) -> None:
+        """Begin to count steps."""
+        super().queued(request)
+        self._times.begin(request)
+
+    def admitted(self, request: Request) -> None:
+        """Count no steps while the request runs."""
+        super().admitted(request)
+        self._times.end(request)
+
+    def charge(self, request: Request, num_computed: int, num_sampled: int) -> None:
+        """Count the steps that a promoted request runs."""
+        if request in self._promoted:
+            self._promoted[request] -= 1
+            if not self._promoted[request]:
+                del self._promoted[request]
+
+    def ended(self, request: Request) -> None:
+        """Forget the request."""
+        super().ended(request)
+        self._times.end(request)
+        self._promoted.pop(request, None)
+
+
+class OutputLengths(ABC):
+    """Estimates how many tokens the output of a request will have; what it said once it keeps to."""
+
+    def __init__(self) -> None:
+        self._estimates: dict[Request, float] = {}
+
+    def of(self, request: Request) -> float:
+        """Return the estimate for an unfinished request."""
+        if request not in self._estimates:
+            self._estimates[request] = self._estimate(request)
+        return self._estimates[request]
+
+    def ended(self, request: Request) -> None:
+        """Learn from a request that has ended, and forget it."""
+        self._estimates.pop(request, None)
+
+    @abstractmethod
+    def _estimate(self, request: Request) -> float: ...
+
+
+class StatedLengths(OutputLengths):
+    """Takes ``SamplingParams.expected_tokens``, else the most tokens that the request may sample.
+
+    Exact for requests that say how long they will be, or end at ``max_tokens``.
+    """
+
+    def _estimate(self, request: Request) -> float:
+        return stated_length(request)
+
+
+class RecentLengths(OutputLengths):
+    """Takes the mean of a user's last outputs; before there is one, that of all users, else what is stated.
+
+    Args:
+        num_outputs: of a user that the mean is taken of.
+    """
+
+    def __init__(self, num_outputs: int = 5) -> None:
+        super().__init__()
+        self._num_outputs = num_outputs
+        self._recent: dict[str | None, deque[int]] = {}
+        self._of_all: deque[int] = deque(maxlen=_MOST_REMEMBERED)
+
+    def _estimate(self, request: Request) -> float:
+        recent = self._recent.get(request.params.user) or self._of_all
+        return sum(recent) / len(recent) if recent else stated_length(request)
+
+    def ended(self, request: Request) -> None:
+        """Remember the length of an output, unless the request never ran."""
+        super().ended(request)
+        if request.num_output_tokens == 0:
+            return
+        # The user who was heard of last comes last, and the first one is forgotten when there are many.
+        outputs = self._recent.pop(request.params.user, deque(maxlen=self._num_outputs))
+        outputs.append(request.num_output_tokens)
+        self._recent[request.params.user] = outputs
+        self._of_all.append(request.num_output_tokens)
+        if len(self._recent) > _MOST_USERS:
+            del self._recent[next(iter(self._recent))]
+
+
+_MOST_REMEMBERED, _MOST_USERS = 256, 65_536
+
+
+def stated_length(request: Request) -> float:
+    """Return the output tokens that a request is expected to have by its own word."""
+    most = len(request.tokens) - request.num_prompt_tokens
+    expected = request.params.expected_tokens
+    return most if expected is None else min(expected, most)
+
+
+LENGTHS = {"stated": StatedLengths, "recent": RecentLengths}
+"""Sources of lengths by name."""
+
+
+def make_lengths(name: str) -> OutputLengths:
+    """Make the source of lengths of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in LENGTHS:
+        raise ValueError(f"expected lengths to be one of {', '.join(LENGTHS)}, got {name!r}")
+    return LENGTHS[name]()
+
+
+PATIENCE = 64.0
+"""Times that later arrivals overtake the earliest waiting request under policies that could starve it: it is
+then one of every 65 admissions, which costs the others little."""
+
+
+class ShortestJobFirst(RankedPolicy):
+    """Requests with the shortest output are admitted first, and the longest are preempted first.
+
+    Of requests that arrive together, the mean time to the end is the least that any order gives, if lengths
+    are exact and requests run one after the other.
+
+    Args:
+        lengths: "stated" (``expected_tokens``, else ``max_tokens``) or "recent" (mean of the user's last 5).
+        patience: see ``RankedPolicy``.
+    """
+
+    def __init__(self, lengths: str = "stated", patience: float = PATIENCE) -> None:
+        super().__init__(patience)
+        self._lengths = make_lengths(lengths)
+
+    def rank(self, request: Request) -> Rank:
+        """Return the length of the output."""
+        return (self._lengths.of(request),)
+
+    def ended(self, request: Request) -> None:
+        """Forget the request, and learn its length."""
+        super().ended(request)
+        self._lengths.ended(request)
+
+
+class ShortestRemainingFirst(ShortestJobFirst):
+    """Requests with the fewest output tokens to come are admitted first, and displace those with more.
+
+    A request that is displaced computes its tokens again later, but for those that the prefix cache keeps.
+    """
+
+    displaces: ClassVar[bool] = True
+
+    def rank(self, request: Request) -> Rank:
+        """Return the output tokens to come; 0 for more than were expected."""
+        return (max(0.0, self._lengths.of(request) - request.num_output_tokens),)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpu_duo.request import Request
-from hpu_duo.scheduling.lengths import LENGTHS, OutputLengths, make_lengths
-from hpu_duo.scheduling.policy import SchedulingPolicy, Waiting
-from hpu_duo.scheduling.users import LeastFirst, User, UserQueues, read_weights
+from hpu_duo.scheduling.policy import LeastFirst, SchedulingPolicy, User, UserQueues, Waiting, read_weights
+from hpu_duo.scheduling.ranked import LENGTHS, OutputLengths, make_lengths
 
 _MOST_IDLE = 1024
 """Counters that are kept anyway; of more, those are forgotten that say nothing."""

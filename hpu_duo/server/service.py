@@ -16,10 +16,9 @@ from hpu_duo.server.planning import ChatPlanner, CompletionPlanner, Plan, Sampli
 from hpu_duo.server.prompts import PromptEncoder, TokenTexts
 from hpu_duo.server.responding import CallerGoneError, PlannedResponse, as_api_error, while_there
 from hpu_duo.server.running import AsyncEngine, Holding, OutputStream
-from hpu_duo.server.running.admission import Admission, NotServingError, Stage
-from hpu_duo.server.running.timing import Timing
+from hpu_duo.server.running.admission import Admission, NotServingError, Stage, Timing
 from hpu_duo.server.telemetry.metrics import ServerMetrics
-from hpu_duo.server.telemetry.record import CallRecord
+from hpu_duo.server.telemetry.request_log import CallRecord
 from hpu_duo.server.tools import resolve_parser
 
 if TYPE_CHECKING:

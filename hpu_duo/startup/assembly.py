@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
-from hpu_duo.config import EngineConfig
+from hpu_duo.config.engine import EngineConfig
+from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.runner import Runner
-from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.garbage import collector_paused
-from hpu_duo.kv_policies.token_classes import TokenClassifier
+from hpu_duo.heads.eviction.fastgen import TokenClassifier
 from hpu_duo.modeling.loading import (
     build_without_weights,
     dtype_note,
@@ -28,18 +29,44 @@ from hpu_duo.modeling.probe import probe, read_layers
 from hpu_duo.modeling.rope import NoPositionsError, frequencies_note
 from hpu_duo.request import TokenLimits
 from hpu_duo.scheduling import make_policy
-from hpu_duo.startup.blueprint import fix_served_len
+from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide
 from hpu_duo.startup.heads import check_pattern
-from hpu_duo.startup.native_code import native_code_built
 from hpu_duo.startup.place import Place
-from hpu_duo.startup.ranker import read_ranker
-from hpu_duo.startup.retrieval_choice import settled
-from hpu_duo.startup.rotary import request_len
-from hpu_duo.startup.sharding import build_led
+from hpu_duo.startup.sharding import build_led, native_code_built, settled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from hpu_duo.scheduling.ranker import Ranker
+
+
+def read_ranker(config: SchedulerConfig, vocab_size: int) -> Ranker | None:
+    """Read the ranker that a configuration names; None without one.
+
+    Args:
+        vocab_size: of the model that is served.
+
+    Raises:
+        ValueError: the policy needs one and none is given, or it needs none; the ranker cannot be read, or
+            knows a smaller vocabulary.
+    """
+    name, directory = config.scheduling_policy, config.ranker
+    if make_policy(name).needs_scores != (directory is not None):
+        wanted = "ranker, a directory," if directory is None else "no ranker, which 'ltr' needs,"
+        raise ValueError(f"expected {wanted} with scheduling_policy={name!r}, got {directory}")
+    if directory is None:
+        return None
+    from hpu_duo.scheduling.ranker import load_ranker
+
+    ranker = load_ranker(Path(directory))
+    if ranker.vocab_size is not None and ranker.vocab_size < vocab_size:
+        raise ValueError(
+            f"expected a ranker with a vocabulary of at least {vocab_size} tokens, got {ranker.vocab_size} "
+            f"in {directory}"
+        )
+    return ranker
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,9 @@
-"""The plan of an engine that follows from a model's layers and a configuration, before memory is taken."""
+"""The plan of an engine that follows from a model's layers and a configuration: kernels, stores, memory."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,22 +11,320 @@ import torch
 from transformers import PreTrainedModel
 
 from graphs import CaptureBackend
-from hpu_duo.budget import DeviceBudget
-from hpu_duo.config import CacheConfig, EngineConfig
+from hpu_duo.config.device_budget import DeviceBudget
+from hpu_duo.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.heads.eviction import make_kv_policy
+from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.kv.snapshots import default_snapshots, default_snapshots_within
 from hpu_duo.kv.store import KVStore
-from hpu_duo.modeling.live_rows import LiveRows
+from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.modeling.rope import fix_frequencies
+from hpu_duo.modeling.rope import fix_frequencies, positions_served, served_len, short_len
+from hpu_duo.modeling.rotation import rotary_frequencies
 from hpu_duo.modeling.step_model import StepModel
 from hpu_duo.startup.heads import ChosenHeads, HeadAssignment, choose_heads
-from hpu_duo.startup.kernels import ChosenKernels, chunk_bounds
-from hpu_duo.startup.memory import plan_memory
-from hpu_duo.startup.rotary import request_len, with_frequencies
+from hpu_duo.startup.kv_budget import resolve_kv_budget
 from hpu_duo.startup.tables import StepTables
-from kernels_ref import HeadGroup, LayerSpec
-from kernels_ref.chunks import ChunkBounds
+from kernels_ref import Budget, FusedOperators, HeadGroup, Implementation, LayerSpec, Softmax
+from kernels_ref.chunks import MOST_INLINE, ChunkBounds
+from kernels_ref.hpu.attention import LINE_BYTES, NO_OPERATORS
+from kernels_ref.hpu.trial import Trial, try_operators
+from kernels_ref.triton import availability
+
+
+def plan_memory(
+    layers: tuple[DecoderLayer, ...],
+    heads: Sequence[HeadAssignment],
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    max_len: int,
+    dtype: torch.dtype,
+    *,
+    budget: DeviceBudget,
+    graph_bytes: int = 0,
+) -> MemoryPlan:
+    """Plan the sizes of all stores, within the engine's share of the device unless the user has set a size.
+
+    Args:
+        heads: of each layer.
+        budget: of the device.
+        graph_bytes: bytes that are set aside for graphs first.
+
+    Raises:
+        ValueError: the user's size does not fit into the free memory, or no useful size into the share.
+    """
+    free_bytes = budget.free_bytes - graph_bytes
+    kv = tuple(LayerKV(each.groups, layer.call.head_dim) for layer, each in zip(layers, heads))
+    sizes: dict[str, Any] = {
+        "dtype_bytes": dtype.itemsize,
+        "block_size": cache.block_size,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "graph_bytes": graph_bytes,
+        "max_chunk_rows": scheduler.max_chunk_rows,
+    }
+    wanted = scheduler.max_num_seqs * -(-max_len // cache.block_size)
+    snapshots = _Snapshots(cache, MemoryPlan(kv, num_blocks=wanted, **sizes))
+    if cache.num_blocks is not None:
+        return _fitting(snapshots.beside(MemoryPlan(kv, num_blocks=cache.num_blocks, **sizes)), free_bytes)
+    if cache.kv_cache_bytes is not None:
+        sizes["num_snapshots"] = snapshots.within(cache.kv_cache_bytes)
+        plan = MemoryPlan.from_budget(kv, kv_cache_bytes=cache.kv_cache_bytes, **sizes)
+        return _fitting(replace(plan, num_blocks=min(plan.num_blocks, wanted)), free_bytes)
+    plan = snapshots.beside(MemoryPlan(kv, num_blocks=wanted, **sizes))
+    kv_bytes = budget.kv_bytes(graph_bytes)
+    if plan.total_bytes <= kv_bytes:
+        return plan
+    sizes["num_snapshots"] = snapshots.within(kv_bytes)
+    try:
+        return MemoryPlan.from_budget(kv, kv_cache_bytes=kv_bytes, **sizes)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: that is what device_memory_utilization={budget.utilization:g} of "
+            f"{budget.total_bytes} bytes leaves beside {budget.held_bytes} in use by this process, with "
+            f"{budget.free_bytes} bytes free"
+        ) from None
+
+
+class _Snapshots:
+    """Answers how many snapshots of rings a plan has room for.
+
+    Args:
+        cache: what the user asks for.
+        plan: of the same layers.
+    """
+
+    def __init__(self, cache: CacheConfig, plan: MemoryPlan) -> None:
+        self._asked = cache.num_prefix_snapshots
+        if not (cache.enable_prefix_caching and plan.uses_rows):
+            self._asked = 0
+        self._row_bytes, self._max_num_seqs = plan.row_bytes, plan.max_num_seqs
+
+    def beside(self, plan: MemoryPlan) -> MemoryPlan:
+        """Add snapshots to a plan of other stores."""
+        if self._asked is not None:
+            return replace(plan, num_snapshots=self._asked)
+        num = default_snapshots(plan.total_bytes, self._row_bytes, self._max_num_seqs)
+        return replace(plan, num_snapshots=num)
+
+    def within(self, kv_bytes: int) -> int:
+        """Return how many there are where all stores together take so many bytes."""
+        if self._asked is not None:
+            return self._asked
+        return default_snapshots_within(kv_bytes, self._row_bytes, self._max_num_seqs)
+
+
+def _fitting(plan: MemoryPlan, free_bytes: int) -> MemoryPlan:
+    if plan.total_bytes > free_bytes:
+        raise ValueError(
+            f"the KV cache was asked to take {plan.total_bytes} bytes ({plan.num_blocks} blocks), "
+            f"but only {max(0, free_bytes)} bytes are free"
+            + (f" beside {plan.graph_bytes} bytes for graphs" if plan.graph_bytes else "")
+        )
+    return plan
+
+
+def with_frequencies(
+    model: PreTrainedModel, layers: Sequence[DecoderLayer], heads: Sequence[HeadAssignment]
+) -> tuple[HeadAssignment, ...]:
+    """Give heads with a budget the frequencies of their layer, where their policy needs them.
+
+    Raises:
+        ValueError: the model has no plain rotary embedding in such a layer, or has no weights to try it with.
+    """
+    if not any(_needs_rotary(group) for each in heads for group in each.groups):
+        return tuple(heads)
+    name = type(model).__name__
+    # Fake tensors name a device, but their storage is on none.
+    if any(parameter.untyped_storage().device.type == "meta" for parameter in model.parameters()):
+        raise ValueError(f"the rotary embedding of {name} is read from its weights, which are not there")
+    found = rotary_frequencies(model, layers)
+    served = []
+    for index, (each, frequencies) in enumerate(zip(heads, found)):
+        groups = tuple(_with(group, frequencies, f"{name}, layer {index}") for group in each.groups)
+        served.append(each._replace(groups=groups))
+    return tuple(served)
+
+
+def _needs_rotary(group: HeadGroup) -> bool:
+    return isinstance(group.kind, Budget) and group.kind.policy.needs_rotary
+
+
+def _with(group: HeadGroup, frequencies: tuple[float, ...] | None, where: str) -> HeadGroup:
+    if not _needs_rotary(group):
+        return group
+    assert isinstance(group.kind, Budget)
+    if frequencies is None:
+        raise ValueError(
+            f"{where} is not served with kv_policy {group.kind.policy.name!r}, which turns queries: expected "
+            "a plain rotary embedding, of the halves of a head against each other by fixed frequencies"
+        )
+    return replace(group, kind=replace(group.kind, frequencies=frequencies))
+
+
+def request_len(config: EngineConfig, text_config: Any) -> int:
+    """Return the longest request that an engine serves; see ``served_len``.
+
+    Where all heads have positions in the cache, texts may be longer than those that the model was trained
+    with: no distance is. Prompts that are read whole have the distances of the text.
+
+    Raises:
+        ValueError: see ``served_len``; or kept tokens and a chunk are more than the model's positions.
+    """
+    wanted = config.scheduler.max_model_len
+    policy = None if config.cache.kv_policy is None else make_kv_policy(config.cache.kv_policy)
+    is_bounded = policy is None or not policy.positions_in_cache
+    is_whole, has_others = config.cache.kv_prompt == "whole", config.heads.pattern is not None
+    sees_more = is_whole or has_others or short_len(text_config) is not None
+    if wanted is None or is_bounded or sees_more or wanted <= positions_served(text_config):
+        return served_len(text_config, wanted)
+    budget, most = resolve_kv_budget(config, wanted), positions_served(text_config)
+    assert budget is not None
+    if budget.budget + budget.chunk > most:
+        raise ValueError(
+            f"expected kv_budget and kv_chunk of at most {most} tokens together, the positions that this "
+            f"model serves, for max_model_len={wanted}, got {budget.budget} and {budget.chunk}"
+        )
+    return wanted
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChosenKernels:
+    """The kernels that attend, and their choices; see ``LayerSpec``."""
+
+    impl: Implementation
+    softmax: Softmax = Softmax.EXACT
+    operators: FusedOperators = NO_OPERATORS
+
+
+def chunk_bounds(score_bytes: int, device: torch.device, impl: Implementation) -> ChunkBounds:
+    """Return the bounds of chunks of context on a device.
+
+    The loops of portable kernels would let graphs of accelerators grow with the context, so that only short
+    ones are in them. Other implementations are operators, which have no loops in a graph.
+
+    Args:
+        score_bytes: see ``ModelConfig``.
+        impl: the kernels that attend.
+    """
+    has_loops = device.type != "cpu" and impl in (Implementation.REFERENCE, Implementation.HPU)
+    most_inline = MOST_INLINE if has_loops else None
+    # Masks take the place of scores where attention is one operator.
+    return ChunkBounds(score_bytes=score_bytes, mask_bytes=score_bytes, most_inline=most_inline)
+
+
+def choose_kernels(
+    name: str,
+    device: torch.device,
+    layers: tuple[DecoderLayer, ...],
+    dtype: torch.dtype = torch.float32,
+    softmax: Softmax = Softmax.EXACT,
+) -> ChosenKernels:
+    """The implementation of the attention parts.
+
+    Args:
+        name: as asked for, see ``ModelConfig.attention``.
+        dtype: of the model.
+
+    Raises:
+        ValueError: "sdpa" for a device other than CPU, or for a model with soft-capped scores; "triton"
+            where Triton cannot run, or for heads that its kernels are not made for; "hpu" where no fused
+            operator passes its trial; or fast softmax for kernels that have none.
+    """
+    if name == "auto":
+        chosen = _best_kernels(device, layers, dtype, softmax)
+    elif name == Implementation.HPU.value:
+        chosen = _fused_kernels(device, layers, dtype, softmax)
+    else:
+        chosen = ChosenKernels(_asked_for(Implementation(name), device, layers), softmax)
+    if softmax is Softmax.FAST and chosen.impl not in (Implementation.REFERENCE, Implementation.HPU):
+        raise ValueError(
+            f"softmax 'fast' was asked for, but attention {chosen.impl.value!r} computes scores in float32: "
+            "expected softmax 'exact', or attention 'reference' or 'hpu'"
+        )
+    return chosen
+
+
+def line_bytes(device: torch.device) -> int:
+    """Return the cache lines of fused statistics on a device; see ``FusedOperators``."""
+    # The name of a device ends with its number.
+    return LINE_BYTES if str(torch.get_device_module(device).get_device_name()).endswith("3") else 0
+
+
+def _asked_for(
+    impl: Implementation, device: torch.device, layers: tuple[DecoderLayer, ...]
+) -> Implementation:
+    if impl is Implementation.TRITON:
+        reason = _triton_problem(device, layers)
+        if reason is not None:
+            raise ValueError(f"attention 'triton' was asked for, but {reason}")
+    if impl is Implementation.SDPA:
+        if device.type != "cpu":
+            raise ValueError(f"attention 'sdpa' is torch's CPU kernel, got device {str(device)!r}")
+        if _has_softcap(layers):
+            raise ValueError("attention 'sdpa' has no soft cap, which this model needs; expected 'reference'")
+    return impl
+
+
+def _best_kernels(
+    device: torch.device, layers: tuple[DecoderLayer, ...], dtype: torch.dtype, softmax: Softmax
+) -> ChosenKernels:
+    if device.type == "cpu":
+        impl = Implementation.REFERENCE if _has_softcap(layers) else Implementation.SDPA
+        return ChosenKernels(impl, softmax)
+    portable = ChosenKernels(Implementation.REFERENCE, softmax)
+    if device.type == "hpu":
+        trial = _try_fused(device, layers, dtype, softmax)
+        if trial.operators.names:
+            return ChosenKernels(Implementation.HPU, softmax, trial.operators)
+        reason: str | None = "; ".join(trial.problems)
+    elif device.type == "cuda":
+        reason = _triton_problem(device, layers)
+        if reason is None:
+            return ChosenKernels(Implementation.TRITON, softmax)
+    else:
+        return portable
+    _log.warning("attention runs on the portable implementation: %s", reason)
+    return portable
+
+
+def _has_softcap(layers: tuple[DecoderLayer, ...]) -> bool:
+    return any(layer.call.softcap is not None for layer in layers)
+
+
+def _triton_problem(device: torch.device, layers: tuple[DecoderLayer, ...]) -> str | None:
+    largest = max(layer.call.head_dim for layer in layers)
+    served = availability.MAX_HEAD_DIM
+    if largest > served:
+        return f"its kernels serve head sizes of up to {served}, and this model has heads of {largest}"
+    return availability.problem(device)
+
+
+def _fused_kernels(
+    device: torch.device, layers: tuple[DecoderLayer, ...], dtype: torch.dtype, softmax: Softmax
+) -> ChosenKernels:
+    if device.type != "hpu":
+        raise ValueError(f"attention 'hpu' is made of operators of a Gaudi, got device {str(device)!r}")
+    trial = _try_fused(device, layers, dtype, softmax)
+    problems = "; ".join(trial.problems)
+    if not trial.operators.names:
+        raise ValueError(f"attention 'hpu' was asked for, but none of its operators passes: {problems}")
+    if problems:
+        _log.warning("attention 'hpu' does without some of its operators: %s", problems)
+    return ChosenKernels(Implementation.HPU, softmax, trial.operators)
+
+
+def _try_fused(
+    device: torch.device, layers: tuple[DecoderLayer, ...], dtype: torch.dtype, softmax: Softmax
+) -> Trial:
+    """A trial of the operators for heads of every size in a model."""
+    sizes = {(layer.call.num_heads // layer.call.num_kv_heads, layer.call.head_dim) for layer in layers}
+    lines = line_bytes(device)
+    trials = [try_operators(device, dtype, *each, softmax, lines) for each in sorted(sizes)]
+    return Trial.of_all(trials)
 
 
 @dataclass(frozen=True)

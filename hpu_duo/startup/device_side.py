@@ -9,29 +9,25 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from graphs import GraphCache, MissPolicy, StepLimits
-from hpu_duo.budget import DeviceBudget
-from hpu_duo.config import EngineConfig
+from hpu_duo.config.device_budget import DeviceBudget
+from hpu_duo.config.engine import EngineConfig
 from hpu_duo.device import DeviceRuntime
 from hpu_duo.device.ranks import Followers, Membership
-from hpu_duo.engine.executor import Executor
-from hpu_duo.engine.gathering import SpreadLogits
+from hpu_duo.engine.executor import Executor, SpreadLogits
 from hpu_duo.engine.runner import Runner
 from hpu_duo.heads import permute_heads
 from hpu_duo.kv.plan import MemoryPlan
 from hpu_duo.kv.store import KVStore
-from hpu_duo.modeling.file_weights import leave_files, plain_bytes
+from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.fused_modules import fuse_modules
-from hpu_duo.modeling.live_rows import LiveRows
-from hpu_duo.modeling.packed_linear import can_pack, pack_linears
+from hpu_duo.modeling.packed_linear import can_pack, leave_files, pack_linears, plain_bytes
 from hpu_duo.modeling.probe import DecoderLayer
 from hpu_duo.modeling.step_model import StepModel
-from hpu_duo.sharded import StepExchanges, Sums, connect
-from hpu_duo.startup.blueprint import Blueprint
-from hpu_duo.startup.graph_memory import plan_with_graphs
+from hpu_duo.parallel import StepExchanges, Sums, connect
+from hpu_duo.startup.blueprint import Blueprint, choose_kernels
 from hpu_duo.startup.heads import ChosenHeads
-from hpu_duo.startup.kernels import choose_kernels
 from hpu_duo.startup.place import Place
-from hpu_duo.startup.tables import StepTables
+from hpu_duo.startup.tables import StepTables, plan_with_graphs
 from kernels_ref import Implementation, Owner, Softmax
 
 _log = logging.getLogger(__name__)

@@ -1,10 +1,10 @@
-"""Choice of the heads that retrieve and of those that stream: an engine's pattern and groups of heads."""
+"""Choice of the heads that retrieve and of those that stream: an engine's pattern and groups."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,23 +12,29 @@ import numpy as np
 import torch
 
 from bias_builders import Window
-from hpu_duo.config import EngineConfig, HeadConfig
+from hpu_duo.config.engine import EngineConfig, HeadConfig
+from hpu_duo.config.kv_plan import KVPlan
+from hpu_duo.config.limits import HPU_LAYER_KINDS
+from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
-from hpu_duo.heads.origin import FINGERPRINT_KEY, check_origin
-from hpu_duo.kv.plan import budget_groups, head_groups, ring_slack, ruled_groups
-from hpu_duo.limit_config import HPU_LAYER_KINDS
-from hpu_duo.modeling.layer_kind import LayerKind
-from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
+from hpu_duo.heads.pattern import FINGERPRINT_KEY, check_origin
+from hpu_duo.kv.plan import LayerKV, budget_groups, head_groups, ring_slack, ruled_groups
+from hpu_duo.modeling.attention import LayerKind
+from hpu_duo.modeling.hub import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.startup.attention_rule import (
+from hpu_duo.parallel import DealtBlocks, HeadExchange, RankHeads, ScoreExchange, SharedPolicy, placed
+from hpu_duo.planning import ModelSize
+from hpu_duo.startup.kv_budget import (
     HeadRules,
+    check_shared,
+    planned_groups,
     resolve_attention_rules,
+    resolve_kv_budget,
+    resolve_kv_plan,
     resolve_max_ring_window,
     rules_by_head,
 )
-from hpu_duo.startup.kv_budget import resolve_kv_budget
-from hpu_duo.startup.kv_plan import check_shared, planned_groups, resolve_kv_plan
-from kernels_ref import Blocks, Budget, GroupKind, HeadGroup
+from kernels_ref import Blocks, Budget, GroupKind, HeadGroup, Owner
 
 _log = logging.getLogger(__name__)
 
@@ -298,3 +304,151 @@ def assign_heads(
         group_of, groups = kinds.of(index, sliding_window, streams, window)
         assigned.append(HeadAssignment(HeadLayout.by_group(group_of, call.num_heads), groups))
     return assigned
+
+
+def check_dealt(num_kv_heads: int, num_ranks: int) -> None:
+    """Refuse to deal blocks of a layer over more ranks than it has key/value heads.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if num_kv_heads < num_ranks:
+        raise ValueError(
+            "retrieval_parallel='context' needs a key/value head for each rank: expected at least "
+            f"{num_ranks} of them in every layer, got {num_kv_heads}"
+        )
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The way in which ranks share the heads of a layer.
+
+    Attributes:
+        ranks: this rank among all.
+        group: name of the ranks' process group.
+        deals_blocks: whether each rank keeps a part of the tokens of all heads that keep blocks. Ranks then
+            have equally many heads of a layer, and not equally many of each group.
+        is_planned: whether a KV plan names what each head keeps; the same goes for it.
+    """
+
+    ranks: Ranks
+    group: str
+    deals_blocks: bool
+    is_planned: bool = False
+
+    def heads(self, index: int, whole: HeadAssignment, layer: DecoderLayer) -> RankHeads:
+        """Return the heads of the rank by their numbers in the checkpoint.
+
+        Args:
+            index: of the layer.
+            whole: groups of all ranks.
+            layer: of the whole model.
+
+        Raises:
+            ValueError: ranks cannot share them.
+        """
+        num_heads, num_kv_heads = layer.call.num_heads, layer.call.num_kv_heads
+        if self.deals_blocks:
+            check_dealt(num_kv_heads, self.ranks.size)
+        order, groups = list(whole.layout.kv_order), []
+        for group in whole.groups:
+            groups.append(order[: group.num_heads])
+            del order[: group.num_heads]
+        ranks = self._ranks(index, num_kv_heads)
+        return RankHeads.of(groups, num_heads, ranks, is_even=self._is_even)
+
+    def assignment(self, index: int, whole: HeadAssignment, layer: DecoderLayer) -> HeadAssignment:
+        """Return the groups of the rank, whose heads were loaded in their order.
+
+        Args:
+            index: of the layer.
+            whole: groups of all ranks.
+            layer: of the rank's share.
+        """
+        layout = HeadLayout(tuple(range(layer.call.num_kv_heads)), layer.call.num_heads)
+        num_kv_heads = whole.layout.num_kv_heads
+        if num_kv_heads < self.ranks.size:
+            # Neighbours hold copies of the same one.
+            nums = [1] * len(whole.groups)
+        else:
+            sizes = [each.num_heads for each in whole.groups]
+            places = placed(sizes, self._ranks(index, num_kv_heads), is_even=self._is_even)
+            nums = [place.stop - place.start for place in places]
+        shares = (self._share(each, num, num_kv_heads) for each, num in zip(whole.groups, nums))
+        return HeadAssignment(layout, tuple(each for each in shares if each is not None))
+
+    @property
+    def _is_even(self) -> bool:
+        return not (self.deals_blocks or self.is_planned)
+
+    def _ranks(self, index: int, num_kv_heads: int) -> Ranks:
+        """This rank among all, as heads of a layer are dealt: under a plan another one is first each time.
+
+        So no rank has more of the heads that keep most in all layers, where ranks do not share them evenly.
+        """
+        rank, size = self.ranks.rank, self.ranks.size
+        is_turned = self.is_planned and not self.deals_blocks and num_kv_heads >= size
+        return Ranks((rank + index) % size, size) if is_turned else self.ranks
+
+    def _share(self, group: HeadGroup, num_own: int, num_kv_heads: int) -> HeadGroup | None:
+        if self.deals_blocks and group.kind.owner is Owner.BLOCK:
+            exchange = HeadExchange(group.num_heads, self.ranks.size, self.ranks.rank, self.group)
+            return HeadGroup(num_own, DealtBlocks(exchange))
+        return HeadGroup(num_own, self._kind(group.kind, num_kv_heads)) if num_own else None
+
+    def _kind(self, kind: GroupKind, num_kv_heads: int) -> GroupKind:
+        if not isinstance(kind, Budget):
+            return kind
+        exchange = ScoreExchange.of(num_kv_heads, self.ranks, self.group)
+        return replace(kind, policy=SharedPolicy.of(kind.policy, exchange))
+
+
+@dataclass(frozen=True)
+class SizedHeads:
+    """Keys and values of heads under an engine's options, by the rules that the engine goes by.
+
+    Attributes:
+        config: with a KV policy or a KV plan; the model's files are not read.
+    """
+
+    config: EngineConfig
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether each head is named, so that no share of them streams."""
+        return self.config.cache.kv_plan is not None
+
+    @property
+    def name(self) -> str:
+        """The policy and its budget, or the plan, for reports."""
+        cache = self.config.cache
+        if cache.kv_plan is not None:
+            return f"what a plan says{'' if isinstance(cache.kv_plan, KVPlan) else f': {cache.kv_plan}'}"
+        assert cache.kv_budget is not None
+        if cache.kv_budget <= 1:
+            return f"{cache.kv_budget:.3g} of the longest request under {cache.kv_policy}"
+        return f"{int(cache.kv_budget):,} tokens under {cache.kv_policy}"
+
+    def kv_layers(self, model: ModelSize, counts: Sequence[int], max_len: int) -> tuple[LayerKV, ...]:
+        """Keys and values that each layer keeps.
+
+        Args:
+            counts: heads of each layer that see all tokens, if no plan names them.
+            max_len: tokens of the longest request, of which a budget may be a share.
+
+        Raises:
+            ValueError: what the engine refuses.
+        """
+        config = self.config
+        slack = ring_slack(config.scheduler.decode_len)
+        num_kv_heads = [layer.num_kv_heads for layer in model.layers]
+        planned = resolve_kv_plan(config, num_kv_heads, max_len, slack, torch.device("cpu"))
+        kinds = Kinds(slack, resolve_kv_budget(config, max_len), planned=planned)
+        kept = []
+        for index, (layer, count) in enumerate(zip(model.layers, counts, strict=True)):
+            sliding_window = layer.window if layer.has_window(max_len) else None
+            streams = np.arange(layer.num_kv_heads) >= count
+            kept.append(LayerKV(kinds.of(index, sliding_window, streams, None)[1], layer.head_dim))
+        if planned is not None:
+            check_shared(config.parallel, [each.groups for each in kept])
+        return tuple(kept)

@@ -9,9 +9,9 @@ import torch
 from graphs import CaptureBackend, make_backend
 from graphs.backends import CHOSEN_LATER, chosen_name
 from graphs.backends.replay import ReplayBackend
-from hpu_duo.config import EngineConfig
+from hpu_duo.config.engine import EngineConfig
 from hpu_duo.device import DeviceRuntime, own_device, resolve_device, runtime_for
-from hpu_duo.modeling.arrangement import arrange
+from hpu_duo.modeling.row_fusion import arrange
 
 
 @dataclass(frozen=True)

@@ -1,44 +1,294 @@
-"""Start an engine whose model several ranks share: the first one, and those that follow it."""
+"""Start an engine whose model several ranks share: what they share, and what they must have alike."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import platform
 import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import PreTrainedModel
 
-from hpu_duo.config import EngineConfig
-from hpu_duo.device import Member
-from hpu_duo.device.exchange_check import check_exchanges
+from graphs import BatchShape, BucketTable, Phase
+from hpu_duo.config.engine import EngineConfig, ModelConfig
+from hpu_duo.config.kv_plan import KVPlan
+from hpu_duo.device import DeviceRuntime, Member, resolve_device
+from hpu_duo.device.collectives import check_exchanges
 from hpu_duo.device.launched import TORCHRUN, Launched
 from hpu_duo.device.ranks import MEETING_S, Followers, Membership, Ranks
 from hpu_duo.engine.orders import follow
 from hpu_duo.garbage import collector_paused
+from hpu_duo.heads import HeadPattern
+from hpu_duo.heads.eviction import make_kv_policy
+from hpu_duo.kv.plan import LayerKV, MemoryPlan
+from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.modeling.loading import build_without_weights, read_config, resolve_dtype
 from hpu_duo.modeling.probe import DecoderLayer, probe, read_layers
-from hpu_duo.sharded import (
-    ExpertShare,
-    RankHeads,
-    Sums,
-    narrowed_config,
+from hpu_duo.parallel import ExpertShare, RankHeads, Sums, narrowed_config
+from hpu_duo.parallel.config import check_plan
+from hpu_duo.parallel.loading import load_share, make_cutter
+from hpu_duo.parallel.share_trial import check_share
+from hpu_duo.planning import (
+    FITTED,
+    GAUDI2,
+    GAUDI3,
+    EngineWork,
+    Hardware,
+    ModelSize,
+    Serving,
+    kernels_of,
+    predict_seconds,
 )
-from hpu_duo.sharded.config import check_plan
-from hpu_duo.sharded.loading import load_share, make_cutter
-from hpu_duo.sharded.share_check import check_share
-from hpu_duo.startup.agreement import check_alike, check_same_pattern, check_same_plan
-from hpu_duo.startup.blueprint import fix_served_len
+from hpu_duo.planning.hardware import Format
+from hpu_duo.planning.read_model import read_model
+from hpu_duo.planning.work import Formats
+from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Shared
-from hpu_duo.startup.head_shares import Shares, check_dealt
-from hpu_duo.startup.heads import ChosenHeads, choose_heads
-from hpu_duo.startup.kv_plan import read_kv_plan
-from hpu_duo.startup.launches import Launch, OwnLaunch, TorchrunLaunch
-from hpu_duo.startup.native_code import native_code_built
+from hpu_duo.startup.heads import ChosenHeads, Shares, check_dealt, choose_heads
+from hpu_duo.startup.kv_budget import read_kv_plan
 from hpu_duo.startup.place import Place
-from hpu_duo.startup.ranks import LedRanks, joined_as, lifeline_to_rank_0
-from hpu_duo.startup.retrieval_choice import captures_exchanges
-from hpu_duo.startup.rotary import request_len
+from hpu_duo.startup.ranks import Launch, LedRanks, OwnLaunch, TorchrunLaunch, joined_as, lifeline_to_rank_0
+from kernels_ref import Implementation, rowwise
+from kernels_ref.x86 import library as x86
+
+_log = logging.getLogger(__name__)
+
+
+def settled(config: EngineConfig) -> EngineConfig:
+    """Return a configuration whose ``retrieval_parallel`` is no longer "auto"; others as they are.
+
+    Raises:
+        ValueError: the checkpoint's configuration cannot be read, or the head pattern does not fit it.
+    """
+    parallel = config.parallel
+    if parallel.retrieval_parallel != "auto":
+        return config
+    chosen = "heads" if parallel.tensor_parallel_size == 1 else _faster(config)
+    return _with(config, chosen)
+
+
+def captures_exchanges(config: EngineConfig) -> bool:
+    """Whether the capture backend takes layers whose blocks are dealt over ranks.
+
+    Torch's compiler for CPUs writes its outer code in C++, which has no form for gathers.
+    """
+    backend = config.graph.backend
+    name = backend if isinstance(backend, str) else backend.name
+    return name != "compile" or resolve_device(config.model.device).type != "cpu"
+
+
+def _with(config: EngineConfig, chosen: str) -> EngineConfig:
+    parallel = replace(config.parallel, retrieval_parallel=chosen, retrieval_parallel_context=None)
+    return replace(config, parallel=parallel)
+
+
+def _faster(config: EngineConfig) -> str:
+    """The choice with which decodes are predicted to be faster, on a Gaudi."""
+    path, num_ranks = config.model.path, config.parallel.tensor_parallel_size
+    hf_config = read_config(path, needs_weights=False)
+    layers = read_layers(build_without_weights(path, hf_config, torch.float32))
+    is_uneven = any(layer.call.num_kv_heads % num_ranks for layer in layers)
+    if is_uneven or not captures_exchanges(config) or _pools_heads(config):
+        return "heads"
+    max_len = request_len(config, hf_config.get_text_config())
+    context = min(config.parallel.retrieval_parallel_context or max_len, max_len)
+    size, hardware = read_model(path), _hardware(config)
+    by_choice = {
+        each: _Choice(_with(config, each), layers, max_len, size, hardware) for each in ("heads", "context")
+    }
+    num_requests = by_choice["heads"].count_requests(context)
+    seconds = {each: choice.decode_s(num_requests, context) for each, choice in by_choice.items()}
+    best = min(seconds, key=seconds.__getitem__)
+    _log.info(
+        "retrieval_parallel=%s: decodes of %d request(s) of %d tokens are predicted to take %.1f ms by heads "
+        "and %.1f ms by context, by the cost model of %s, which nobody has measured",
+        *(best, num_requests, context, 1e3 * seconds["heads"], 1e3 * seconds["context"], hardware.title),
+    )
+    return best
+
+
+def _pools_heads(config: EngineConfig) -> bool:
+    """Whether a policy averages over the heads of a layer, which ranks do by heads only."""
+    plan = read_kv_plan(config)
+    keeps = [] if plan is None else [keep.what for heads in plan.layers for keep in heads if keep.has_policy]
+    names = keeps if config.cache.kv_policy is None else [config.cache.kv_policy]
+    return any(make_kv_policy(name).pools_heads for name in dict.fromkeys(names))
+
+
+def _hardware(config: EngineConfig) -> Hardware:
+    """The Gaudi that steps run on; on other devices a Gaudi 3, which is as good a guess as any."""
+    device = str(config.model.device).partition(":")[0]
+    if device != "hpu":
+        return GAUDI3
+    return GAUDI2 if str(torch.get_device_module("hpu").get_device_name()).endswith("2") else GAUDI3
+
+
+class _Choice:
+    """Heads, memory and steps of one choice."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layers: tuple[DecoderLayer, ...],
+        max_len: int,
+        size: ModelSize,
+        hardware: Hardware,
+    ) -> None:
+        self._config, self._size, self._hardware = config, size, hardware
+        device = torch.device("hpu" if str(config.model.device).startswith("hpu") else "cpu")
+        chosen = choose_heads(config, layers, max_len, device)
+        self._kv = tuple(
+            LayerKV(each.groups, layer.call.head_dim) for layer, each in zip(layers, chosen.heads)
+        )
+
+    def count_requests(self, context: int) -> int:
+        """Return how many requests run at once: 1 or more, and as many as fit on the devices."""
+        most, num_devices = self._config.scheduler.max_num_seqs, self._config.parallel.tensor_parallel_size
+        plan = MemoryPlan(self._kv, Format.BF16.num_bytes, self._config.block_size, 1, 1)
+        try:
+            budget = Serving(self._hardware, num_devices).kv_budget_bytes(self._size)
+        except ValueError:
+            return 1
+        return max(1, min(most, budget // max(1, plan.bytes_per_request(context))))
+
+    def decode_s(self, num_requests: int, context: int) -> float:
+        """Return the predicted seconds of a decode of so many requests."""
+        parallel, scheduler = self._config.parallel, self._config.scheduler
+        work = EngineWork(
+            self._size,
+            self._kv,
+            Formats(),
+            kernels_of("hpu"),
+            self._config.cache.block_size,
+            scheduler.max_chunk_rows,
+            num_devices=parallel.tensor_parallel_size,
+            deals_blocks=parallel.deals_blocks,
+        )
+        num_blocks = num_requests * (context // self._config.block_size)
+        bucket = BatchShape(Phase(unique=True), num_requests, 0, num_blocks, num_requests)
+        found = work.of(bucket).fused
+        return predict_seconds(found, self._hardware, parallel.tensor_parallel_size, FITTED).total
+
+
+_OF_ITS_OWN = ("path", "pattern", "kv_plan", "ranker")
+"""Settings that may differ: places of files, whose contents are compared, or that rank 0 alone reads."""
+
+
+def check_alike(config: EngineConfig, runtime: DeviceRuntime, membership: Membership) -> None:
+    """Check that all ranks have the same model, versions and settings.
+
+    Raises:
+        RankError: they differ; the message names what differs, and the ranks.
+    """
+    membership.compare_all(facts_of(config, runtime))
+
+
+def facts_of(config: EngineConfig, runtime: DeviceRuntime) -> dict[str, str]:
+    """Return the facts that ranks compare before they load anything, by name."""
+    return {
+        "model (config.json and weights, by model_fingerprint)": model_fingerprint(Path(config.model.path)),
+        "version of torch": torch.__version__,
+        "version of transformers": transformers.__version__,
+        "version of hpu-duo": version("hpu-duo"),
+        "version of Python": platform.python_version(),
+        "version of the device and its software": runtime.version(),
+        **settings_of(config),
+    }
+
+
+def check_same_pattern(pattern: HeadPattern | None, membership: Membership) -> None:
+    """Check that all ranks cut the heads of a model alike.
+
+    Raises:
+        RankError: they do not; the message names the ranks.
+    """
+    membership.compare("head pattern (by a digest)", pattern_digest(pattern))
+
+
+def check_same_plan(plan: KVPlan | None, membership: Membership) -> None:
+    """Check that all ranks have the same KV plan.
+
+    Raises:
+        RankError: they do not; the message names the ranks.
+    """
+    membership.compare("KV plan (by a digest)", plan_digest(plan))
+
+
+def plan_digest(plan: KVPlan | None) -> str:
+    """Return a digest of what each head keeps."""
+    return "no plan" if plan is None else hashlib.sha256(repr(plan.as_dict()).encode()).hexdigest()
+
+
+def settings_of(config: EngineConfig) -> dict[str, str]:
+    """Return the settings of an engine by name, as texts that are equal where the settings are."""
+    sections = [getattr(config, each.name) for each in fields(config)]
+    return {
+        f"setting {each.name}": _text(getattr(section, each.name))
+        for section in sections
+        for each in fields(section)
+        if each.name not in _OF_ITS_OWN
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, BucketTable):
+        return f"a table of {len(value)} buckets, {hashlib.sha256(str(list(value)).encode()).hexdigest()}"
+    # A capture backend of the user's own, which would be told by its address.
+    return str(getattr(value, "name", value))
+
+
+def pattern_digest(pattern: HeadPattern | None) -> str:
+    """Return a digest of the heads that retrieve and of the window of others."""
+    if pattern is None:
+        return "every head retrieves"
+    words = f"{pattern.sink} {pattern.recent} {pattern.mask.shape} ".encode()
+    return hashlib.sha256(words + pattern.mask.tobytes()).hexdigest()
+
+
+@contextmanager
+def native_code_built(model: ModelConfig, place: Place, dtype: torch.dtype) -> Iterator[None]:
+    """Begin to build what an engine will need, and wait for it after what is done inside.
+
+    What cannot be built is done without, with the warning of each library.
+
+    Args:
+        model: as configured.
+        dtype: of its weights.
+    """
+    libraries = _needed(model, place, dtype)
+    if not libraries:
+        yield
+        return
+    threads = ThreadPoolExecutor(len(libraries), thread_name_prefix="hpu-duo-build")
+    building = [threads.submit(is_available) for is_available in libraries]
+    threads.shutdown(wait=False)
+    yield
+    for each in building:
+        each.result()
+
+
+def _needed(model: ModelConfig, place: Place, dtype: torch.dtype) -> list[Callable[[], bool]]:
+    """Functions that load libraries and build them where need be, the longest source first."""
+    if place.device.type != "cpu":
+        return []
+    attends = model.attention in ("auto", Implementation.SDPA.value)
+    runs_x86 = dtype == torch.bfloat16 and (attends or model.pack_weights is not False)
+    found: list[Callable[[], bool]] = []
+    if place.fuses_rows:
+        found.append(rowwise.is_available)
+    if runs_x86:
+        found.append(x86.is_available)
+    return found
 
 
 class Followed(SystemExit):

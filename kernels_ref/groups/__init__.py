@@ -1,12 +1,18 @@
 """Kinds of head groups, a file each; see ``GroupKind`` for what one has to say."""
 
-from kernels_ref.groups.blocks import Blocks
+from kernels_ref.groups.blocks import Blocks, ChosenBlocks, ChosenStep
 from kernels_ref.groups.budget import Budget, BudgetStep
-from kernels_ref.groups.chosen import ChosenBlocks, ChosenStep
-from kernels_ref.groups.kind import GroupInputs, GroupKind, HeadGroup, Owner, prepare_step
+from kernels_ref.groups.kind import (
+    GroupInputs,
+    GroupKind,
+    HeadGroup,
+    HeadSizes,
+    Owner,
+    PartSizes,
+    prepare_step,
+)
 from kernels_ref.groups.kv_policy import FutureQueries, KVPolicy, SlotView, TokenClass
 from kernels_ref.groups.rings import Rings
-from kernels_ref.groups.transients import HeadSizes, PartSizes
 from kernels_ref.groups.whole_prompts import WholePrompts
 from kernels_ref.step import BlockStep, RingStep
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from bias_builders import highest
-from kernels_ref.first_to_go import first_to_go, ranks
+from kernels_ref.budgets import first_to_go, ranks
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.partial import FLOOR
 
@@ -20,7 +20,7 @@ _LAST = 1 << 30
 """Above any position."""
 
 FirstToGo: TypeAlias = Callable[[torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""``kernels_ref.first_to_go``, or another implementation of it."""
+"""``kernels_ref.budgets``, or another implementation of it."""
 
 
 def priorities(policy: KVPolicy, slots: SlotView) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch
 from kernels_ref.groups.budget_slots import text_order
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.groups.kv_policy import KVPolicy
-from kernels_ref.index import gather
 from kernels_ref.rotary import Turn, composed, turned, turns
 from kernels_ref.step import StepTensors
+from kernels_ref.units import gather
 
 _TURNED_NUMBERS, _TURNED_ON_CPU = 1 << 22, 1 << 17
 """Numbers of stored keys that are turned at a time: on a CPU as many as a cache holds."""

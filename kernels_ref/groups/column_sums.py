@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 
 from bias_builders import leading_slots
-from kernels_ref.index import gather
-from kernels_ref.partial import FLOOR, Partial
-from kernels_ref.scoring import Scoring, soften
+from kernels_ref.partial import FLOOR, Partial, Scoring, soften
+from kernels_ref.units import gather
 
 _SUMMED_QUERIES, _SUMMED_SCORES = 128, 1 << 21
 """Queries of a row, and scores of a row and query head, that exist at a time."""

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from bias_builders import Held, Leading, Ring, Seen, Window, ring_slot, slot_position, stays_in_ring
-from kernels_ref.groups.kind import GroupInputs, GroupKind, Owner
-from kernels_ref.groups.transients import FLOAT32, SCORE_COPIES, HeadSizes, PartSizes, causal_bytes
-from kernels_ref.index import gather, write_indices
+from kernels_ref.chunks import QUERY_SLICE
+from kernels_ref.groups.kind import (
+    FLOAT32,
+    SCORE_COPIES,
+    GroupInputs,
+    GroupKind,
+    HeadSizes,
+    Owner,
+    PartSizes,
+    causal_bytes,
+)
 from kernels_ref.partial import Partial, unfold
-from kernels_ref.slices import QUERY_SLICE
 from kernels_ref.step import DecodeRows, RingStep, Step, StepParts, StepTensors, of_rows
-from kernels_ref.units import KVUnits, UnitLayout
+from kernels_ref.units import KVUnits, UnitLayout, gather, write_indices
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels

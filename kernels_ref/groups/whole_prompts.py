@@ -12,18 +12,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels_ref.groups.budget import SEES_ALL, Budget, BudgetStep
+from kernels_ref.groups.budget import SEES_ALL, Budget, BudgetStep, DecodeSlots
 from kernels_ref.groups.budget_chunks import Held, Kept, chosen, scored_tokens
-from kernels_ref.groups.budget_decodes import DecodeSlots
 from kernels_ref.groups.budget_slots import assign_slots, look_up
 from kernels_ref.groups.column_sums import ChunkStep
-from kernels_ref.groups.kind import GroupInputs
-from kernels_ref.groups.transients import PartSizes
-from kernels_ref.index import gather, index_dtype
+from kernels_ref.groups.kind import GroupInputs, PartSizes
 from kernels_ref.partial import Partial, merge
 from kernels_ref.rotary import turned, turns
 from kernels_ref.step import Step, StepTensors
-from kernels_ref.units import KVUnits, NewKV, PromptRegions, Scratch, SlotState, UnitLayout
+from kernels_ref.units import (
+    KVUnits,
+    NewKV,
+    PromptRegions,
+    Scratch,
+    SlotState,
+    UnitLayout,
+    gather,
+    index_dtype,
+)
 
 if TYPE_CHECKING:
     from kernels_ref.impl import Kernels

@@ -12,20 +12,17 @@ import torch
 
 from bias_builders import Rule, TopBlocks, Window
 from kernels_ref import reference
-from kernels_ref.by_owner import AddBlocks, merge_by_owner
-from kernels_ref.hpu import softmax
-from kernels_ref.hpu.attention import attend_dense
-from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
-from kernels_ref.index import write_kv
-from kernels_ref.partial import Partial, attend, finish
-from kernels_ref.ruled import MASK_BYTES
-from kernels_ref.scoring import Scoring
+from kernels_ref.hpu import attention
+from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators, attend_dense
+from kernels_ref.partial import Partial, Scoring, attend, finish
+from kernels_ref.reference import AddBlocks, merge_by_owner
+from kernels_ref.sparse import MASK_BYTES
 from kernels_ref.step import StepTensors
-from kernels_ref.units import KVUnits, NewKV, Scratch
+from kernels_ref.units import KVUnits, NewKV, Scratch, write_kv
 
 if TYPE_CHECKING:
-    from kernels_ref.chosen import TileStep
     from kernels_ref.groups.column_sums import ChunkStep
+    from kernels_ref.sparse import TileStep
     from kernels_ref.step import BlockStep, RingStep
 
 
@@ -175,10 +172,10 @@ class FusedKernels:
     @property
     def add(self) -> AddBlocks:
         """Function that adds whole blocks to what decode rows have seen."""
-        return softmax.merge_by_owner if self.operators.block_softmax else merge_by_owner
+        return attention.merge_by_owner if self.operators.block_softmax else merge_by_owner
 
     def attend(self, scores: torch.Tensor, visible: torch.Tensor | None, values: torch.Tensor) -> Partial:
         """The triple of scores; see ``kernels_ref.partial.attend``."""
         if not self.operators.softmax:
             return attend(scores, visible, values)
-        return softmax.attend(scores, visible, values, self.operators.line_bytes)
+        return attention.attend(scores, visible, values, self.operators.line_bytes)

@@ -13,12 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from kernels_ref.by_owner import merge_by_owner
-from kernels_ref.hpu import softmax as fused_softmax
-from kernels_ref.hpu.attention import attend_dense
-from kernels_ref.hpu.operators import ATTENTION, BLOCK_SOFTMAX, SOFTMAX, FusedOperators, exists
-from kernels_ref.partial import FLOOR, Partial, attend, empty
-from kernels_ref.scoring import Softmax
+from kernels_ref.hpu import attention as fused_softmax
+from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, SOFTMAX, FusedOperators, attend_dense, exists
+from kernels_ref.partial import FLOOR, Partial, Softmax, attend, empty
+from kernels_ref.reference import merge_by_owner
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ A program is interpreted, so a new one costs microseconds and needs no compiler;
 built once per machine. Where it cannot be built, ``is_available`` says so.
 """
 
-from kernels_ref.rowwise.instructions import Code, Register
 from kernels_ref.rowwise.library import is_available
 from kernels_ref.rowwise.program import (
     INDEX_TYPES,
@@ -12,7 +11,9 @@ from kernels_ref.rowwise.program import (
     MAX_WIDTH,
     TYPES,
     Builder,
+    Code,
     Index,
+    Register,
     RowProgram,
     Rows,
 )

@@ -18,7 +18,7 @@ constexpr int64_t kUneven = -1;
 
 enum Type { kFloat = 0, kBfloat16 = 1, kBool = 2 };
 
-// The numbers are those of kernels_ref/rowwise/instructions.py.
+// The numbers are those of kernels_ref/rowwise/program.py.
 enum Code {
   kLoad, kConstant, kStore, kPlace, kCopy, kNeg, kAbs, kExp, kLog, kSqrt, kRsqrt, kReciprocal, kSigmoid, kTanh,
   kSilu, kRelu, kGelu, kGeluTanh, kCos, kSin, kAdd, kSub, kMul, kDiv, kMax, kMin, kLess, kLessEqual, kGreater,

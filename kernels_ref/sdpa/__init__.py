@@ -15,17 +15,17 @@ import torch
 
 from bias_builders import Held, Leading, Rule, TopBlocks, Window, encode_rule, seen_mask
 from kernels_ref import reference
-from kernels_ref.chosen import TileStep
 from kernels_ref.groups.column_sums import ChunkStep
-from kernels_ref.partial import Partial, finish
-from kernels_ref.scoring import Scoring
-from kernels_ref.sdpa import chosen, decode, prefill, ruled, shared, short, sums
-from kernels_ref.sdpa.operators import define, register
-from kernels_ref.sdpa.store import write_kv
+from kernels_ref.partial import Partial, Scoring, finish
+from kernels_ref.sdpa import decode, prefill, short, sparse
+from kernels_ref.sdpa import prefill as shared
+from kernels_ref.sdpa import prefill as sums
+from kernels_ref.sdpa.operators import define, register, write_kv
+from kernels_ref.sparse import TileStep
 from kernels_ref.step import BlockStep, RingStep, StepTensors
 from kernels_ref.units import KVUnits, NewKV, Scratch
+from kernels_ref.x86 import attention as x86_sums
 from kernels_ref.x86 import rows, slots
-from kernels_ref.x86 import sums as x86_sums
 
 __all__ = [
     "causal",
@@ -54,7 +54,7 @@ _chosen_blocks = register(
     "chosen_blocks",
     f"{_QKV}, {_ROWS}, Tensor write_block, Tensor shared_block, Tensor shared_start, Tensor shared_reads, "
     "int num_blocks, int context_blocks",
-    chosen.chosen_blocks,
+    sparse.chosen_blocks,
 )
 _shared_rings = register(
     "shared_rings",
@@ -66,18 +66,20 @@ _unique_blocks = register(
     f"{_QKV}, Tensor owner, Tensor tail_block, Tensor tail_visible, float softcap, int decode_slots",
     decode.unique_blocks,
 )
-_ruled_causal = register("ruled_causal", f"{_QKV}, {_ROWS}, int[] rule, int band_queries", ruled.ruled_causal)
+_ruled_causal = register(
+    "ruled_causal", f"{_QKV}, {_ROWS}, int[] rule, int band_queries", sparse.ruled_causal
+)
 _ruled_shared = register(
     "ruled_shared",
     f"{_QKV}, Tensor row_start, Tensor row_num_new, Tensor row_query_start, Tensor shared_block, "
     "Tensor shared_start, Tensor shared_reads, int[] rule, int band_queries, int context_blocks",
-    ruled.ruled_shared,
+    sparse.ruled_shared,
 )
 _ruled_unique = register(
     "ruled_unique",
     f"{_QKV}, Tensor owner, Tensor owner_start, Tensor tail_block, Tensor tail_start, Tensor tail_visible, "
     "Tensor end, int[] rule, float softcap, int decode_slots",
-    ruled.ruled_unique,
+    sparse.ruled_unique,
 )
 _leading_rings = register("leading_rings", f"{_QKV}, Tensor visible, float softcap", decode.leading_rings)
 _column_sums = define(

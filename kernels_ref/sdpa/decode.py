@@ -9,11 +9,9 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Held, Leading, seen_mask
-from kernels_ref.by_owner import merge_by_owner
-from kernels_ref.partial import Partial, attend, empty, merge
-from kernels_ref.reference import own_units, side_by_side
-from kernels_ref.scoring import Scoring
-from kernels_ref.weighed import weighed
+from kernels_ref.budgets import weighed
+from kernels_ref.partial import Partial, Scoring, attend, empty, merge
+from kernels_ref.reference import merge_by_owner, own_units, side_by_side
 
 
 def unique_blocks(

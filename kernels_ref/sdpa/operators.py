@@ -1,4 +1,4 @@
-"""Register functions that read the plan as opaque operators."""
+"""Functions that read the plan, and writes in place, as opaque operators."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from kernels_ref import units as index
+from kernels_ref.units import KVUnits, NewKV
 
 _NAMESPACE = "hpu_duo_kernels"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -49,3 +52,28 @@ def _shapes(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tens
 
 def _weighed_shapes(queries: torch.Tensor, keys: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
     return *_shapes(queries), queries.new_empty(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
+
+
+def _write(
+    k_flat: torch.Tensor, v_flat: torch.Tensor, place: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    index.write(k_flat, place, k)
+    index.write(v_flat, place, v)
+
+
+_store_library = torch.library.Library("hpu_duo_kernels", "FRAGMENT")
+_store_library.define(
+    "write_kv(Tensor(a!) k_flat, Tensor(b!) v_flat, Tensor place, Tensor k, Tensor v) -> ()"
+)
+_store_library.impl("write_kv", _write, "CPU")
+torch.library.register_fake("hpu_duo_kernels::write_kv", lambda *_: None, lib=_store_library)
+
+
+def write_as_operator(units: KVUnits, place: torch.Tensor, new: NewKV) -> None:
+    """``kernels_ref.units.write_kv`` as an operator that says what it changes."""
+    torch.ops.hpu_duo_kernels.write_kv.default(units.k_flat, units.v_flat, place, new.k, new.v)
+
+
+# The compilers of torch 2.7 and 2.9 may copy a whole store that is written. That of 2.13 writes in place, and
+# makes the write part of a loop that is there anyway.
+write_kv = write_as_operator if torch.__version__ < "2.13" else index.write_kv

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Leading, leading_slots
-from kernels_ref.partial import FLOOR, Partial, merge
-from kernels_ref.scoring import Scoring, soften
+from kernels_ref.partial import FLOOR, Partial, Scoring, merge, soften
 from kernels_ref.step import BlockStep, StepTensors
 from kernels_ref.units import KVUnits, gather_units
 

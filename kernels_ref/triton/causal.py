@@ -17,14 +17,16 @@ import triton
 import triton.language as tl
 
 from kernels_ref.triton import launch
-from kernels_ref.triton.query_tiles import load_queries, store_lines, without
 from kernels_ref.triton.softmax import (
     FLOOR,
     accumulate,
     load_all_vectors,
+    load_queries,
     load_vectors,
     nothing_seen,
     score,
+    store_lines,
+    without,
 )
 
 

@@ -18,14 +18,20 @@ from kernels_ref.triton.launch import Triple, partials
 
 _NAMESPACE = "hpu_duo_triton"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_MODULES = {
+    **dict.fromkeys(("leading_rings", "held_rings", "weighed_rings", "shared_rings"), "rings"),
+    **dict.fromkeys(("ruled_causal", "ruled_shared", "ruled_unique"), "rules"),
+    **dict.fromkeys(("merge_runs", "merge_splits", "finish"), "merging"),
+    "seen_blocks": "shared_blocks",
+}
 
 
 def register(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Make an operator for CUDA, and for CPU under Triton's interpreter.
 
     Args:
-        name: of the operator, of the module in this package that launches the kernel, and of the
-            function in it.
+        name: of the operator, and of the function that launches its kernel; the module of the function has
+            that name too, or is one of ``_MODULES``.
         arguments, returns: its schema; the first argument is a tensor.
         fake: from the arguments to empty results.
     Returns:
@@ -34,7 +40,7 @@ def register(name: str, arguments: str, returns: str, fake: Callable[..., Any]) 
 
     def run(first: torch.Tensor, *rest: Any) -> Any:
         require(first.device)
-        function = getattr(import_module(f"kernels_ref.triton.{name}"), name)
+        function = getattr(import_module(f"kernels_ref.triton.{_MODULES.get(name, name)}"), name)
         with _current(first.device):
             return function(first, *rest)
 

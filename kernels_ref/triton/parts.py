@@ -9,14 +9,13 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Held, Rule, Window, encode_rule
-from kernels_ref.chosen import chosen_blocks
-from kernels_ref.first_to_go import first_to_go
+from kernels_ref.budgets import first_to_go
 from kernels_ref.groups.column_sums import ChunkStep
-from kernels_ref.partial import Partial
-from kernels_ref.scoring import Scoring
+from kernels_ref.partial import Partial, Scoring
+from kernels_ref.sparse import chosen_blocks
 from kernels_ref.step import BlockStep, RingStep, StepTensors
 from kernels_ref.triton import operators
-from kernels_ref.triton.checks import (
+from kernels_ref.triton.launch import (
     check_flat,
     check_leading,
     check_numbers,
@@ -209,7 +208,7 @@ def column_sums(
 
 
 def write_kv(units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
-    """Put the keys and values of new tokens in place; see ``kernels_ref.index.write_kv``."""
+    """Put the keys and values of new tokens in place; see ``kernels_ref.units.write_kv``."""
     check_queries("new.k", new.k[:, :, None])
     check_vectors("new.v", new.v, tuple(new.k.shape), new.k)
     check_flat(units, new.k)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import Triple
-from kernels_ref.triton.merge_runs import merge_runs, plan_runs
+from kernels_ref.triton.merging import merge_runs, plan_runs
 from kernels_ref.triton.softmax import attend_leading, attend_run, nothing_seen, store_partial
 from kernels_ref.triton.stream_k import stream_k
 from kernels_ref.triton.stream_k_choice import choose

@@ -1,7 +1,4 @@
-"""Attention of many bfloat16 queries: packed tiles, causal and streaming visibility, merged in place.
-
-Scores, maxima, sums and outputs are float32; weights are rounded to bfloat16 as factors of the values.
-"""
+"""Attention of many bfloat16 queries over units of a store: packed tiles, and sums of its weights by key."""
 
 from __future__ import annotations
 
@@ -63,3 +60,27 @@ def attend(
     require()
     sink, recent = window or (0, 0)
     torch.ops.hpu_duo_x86.attend.default(*total, q_SKGD, k_TKD, v_TKD, is_causal, sink, recent, instructions)
+
+
+__all__ = ["column_sums", "fits"]
+
+
+def column_sums(
+    q_SKGD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    lse_SKG: torch.Tensor,
+    *,
+    offset: int | None = None,
+    instructions: Instructions = "best",
+) -> torch.Tensor:
+    """Weights that scaled queries put on each key, float32 ``[K, T]``, summed over queries and query heads.
+
+    Args:
+        lse_SKG: log-sum-exp of the scores of each query, float32.
+        offset: query ``s`` sees keys up to ``s + offset``; None = all keys.
+
+    Raises:
+        ValueError: tensors that do not go together, or no such kernel here.
+    """
+    require()
+    return torch.ops.hpu_duo_x86.column_sums.default(q_SKGD, k_TKD, lse_SKG, offset, instructions)

@@ -18,7 +18,7 @@ def fits(position_NKC: torch.Tensor) -> bool:
 def first_to_go(
     score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
 ) -> torch.Tensor:
-    """See ``kernels_ref.first_to_go``.
+    """See ``kernels_ref.budgets``.
 
     Raises:
         ValueError: shapes that differ, other dtypes, or no such kernel here.

@@ -8,11 +8,18 @@ import torch
 from transformers import LlamaConfig
 
 from graphs import BatchShape, BucketTable
-from hpu_duo import sim
-from hpu_duo.audit import Structure, build_structure
-from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, HeadConfig, ModelConfig, SchedulerConfig
-from hpu_duo.cost import GAUDI2
+from hpu_duo.config.engine import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    HeadConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab import sim
+from hpu_duo.lab.audit import Structure, build_structure
+from hpu_duo.planning import GAUDI2
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,

@@ -11,7 +11,10 @@ import torch
 
 from bias_builders import Window
 from graphs import BatchShape
-from hpu_duo.audit import (
+from hpu_duo.device.rules import Rule
+from hpu_duo.engine.executor import bucket_step
+from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.audit import (
     Engine,
     LayerRecipe,
     Severity,
@@ -23,11 +26,8 @@ from hpu_duo.audit import (
     native_operators,
     native_sources,
 )
-from hpu_duo.cost import GAUDI2
-from hpu_duo.engine.executor import bucket_step
-from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.step_model import run_layer
-from hpu_duo.rules import Rule
+from hpu_duo.planning import GAUDI2
 from kernels_ref import Blocks, HeadGroup, Rings
 from tests.audit.conftest import BUCKETS, TINY, edit_config, engine_config
 from tests.modeling.families import LENGTH_DEPENDENT

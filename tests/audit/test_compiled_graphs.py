@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.kernel_work import work_of
 from graphs import BatchShape
-from hpu_duo.audit import Structure, build_structure, lower_bucket
-from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, ModelConfig, SchedulerConfig
-from hpu_duo.cost import GAUDI3, kernels_of
-from hpu_duo.cost.read_model import read_model
+from hpu_duo.config.engine import CacheConfig, EngineConfig, HeadConfig, ModelConfig, SchedulerConfig
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.audit import Structure, build_structure, lower_bucket
+from hpu_duo.planning import GAUDI3, kernels_of
+from hpu_duo.planning.read_model import read_model
 from tests.audit.test_cost_agrees import GROUPED, config_dir
 
 BUCKETS = (

@@ -7,21 +7,12 @@ from transformers import LlamaConfig, MixtralConfig
 
 from benchmarks.kernel_work import structure_of, work_of
 from graphs import BatchShape
-from hpu_duo.audit import audit_bucket
 from hpu_duo.cli.planning.hardware import graph_bytes
-from hpu_duo.cost import (
-    FITTED,
-    GAUDI3,
-    Deployment,
-    Format,
-    Serving,
-    Step,
-    kernels_of,
-    predict_seconds,
-)
-from hpu_duo.cost.read_model import read_model
-from hpu_duo.startup.graph_memory import KEPT, GraphMemory
+from hpu_duo.lab.audit import audit_bucket
+from hpu_duo.planning import FITTED, GAUDI3, Deployment, Format, Serving, Step, kernels_of, predict_seconds
+from hpu_duo.planning.read_model import read_model
 from hpu_duo.startup.sizes import StepSizes
+from hpu_duo.startup.tables import KEPT, GraphMemory
 from tests.modeling.families import IS_5
 
 FACTOR = 1.2

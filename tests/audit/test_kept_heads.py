@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpu_duo.cli.app import app
-from hpu_duo.kv_plan import Keep, KVPlan
+from hpu_duo.config.kv_plan import Keep, KVPlan
 
 LIMITS = ["--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--block-size", "16", "--num-blocks", "64"]
 PLAN = KVPlan(

@@ -12,15 +12,15 @@ import torch
 from torch import fx
 
 from graphs import BatchShape
-from hpu_duo.audit import Severity, Structure, audit, audit_bucket, build_structure, lower_bucket
-from hpu_duo.audit.fake_tensors import aot_backend
-from hpu_duo.audit.lowering import lowering_findings
-from hpu_duo.cost import GAUDI2
+from hpu_duo.device.rules import Rule, StoreCopy, store_copies
 from hpu_duo.heads import HeadPattern
-from hpu_duo.rules import Rule, StoreCopy, store_copies
+from hpu_duo.lab.audit import Severity, Structure, audit, audit_bucket, build_structure, lower_bucket
+from hpu_duo.lab.audit.fake_tensors import aot_backend
+from hpu_duo.lab.audit.lowering import lowering_findings
+from hpu_duo.planning import GAUDI2
 from kernels_ref import KVUnits, NewKV, reference
-from kernels_ref.index import write, write_kv
 from kernels_ref.partial import Partial
+from kernels_ref.units import write, write_kv
 from tests.audit.conftest import engine_config
 
 PHASES = (

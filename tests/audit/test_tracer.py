@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hpu_duo.audit import Engine, Severity, StepTracer, native_sources, peak_allocated_bytes
-from hpu_duo.audit.findings import TraceEnded
-from hpu_duo.audit.structure import make_hpu_known
-from hpu_duo.sim import Rule
+from hpu_duo.lab.audit import Engine, Severity, StepTracer, native_sources, peak_allocated_bytes
+from hpu_duo.lab.audit.findings import TraceEnded
+from hpu_duo.lab.audit.structure import make_hpu_known
+from hpu_duo.lab.sim import Rule
 
 Tensor = torch.Tensor
 
@@ -136,7 +136,7 @@ def test_a_repeated_part_counts_like_one_that_runs_again(fake: FakeTensorMode) -
         with torch.no_grad(), folded:
             with folded.part() as part:
                 once = layer(x)
-            from hpu_duo.audit.tracer import without_memory
+            from hpu_duo.lab.audit.tracer import without_memory
 
             again = folded.repeat(part, without_memory(once))
     assert again.shape == x.shape

@@ -13,15 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from benchmarks.transients import BLOCK, KINDS, LLAMA_3_1_8B, StepKind, measure, small_executor
 from graphs import BatchShape
-from hpu_duo.audit import audit_bucket, build_structure
-from hpu_duo.config import CacheConfig, SchedulerConfig
-from hpu_duo.cost import GAUDI2
+from hpu_duo.config.engine import CacheConfig, SchedulerConfig
 from hpu_duo.engine.batch import flatten
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.audit import audit_bucket, build_structure
 from hpu_duo.modeling.attention import AttentionLayer
+from hpu_duo.planning import GAUDI2
 from hpu_duo.startup.sizes import StepSizes
-from kernels_ref.chunks import ChunkBounds
-from kernels_ref.slices import Slices
+from kernels_ref.chunks import ChunkBounds, Slices
 from tests.audit.conftest import TINY, engine_config
 from tests.modeling.families import IS_5, make_config
 

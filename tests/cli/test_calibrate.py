@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from hpu_duo.kv_plan import Keep, KVPlan
+from hpu_duo.config.kv_plan import Keep, KVPlan
 
 Run = Callable[..., Result]
 SMALL = ("--num-prompts", "2", "--num-tokens", "300", "--num-passkeys", "2", "--passkey-words", "4")

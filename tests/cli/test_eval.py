@@ -11,8 +11,8 @@ from typer.testing import Result
 
 from hpu_duo.builtin import PATTERN_DIR
 from hpu_duo.engine.runner import Runner
-from hpu_duo.eval.interval import wilson
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.eval.interval import wilson
 
 Run = Callable[..., Result]
 SMALL = ("--passkey-words", "3", "--num-documents", "1")

@@ -13,7 +13,7 @@ from typer.testing import Result
 
 from hpu_duo.builtin import PATTERN_DIR
 from hpu_duo.heads import HeadPattern
-from hpu_duo.identify import Identification, LossForm, Method
+from hpu_duo.lab.identify import Identification, LossForm, Method
 from tests.identify.induction import save_induction_model
 
 Run = Callable[..., Result]

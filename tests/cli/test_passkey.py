@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from hpu_duo.builtin.passkeys import Passkey
 from hpu_duo.cli.text.passkey import Answer
+from hpu_duo.lab.tasks.passkeys import Passkey
 
 Run = Callable[..., Result]
 

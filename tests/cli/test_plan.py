@@ -9,11 +9,10 @@ import pytest
 from typer.testing import Result
 
 from graphs import BucketTable, StepLimits
-from graphs.bucket_file import read_table
+from graphs.bucket_file import read_shapes, read_table
 from graphs.planner import Traffic
-from graphs.recording import read_shapes
 from hpu_duo.llm import HPUDuoModel
-from hpu_duo.simulate import prior
+from hpu_duo.planning.simulation import prior
 
 Run = Callable[..., Result]
 LIMITS = ("--max-num-seqs", 4, "--max-num-batched-tokens", 64, "--block-size", 16, "--num-blocks", 64)
@@ -97,7 +96,7 @@ def test_assumed_traffic_is_measured_on_users_that_no_table_was_chosen_for(
 
     chosen_on: set[int] = set()
     measured_on: set[int] = set()
-    monkeypatch.setattr("hpu_duo.simulate.planning.prior", noting(chosen_on))
+    monkeypatch.setattr("hpu_duo.planning.simulation.prior", noting(chosen_on))
     monkeypatch.setattr("hpu_duo.cli.planning.bucket_plans.prior", noting(measured_on))
     result = hpu_duo(
         *("plan", "--model", config_dir, *LIMITS, "--max-model-len", 64, "--graphs-budget", 64, "--json")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hpu_duo.cli.evaluation.policy_plot import draw_policies
-from hpu_duo.cli.heads.plot import draw_heads, effort
+from hpu_duo.cli.evaluation.plot import draw_policies
+from hpu_duo.cli.heads.views import draw_heads, effort
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv_policies import KV_POLICIES
+from hpu_duo.heads.eviction import KV_POLICIES
 
 LINE = re.compile(r"fill: none; stroke: (#(?!000000)\w+); stroke-width: ([\d.]+)")
 """Colour and width of a line or of an error bar."""

@@ -104,18 +104,16 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_the_page_can_be_left_out(is_wanted: bool) -> None:
-    from hpu_duo.cli.serving.call_options import CallOptions
-    from hpu_duo.cli.serving.listening_options import ListeningOptions
-    from hpu_duo.cli.serving.telling_options import TellingOptions
+    from hpu_duo.cli.serving.listening_options import ListeningOptions, TellingOptions
+    from hpu_duo.cli.serving.options import CallOptions
 
     config = CallOptions().config(None, ListeningOptions(page=is_wanted), TellingOptions())
     assert config.has_page is is_wanted
 
 
 def test_a_model_of_the_hub_is_served_under_its_id(tmp_path: Path) -> None:
-    from hpu_duo.cli.serving.call_options import CallOptions
-    from hpu_duo.cli.serving.listening_options import ListeningOptions
-    from hpu_duo.cli.serving.telling_options import TellingOptions
+    from hpu_duo.cli.serving.listening_options import ListeningOptions, TellingOptions
+    from hpu_duo.cli.serving.options import CallOptions
 
     snapshot = tmp_path / "models--some-org--tiny.llama" / "snapshots" / "0123456789abcdef"
     snapshot.mkdir(parents=True)

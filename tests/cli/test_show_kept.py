@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import Result
 
 from hpu_duo.cli.inspection.show_kept import heat_line
-from hpu_duo.kv_plan import Keep, KVPlan
+from hpu_duo.config.kv_plan import Keep, KVPlan
 
 Run = Callable[..., Result]
 TEXT = "abcdefghij" * 6

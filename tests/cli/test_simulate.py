@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from hpu_duo.traces import Arrival
-from hpu_duo.traces.readers.mooncake import write_mooncake
+from hpu_duo.lab.traces import Arrival
+from hpu_duo.lab.traces.readers.mooncake import write_mooncake
 
 Run = Callable[..., Result]
 SMALL = ("--max-model-len", 512, "--max-num-seqs", 4, "--max-num-batched-tokens", 64, "--block-size", 16)

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import Result
 
 from graphs import BatchShape, Phase, StepLimits
-from hpu_duo.simulate.step_times import StepTimes
+from hpu_duo.lab.simulate.step_times import StepTimes
 
 Run = Callable[..., Result]
 LIMITS = StepLimits(

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.cli.app import app
-from hpu_duo.ranking import LinearRanker, load_ranker
-from hpu_duo.traces import Arrival, write_mooncake
+from hpu_duo.lab.traces import Arrival, write_mooncake
+from hpu_duo.scheduling.ranker import LinearRanker, load_ranker
 
 
 @pytest.fixture

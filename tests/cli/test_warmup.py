@@ -21,9 +21,9 @@ from graphs.bucket_file import read_table, write_table
 from graphs.manifest import GraphRecord, read_manifest
 from hpu_duo.cli.app import app
 from hpu_duo.cli.planning.warmup_views import ProgressView
-from hpu_duo.kv_plan import Keep, KVPlan
+from hpu_duo.config.kv_plan import Keep, KVPlan
 from hpu_duo.llm import HPUDuoModel
-from hpu_duo.warmup import WarmUp, WarmUpStoppedError
+from hpu_duo.startup.warm_up import WarmUp, WarmUpStoppedError
 
 Run = Callable[..., Result]
 LIMITS = ("--max-num-seqs", 4, "--max-num-batched-tokens", 64, "--block-size", 16, "--max-model-len", 256)

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hpu_duo.cost import AttentionSize, Experts, ModelSize
+from hpu_duo.planning import AttentionSize, Experts, ModelSize
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "hidden_size": 4096,

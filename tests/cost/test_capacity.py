@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.cost import (
+from hpu_duo.config.limits import CARD_LIMITS
+from hpu_duo.heads import CountRule, HeadPattern, fewest_promotions
+from hpu_duo.kv.plan import MemoryPlan
+from hpu_duo.planning import (
     GAUDI2,
     GAUDI3,
     PUBLISHED_LAYER_LAUNCHES,
@@ -22,12 +25,9 @@ from hpu_duo.cost import (
     capacity,
     graph_scale,
 )
-from hpu_duo.cost import TRACE_S_PER_OPERATOR as PER_NODE
-from hpu_duo.cost.published import dense_model
-from hpu_duo.cost.warm_up import BucketGraphs
-from hpu_duo.heads import CountRule, HeadPattern, fewest_promotions
-from hpu_duo.kv.plan import MemoryPlan
-from hpu_duo.limit_config import CARD_LIMITS
+from hpu_duo.planning import TRACE_S_PER_OPERATOR as PER_NODE
+from hpu_duo.planning.fit import dense_model
+from hpu_duo.planning.warm_up import BucketGraphs
 from kernels_ref import Rings
 from tests.cost.sizes import models, tiny
 

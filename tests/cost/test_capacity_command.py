@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from hpu_duo.cli.app import app
 from hpu_duo.cli.planning.tables import hardware_table, print_report
-from hpu_duo.cost import GAUDI2, GAUDI3, Format, Serving, capacity
 from hpu_duo.extras import install_command
 from hpu_duo.heads import HeadPattern
+from hpu_duo.planning import GAUDI2, GAUDI3, Format, Serving, capacity
 from tests.cost.sizes import LLAMA_3_1_8B, tiny
 
 Run = Callable[..., Result]
@@ -48,7 +48,7 @@ def test_the_tables_show_every_context_choice_and_the_caveat(hpu_duo: Run) -> No
 
 
 def test_json_holds_what_the_library_computes(hpu_duo: Run, config_dir: Path) -> None:
-    from hpu_duo.cost.read_model import read_model
+    from hpu_duo.planning.read_model import read_model
 
     result = hpu_duo("--devices", "2", "--sparsity", "0", "0.5", "--context", "8192", "4096", "--json")
     assert result.exit_code == 0, result.stderr

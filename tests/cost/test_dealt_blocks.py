@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from graphs import BatchShape, Phase
-from hpu_duo.cost import GAUDI3, Deployment, Format, Serving, Step, Work, roof_seconds
-from hpu_duo.cost.published import dense_model
-from hpu_duo.cost.work import OPERATIONS_PER_SCORE
-from hpu_duo.sharded import HeadExchanges, head_exchanges
+from hpu_duo.parallel import HeadExchanges, head_exchanges
+from hpu_duo.planning import GAUDI3, Deployment, Format, Serving, Step, Work, roof_seconds
+from hpu_duo.planning.fit import dense_model
+from hpu_duo.planning.work import OPERATIONS_PER_SCORE
 
 MODEL = dense_model(
     "eight",

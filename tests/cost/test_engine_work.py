@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from bias_builders import Window
 from graphs import BatchShape
-from hpu_duo.cost import GAUDI3, Deployment, Format, Serving, Step, busiest_rank, step_cost
 from hpu_duo.kv.plan import LayerKV, head_groups
+from hpu_duo.planning import GAUDI3, Deployment, Format, Serving, Step, busiest_rank, step_cost
 from tests.cost.test_capacity import LLAMA_3_8B, SPARSITIES
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cost_model import report
-from hpu_duo.cost import (
+from hpu_duo.planning import (
     ERROR_FACTORS,
     FITTED,
     Efficiency,
@@ -22,7 +22,7 @@ from hpu_duo.cost import (
     split_rows,
     step_work,
 )
-from hpu_duo.cost.fit import (
+from hpu_duo.planning.fit import (
     fit,
     leave_one_model_out,
     median_error,

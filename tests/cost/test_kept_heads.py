@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from graphs import BatchShape, Phase
 from hpu_duo import HPUDuoModel
 from hpu_duo.cli.app import app
-from hpu_duo.cli.arguments.kv_options import KVOptions
+from hpu_duo.cli.arguments.options import KVOptions
 from hpu_duo.cli.planning.hardware import HardwareOptions
-from hpu_duo.cost import Deployment
-from hpu_duo.cost.read_model import read_model
+from hpu_duo.config.kv_plan import Keep, KVPlan
+from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv_plan import Keep, KVPlan
-from hpu_duo.limit_config import SchedulerConfig
+from hpu_duo.planning import Deployment
+from hpu_duo.planning.read_model import read_model
 from tests.modeling.families import BASE, BLOCK, save_random
 
 MAX_LEN, ROWS, TOKENS, NUM_BLOCKS = 80, 4, 64, 50

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.audit import build_structure
-from hpu_duo.budget import DEVICE_MEMORY_UTILIZATION, DeviceBudget
-from hpu_duo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from hpu_duo.cost import GAUDI2, Deployment, Format, Serving
-from hpu_duo.cost.read_model import read_model
+from hpu_duo.config.device_budget import DEVICE_MEMORY_UTILIZATION, DeviceBudget
+from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from hpu_duo.lab.audit import build_structure
+from hpu_duo.planning import GAUDI2, Deployment, Format, Serving
+from hpu_duo.planning.read_model import read_model
 
 ROWS, MAX_LEN, BLOCK = 16, 4096, 16
 SHARES = (0.5, DEVICE_MEMORY_UTILIZATION, 1.0)

@@ -23,12 +23,12 @@ from transformers import (
 )
 
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.cost import AttentionSize, Experts, Format, ModelSize
-from hpu_duo.cost.plain_file import read_plain
-from hpu_duo.cost.published import dense_model, published_rows
-from hpu_duo.cost.read_model import _by_transformers, read_model
 from hpu_duo.heads import HeadPattern
 from hpu_duo.kv.plan import LayerKV
+from hpu_duo.planning import AttentionSize, Experts, Format, ModelSize
+from hpu_duo.planning.fit import dense_model, published_rows
+from hpu_duo.planning.plain_file import read_plain
+from hpu_duo.planning.read_model import _by_transformers, read_model
 from kernels_ref import Owner
 from tests.cost.sizes import LLAMA_3_1_8B, models, tiny
 from tests.modeling.families import FAMILIES
@@ -70,8 +70,8 @@ def counted(config: PretrainedConfig, directory: Path, monkeypatch: pytest.Monke
     save(config, directory)
     by_formula = read_model(directory)
     with monkeypatch.context() as patched:
-        patched.setattr("hpu_duo.cost.read_model.read_plain", lambda _: None)
-        patched.setattr("hpu_duo.cost.read_model.plain_model", lambda *_: None)
+        patched.setattr("hpu_duo.planning.read_model.read_plain", lambda _: None)
+        patched.setattr("hpu_duo.planning.read_model.plain_model", lambda *_: None)
         return [by_formula, read_model(directory)]
 
 

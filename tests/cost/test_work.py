@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.cost import (
+from hpu_duo.kv.plan import MemoryPlan, widest_row
+from hpu_duo.planning import (
     FITTED,
     GAUDI2,
     GAUDI3,
@@ -20,7 +21,6 @@ from hpu_duo.cost import (
     predict_seconds,
     step_work,
 )
-from hpu_duo.kv.plan import MemoryPlan, widest_row
 from tests.cost.sizes import models, tiny
 
 STEPS = st.builds(

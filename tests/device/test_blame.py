@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.device.blame import Report, Signs, blamed
+from hpu_duo.device.heartbeats import Report, Signs, blamed
 
 TIMEOUT_S = 4.0
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpu_duo.device import run_processes
-from hpu_duo.device.cores import read_list, shares
-from hpu_duo.startup.launches import OwnLaunch
+from hpu_duo.device.processes import read_list, shares
+from hpu_duo.startup.ranks import OwnLaunch
 from tests.device.work import cores_of
 
 
@@ -61,7 +61,7 @@ def test_processes_run_where_they_are_bound() -> None:
 def test_the_rank_that_serves_is_bound_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     wanted = [{min(before)}, {max(before)}]
-    monkeypatch.setattr("hpu_duo.startup.launches.cores_by_device", lambda kind, size: wanted[:size])
+    monkeypatch.setattr("hpu_duo.startup.ranks.cores_by_device", lambda kind, size: wanted[:size])
     launch = OwnLaunch("cpu", 2, cores_of, ())
     try:
         assert os.sched_getaffinity(0) == wanted[0]

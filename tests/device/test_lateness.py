@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from hpu_duo.device import exchange
-from hpu_duo.device.lateness import Lateness, waits_for_others
+from hpu_duo.device.heartbeats import Lateness, waits_for_others
 
 
 def test_only_a_step_that_was_told_and_is_not_done_counts() -> None:

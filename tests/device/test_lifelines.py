@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hpu_duo.device.lifelines import Lifeline, Lifelines
-from hpu_duo.device.member import HOST, store_in
+from hpu_duo.device.heartbeats import Lifeline, Lifelines
+from hpu_duo.device.processes import HOST, store_in
 
 SIZE = 3
 

@@ -12,8 +12,8 @@ import torch
 from graphs import BatchShape, BucketTable, MissPolicy, Phase
 from hpu_duo.device.plain import decode, encode
 from hpu_duo.device.ranks import Sent
-from hpu_duo.engine.message import StepMessage
 from hpu_duo.engine.orders import Execute, SetTable
+from hpu_duo.engine.step_input import StepMessage
 
 SHAPE = BatchShape(Phase(unique=True), 4, 0, 2, 4)
 

@@ -37,12 +37,12 @@ def test_a_plugged_device_runs_what_another_one_would_once_it_is_taken(name: str
 def test_nobody_who_serves_or_audits_loads_one_that_is_not_asked_for() -> None:
     script = """
 import sys
-import hpu_duo.llm, hpu_duo.audit, hpu_duo.steplog, hpu_duo.warmup, hpu_duo.cli.app
+import hpu_duo.llm, hpu_duo.lab.audit, hpu_duo.steplog, hpu_duo.warmup, hpu_duo.cli.app
 from hpu_duo.device import resolve_device, runtime_for
 from hpu_duo.device.plugged import taken_runtime
 assert runtime_for(resolve_device("cpu")).name == "cpu"
 assert taken_runtime() is None
-loaded = [name for name in sys.modules if name == "hpu_duo.sim" or name.startswith("hpu_duo.sim.")]
+loaded = [name for name in sys.modules if name == "hpu_duo.lab.sim" or name.startswith("hpu_duo.lab.sim.")]
 assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

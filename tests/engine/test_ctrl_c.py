@@ -17,10 +17,9 @@ import graphs
 import hpu_duo
 import kernels_ref
 from graphs import BatchShape, BucketTable, StepCost
-from graphs.backends import traced_step
-from graphs.backends.compile import CompileBackend
-from graphs.backends.toolchain import cpu_compile_problem
-from graphs.backends.traced_step import TracedStep
+from graphs.backends import replay
+from graphs.backends.compile import CompileBackend, cpu_compile_problem
+from graphs.backends.replay import TracedStep
 from graphs.interrupts import interrupts_deferred
 from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
@@ -120,10 +119,10 @@ def test_no_half_trace_stays_behind_a_ctrl_c() -> None:
     num_interrupts = 0
     for line in range(1, 80):
         step: TracedStep[torch.Tensor] = TracedStep(
-            lambda inputs: traced_step.call_compiled(double, (inputs["x"] + 1,))[0]
+            lambda inputs: replay.call_compiled(double, (inputs["x"] + 1,))[0]
         )
         try:
-            with ctrl_c_at_line(line, (str(traced_step.__file__),)):
+            with ctrl_c_at_line(line, (str(replay.__file__),)):
                 step(inputs)
         except KeyboardInterrupt:
             num_interrupts += 1

@@ -17,9 +17,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.generation.arguments import read_generation
-from hpu_duo.generation.call import GenerateCall
+from hpu_duo.generation.call import GenerateCall, Questions
 from hpu_duo.generation.processing import Hooks, WholeModel
-from hpu_duo.generation.questions import Questions
 from tests.engine.test_generate_like_transformers import LENGTHS, left_padded
 from tests.engine.tiny import Tiny, assert_holds_nothing
 from tests.modeling.families import VOCAB, greedy, prompts_of

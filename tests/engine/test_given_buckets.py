@@ -8,9 +8,8 @@ import pytest
 
 from graphs import BucketTable, SkippingCost, StepCost
 from graphs.backends.compile import CompileBackend
-from graphs.bucket_file import write_table
-from graphs.promise import Promise
-from graphs.recording import read_shapes
+from graphs.bucket_file import read_shapes, write_table
+from graphs.traffic_watch import Promise
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny
 

@@ -15,13 +15,12 @@ from graphs.backends.hpu import HpuCompileBackend
 from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.attention import AttentionLayer
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.startup.kernels import chunk_bounds
+from hpu_duo.startup.blueprint import chunk_bounds
 from kernels_ref import Implementation, Scoring, StepParts
-from kernels_ref.chunks import ChunkBounds
-from kernels_ref.hpu.operators import NO_OPERATORS
+from kernels_ref.chunks import ChunkBounds, Slices
+from kernels_ref.hpu.attention import NO_OPERATORS
 from kernels_ref.impl import kernels
 from kernels_ref.looped import LoopedKernels, looped
-from kernels_ref.slices import Slices
 from tests.engine.tiny import PATTERN, Tiny, serve
 from tests.modeling.families import prompts_of
 from tests.vendor import choose_mode, importable

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from graphs import BatchShape, BucketTable, Phase
 from hpu_duo import HPUDuoModel
-from hpu_duo.modeling.live_rows import LiveRows
+from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.packed_linear import PanelLinear
 from hpu_duo.sampling import SamplingParams
 from kernels_ref.x86.library import is_supported

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.lab.replay import replay
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.steplog import options_of, read_log
-from hpu_duo.steplog.replay import replay
+from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import BLOCK, prompts_of
 

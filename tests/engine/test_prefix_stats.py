@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpu_duo import HeadPattern, HPUDuoModel
-from hpu_duo.engine.prefix_stats import PrefixStats
+from hpu_duo.engine.stats import PrefixStats
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny
 from tests.modeling.families import BLOCK, prompts_of

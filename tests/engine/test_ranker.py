@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from hpu_duo.engine.engine import Engine
-from hpu_duo.ranking import EncoderRanker, LinearRanker, save_ranker
-from hpu_duo.ranking.ranker import Prompt
 from hpu_duo.sampling import SamplingParams
+from hpu_duo.scheduling.ranker import EncoderRanker, LinearRanker, Prompt, save_ranker
 from tests.engine.tiny import Tiny
 from tests.modeling.families import prompts_of
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from graphs import BatchShape, BucketTable, GraphMissError, StepCost
-from graphs.recording import ShapeRecorder, read_shapes
+from graphs.bucket_file import ShapeRecorder, read_shapes
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.engine.samples import SampleState

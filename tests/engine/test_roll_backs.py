@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.scoring import forced
+from hpu_duo.engine.samples import forced
 from hpu_duo.request import Request
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing
 from tests.modeling.driving import greedy_logits, step_logits

@@ -10,11 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bias_builders import Dilated, Fixed, Rule, RuleUnion, Strided, TopBlocks, Window, encode_rule
-from hpu_duo.engine.rule_stats import TILE, TileCounts, count_chosen, count_tiles
+from hpu_duo.engine.head_stats import TILE, TileCounts, count_chosen, count_tiles
 from kernels_ref import NewKV, Step
-from kernels_ref.index import write_indices, write_kv
-from kernels_ref.sdpa.chosen import chosen_blocks
-from kernels_ref.sdpa.ruled import ruled_causal, ruled_shared
+from kernels_ref.sdpa.sparse import chosen_blocks, ruled_causal, ruled_shared
+from kernels_ref.units import write_indices, write_kv
 from tests.bias_builders.plain_rules import plain
 from tests.engine.tiny import Tiny
 from tests.kernels_ref.scenario import RowSpec, Scenario, World

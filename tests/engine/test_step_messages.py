@@ -13,7 +13,7 @@ import torch
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine.executor import StepOutput
-from hpu_duo.engine.message import StepMessage
+from hpu_duo.engine.step_input import StepMessage
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve
 from tests.modeling.families import prompts_of

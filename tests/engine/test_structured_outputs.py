@@ -16,10 +16,10 @@ from transformers import GenerationConfig
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine import intake
+from hpu_duo.lab.replay import replay
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams, StructuredOutputs
-from hpu_duo.steplog import options_of, read_log
-from hpu_duo.steplog.replay import replay
+from hpu_duo.startup.recorded_steps import options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, make_tiny, serve, text_of, tokens_of
 from tests.modeling.families import prompts_of
 

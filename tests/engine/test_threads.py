@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpu_duo.engine.outputs import RequestOutput
-from hpu_duo.engine.turns import Turns
+from hpu_duo.engine.outputs import RequestOutput, Turns
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve, tokens_of

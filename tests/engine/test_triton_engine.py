@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.startup import kernels as kernel_choice
-from hpu_duo.startup.kernels import choose_kernels
+from hpu_duo.startup import blueprint as kernel_choice
+from hpu_duo.startup.blueprint import choose_kernels
 from kernels_ref import Implementation
 from kernels_ref.triton import availability
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from graphs import BatchShape, BucketTable, Phase, StepLimits
-from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.engine.trimming import ChunkTrimming
 from hpu_duo.request import NO_ROW, FinishReason, Request, RequestStatus
 from hpu_duo.scheduling import SchedulingPolicy
 from tests.engine_host.simulated_device import VOCAB_SIZE, SimulatedDevice, make_request, outputs_alone

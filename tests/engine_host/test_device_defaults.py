@@ -13,7 +13,7 @@ from graphs.planner import evaluate
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.modeling.loading import dtype_note, resolve_dtype
-from hpu_duo.simulate import prior
+from hpu_duo.planning.simulation import prior
 from hpu_duo.startup.tables import default_table
 
 LIMITS: dict[str, Any] = {

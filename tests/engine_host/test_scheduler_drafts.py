@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpu_duo.engine.samples import forced
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.engine.scoring import forced
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.scheduling import SchedulingPolicy, VirtualTokenCounter

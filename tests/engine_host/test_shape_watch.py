@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from graphs import BatchShape, BucketTable, SkippingCost, StepCost, StepLimits
-from graphs.promise import Promise
-from graphs.recording import read_shapes
-from hpu_duo.engine.shape_watch import Replanning, ShapeWatch
+from graphs.bucket_file import read_shapes
+from graphs.traffic_watch import Promise
+from hpu_duo.engine.telemetry import Replanning, ShapeWatch
 
 LIMITS = StepLimits(
     max_num_seqs=8,

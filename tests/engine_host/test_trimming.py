@@ -8,9 +8,8 @@ import pytest
 
 from graphs import BatchShape, BucketTable, Phase, StepLimits
 from hpu_duo.engine.batch import exact_shape
-from hpu_duo.engine.scheduler import Scheduler
+from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.step_plan import ScheduledRow, StepPlan
-from hpu_duo.engine.trimming import ChunkTrimming
 from tests.engine_host.simulated_device import SimulatedDevice, make_request, outputs_alone
 
 WHOLE = Phase(causal=True, shared=True, unique=True)

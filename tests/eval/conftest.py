@@ -8,7 +8,7 @@ import torch
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.eval import Subject
+from hpu_duo.lab.eval import Subject
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.builtin.passkeys import question
-from hpu_duo.eval import NeedleGrid, PasskeyTask, ResultFile, Subject, passkey_accuracy, stream_perplexity
-from hpu_duo.eval.kv_bytes import KVBytes
-from hpu_duo.eval.model_under_test import encode_known
+from hpu_duo.lab.eval import NeedleGrid, PasskeyTask, ResultFile, Subject, passkey_accuracy, stream_perplexity
+from hpu_duo.lab.eval.kv_bytes import KVBytes
+from hpu_duo.lab.eval.model_under_test import encode_known
+from hpu_duo.lab.tasks.passkeys import question
 from hpu_duo.sampling import SamplingParams
 
 TASK = PasskeyTask(400, num_documents=2, num_passkeys=3, passkey_words=4)

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpu_duo.eval import CurveTask, KVBytes, PasskeyResult, PasskeyTask, ResultFile, curve, curve_points
-from hpu_duo.eval.curve import FULL, RANDOM, STREAMING, summary
-from hpu_duo.eval.interval import wilson
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.eval import CurveTask, KVBytes, PasskeyResult, PasskeyTask, ResultFile, curve, curve_points
+from hpu_duo.lab.eval.curve import FULL, RANDOM, STREAMING, summary
+from hpu_duo.lab.eval.interval import wilson
 
 SCORES = np.array([[0.1, 0.9], [0.8, 0.2]], np.float32)
 GATES = HeadPattern(SCORES, sink=4, recent=12)

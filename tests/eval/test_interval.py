@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.eval.interval import interval_fields, wilson
+from hpu_duo.lab.eval.interval import interval_fields, wilson
 
 Z = 1.959964
 

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.eval import Subject
-from hpu_duo.eval.interval import wilson
-from hpu_duo.eval.kvpress_peer import (
+from hpu_duo.lab.eval import Subject
+from hpu_duo.lab.eval.interval import wilson
+from hpu_duo.lab.eval.kvpress_peer import (
     KVPressError,
     KVPressModel,
     KVPressProcess,
@@ -32,8 +32,8 @@ from hpu_duo.eval.kvpress_peer import (
     press_of,
     worker,
 )
-from hpu_duo.eval.kvpress_peer.comparison import difference
-from hpu_duo.eval.policy_curve import PolicyTask
+from hpu_duo.lab.eval.kvpress_peer.comparison import difference
+from hpu_duo.lab.eval.policy_curve import PolicyTask
 
 STAND_IN = Path(__file__).parent / "stand_in"
 EOS = (2,)

@@ -13,15 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.builtin.passkeys import document, question, token_counter
 from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.tasks.passkeys import document, question, token_counter
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from hpu_duo.eval import KVBytes  # noqa: E402
-from hpu_duo.eval.lm_eval_adapter import HPUDuoLM, register, run_harness  # noqa: E402
+from hpu_duo.lab.eval import KVBytes  # noqa: E402
+from hpu_duo.lab.eval.lm_eval_adapter import HPUDuoLM, register, run_harness  # noqa: E402
 
 CHOICES = """
 task: passkey_choice
@@ -140,7 +140,7 @@ def test_the_harness_finds_the_name_and_the_model_answers_by_choice(tasks: TaskM
 def test_the_other_models_of_the_harness_are_found_beside_this_one() -> None:
     """In a process of its own: what one import fills stays filled."""
     script = (
-        "import hpu_duo.eval.lm_eval_adapter\n"
+        "import hpu_duo.lab.eval.lm_eval_adapter\n"
         "from lm_eval.api.registry import MODEL_REGISTRY, get_model\n"
         "print('hf' in MODEL_REGISTRY, get_model('dummy').__name__, get_model('hpu-duo').__name__)\n"
     )

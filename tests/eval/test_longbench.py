@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.eval.longbench import DATASETS, cut_middle, prompt_text, read_longbench, read_prompts
+from hpu_duo.lab.eval.longbench import DATASETS, cut_middle, prompt_text, read_longbench, read_prompts
 
 ITEM: dict[str, Any] = {
     "input": "Who sold the {boat}?",

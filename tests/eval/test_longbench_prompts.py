@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from hpu_duo.eval import LongBenchItem, Subject
-from hpu_duo.eval.answering import Question, answered, check_questions
-from hpu_duo.eval.longbench import DATASETS, MetricSource
-from hpu_duo.eval.longbench_prompts import LongBenchProtocol
+from hpu_duo.lab.eval import LongBenchItem, Subject
+from hpu_duo.lab.eval.answering import Question, answered, check_questions
+from hpu_duo.lab.eval.longbench import DATASETS, MetricSource
+from hpu_duo.lab.eval.longbench_prompts import LongBenchProtocol
 
 Load = Callable[[float | None], Subject]
 OFFICIAL = MetricSource.OFFICIAL
@@ -119,7 +119,7 @@ def test_simulated_decodes_read_what_heads_have_kept(builtin: Load) -> None:
 
 
 def test_answers_go_on_behind_those_that_are_there(builtin: Load, tmp_path: Any) -> None:
-    from hpu_duo.eval import ResultFile
+    from hpu_duo.lab.eval import ResultFile
 
     subject, asked = builtin(0.5), []
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpu_duo.eval.longbench_v2 import PROMPT, choice_rows, chosen_letter, read_longbench_v2, read_prompt
+from hpu_duo.lab.eval.longbench_v2 import PROMPT, choice_rows, chosen_letter, read_longbench_v2, read_prompt
 
 ITEM: dict[str, Any] = {
     "_id": "1",

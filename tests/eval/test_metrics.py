@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.eval import metrics
+from hpu_duo.lab.eval import metrics
 
 rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
 

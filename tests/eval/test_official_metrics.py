@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.eval import metrics, official_metrics
+from hpu_duo.lab.eval import metrics, official_metrics
 
 PAIRS = [
     json.loads(line)

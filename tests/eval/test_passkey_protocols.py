@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hpu_duo.builtin.rehearsed import Rehearsals
-from hpu_duo.eval import NeedleGrid, PasskeyQuestions, PasskeyTask, Subject, passkey_accuracy
+from hpu_duo.lab.eval import NeedleGrid, PasskeyQuestions, PasskeyTask, Subject, passkey_accuracy
+from hpu_duo.lab.tasks.rehearsed import Rehearsals
 
 Load = Callable[[float | None], Subject]
 

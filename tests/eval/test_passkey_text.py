@@ -10,11 +10,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.builtin.haystack import BuiltinHaystack, TextHaystack
-from hpu_duo.builtin.passkeys import document, question, sentences
-from hpu_duo.builtin.words import NOUNS, PASSKEY_WORDS
-from hpu_duo.eval import PasskeyQuestions, PasskeyTask, PasskeyText, Subject, WordSource
-from hpu_duo.eval.passkey_text import whole_words
+from hpu_duo.lab.eval import PasskeyQuestions, PasskeyTask, PasskeyText, Subject, WordSource
+from hpu_duo.lab.eval.passkey_text import whole_words
+from hpu_duo.lab.tasks.haystack import BuiltinHaystack, TextHaystack
+from hpu_duo.lab.tasks.passkeys import document, question, sentences
+from hpu_duo.lab.tasks.words import NOUNS, PASSKEY_WORDS
 
 Load = Callable[[float | None], Subject]
 BOOK = "Rain fell on the harbour. Nobody watched the boats, and the lamps were out! A dog barked twice. " * 4

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpu_duo.eval import KVBytes, ResultFile, policy_curve
-from hpu_duo.eval.interval import wilson
-from hpu_duo.eval.perplexity import PerplexityResult
-from hpu_duo.eval.policy_curve import (
+from hpu_duo.heads import HeadPattern
+from hpu_duo.lab.eval import KVBytes, ResultFile, policy_curve
+from hpu_duo.lab.eval.interval import wilson
+from hpu_duo.lab.eval.perplexity import PerplexityResult
+from hpu_duo.lab.eval.policy_curve import (
     PolicyPoint,
     PolicyTask,
     measured_points,
@@ -17,7 +18,6 @@ from hpu_duo.eval.policy_curve import (
     policy_points,
     policy_rows,
 )
-from hpu_duo.heads import HeadPattern
 
 SCORES = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
 PATTERN = HeadPattern(SCORES, sink=16, recent=64)

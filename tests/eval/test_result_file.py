@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.eval.result_file import ResultFile, ResultsNotWrittenError, refuse_existing
+from hpu_duo.lab.eval.result_file import ResultFile, ResultsNotWrittenError, refuse_existing
 
 SETTINGS = {"model": "tiny", "lengths": (1, 2)}
 

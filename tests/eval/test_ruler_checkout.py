@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from hpu_duo.builtin.haystack import BuiltinHaystack
-from hpu_duo.eval import RulerTask
-from hpu_duo.eval.ruler_checkout import find_questions, read_checkout
-from hpu_duo.eval.ruler_texts import OWN_TEXTS, TaskTemplate
+from hpu_duo.lab.eval import RulerTask
+from hpu_duo.lab.eval.ruler_checkout import find_questions, read_checkout
+from hpu_duo.lab.eval.ruler_texts import OWN_TEXTS, TaskTemplate
+from hpu_duo.lab.tasks.haystack import BuiltinHaystack
 
 CONSTANTS = """
 import nothing_that_is_there

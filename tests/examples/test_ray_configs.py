@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hpu_duo.ray_serve.arguments import RayServeArgs
+from hpu_duo.fleet.ray_serve.arguments import RayServeArgs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIGS = [EXAMPLES / "ray" / "serve.yaml", *sorted((EXAMPLES / "gaudi" / "ray").glob("*.yaml"))]
@@ -24,7 +24,7 @@ def read(path: Path) -> dict[str, Any]:
 def arguments(path: Path) -> RayServeArgs:
     """Arguments of the only application of a file."""
     (application,) = read(path)["applications"]
-    assert application["import_path"] == "hpu_duo.ray_serve.app:build_app"
+    assert application["import_path"] == "hpu_duo.fleet.ray_serve.app:build_app"
     return RayServeArgs.model_validate(application["args"])
 
 

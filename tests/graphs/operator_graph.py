@@ -1,6 +1,6 @@
 """A device graph on any device: the operators of a run, recorded and replayed on the same tensors.
 
-Unlike ``graphs.backends.traced_step``, whose replay makes new tensors in each run.
+Unlike ``graphs.backends.replay``, whose replay makes new tensors in each run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.backends.base import Outputs
-from graphs.backends.whole_step import Recording
+from graphs.backends.base import Outputs, Recording
 
 _ATEN = torch.ops.aten
 READS = (_ATEN.item.default, _ATEN._local_scalar_dense.default, _ATEN.equal.default)

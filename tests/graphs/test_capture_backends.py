@@ -15,11 +15,11 @@ from torch import Tensor
 import graphs
 from graphs import BatchShape, CaptureBackend, EagerBackend, make_backend
 from graphs.backends import BACKEND_NAMES, best_name
+from graphs.backends.base import WholeStepBackend
 from graphs.backends.compile import CompileBackend
 from graphs.backends.cuda import CudaBackend
 from graphs.backends.hpu import HpuGraphBackend
 from graphs.backends.replay import ReplayBackend
-from graphs.backends.whole_step import WholeStepBackend
 from tests.graphs.operator_graph import OperatorRecorder
 from tests.vendor import calls, choose_mode
 
@@ -258,7 +258,7 @@ def test_the_vendor_is_content_with_hpu_and_the_right_mode(vendor: pytest.Monkey
 def test_a_compiler_of_code_for_the_cpu_is_asked_for_where_one_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("graphs.backends.toolchain.shutil.which", lambda name: None)
+    monkeypatch.setattr("graphs.backends.compile.shutil.which", lambda name: None)
     cpu = torch.device("cpu")
     assert re.search(r"no C\+\+ compiler", CompileBackend().problem(cpu) or "")
     assert CompileBackend("eager").problem(cpu) is None

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from graphs.backends import cuts
-from graphs.backends.cuts import cut_at, cutting
+from graphs.backends import compile
+from graphs.backends.compile import cut_at, cutting
 
 _library = torch.library.Library("hpu_duo_test_cuts", "FRAGMENT")
 _library.define("twice(Tensor x, Tensor store) -> (Tensor, Tensor)")
@@ -34,7 +34,7 @@ class Compiler:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    monkeypatch.setattr(cuts, "_runs", {})
+    monkeypatch.setattr(compile, "_runs", {})
     seen: list[int] = []
 
     def run(x: Tensor, store: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,9 @@ from graphs import (
     StepCost,
     StepLimits,
 )
-from graphs.decode_twins import decode_twins
 from graphs.planner import Resolution
-from hpu_duo.simulate import plan_buckets
+from graphs.table import decode_twins
+from hpu_duo.planning.simulation import plan_buckets
 from tests.graphs.planner.drawn import limits_of, scheduled_shapes
 
 COSTS = st.sampled_from([StepCost(block_size=16), StepCost(operations_per_launch=0.0), SkippingCost()])

@@ -13,8 +13,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs import BatchShape
-from graphs.backends.compile import CompileBackend
-from graphs.backends.toolchain import cpu_compile_problem
+from graphs.backends.compile import CompileBackend, cpu_compile_problem
 from tests.graphs.small_step import SHAPE, SIZE, Inputs, inputs_of
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphs.backends.traced_step import TracedStep, call_compiled
+from graphs.backends.replay import TracedStep, call_compiled
 from tests.graphs.small_step import SIZE, Inputs, inputs_of
 
 

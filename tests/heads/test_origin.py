@@ -13,8 +13,8 @@ from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.cli.app import app
 from hpu_duo.heads import HeadPattern
-from hpu_duo.heads.origin import FINGERPRINT_KEY, NAME_KEY
-from hpu_duo.modeling.model_files import model_fingerprint, model_name
+from hpu_duo.heads.pattern import FINGERPRINT_KEY, NAME_KEY
+from hpu_duo.modeling.hub import model_fingerprint, model_name
 
 SHORT = ("--num-tokens", "400", "--num-documents", "1", "--num-passkeys", "1")
 SMALL = {"max_model_len": 64, "max_num_seqs": 2, "sparsity": 0.5}

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.identify import BuiltinHaystack, DatasetSettings, Encoder, Form, GatedModel, PasskeyDataset
+from hpu_duo.lab.identify import BuiltinHaystack, DatasetSettings, Encoder, Form, GatedModel, PasskeyDataset
 from tests.identify.induction import save_induction_model
 from tests.modeling.families import Zoo
 

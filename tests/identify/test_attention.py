@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.identify.attention import Band, Weighing, banded_attention, full_attention, query_blocks
+from hpu_duo.lab.identify.attention import Band, Weighing, banded_attention, full_attention, query_blocks
 from tests.modeling.dense_oracle import sees
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.identify import BuiltinHaystack, DatasetSettings, Encoder, Form, PasskeyDataset, TextHaystack
+from hpu_duo.lab.identify import BuiltinHaystack, DatasetSettings, Encoder, Form, PasskeyDataset, TextHaystack
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 ENCODER = Encoder(TOKENIZER)

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 
 from hpu_duo import HeadPattern
-from hpu_duo.cost.read_model import read_model
-from hpu_duo.identify import Band, FullFrom, GatedModel, training_memory
+from hpu_duo.lab.identify import Band, FullFrom, GatedModel, training_memory
+from hpu_duo.planning.read_model import read_model
 from tests.identify.live_bytes import LiveBytes
 from tests.modeling.dense_oracle import oracle_logits
 from tests.modeling.families import FAMILIES, VOCAB, Zoo, save_random

@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.identify import (
+from hpu_duo.lab.identify import (
     Band,
     BuiltinHaystack,
     DatasetSettings,
@@ -17,8 +17,8 @@ from hpu_duo.identify import (
     PasskeyDataset,
     Workers,
 )
-from hpu_duo.identify.attention import Weighing
-from hpu_duo.identify.measure import (
+from hpu_duo.lab.identify.attention import Weighing
+from hpu_duo.lab.identify.measure import (
     MEAN_QK_TOKENS,
     distant_mass,
     mean_qk_score,

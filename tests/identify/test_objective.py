@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.identify.objective import AdamState, LossForm, Schedule
+from hpu_duo.lab.identify.objective import AdamState, LossForm, Schedule
 
 
 def test_steps_are_those_of_adamw_without_decay() -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.cli.app import app
 from hpu_duo.heads import HeadPattern
-from hpu_duo.identify import (
+from hpu_duo.lab.identify import (
     Band,
     BuiltinHaystack,
     DatasetSettings,
@@ -29,7 +29,7 @@ from hpu_duo.identify import (
     TrainingSettings,
     Workers,
 )
-from hpu_duo.identify.run_state import STATE_FILE
+from hpu_duo.lab.identify.run_state import STATE_FILE
 from tests.identify.conftest import CPU
 from tests.identify.induction import INDUCTION_HEAD
 from tests.modeling.families import Zoo

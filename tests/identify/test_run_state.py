@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.identify.objective import AdamState
-from hpu_duo.identify.run_state import STATE_FILE, RunState, StepLosses, read_state, write_state
+from hpu_duo.lab.identify.objective import AdamState
+from hpu_duo.lab.identify.run_state import STATE_FILE, RunState, StepLosses, read_state, write_state
 
 RUN = {"lr": 0.02, "form": "names", "seed": 1}
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from hpu_duo.sim import fused
+from hpu_duo.lab.sim import fused
 from kernels_ref import Implementation, Softmax, unified_attention
-from kernels_ref.chunks import DEFAULT_BOUNDS, ChunkBounds
-from kernels_ref.hpu.operators import NO_OPERATORS, FusedOperators
-from kernels_ref.slices import DEFAULT_SLICES, Slices
+from kernels_ref.chunks import DEFAULT_BOUNDS, DEFAULT_SLICES, ChunkBounds, Slices
+from kernels_ref.hpu.attention import NO_OPERATORS, FusedOperators
 from tests.kernels_ref.scenario import World
 
 

@@ -120,17 +120,12 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     """Every launching function on a step of usual shapes: 8 heads of 4 query heads, blocks of 128 slots."""
     from kernels_ref.triton.causal import causal
     from kernels_ref.triton.column_sums import column_sums
-    from kernels_ref.triton.finish import finish
-    from kernels_ref.triton.held_rings import held_rings
-    from kernels_ref.triton.leading_rings import leading_rings
-    from kernels_ref.triton.ruled_causal import ruled_causal
-    from kernels_ref.triton.ruled_shared import ruled_shared
-    from kernels_ref.triton.ruled_unique import ruled_unique
+    from kernels_ref.triton.merging import finish
+    from kernels_ref.triton.rings import held_rings, leading_rings, shared_rings, weighed_rings
+    from kernels_ref.triton.rules import ruled_causal, ruled_shared, ruled_unique
     from kernels_ref.triton.shared_blocks import shared_blocks
-    from kernels_ref.triton.shared_rings import shared_rings
     from kernels_ref.triton.stream_k import stream_k
     from kernels_ref.triton.unique_blocks import split_unique_blocks
-    from kernels_ref.triton.weighed_rings import weighed_rings
     from kernels_ref.triton.write_kv import write_kv
 
     def ints(*shape: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.kv_policies import TOVA, HeavyHitters, Local, StreamingLLM
+from hpu_duo.heads.eviction import TOVA, HeavyHitters, Local, StreamingLLM
 from kernels_ref import KVPolicy, Partial, Scoring, SlotView, reference
 from kernels_ref.groups.budget_slots import assign_slots, kept_tokens, slot_to_write
 from kernels_ref.groups.column_sums import ChunkStep, column_sums, log_sum_exp, summed_queries

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from bias_builders import TopBlocks, Window
 from kernels_ref import ChosenBlocks, HeadGroup
-from kernels_ref.chunks import ChunkBounds
-from kernels_ref.slices import Slices
+from kernels_ref.chunks import ChunkBounds, Slices
 from tests.kernels_ref.choices import CHOICES
 from tests.kernels_ref.scenario import RowSpec, Scenario, World
 

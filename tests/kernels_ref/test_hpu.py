@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bias_builders import Window
-from hpu_duo.sim import fused
+from hpu_duo.lab.sim import fused
 from kernels_ref import Softmax
 from kernels_ref.chunks import DEFAULT_BOUNDS
-from kernels_ref.hpu.operators import ATTENTION, BLOCK_SOFTMAX, SOFTMAX, FusedOperators
+from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, SOFTMAX, FusedOperators
 from kernels_ref.hpu.trial import try_operators
 from tests.kernels_ref.choices import GAUDI2, GAUDI3, Choice
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios

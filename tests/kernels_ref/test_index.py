@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels_ref.index import unit_places, write_indices
-from kernels_ref.units import UnitLayout
+from kernels_ref.units import UnitLayout, unit_places, write_indices
 
 
 @given(

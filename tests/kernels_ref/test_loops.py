@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from bias_builders import Window
-from graphs.backends.cuts import cutting
-from hpu_duo.sim import fused
+from graphs.backends.compile import cutting
+from hpu_duo.lab.sim import fused
 from kernels_ref import loops, unified_attention
-from kernels_ref.chunks import ChunkBounds
+from kernels_ref.chunks import ChunkBounds, Slices
 from kernels_ref.loops import How
-from kernels_ref.slices import Slices
 from tests.kernels_ref.choices import PORTABLE, Choice
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 from tests.kernels_ref.test_unified import QUICK

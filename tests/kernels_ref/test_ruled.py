@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from bias_builders import BlockTable, Dilated, Fixed, Rule, RuleIntersection, RuleUnion, Strided, Window
 from kernels_ref import Implementation
-from kernels_ref.chunks import ChunkBounds
-from kernels_ref.ruled import reached_keys
-from kernels_ref.slices import Slices
+from kernels_ref.chunks import ChunkBounds, Slices
+from kernels_ref.sparse import reached_keys
 from tests.bias_builders.plain_rules import plain, rules, tables
 from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, REFERENCE, Choice
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios

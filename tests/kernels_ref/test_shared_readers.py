@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from kernels_ref.sdpa.shared import TokenPlaces, readers_of
+from kernels_ref.sdpa.prefill import TokenPlaces, readers_of
 
 VISIBLE = arrays(
     np.int64, array_shapes(min_dims=2, max_dims=2, max_side=7), elements=st.sampled_from([0, 2, 4])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.kv_policies import Fixed, Strided
+from hpu_duo.heads.eviction import Fixed, Strided
 from kernels_ref import KVPolicy, SlotView
 
 POLICIES = st.one_of(

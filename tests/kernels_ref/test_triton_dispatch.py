@@ -15,7 +15,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from bias_builders import Leading, Window
-from graphs.backends.toolchain import cpu_compile_problem
+from graphs.backends.compile import cpu_compile_problem
 from kernels_ref import (
     Implementation,
     KVUnits,
@@ -29,10 +29,10 @@ from kernels_ref import (
 )
 from kernels_ref.groups import BlockStep, RingStep
 from kernels_ref.impl import kernels
-from kernels_ref.index import gather
 from kernels_ref.partial import Partial
 from kernels_ref.triton import availability, launch, operators
 from kernels_ref.triton.launch import DeviceLimits
+from kernels_ref.units import gather
 from tests.kernels_ref.scenario import RowSpec, Scenario, World
 from tests.triton_interpreter import replacing_once
 

@@ -15,7 +15,7 @@ from kernels_ref import (
 )
 from kernels_ref import partial as algebra
 from kernels_ref.impl import kernels
-from kernels_ref.index import write_kv
+from kernels_ref.units import write_kv
 from tests.kernels_ref.test_triton_parity import DEVICE, DTYPES, on_device
 from tests.triton_interpreter import replacing_once
 

@@ -31,10 +31,10 @@ from kernels_ref import (
     unified_attention,
 )
 from kernels_ref.impl import Kernels, kernels
-from kernels_ref.index import gather, write_kv
 from kernels_ref.partial import fold
 from kernels_ref.triton import launch
 from kernels_ref.triton.launch import DeviceLimits, Launch
+from kernels_ref.units import gather, write_kv
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 from tests.triton_interpreter import replacing_once
 

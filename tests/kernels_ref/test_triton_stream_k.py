@@ -158,7 +158,7 @@ def test_every_visible_slot_is_counted_once_whoever_reads_it(case: Case) -> None
 @QUICK
 @given(case=cases())
 def test_the_map_is_a_stable_sort_of_the_blocks_by_row_with_tails_last(case: Case) -> None:
-    from kernels_ref.triton.stream_k_map import build_work_map
+    from kernels_ref.triton.stream_k import build_work_map
 
     world = World(case)
     owner, tail_block, tail_visible = (x.to(DEVICE) for x in world.plan())

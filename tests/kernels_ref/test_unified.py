@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bias_builders import Leading, Window
 from kernels_ref import Implementation, Softmax, StepParts, unified_attention
-from kernels_ref.chunks import ChunkBounds
+from kernels_ref.chunks import ChunkBounds, Slices
 from kernels_ref.sdpa import short
-from kernels_ref.slices import Slices
 from tests.kernels_ref.choices import ALL, CHOICES, ON_HPU, Choice
 from tests.kernels_ref.scenario import RowSpec, Scenario, World, scenarios
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.kv.evicted import EvictedPrefixes
+from hpu_duo.kv.prefix import EvictedPrefixes
 from hpu_duo.kv.prefix_tree import PrefixTree
 
 

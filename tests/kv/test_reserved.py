@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from hpu_duo.kv.plan import MemoryPlan
-from hpu_duo.kv.reserved import reserved_zeros
-from hpu_duo.kv.store import KVStore
+from hpu_duo.kv.store import KVStore, reserved_zeros
 from tests.kv.layers import layer_kv
 
 CPU = torch.device("cpu")

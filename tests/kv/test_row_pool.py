@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.kv.rows import RowMove, RowPool
+from hpu_duo.kv.pool import RowMove, RowPool
 
 
 def test_rows_are_handed_out_lowest_free_one_first() -> None:

@@ -9,8 +9,9 @@ from transformers import AutoTokenizer
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.identify import Form
-from hpu_duo.kv_calibration import (
+from hpu_duo.config.kv_plan import Keep, KVPlan
+from hpu_duo.lab.identify import Form
+from hpu_duo.lab.kv_calibration import (
     AdaKV,
     CalibratedPlan,
     Calibration,
@@ -20,7 +21,6 @@ from hpu_duo.kv_calibration import (
     FastGen,
     PromptFile,
 )
-from hpu_duo.kv_plan import Keep, KVPlan
 
 WithTokenizer = Callable[[str], Path]
 SHORT = Documents(num_prompts=2, num_tokens=400, num_passkeys=3, passkey_words=4, form=Form.NAMES)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.kv_calibration import (
+from hpu_duo.config.kv_plan import Keep
+from hpu_duo.lab.kv_calibration import (
     FastGenChoice,
     Kind,
     TokenClasses,
@@ -18,7 +19,6 @@ from hpu_duo.kv_calibration import (
     plan_of_budgets,
     quantised,
 )
-from hpu_duo.kv_plan import Keep
 
 
 def causal(num_heads: int, num_tokens: int, seed: int) -> torch.Tensor:

@@ -3,10 +3,17 @@
 import pytest
 import torch
 
-from hpu_duo.identify import GatedModel
-from hpu_duo.kv_calibration import AdaKV, CalibrationMethod, FastGen, TokenClasses, choose_kinds, head_budgets
-from hpu_duo.kv_calibration.calibrated import PlannedHead
-from hpu_duo.kv_calibration.collect import LayerAttention, collect
+from hpu_duo.lab.identify import GatedModel
+from hpu_duo.lab.kv_calibration import (
+    AdaKV,
+    CalibrationMethod,
+    FastGen,
+    TokenClasses,
+    choose_kinds,
+    head_budgets,
+)
+from hpu_duo.lab.kv_calibration.calibrated import PlannedHead
+from hpu_duo.lab.kv_calibration.collect import LayerAttention, collect
 from tests.identify.live_bytes import LiveBytes
 from tests.modeling.families import FAMILIES, VOCAB, Zoo
 

@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.kv_calibration import TokenClassifier
-from hpu_duo.kv_policies.token_classes import is_punctuation
+from hpu_duo.heads.eviction.fastgen import is_punctuation
+from hpu_duo.lab.kv_calibration import TokenClassifier
 from tests.kv_calibration.conftest import ALPHABET, SPECIAL
 
 ASCII_MARKS = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hpu_duo.load import Endpoint, Failure, Outcome, PlannedRequest
-from hpu_duo.load.client import Client, ServerError
+from hpu_duo.lab.load import Endpoint, Failure, Outcome, PlannedRequest
+from hpu_duo.lab.load.client import Client, ServerError
 from tests.load.stub_server import DONE, Answer, StubServer, delta, event, token, usage
 
 Serve = Callable[[Callable[[dict], Answer]], StubServer]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hpu_duo.load import Endpoint
-from hpu_duo.load.endpoint import Piece, StreamError
+from hpu_duo.lab.load import Endpoint
+from hpu_duo.lab.load.endpoint import Piece, StreamError
 
 COMPLETIONS, CHAT = Endpoint.COMPLETIONS, Endpoint.CHAT
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hpu_duo.load import Endpoint, Failure, LoadRun, Outcome, Pace, plan_requests
-from hpu_duo.load.client import Client, ServerError
-from hpu_duo.load.measure import Measurement
-from hpu_duo.traces import Arrival, PromptIds, RandomLengths, Rate
+from hpu_duo.lab.load import Endpoint, Failure, LoadRun, Outcome, Pace, plan_requests
+from hpu_duo.lab.load.client import Client, ServerError
+from hpu_duo.lab.load.measure import Measurement
+from hpu_duo.lab.traces import Arrival, PromptIds, RandomLengths, Rate
 from tests.load.stub_server import DONE, Answer, StubServer, token, usage
 
 Serve = Callable[[Callable[[dict], Answer]], StubServer]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.load.sse import EventStream
+from hpu_duo.lab.load.sse import EventStream
 
 LINES = st.sampled_from(
     [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.load import Failure, Goals, Outcome, Summary, result_fields
+from hpu_duo.lab.load import Failure, Goals, Outcome, Summary, result_fields
 
 
 def outcome(sent: float, tokens: list[float], end: float | None = None, num: int | None = None) -> Outcome:

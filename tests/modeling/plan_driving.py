@@ -10,7 +10,7 @@ import torch
 
 from bias_builders import Window
 from hpu_duo import HPUDuoModel
-from hpu_duo.kv_plan import Keep, KVPlan
+from hpu_duo.config.kv_plan import Keep, KVPlan
 from kernels_ref import Budget
 from tests.bias_builders.plain_rules import plain
 from tests.modeling.budget_driving import Seen

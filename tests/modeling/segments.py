@@ -12,8 +12,7 @@ from bias_builders import Held, Window, slot_position
 from kernels_ref import KVUnits, Owner, Partial, Rings, Step, StepParts, StepTensors, UnitLayout
 from kernels_ref.groups import GroupInputs, GroupKind, HeadSizes, PartSizes, RingStep
 from kernels_ref.impl import Kernels
-from kernels_ref.partial import attend, unfold
-from kernels_ref.scoring import soften
+from kernels_ref.partial import attend, soften, unfold
 from kernels_ref.step import DecodeRows, of_rows
 
 

@@ -14,7 +14,7 @@ from bias_builders import Rule, Window, describe_rule
 from graphs import BucketTable
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
-from hpu_duo.attention_rules import make_attention_rule, make_attention_rules
+from hpu_duo.config.attention_rules import make_attention_rule, make_attention_rules
 from kernels_ref import Blocks
 from tests.bias_builders.plain_rules import plain
 from tests.modeling.dense_oracle import masked_logits

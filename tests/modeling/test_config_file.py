@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.cost.read_model import read_model
-from hpu_duo.modeling.config_numbers import check_numbers
+from hpu_duo.modeling.config_checks import check_numbers
 from hpu_duo.modeling.loading import build_without_weights, read_config
+from hpu_duo.planning.read_model import read_model
 from tests.modeling.families import FAMILIES, LENGTH_DEPENDENT, save_random
 
 WRONG: tuple[Any, ...] = (0, -1, True, 1.5, "8", [], [0], {}, float("nan"), float("inf"), 10**12, 10**400)

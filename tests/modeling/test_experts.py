@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.audit import peak_allocated_bytes
+from hpu_duo.lab.audit import peak_allocated_bytes
 from hpu_duo.modeling import experts
 from hpu_duo.startup.sizes import LayerHeads, StepSizes
 from kernels_ref import HeadGroup

@@ -11,7 +11,7 @@ import pytest
 
 from graphs import BucketTable
 from graphs.backends.compile import CompileBackend
-from hpu_duo.kv_plan import Keep, KVPlan
+from hpu_duo.config.kv_plan import Keep, KVPlan
 from kernels_ref import TokenClass
 from tests.modeling.budget_driving import BUDGET, CHUNK, NUM_NEW, assert_follows, load_budget, run_budget
 from tests.modeling.families import BLOCK, Zoo, prompts_of

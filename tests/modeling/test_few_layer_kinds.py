@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from hpu_duo import HeadPattern, HPUDuoModel, sim
-from hpu_duo.limit_config import HPU_LAYER_KINDS
+from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.config.limits import HPU_LAYER_KINDS
+from hpu_duo.lab import sim
 from tests.modeling.dense_oracle import oracle_logits
 from tests.modeling.driving import greedy_logits
 from tests.modeling.families import BASE, BLOCK, FAMILIES, Zoo, prompts_of, save_random

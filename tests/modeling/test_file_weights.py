@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.modeling.file_weights import leave_files, plain_bytes
-from hpu_duo.modeling.packed_linear import can_pack
+from hpu_duo.modeling.packed_linear import can_pack, leave_files, plain_bytes
 from tests.modeling.families import FAMILIES, save_random
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.cost.read_model import read_model
 from hpu_duo.heads import HeadPattern
+from hpu_duo.planning.read_model import read_model
 from tests.modeling.families import (
     BASE,
     BLOCK,

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.cli.app import app
-from hpu_duo.modeling.hub import find_checkpoint, split_revision
-from hpu_duo.modeling.model_files import model_name
+from hpu_duo.modeling.hub import find_checkpoint, model_name, split_revision
 from tests.modeling.families import FAMILIES, save_random
 from tests.modeling.hub_server import COMMIT, hub_of
 

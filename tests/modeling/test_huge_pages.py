@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.modeling.huge_pages import HugePages
+from hpu_duo.modeling.packed_linear import HugePages
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int8)
 pieces = st.lists(

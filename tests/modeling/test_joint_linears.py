@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphs.backends.replay import TracedStep
 from graphs.backends.trace import Call
-from graphs.backends.traced_step import TracedStep
-from hpu_duo.modeling.joint_linears import join_linears
+from hpu_duo.modeling.packed_linear import join_linears
 from kernels_ref.x86 import linear
 from kernels_ref.x86.library import is_supported
 

@@ -10,9 +10,9 @@ import torch
 
 from graphs import BucketTable
 from hpu_duo import HPUDuoModel
-from hpu_duo.kv_plan import Keep, KVPlan
-from hpu_duo.steplog import options_of, read_log
-from hpu_duo.steplog.replay import replay
+from hpu_duo.config.kv_plan import Keep, KVPlan
+from hpu_duo.lab.replay import replay
+from hpu_duo.startup.recorded_steps import options_of, read_log
 from kernels_ref import Blocks, Budget, Rings
 from tests.modeling.budget_driving import run_budget
 from tests.modeling.families import BLOCK, LENGTHS, Zoo, prompts_of

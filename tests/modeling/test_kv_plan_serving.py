@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpu_duo import HPUDuoModel
-from hpu_duo.kv_plan import Keep, KVPlan
+from hpu_duo.config.kv_plan import Keep, KVPlan
 from tests.modeling.budget_driving import run_budget
 from tests.modeling.families import BLOCK, Zoo, prompts_of
 from tests.modeling.plan_driving import ALL, CHUNK, GROUPED, H2O, MIXED, RING, TOVA, assert_follows, load

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig, SmolLM3C
 
 from graphs.backends.compile import CompileBackend
 from hpu_duo import HeadPattern, HPUDuoModel
-from hpu_duo.modeling.layer_kind import LayerKind
+from hpu_duo.modeling.attention import LayerKind
 from tests.modeling.families import BASE, BLOCK, FAMILIES, IS_5, Zoo, greedy, prompts_of, save_random
 
 EXPERTS = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from graphs import BatchShape
-from hpu_duo.modeling.live_rows import LiveRows
+from hpu_duo.modeling.attention import LiveRows
 from hpu_duo.modeling.packed_linear import PanelLinear, pack_linears
 from kernels_ref.x86.library import is_supported
 

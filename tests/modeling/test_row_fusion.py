@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphs.backends.replay import ReplayBackend
+from graphs.backends.replay import ReplayBackend, TracedStep
 from graphs.backends.trace import Call
-from graphs.backends.traced_step import TracedStep
 from hpu_duo.modeling.row_fusion import fuse_rows
 from kernels_ref import rowwise
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.ranking import EncoderRanker, load_ranker, save_ranker
+from hpu_duo.scheduling.ranker import EncoderRanker, load_ranker, save_ranker
 
 VOCAB_SIZE = 40
 WIDTHS: dict[str, dict[str, Any]] = {

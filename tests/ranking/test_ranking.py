@@ -13,12 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.ranking import EncoderRanker, LinearRanker, Ranker, load_ranker, save_ranker
-from hpu_duo.ranking.examples import Examples
-from hpu_duo.ranking.kendall import kendall_tau
-from hpu_duo.ranking.loss import list_mle
-from hpu_duo.ranking.train import TrainingPlan, train
-from hpu_duo.traces import Arrival
+from hpu_duo.lab.ranker_training import Examples, TrainingPlan, kendall_tau, list_mle, train
+from hpu_duo.lab.traces import Arrival
+from hpu_duo.scheduling.ranker import EncoderRanker, LinearRanker, Ranker, load_ranker, save_ranker
 from tests.ranking.traffic import VOCAB_SIZE, traffic
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCAB_SIZE}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpu_duo.ranking.examples import Examples
+from hpu_duo.lab.ranker_training import Examples
 
 VOCAB_SIZE = 64
 ASKS_FOR_MUCH, ASKS_FOR_LITTLE = 7, 9

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphs import BatchShape, BucketTable, Phase
-from hpu_duo.config import CacheConfig, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
+from hpu_duo.config.engine import CacheConfig, EngineConfig, GraphConfig, ModelConfig, SchedulerConfig
+from hpu_duo.config.kv_plan import Keep, KVPlan
 from hpu_duo.device.ranks import first_difference
 from hpu_duo.device.runtime import CpuRuntime
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv_plan import Keep, KVPlan
-from hpu_duo.startup.agreement import facts_of, pattern_digest, plan_digest
+from hpu_duo.startup.sharding import facts_of, pattern_digest, plan_digest
 from tests.modeling.families import Zoo
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.builtin.passkeys import document, question, token_counter
+from hpu_duo.lab.tasks.passkeys import document, question, token_counter
 from hpu_duo.modeling.packed_linear import can_pack
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpu_duo.device import run_processes
+from hpu_duo.parallel import head_exchanges
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.sharded import head_exchanges
 from tests.modeling.families import BLOCK, FAMILIES, VOCAB, Zoo, prompts_of, save_random
 from tests.ranks.test_families import REFUSED, cases_of, differing
 from tests.ranks.test_serving import NUM_LAYERS, captured_ahead, counted_alike, pattern

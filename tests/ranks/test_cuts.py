@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.sharded.cuts import Cut, Cutter, FusedRows, HeadSizes, merged
-from hpu_duo.sharded.heads import RankHeads
-from hpu_duo.sharded.loading import read_share
+from hpu_duo.parallel.config import RankHeads
+from hpu_duo.parallel.cuts import Cut, Cutter, FusedRows, HeadSizes, merged
+from hpu_duo.parallel.loading import read_share
 
 DIM = 2
 

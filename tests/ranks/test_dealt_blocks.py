@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bias_builders import Window, leading_slots, leading_visible
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.sharded import DealtBlocks, HeadExchange, head_exchange, placed
+from hpu_duo.parallel import DealtBlocks, HeadExchange, head_exchange, placed
 from kernels_ref import (
     HeadGroup,
     Implementation,

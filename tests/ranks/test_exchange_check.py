@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpu_duo.device import Member, run_processes
-from hpu_duo.device.exchange_check import ExchangeTrial
+from hpu_duo.device.collectives import ExchangeTrial
 from hpu_duo.device.ranks import RankError, Ranks, joined
 from hpu_duo.startup.place import Place
 from hpu_duo.startup.sharding import build_share

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, MixtralConfig
 from hpu_duo.device import run_processes
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.llm import HPUDuoModel
+from hpu_duo.parallel import ExpertShare
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.sharded import ExpertShare
 from tests.modeling.families import BASE, IS_5, Zoo, prompts_of, save_random
 from tests.ranks.more_families import SERVED, is_known, tiny
 from tests.ranks.work import Answer, Case, serve, serve_here

@@ -8,7 +8,7 @@ import torch
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.modeling.loading import read_config
-from hpu_duo.warmup import configuration_of
+from hpu_duo.startup.warm_up_estimate import configuration_of
 from tests.modeling.families import BLOCK, Zoo, prompts_of
 
 

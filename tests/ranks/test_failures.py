@@ -16,8 +16,7 @@ from hpu_duo.device.ranks import RankError
 from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.llm import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.startup.launches import OwnLaunch
-from hpu_duo.startup.ranks import LedRanks
+from hpu_duo.startup.ranks import LedRanks, OwnLaunch
 from tests.modeling.families import BLOCK, Zoo, prompts_of
 from tests.ranks.work import Hang, Nap
 

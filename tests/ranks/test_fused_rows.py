@@ -13,8 +13,7 @@ from transformers import PretrainedConfig
 from hpu_duo.modeling.attention import NAME, attention
 from hpu_duo.modeling.loading import build_without_weights
 from hpu_duo.modeling.probe import DecoderLayer, read_layers
-from hpu_duo.sharded.cuts import FusedRows
-from hpu_duo.sharded.fused_rows import head_sizes
+from hpu_duo.parallel.cuts import FusedRows, head_sizes
 from tests.modeling.families import FAMILIES
 
 NUM_HEADS, NUM_KV, DIM = 4, 2, 6

@@ -12,9 +12,9 @@ import torch
 
 from graphs import BucketTable
 from hpu_duo import HPUDuoModel
+from hpu_duo.config.kv_plan import Keep, KVPlan
 from hpu_duo.device import run_processes
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv_plan import Keep, KVPlan
 from hpu_duo.sampling import SamplingParams
 from tests.modeling.families import BLOCK, Zoo, prompts_of
 from tests.ranks.test_serving import captured_ahead, counted_alike

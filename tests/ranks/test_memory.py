@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpu_duo.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from hpu_duo.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from hpu_duo.device import Member, run_processes
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.loading import read_config

@@ -7,10 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpu_duo.config import CacheConfig, EngineConfig, HeadConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from hpu_duo.config.engine import (
+    CacheConfig,
+    EngineConfig,
+    HeadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from hpu_duo.heads import HeadPattern
 from hpu_duo.llm import HPUDuoModel
-from hpu_duo.startup.retrieval_choice import settled
+from hpu_duo.startup.sharding import settled
 from tests.modeling.families import Zoo, make_config
 
 EIGHT = {

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.kv_policies import KV_POLICIES, make_kv_policy
-from hpu_duo.sharded import RankHeads, ScoreExchange, SharedPolicy, placed, shared_scores
+from hpu_duo.heads.eviction import KV_POLICIES, make_kv_policy
+from hpu_duo.parallel import RankHeads, ScoreExchange, SharedPolicy, placed, shared_scores
 from kernels_ref import FutureQueries, KVPolicy, SlotView
 from tests.ranks.threads import ThreadRanks
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpu_duo.device.processes import Family
-from hpu_duo.startup.launches import OwnLaunch
+from hpu_duo.startup.ranks import OwnLaunch
 from tests.device.test_processes import is_alive, wait_for
 from tests.ranks.work import lead
 

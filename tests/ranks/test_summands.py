@@ -15,8 +15,8 @@ from hpu_duo.device.ranks import Ranks
 from hpu_duo.modeling.attention import attention
 from hpu_duo.modeling.loading import build_without_weights
 from hpu_duo.modeling.probe import read_layers
-from hpu_duo.sharded import RankHeads
-from hpu_duo.sharded.share_check import check_share
+from hpu_duo.parallel import RankHeads
+from hpu_duo.parallel.share_trial import check_share
 from tests.modeling.families import BASE, FAMILIES
 from tests.ranks.more_families import SERVED, is_known, tiny
 from tests.ranks.test_families import REFUSED

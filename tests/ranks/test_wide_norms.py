@@ -12,10 +12,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from hpu_duo.sharded import modules
-from hpu_duo.sharded.modules import RMSNormOverRanks
-from hpu_duo.sharded.norms import NormFormula
-from hpu_duo.sharded.sums import wide_norms
+from hpu_duo.parallel import modules
+from hpu_duo.parallel.modules import NormFormula, RMSNormOverRanks, wide_norms
 from tests.ranks.threads import ThreadRanks
 
 HEAD_DIM, WIDTH, EPSILON = 4, 24, 1e-3

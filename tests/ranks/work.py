@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpu_duo.config import (
+from hpu_duo.config.engine import (
     CacheConfig,
     EngineConfig,
     GraphConfig,
@@ -24,14 +24,13 @@ from hpu_duo.config import (
 from hpu_duo.device import Member
 from hpu_duo.device.ranks import Membership, RankError, Ranks, Sent, joined
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.message import StepMessage
 from hpu_duo.engine.orders import Execute, FinishWarmUp, Order, Stop, follow
 from hpu_duo.engine.runner import Runner
+from hpu_duo.engine.step_input import StepMessage
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.assembly import assemble, engine_around
-from hpu_duo.startup.launches import OwnLaunch
 from hpu_duo.startup.place import Place
-from hpu_duo.startup.ranks import LedRanks, joined_as, lifeline_to_rank_0
+from hpu_duo.startup.ranks import LedRanks, OwnLaunch, joined_as, lifeline_to_rank_0
 from hpu_duo.startup.sharding import build_share
 from kernels_ref import Budget
 from tests.modeling.families import BLOCK

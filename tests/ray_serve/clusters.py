@@ -12,8 +12,8 @@ import httpx
 import ray
 from ray import serve
 
-from hpu_duo.ray_serve.app import build_app
-from hpu_duo.ray_serve.arguments import RayServeArgs
+from hpu_duo.fleet.ray_serve.app import build_app
+from hpu_duo.fleet.ray_serve.arguments import RayServeArgs
 
 HOST, PREFIX, APP = "127.0.0.1", "/duo", "duo"
 PATIENCE_S = 240.0

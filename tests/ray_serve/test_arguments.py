@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
-from hpu_duo.limit_config import SchedulerConfig
-from hpu_duo.ray_serve.arguments import RayServeArgs
+from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.fleet.ray_serve.arguments import RayServeArgs
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from hpu_duo.ray_serve.exchange import EngineCall, Head, below_prefix, exchange
+from hpu_duo.fleet.ray_serve.engine import EngineCall, Head, below_prefix, exchange
 
 
 class App:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.ray_serve.shared_router import SharedRouter, Ticket, announce, announced
-from hpu_duo.replicas.events import AnswerCounts
-from hpu_duo.replicas.prompts import RoutedCall
-from hpu_duo.routing import ROUTERS, RoutedRequest, make_router
+from hpu_duo.fleet.ray_serve.shared_router import SharedRouter, Ticket, announce, announced
+from hpu_duo.fleet.replicas.prompts import RoutedCall
+from hpu_duo.fleet.replicas.relaying import AnswerCounts
+from hpu_duo.fleet.routing import ROUTERS, RoutedRequest, make_router
 
 NAMES = ("a", "b", "c")
 

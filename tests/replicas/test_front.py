@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hpu_duo.routing import D2LPM
+from hpu_duo.fleet.routing import D2LPM
 from hpu_duo.server.running.admission import Stage
 from tests.replicas.fronts import STUB, LiveFront, live_front
 from tests.server.live import wait_until

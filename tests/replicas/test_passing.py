@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpu_duo.cli.serving.replica_options import replica_arguments
+from hpu_duo.cli.serving.options import replica_arguments
 from hpu_duo.device.processes import replica_environments
-from hpu_duo.replicas import prompts
-from hpu_duo.replicas.events import WholeEvents, counts_of
-from hpu_duo.replicas.prompts import RoutedCall, read_call
+from hpu_duo.fleet.replicas import prompts
+from hpu_duo.fleet.replicas.prompts import RoutedCall, read_call
+from hpu_duo.fleet.replicas.relaying import WholeEvents, counts_of
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
 EVENTS = [b'data: {"a":1}\n\n', b": keep-alive\n\n", b"data: %b\n\n" % json.dumps({"usage": USAGE}).encode()]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpu_duo.routing import Router, make_router
-from hpu_duo.routing.prefix_router import PrefixRouter
-from hpu_duo.routing.spread_dict import SpreadDict
+from hpu_duo.fleet.routing import Router, make_router
+from hpu_duo.fleet.routing.prefix_map import SpreadDict
+from hpu_duo.fleet.routing.prefix_router import PrefixRouter
 from tests.routing.texts import request_of
 
 REPLICAS = "abcd"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.routing import D2LPM
+from hpu_duo.fleet.routing import D2LPM
 from tests.routing.texts import request_of
 
 LONGEST, MOST_OUTPUTS = 12, 5

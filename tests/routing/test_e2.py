@@ -6,8 +6,8 @@ from math import inf
 
 import pytest
 
-from hpu_duo.routing import E2
-from hpu_duo.routing.window_load import WindowLoad
+from hpu_duo.fleet.routing import E2
+from hpu_duo.fleet.routing.e2 import WindowLoad
 from tests.routing.texts import request_of
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hpu_duo.routing import PrefixMap
-from hpu_duo.routing.radix_tree import RadixNode, num_common
+from hpu_duo.fleet.routing import PrefixMap
+from hpu_duo.fleet.routing.prefix_map import RadixNode, num_common
 from tests.routing.texts import TEXTS, common, request_of
 
 REPLICAS = st.sampled_from(["a", "b", "c"])

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hpu_duo.routing import D2LPM, E2, NoReplicaError, RoutedRequest, make_router
-from hpu_duo.routing.prefix_router import PrefixRouter
+from hpu_duo.fleet.routing import D2LPM, E2, NoReplicaError, RoutedRequest, make_router
+from hpu_duo.fleet.routing.prefix_router import PrefixRouter
 from tests.routing.texts import ROUTERS, TEXTS, USERS, request_of
 
 REPLICAS = ["a", "b", "c"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from hpu_duo.routing import RoutedRequest
+from hpu_duo.fleet.routing import RoutedRequest
 
 RUNS = st.builds(lambda ones, twos: [1] * ones + [2] * twos, st.integers(0, 5), st.integers(0, 4))
 TEXTS = st.one_of(RUNS, st.lists(st.sampled_from([1, 2]), max_size=9))

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpu_duo.sampling import PenaltyState, RowError, SamplingBatch, SamplingParams, SamplingRow, sample
-from hpu_duo.sampling.masks import blank_masks, forbid, forbidden_bits, num_words
-from hpu_duo.sampling.rows import FORBIDDEN
+from hpu_duo.sampling.rows import FORBIDDEN, blank_masks, forbid, forbidden_bits, num_words
 
 torch.set_num_threads(1)
 EOS = 5

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpu_duo.request import Request
 from hpu_duo.scheduling import SchedulingPolicy, ShortestJobFirst, make_policy
-from hpu_duo.scheduling.lengths import RecentLengths
+from hpu_duo.scheduling.ranked import RecentLengths
 from tests.engine_host.simulated_device import make_request
 from tests.scheduling.ranked_machine import Place, RankedMachine
 from tests.scheduling.serving import ALONE, Serving

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from hpu_duo.selftest.finding import Notes
-from hpu_duo.selftest.subject import Subject
+from hpu_duo.lab.selftest.finding import Notes
+from hpu_duo.lab.selftest.subject import Subject
 
 
 def good(subject: Subject, notes: Notes) -> None:

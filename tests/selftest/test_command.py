@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpu_duo.cli.app import app
-from hpu_duo.cost.fit import main as fit_main
+from hpu_duo.planning.fit import main as fit_main
 from tests.vendor import STANDIN
 
 runner = CliRunner()

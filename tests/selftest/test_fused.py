@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpu_duo import sim
-from hpu_duo.selftest.finding import Finding, Notes, read_notes
-from hpu_duo.selftest.fused import try_fused
-from hpu_duo.selftest.subject import Subject
-from kernels_ref.hpu.operators import ATTENTION, BLOCK_SOFTMAX, SOFTMAX
+from hpu_duo.lab import sim
+from hpu_duo.lab.selftest.finding import Finding, Notes, read_notes
+from hpu_duo.lab.selftest.fused import try_fused
+from hpu_duo.lab.selftest.subject import Subject
+from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, SOFTMAX
 
 
 def tried(path: Path) -> tuple[bool, list[Finding]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpu_duo.selftest.finding import Notes
-from hpu_duo.selftest.operators import OperatorShadow
+from hpu_duo.lab.selftest.finding import Notes
+from hpu_duo.lab.selftest.operators import OperatorShadow
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpu_duo.selftest.finding import Notes, read_notes
-from hpu_duo.selftest.report import Report
-from hpu_duo.selftest.selftest import StageResult, run_selftest, run_stages
-from hpu_duo.selftest.stages import Stage, stages_of
-from hpu_duo.selftest.subject import Subject
+from hpu_duo.lab.selftest.finding import Notes, read_notes
+from hpu_duo.lab.selftest.report import Report
+from hpu_duo.lab.selftest.selftest import StageResult, run_selftest, run_stages
+from hpu_duo.lab.selftest.stages import Stage, stages_of
+from hpu_duo.lab.selftest.subject import Subject
 from tests.selftest import misbehaving
 
 SUBJECT = Subject("cpu")

@@ -23,8 +23,7 @@ from hpu_duo.server.running import (
     SlowReaderError,
     Submission,
 )
-from hpu_duo.server.running.admission import Admission, NotServingError, QueueFullError, Stage
-from hpu_duo.server.running.timing import Timing
+from hpu_duo.server.running.admission import Admission, NotServingError, QueueFullError, Stage, Timing
 from tests.engine.tiny import assert_holds_nothing, tokens_of
 from tests.modeling.families import prompts_of
 from tests.server.conftest import TinyChat

@@ -11,18 +11,18 @@ import httpx
 import openai
 import pytest
 
-from hpu_duo.server.http import json_route, token_routes
+from hpu_duo.server.http import middleware, routes
 from hpu_duo.server.planning import chat as chat_planning
-from hpu_duo.server.protocol import bounds
-from hpu_duo.server.protocol.bounds import MAX_VALUES, ValueCount
+from hpu_duo.server.protocol import requests
 from hpu_duo.server.protocol.errors import ApiError
+from hpu_duo.server.protocol.requests import MAX_VALUES, ValueCount
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 TALK = [{"role": "user", "content": "hi"}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-NAME = "x" * (bounds.MAX_NAME + 1)
+NAME = "x" * (requests.MAX_NAME + 1)
 
 
 def tool(name: str) -> dict[str, Any]:
@@ -32,41 +32,41 @@ def tool(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        (TEXT, {"prompt": ["hi"] * (bounds.MAX_PROMPTS + 1)}, "prompt"),
-        (TEXT, {"prompt": [[5]] * (bounds.MAX_PROMPTS + 1)}, "prompt"),
-        (TEXT, {"stop": ["a"] * (bounds.MAX_STOPS + 1)}, "stop"),
-        (TEXT, {"stop_token_ids": [5] * (bounds.MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
+        (TEXT, {"prompt": ["hi"] * (requests.MAX_PROMPTS + 1)}, "prompt"),
+        (TEXT, {"prompt": [[5]] * (requests.MAX_PROMPTS + 1)}, "prompt"),
+        (TEXT, {"stop": ["a"] * (requests.MAX_STOPS + 1)}, "stop"),
+        (TEXT, {"stop_token_ids": [5] * (requests.MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
         # Wrong values are not looked at: each of them would have an error of its own.
-        (TEXT, {"logit_bias": {str(n): 1000 for n in range(bounds.MAX_LOGIT_BIAS + 1)}}, "logit_bias"),
+        (TEXT, {"logit_bias": {str(n): 1000 for n in range(requests.MAX_LOGIT_BIAS + 1)}}, "logit_bias"),
         (TEXT, {"logit_bias": {NAME: 1}}, "logit_bias"),
-        (TEXT, {"guided_choice": ["a"] * (bounds.MAX_GUIDED_CHOICES + 1)}, "guided_choice"),
+        (TEXT, {"guided_choice": ["a"] * (requests.MAX_GUIDED_CHOICES + 1)}, "guided_choice"),
         (TEXT, {"user": NAME}, "user"),
         (TEXT, {"model": NAME}, "model"),
-        (CHAT, {"messages": TALK * (bounds.MAX_MESSAGES + 1)}, "messages"),
+        (CHAT, {"messages": TALK * (requests.MAX_MESSAGES + 1)}, "messages"),
         (
             CHAT,
             {
                 "messages": [
-                    {"role": "user", "content": [{"type": "text", "text": ""}] * (bounds.MAX_PARTS + 1)}
+                    {"role": "user", "content": [{"type": "text", "text": ""}] * (requests.MAX_PARTS + 1)}
                 ]
             },
             "messages",
         ),
         (
             CHAT,
-            {"messages": [{"role": "assistant", "tool_calls": [CALL] * (bounds.MAX_CALLS + 1)}]},
+            {"messages": [{"role": "assistant", "tool_calls": [CALL] * (requests.MAX_CALLS + 1)}]},
             "messages",
         ),
         (CHAT, {"messages": [{"role": NAME, "content": ""}]}, "messages"),
-        (CHAT, {"tools": [tool("f")] * (bounds.MAX_TOOLS + 1)}, "tools"),
+        (CHAT, {"tools": [tool("f")] * (requests.MAX_TOOLS + 1)}, "tools"),
         (CHAT, {"tools": [tool(NAME)]}, "tools"),
-        (CHAT, {"documents": [{}] * (bounds.MAX_DOCUMENTS + 1)}, "documents"),
+        (CHAT, {"documents": [{}] * (requests.MAX_DOCUMENTS + 1)}, "documents"),
         (
             CHAT,
-            {"chat_template_kwargs": {f"v{n}": 1 for n in range(bounds.MAX_VARIABLES + 1)}},
+            {"chat_template_kwargs": {f"v{n}": 1 for n in range(requests.MAX_VARIABLES + 1)}},
             "chat_template_kwargs",
         ),
-        ("/tokenize", {"messages": TALK * (bounds.MAX_MESSAGES + 1)}, "messages"),
+        ("/tokenize", {"messages": TALK * (requests.MAX_MESSAGES + 1)}, "messages"),
     ],
 )
 def test_lists_maps_and_names_have_a_longest(
@@ -103,7 +103,7 @@ def test_a_refusal_repeats_only_the_beginning_of_what_came(server: Live) -> None
 def test_a_body_of_too_many_values_is_refused_before_it_is_read(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_route, "from_json", None)
+    monkeypatch.setattr(middleware, "from_json", None)
     with server.http() as http:
         refused = http.post(TEXT, content=b'{"unknown": [' + b"{}," * MAX_VALUES + b"{}]}")
     assert refused.status_code == 413
@@ -181,8 +181,8 @@ def test_what_is_long_is_read_checked_and_written_beside_the_loop(
             watched.append(Threads(getattr(owner, name)))
             monkeypatch.setattr(owner, name, watched[-1])
 
-        watch(json_route, "from_json")
-        watch(token_routes, "as_json")
+        watch(middleware, "from_json")
+        watch(routes, "as_json")
         watch(chat_planning, "_for_template")
         watch(server.model.engine, "check_request")
         ask(http)

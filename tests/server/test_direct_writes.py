@@ -10,10 +10,10 @@ import pytest
 
 from hpu_duo.engine.outputs import RequestOutput
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.server.http.direct_writes import DirectWrites
-from hpu_duo.server.responding.event_sender import WRITE, EventSender
+from hpu_duo.server.http.middleware import DirectWrites
+from hpu_duo.server.responding import WRITE, EventSender
 from hpu_duo.server.running import AnswerMemory, ChoiceOutput, OutputStream, Submission
-from hpu_duo.server.running.timing import Timing
+from hpu_duo.server.running.admission import Timing
 from tests.server.conftest import TinyChat
 from tests.server.live import live
 from tests.server.test_pressure import LONG, raw_post, wait_until

@@ -12,8 +12,8 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from hpu_duo.sampling.field_error import FieldError
 from hpu_duo.sampling.guidance import GrammarState
+from hpu_duo.sampling.params import FieldError
 from tests.server.ending import ASKED, served
 from tests.server.live import Live
 

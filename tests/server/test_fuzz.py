@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpu_duo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from hpu_duo.server.protocol.refusals import REFUSED
+from hpu_duo.server.protocol.errors import REFUSED
 from tests.server.live import HOST, Live, wait_until
 
 REQUESTS = {

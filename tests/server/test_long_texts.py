@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from hpu_duo.server import prompts as encoding
 from hpu_duo.server.prompts import PromptEncoder
-from hpu_duo.server.prompts import encoder as encoding
 from tests.engine.tiny import MAX_LEN
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live, wait_until

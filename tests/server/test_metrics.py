@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hpu_duo.server.running.admission import Admission
-from hpu_duo.server.telemetry.record import CallRecord
+from hpu_duo.server.telemetry.request_log import CallRecord
 from tests.server.conftest import TinyChat
 from tests.server.live import Live, live, wait_until
 from tests.server.test_pressure import slowed

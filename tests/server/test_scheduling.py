@@ -9,10 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hpu_duo.ranking import LinearRanker, save_ranker
-from hpu_duo.ranking.ranker import Prompt
 from hpu_duo.request import Request
 from hpu_duo.scheduling import POLICIES, PriorityFirst
+from hpu_duo.scheduling.ranker import LinearRanker, Prompt, save_ranker
 from tests.server.conftest import TinyChat
 from tests.server.live import live
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hpu_duo.builtin import MODEL_DIR
-from hpu_duo.server.answers.logprobs import CompletionLogprobs, TokenNames
+from hpu_duo.server.answers.answer import CompletionLogprobs, TokenNames
 from hpu_duo.server.planning import SamplingDefaults
 from hpu_duo.server.prompts import TokenTexts
 

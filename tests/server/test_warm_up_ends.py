@@ -14,7 +14,7 @@ from tests.server.live import Live, wait_until
 
 LEFT_BEHIND = """
 import signal, threading, time
-from hpu_duo.cli.serving.ends import exit_as
+from hpu_duo.cli.serving.serve import exit_as
 from hpu_duo.server.http.listening import Ending
 threading.Thread(target=time.sleep, args=(600,)).start()
 exit_as(Ending(signal.SIGTERM, True), "failed", is_left_behind=True)
@@ -22,7 +22,7 @@ exit_as(Ending(signal.SIGTERM, True), "failed", is_left_behind=True)
 
 LATE = """
 import atexit, signal
-from hpu_duo.cli.serving.ends import exit_as
+from hpu_duo.cli.serving.serve import exit_as
 from hpu_duo.server.http.listening import Ending
 class Late:
     def __del__(self): print("torn down", flush=True)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hpu_duo import sim
+from hpu_duo.lab import sim
 from tests.engine.tiny import Tiny, make_tiny
 from tests.modeling.families import Zoo
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpu_duo import HeadPattern, sim
+from hpu_duo import HeadPattern
+from hpu_duo.lab import sim
 from tests.engine.tiny import PATTERN, Tiny
 from tests.sim.workload import LIMITS, Workload
 

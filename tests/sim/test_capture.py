@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from graphs import BatchShape
-from hpu_duo import sim
-from hpu_duo.sim import HpuRuleViolation, Rule
+from hpu_duo.lab import sim
+from hpu_duo.lab.sim import HpuRuleViolation, Rule
 
 SHAPE = BatchShape.parse("--u/q4/s0/u0/l4")
 

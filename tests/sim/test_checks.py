@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpu_duo.rules import Rule
-from hpu_duo.sim.checks import Checks
+from hpu_duo.device.rules import Rule
+from hpu_duo.lab.sim.checks import Checks
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpu_duo import HeadPattern, sim
+from hpu_duo import HeadPattern
+from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import BLOCK, prompts_of

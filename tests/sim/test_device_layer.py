@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpu_duo import sim
 from hpu_duo.device import (
     NAMES,
     CpuRuntime,
@@ -28,6 +27,7 @@ from hpu_duo.device import (
 )
 from hpu_duo.device.habana import DeviceMemory, HabanaRuntime
 from hpu_duo.device.habana_environment import prepare_environment
+from hpu_duo.lab import sim
 from tests.vendor import STANDIN, VARIABLES, calls, importable
 
 
@@ -241,7 +241,7 @@ def test_a_recipe_cache_that_cannot_be_used_is_refused(
 
 @pytest.mark.usefixtures("vendor")
 def test_a_process_has_a_real_hpu_or_a_simulated_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpu_duo.sim.installation._installed", [])
+    monkeypatch.setattr("hpu_duo.lab.sim.installation._installed", [])
     with pytest.raises(ValueError, match="either a real HPU or a simulated one"):
         sim.install()
     with pytest.raises(ValueError, match="'hpu-sim' was asked for, but habana_frameworks is installed"):
@@ -249,7 +249,7 @@ def test_a_process_has_a_real_hpu_or_a_simulated_one(monkeypatch: pytest.MonkeyP
 
 
 def test_the_simulated_hpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpu_duo.sim.installation._installed", [])
+    monkeypatch.setattr("hpu_duo.lab.sim.installation._installed", [])
     monkeypatch.setattr("kernels_ref.native.shutil.which", lambda name: None)
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and none of g\+\+"):
         resolve_device("hpu-sim")

@@ -13,10 +13,11 @@ import torch
 from transformers import GenerationConfig, LlamaConfig
 
 from graphs import BatchShape
-from hpu_duo import HeadPattern, HPUDuoModel, sim
+from hpu_duo import HeadPattern, HPUDuoModel
+from hpu_duo.lab import sim
+from hpu_duo.lab.sim import HpuRuleViolation
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams, StructuredOutputs, static_routes
-from hpu_duo.sim import HpuRuleViolation
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, tokens_of
 from tests.modeling.families import (
     BASE,

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from hpu_duo import HPUDuoModel, sim
+from hpu_duo import HPUDuoModel
+from hpu_duo.lab import sim
+from hpu_duo.lab.sim import fused
 from hpu_duo.modeling.fused_modules import FusedRMSNorm
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.sim import fused
 from kernels_ref import FusedOperators, Implementation
-from kernels_ref.hpu.operators import ATTENTION, BLOCK_SOFTMAX, LINE_BYTES, SOFTMAX
+from kernels_ref.hpu.attention import ATTENTION, BLOCK_SOFTMAX, LINE_BYTES, SOFTMAX
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import FAMILIES, IS_5, Zoo, greedy, prompts_of, save_random
 from tests.sim.workload import LIMITS, Workload
@@ -40,7 +41,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     device = sim.install()
     with monkeypatch.context() as patch:
-        patch.setattr("hpu_duo.sim.tensor._dispatch", [lambda *args: counting(device, *args)])
+        patch.setattr("hpu_duo.lab.sim.tensor._dispatch", [lambda *args: counting(device, *args)])
         yield calls
 
 

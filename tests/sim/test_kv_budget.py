@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hpu_duo import sim
-from hpu_duo.kv_plan import Keep, KVPlan
+from hpu_duo.config.kv_plan import Keep, KVPlan
+from hpu_duo.lab import sim
 from tests.engine.tiny import PATTERN, Tiny
 from tests.sim.workload import LIMITS, Workload
 

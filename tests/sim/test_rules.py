@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from hpu_duo import sim
-from hpu_duo.rules import mark_trash
-from hpu_duo.sim import HpuRuleViolation, Rule
+from hpu_duo.device.rules import mark_trash
+from hpu_duo.lab import sim
+from hpu_duo.lab.sim import HpuRuleViolation, Rule
 
 pytestmark = pytest.mark.usefixtures("device")
 

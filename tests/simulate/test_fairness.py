@@ -8,14 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.simulate.fairness import (
-    Fairness,
-    ServiceLine,
-    common,
-    drift_by,
-    waiting_intervals,
-)
-from hpu_duo.simulate.run_log import RequestRecord, ServiceLog
+from hpu_duo.lab.simulate.fairness import Fairness, ServiceLine, common, drift_by, waiting_intervals
+from hpu_duo.lab.simulate.run_log import RequestRecord, ServiceLog
 
 END = 30.0
 times_strategy = st.integers(0, 30).map(float)

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 
 from graphs import BucketTable, StepCost, StepLimits
 from graphs.planner import GraphBudget, Resolution, evaluate, or_default
-from hpu_duo.simulate import plan_buckets, prior
+from hpu_duo.planning.simulation import plan_buckets, prior
 from tests.graphs.planner.drawn import limits_strategy
 
 QUICK = Resolution(num_cells=200, num_points=60, num_rows=400, rounds=2)

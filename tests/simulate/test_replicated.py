@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import StepCost
-from hpu_duo.routing import D2LPM, make_router
+from hpu_duo.fleet.routing import D2LPM, make_router
+from hpu_duo.lab.simulate.fleet import Fleet
+from hpu_duo.lab.simulate.replicated import Loss, ReplicatedSimulation
+from hpu_duo.lab.simulate.report import RunReport
+from hpu_duo.lab.simulate.server import SimulatedServer
+from hpu_duo.lab.simulate.sessions import SessionArrivals
+from hpu_duo.lab.traces import Session, make_workload
+from hpu_duo.planning.simulation import Simulation
 from hpu_duo.scheduling import DeficitLongestPrefixMatch
-from hpu_duo.simulate import Simulation
-from hpu_duo.simulate.fleet import Fleet
-from hpu_duo.simulate.replicated import Loss, ReplicatedSimulation
-from hpu_duo.simulate.report import RunReport
-from hpu_duo.simulate.server import SimulatedServer
-from hpu_duo.simulate.sessions import SessionArrivals
-from hpu_duo.traces import Session, make_workload
 from tests.routing.texts import ROUTERS
 from tests.simulate.test_run_log import seconds_of
 from tests.simulate.test_sessions import LIMITS, session_strategy

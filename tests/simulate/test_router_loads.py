@@ -9,12 +9,12 @@ from statistics import fmean
 import pytest
 
 from graphs import BatchShape, StepCost, StepLimits
-from hpu_duo.routing import Dispatch, make_router
-from hpu_duo.simulate.replicated import ReplicatedSimulation
-from hpu_duo.simulate.run_log import RunLog
-from hpu_duo.simulate.server import SimulatedServer
-from hpu_duo.simulate.sessions import SessionArrivals
-from hpu_duo.traces import make_workload
+from hpu_duo.fleet.routing import Dispatch, make_router
+from hpu_duo.lab.simulate.replicated import ReplicatedSimulation
+from hpu_duo.lab.simulate.run_log import RunLog
+from hpu_duo.lab.simulate.server import SimulatedServer
+from hpu_duo.lab.simulate.sessions import SessionArrivals
+from hpu_duo.lab.traces import make_workload
 
 NUM_REPLICAS, NUM_REQUESTS = 8, 400
 LIMITS = StepLimits(

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketTable, StepCost, StepLimits
+from hpu_duo.lab.simulate.report import METRICS, RunReport
+from hpu_duo.lab.simulate.run_log import NOBODY
+from hpu_duo.lab.simulate.server import SimulatedServer
+from hpu_duo.lab.traces import Arrival, Session, Turn
 from hpu_duo.scheduling import POLICIES
-from hpu_duo.simulate.report import METRICS, RunReport
-from hpu_duo.simulate.run_log import NOBODY
-from hpu_duo.simulate.server import SimulatedServer
-from hpu_duo.traces import Arrival, Session, Turn
 from tests.simulate.test_sessions import LIMITS, session_strategy
 
 COST = StepCost(block_size=4)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from graphs import StepLimits
 from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.simulate import SimulatedEngine, Simulation
-from hpu_duo.simulate.forecast import Forecast
-from hpu_duo.simulate.sessions import SessionArrivals
-from hpu_duo.traces import Arrival, Session, Turn
+from hpu_duo.lab.simulate.forecast import Forecast
+from hpu_duo.lab.simulate.sessions import SessionArrivals
+from hpu_duo.lab.traces import Arrival, Session, Turn
+from hpu_duo.planning.simulation import SimulatedEngine, Simulation
 
 LIMITS = StepLimits(
     max_num_seqs=3,

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from graphs import BatchShape, BucketTable, GraphMissError, StepLimits
 from graphs.backends.compile import CompileBackend
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.scheduler import Scheduler
-from hpu_duo.engine.trimming import ChunkTrimming
+from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
+from hpu_duo.planning.simulation import SimulatedEngine, SimulatedStep, Simulation, Trace
 from hpu_duo.request import FinishReason, Request, TokenLimits
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.simulate import SimulatedEngine, SimulatedStep, Simulation, Trace
 from tests.engine.tiny import PATTERN, Tiny, make_tiny
 
 Drawn = list[tuple[float, int, int, int]]

@@ -8,11 +8,10 @@ from graphs import BatchShape, StepLimits
 from hpu_duo.engine.batch import StepBatch
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.lab.simulate.sessions import SessionArrivals
+from hpu_duo.lab.traces import make_workload
+from hpu_duo.planning.simulation import SimulatedEngine, Simulation, StepShapes
 from hpu_duo.scheduling import make_policy
-from hpu_duo.simulate import SimulatedEngine, Simulation
-from hpu_duo.simulate.sessions import SessionArrivals
-from hpu_duo.simulate.step_shapes import StepShapes
-from hpu_duo.traces import make_workload
 
 LIMITS: dict[str, Any] = {
     "max_num_seqs": 8,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, StepLimits
-from hpu_duo.simulate.measuring import Batch, batches, measure_steps
-from hpu_duo.simulate.server import SimulatedServer
-from hpu_duo.simulate.step_times import MeasuredShape, StepTimes
+from hpu_duo.lab.simulate.measuring import Batch, batches, measure_steps
+from hpu_duo.lab.simulate.server import SimulatedServer
+from hpu_duo.lab.simulate.step_times import MeasuredShape, StepTimes
 from tests.engine.tiny import Tiny, make_tiny
 
 LIMITS = StepLimits(

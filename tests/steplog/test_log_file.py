@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape
-from hpu_duo.engine.message import StepMessage
+from hpu_duo.engine.step_input import StepMessage
 from hpu_duo.sampling import SamplingBatch, SamplingParams, SamplingRoute
-from hpu_duo.steplog import CutLogError, StepLog, StepRecorder, read_log
-from hpu_duo.steplog.file import LoggedStep
+from hpu_duo.startup.recorded_steps import CutLogError, LoggedStep, StepLog, StepRecorder, read_log
 from tests.engine.tiny import PATTERN, Tiny, serve
 from tests.modeling.families import prompts_of
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from hpu_duo import HeadPattern, HPUDuoModel
 from hpu_duo.cli.app import app
+from hpu_duo.lab.replay import replay
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.steplog import StepLog, StepRecorder, options_of, read_log
-from hpu_duo.steplog.replay import replay
+from hpu_duo.startup.recorded_steps import StepLog, StepRecorder, options_of, read_log
 from tests.engine.tiny import PATTERN, Tiny, make_tiny, serve
 from tests.modeling.families import prompts_of
 

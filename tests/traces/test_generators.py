@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.traces import Arrival, PromptIds, RandomLengths, Rate, at_times, in_order, no_longer_than, scaled
+from hpu_duo.lab.traces import (
+    Arrival,
+    PromptIds,
+    RandomLengths,
+    Rate,
+    at_times,
+    in_order,
+    no_longer_than,
+    scaled,
+)
 
 NUM = 20_000
 

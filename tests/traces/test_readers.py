@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpu_duo.traces import Arrival, TraceFormat, read_trace, write_mooncake
+from hpu_duo.lab.traces import Arrival, TraceFormat, read_trace, write_mooncake
 
 DATA = Path(__file__).parent.parent / "data" / "traces"
 

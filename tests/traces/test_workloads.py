@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpu_duo.traces import (
+from hpu_duo.lab.traces import (
     WORKLOADS,
     Arrival,
     Lengths,
@@ -22,8 +22,8 @@ from hpu_duo.traces import (
     make_workload,
     read_trace,
 )
-from hpu_duo.traces.readers.mooncake import write_mooncake
-from hpu_duo.traces.workloads import Agents, Bursts, Chats, Documents, Flood, Poisson
+from hpu_duo.lab.traces.readers.mooncake import write_mooncake
+from hpu_duo.lab.traces.workloads import Agents, Bursts, Chats, Documents, Flood, Poisson
 
 NUM = 4000
 

@@ -13,10 +13,11 @@ import torch
 from transformers import LlamaConfig
 
 from graphs import BucketTable
-from hpu_duo import HPUDuoModel, sim
+from hpu_duo import HPUDuoModel
 from hpu_duo.device.habana import HabanaRuntime
+from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.warmup.tables import digest_tables
+from hpu_duo.startup.warm_up import digest_tables
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import BASE, IS_5, LENGTH_DEPENDENT, prompts_of, save_random
 

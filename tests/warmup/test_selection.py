@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape, BucketTable, Miss, Phase, StepLimits
-from hpu_duo.warmup import check_holds_everything, parse_phases, select
+from hpu_duo.startup.warm_up import check_holds_everything, parse_phases, select
 from tests.graphs.planner.drawn import limits_strategy, scheduled_shapes
 
 TABLE = BucketTable.from_strings(

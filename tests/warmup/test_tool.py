@@ -19,7 +19,8 @@ from graphs.backends.replay import ReplayBackend
 from graphs.manifest import GraphRecord, read_manifest
 from hpu_duo import HPUDuoModel
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.warmup import WarmUpBudget, WarmUpStoppedError
+from hpu_duo.startup.warm_up import WarmUpStoppedError
+from hpu_duo.startup.warm_up_estimate import WarmUpBudget
 from tests.engine.tiny import PATTERN, Tiny, tokens_of
 from tests.modeling.families import prompts_of
 
@@ -281,7 +282,7 @@ def test_time_that_turns_out_too_short_ends_the_warm_up_between_two_graphs(
     path = tmp_path / "manifest.json"
     served = load(tiny, "eager")
     clock = count(step=0.25)
-    monkeypatch.setattr("hpu_duo.warmup.tool.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("hpu_duo.startup.warm_up.time.perf_counter", lambda: next(clock))
     most = served.warmup(dry_run=True).estimate.high_s
     with pytest.raises(WarmUpStoppedError, match=r"has used up its budget: .* s for \d of 6 graphs"):
         served.warmup(budget=WarmUpBudget(max_seconds=most), manifest=path)

@@ -12,7 +12,8 @@ from graphs import BucketTable, CaptureBackend, RecompileError
 from graphs.backends.compile import CompileBackend
 from graphs.backends.cuda import CudaBackend
 from graphs.backends.hpu import HpuGraphBackend
-from hpu_duo import HPUDuoModel, sim
+from hpu_duo import HPUDuoModel
+from hpu_duo.lab import sim
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve, tokens_of
 from tests.graphs.operator_graph import OperatorRecorder
@@ -193,7 +194,7 @@ def test_the_other_mode_of_hpu_is_refused_before_anything_is_loaded(
 def test_an_own_backend_is_asked_whether_it_can_build_code_here(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphs.backends.toolchain.shutil.which", lambda name: None)
+    monkeypatch.setattr("graphs.backends.compile.shutil.which", lambda name: None)
     with pytest.raises(ValueError, match=r"graphs='compile' cannot be used: .* no C\+\+ compiler"):
         tiny.load(device="cpu", graphs=CompileBackend())
 

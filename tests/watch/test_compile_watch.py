@@ -11,10 +11,10 @@ import torch
 from graphs import BatchShape, BucketTable, EagerBackend, GraphCache, MissPolicy, RecompileError
 from graphs.backends.compile import CompileBackend
 from graphs.backends.cuda import CudaBackend
-from hpu_duo import sim
 from hpu_duo.device import CpuRuntime, DeviceMetrics
 from hpu_duo.device.habana import HabanaRuntime
-from hpu_duo.watch import CacheSource, CompileWatch, Counts, DeviceSource, DynamoSource, Tally
+from hpu_duo.engine.compile_watch import CacheSource, CompileWatch, Counts, DeviceSource, DynamoSource, Tally
+from hpu_duo.lab import sim
 from tests.graphs.operator_graph import OperatorRecorder
 from tests.vendor import importable
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from bias_builders import Window
 from graphs import BatchShape, BucketTable
 from graphs.backends.cuda import CudaBackend
-from hpu_duo.budget import DeviceBudget
+from hpu_duo.config.device_budget import DeviceBudget
 from hpu_duo.kv.plan import MemoryPlan
-from hpu_duo.startup.graph_memory import KEPT, GraphMemory, plan_with_graphs
 from hpu_duo.startup.sizes import StepSizes
+from hpu_duo.startup.tables import KEPT, GraphMemory, plan_with_graphs
 from kernels_ref import Blocks, Rings
 from kernels_ref.groups import HeadSizes
 from tests.engine.tiny import PATTERN, Tiny

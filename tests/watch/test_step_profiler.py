@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
+from hpu_duo.lab.step_profiler import StepProfiler
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.watch.step_profiler import StepProfiler
 from tests.engine.tiny import Tiny, make_tiny, serve
 
 

@@ -12,10 +12,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from hpu_duo.cost import Deployment, Format, Serving, find_hardware
-from hpu_duo.cost.read_model import read_model
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.hub import find_checkpoint, is_id, split_revision
+from hpu_duo.planning import Deployment, Format, Serving, find_hardware
+from hpu_duo.planning.read_model import read_model
 
 _GIB = 1 << 30
 _SHORTEST = 512

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.cli.arguments.options import EngineOptions, HeadOptions
 from hpu_duo.cli.terminal.sizes import parse_bytes
-from hpu_duo.limit_config import SchedulerConfig
+from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:

@@ -1,20 +1,161 @@
-"""Options that several commands share.
-
-Names are those of vLLM and of optimum-habana's generation example where one exists.
-"""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
-from hpu_duo.cli.arguments.kv_options import KVBudget, KVChunk, KVPlanFile, KVPolicyName, KVPrompt
-from hpu_duo.cli.arguments.model_names import model_option
-from hpu_duo.cli.arguments.panels import ENGINE, HEADS, LIMITS
-from hpu_duo.limit_config import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
+from hpu_duo.cli.arguments.values import model_option
+from hpu_duo.config.limits import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
+
+
+@dataclass(frozen=True)
+class Only:
+    """The fields of a group that a command offers, in ``Annotated[Group, Only("a", "b")]``.
+
+    The others keep their defaults.
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+
+@dataclass(frozen=True)
+class _Group:
+    kind: type[Any]
+    options: tuple[Parameter, ...]
+
+    def take(self, values: dict[str, Any]) -> Any:
+        """Make the group of its options' values, which are taken out of ``values``."""
+        return self.kind(**{option.name: values.pop(option.name) for option in self.options})
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command in typer's form: parameters that are groups of options are spread into their fields.
+
+    A group is a dataclass whose fields are annotated as options, as parameters of a command are; the defaults
+    of the fields are those of the options. The options take the place of the group.
+
+    Raises:
+        TypeError: a group has no such field, or a field has no option or no default.
+    """
+    groups: dict[str, _Group] = {}
+    spread: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        group = _group_of(parameter.annotation)
+        if group is None:
+            spread.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+        else:
+            groups[parameter.name] = group
+            spread += group.options
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        made = {name: group.take(values) for name, group in groups.items()}
+        command(**values, **made)
+
+    # What typer reads a command from.
+    run.__signature__ = Signature(spread)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in spread}
+    return run
+
+
+def _group_of(annotation: Any) -> _Group | None:
+    kind, *notes = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return None
+    known = {field.name: field for field in fields(kind)}
+    names = next((note.names for note in notes if isinstance(note, Only)), tuple(known))
+    hints = get_type_hints(kind, include_extras=True)
+    options = []
+    for name in names:
+        if name not in known or known[name].default is MISSING or get_origin(hints[name]) is not Annotated:
+            raise TypeError(f"{kind.__name__}.{name}: expected a field that is an option and has a default")
+        options.append(
+            Parameter(name, Parameter.KEYWORD_ONLY, default=known[name].default, annotation=hints[name])
+        )
+    return _Group(kind, tuple(options))
+
+
+HEADS = "Heads"
+ENGINE = "Engine"
+LIMITS = "Limits"
+
+KVPolicyName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="Which tokens heads keep that have a budget: h2o, tova, snapkv, expected-attention, fastgen, "
+        "streaming-llm, local, fixed or strided; those that stream under --pattern, else all. See "
+        "docs/kv-budget.md.",
+        show_default="all tokens",
+        rich_help_panel=HEADS,
+    ),
+]
+KVBudget = Annotated[
+    float | None,
+    typer.Option(
+        help="Tokens that each of these heads keeps of a request; up to 1, a share of --max-model-len.",
+        show_default="none",
+        rich_help_panel=HEADS,
+    ),
+]
+KVPlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="What each head keeps, instead of --pattern and --kv-policy; see docs/kv-budget.md.",
+        show_default="none",
+        rich_help_panel=HEADS,
+    ),
+]
+KVPrompt = Annotated[
+    str,
+    typer.Option(
+        help="chunks: they choose at the end of each chunk of a prompt; whole: a prompt is read with full "
+        "attention, and they choose at its end.",
+        rich_help_panel=HEADS,
+    ),
+]
+KVChunk = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a prompt that a step reads, between the places at which they choose.",
+        show_default="512, or what a step holds; whole: all that a step holds",
+        rich_help_panel=HEADS,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class KVOptions:
+    """Options that say what heads keep that have a KV budget, for commands that need no weights."""
+
+    kv_policy: KVPolicyName = None
+    kv_budget: KVBudget = None
+    kv_plan: KVPlanFile = None
+    kv_prompt: KVPrompt = CacheConfig.kv_prompt
+    kv_chunk: KVChunk = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the options that are not as they would be anyway."""
+        usual = vars(NO_BUDGET)
+        names = (name for name, value in vars(self).items() if value != usual[name])
+        return tuple(f"--{name.replace('_', '-')}" for name in names)
+
+
+NO_BUDGET = KVOptions()
+"""No heads with a budget."""
 
 Model = Annotated[
     Path | None,
@@ -339,3 +480,35 @@ class EngineOptions(SizeOptions):
             rich_help_panel=ENGINE,
         ),
     ] = None
+
+
+class ManyValues(TyperCommand):
+    """A command whose repeatable options also take their values in a row.
+
+    ``--context 8192 32768`` becomes ``--context 8192 --context 32768``. For commands without positional
+    arguments, where a word that belongs to no option could only be a mistake.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Spread the rows of values, then parse as usual."""
+        normalize = ctx.token_normalize_func or str
+        names = {
+            name
+            for parameter in self.get_params(ctx)
+            if getattr(parameter, "multiple", False)
+            for name in parameter.opts
+        }
+        spread: list[str] = []
+        current: str | None = None
+        has_value = False
+        for word in args:
+            if word.startswith("-"):
+                name = "--" + normalize(word.partition("=")[0].removeprefix("--"))
+                current = word.partition("=")[0] if name in names else None
+                has_value = "=" in word
+            elif current is not None:
+                if has_value:
+                    spread.append(current)
+                has_value = True
+            spread.append(word)
+        return super().parse_args(ctx, spread)

@@ -8,15 +8,21 @@ from typing import Annotated
 import typer
 
 from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.many_values import ManyValues
-from hpu_duo.cli.arguments.option_groups import grouped
+from hpu_duo.cli.arguments.options import ManyValues, grouped
 from hpu_duo.cli.evaluation import options as eopt
-from hpu_duo.cli.evaluation.answers import SimulatedDecodes, check_simulated_decodes
-from hpu_duo.cli.evaluation.control import ask_full_attention
 from hpu_duo.cli.evaluation.curve import curve
 from hpu_duo.cli.evaluation.kvpress import kvpress
 from hpu_duo.cli.evaluation.longbench import longbench, longbench_v2
-from hpu_duo.cli.evaluation.report import KV_COLUMNS, RESULTS, check_outputs, finish, show
+from hpu_duo.cli.evaluation.report import (
+    KV_COLUMNS,
+    RESULTS,
+    SimulatedDecodes,
+    ask_full_attention,
+    check_outputs,
+    check_simulated_decodes,
+    finish,
+    show,
+)
 from hpu_duo.cli.evaluation.ruler import ruler
 from hpu_duo.cli.terminal.drawing import check_matplotlib
 from hpu_duo.cli.terminal.errors import user_errors
@@ -53,7 +59,7 @@ def passkey(
 ) -> None:
     """Share of passkeys that are found word for word."""
     with user_errors():
-        from hpu_duo.eval import PasskeyQuestions, PasskeyTask
+        from hpu_duo.lab.eval import PasskeyQuestions, PasskeyTask
 
         check_simulated_decodes(simulated_decodes)
         task = PasskeyTask(
@@ -107,7 +113,7 @@ def niah(
     with user_errors():
         check_matplotlib("the heat map")
         from hpu_duo.cli.evaluation.plot import draw_grid
-        from hpu_duo.eval import NeedleGrid, PasskeyResult, ResultFile, ResultsNotWrittenError
+        from hpu_duo.lab.eval import NeedleGrid, PasskeyResult, ResultFile, ResultsNotWrittenError
 
         check_simulated_decodes(simulated_decodes)
         grid = NeedleGrid(
@@ -165,9 +171,9 @@ def perplexity(
     with user_errors():
         if num_tokens is not None and num_tokens < 1:
             raise ValueError(f"expected --num-tokens of at least 1, got {num_tokens}")
-        from hpu_duo.builtin.passkeys import document
-        from hpu_duo.cli.arguments.prompts import read_prompts
-        from hpu_duo.eval import check_stream, stream_perplexity
+        from hpu_duo.cli.arguments.values import read_prompts
+        from hpu_duo.lab.eval import check_stream, stream_perplexity
+        from hpu_duo.lab.tasks.passkeys import document
 
         choice = eopt.Choice(model, heads, engine)
         subject = choice.load(1)
@@ -200,7 +206,7 @@ def lm_eval(ctx: typer.Context) -> None:
     """
     with user_errors():
         try:
-            from hpu_duo.eval.lm_eval_adapter import run_harness
+            from hpu_duo.lab.eval.lm_eval_adapter import run_harness
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"expected the package lm-eval ({install_command('eval')}), got: {error}"

@@ -14,18 +14,18 @@ from rich.console import Console
 from hpu_duo.builtin import MODEL_DIR
 from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.option_groups import grouped
+from hpu_duo.cli.arguments.options import grouped
 from hpu_duo.cli.evaluation import options as eopt
-from hpu_duo.cli.evaluation.policies import RulerChoice, task_settings
+from hpu_duo.cli.evaluation.curve import RulerChoice, task_settings
 from hpu_duo.cli.evaluation.report import REPORT, RESULTS, check_outputs, finish, show, write_text
 from hpu_duo.cli.terminal.errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hpu_duo.eval import ModelUnderTest, ResultFile
-    from hpu_duo.eval.kvpress_peer import KVPressProcess
-    from hpu_duo.eval.policy_curve import PolicyPoint, PolicyTask
+    from hpu_duo.lab.eval import ModelUnderTest, ResultFile
+    from hpu_duo.lab.eval.kvpress_peer import KVPressProcess
+    from hpu_duo.lab.eval.policy_curve import PolicyPoint, PolicyTask
 
 TABLE = "table.md"
 _ANSWER_TOKENS = 1024
@@ -81,7 +81,7 @@ def kvpress(
 ) -> None:
     """The same model, questions and budgets in kvpress, which runs in its own environment, beside ours."""
     with user_errors():
-        from hpu_duo.eval.policy_curve import REHEARSALS, PolicyTask, policy_points
+        from hpu_duo.lab.eval.policy_curve import REHEARSALS, PolicyTask, policy_points
 
         task = PolicyTask(
             tuple(tasks),
@@ -119,7 +119,7 @@ class _Comparison:
         Raises:
             ValueError: there is no such one.
         """
-        from hpu_duo.eval.kvpress_peer import press_of
+        from hpu_duo.lab.eval.kvpress_peer import press_of
 
         for way in self.prompts:
             if way not in ("chunks", "whole"):
@@ -131,8 +131,8 @@ class _Comparison:
     def run(self, python: Path, out: Path, as_json: bool) -> None:
         """Ask kvpress, then the engine, what the file of results does not have yet; write the tables."""
         with user_errors():
-            from hpu_duo.eval import ResultFile, ResultsNotWrittenError
-            from hpu_duo.eval.kvpress_peer import KVPressError, KVPressProcess, beside, comparison_table
+            from hpu_duo.lab.eval import ResultFile, ResultsNotWrittenError
+            from hpu_duo.lab.eval.kvpress_peer import KVPressError, KVPressProcess, beside, comparison_table
 
             settings = {**self.choice.settings(), **task_settings(self.task)}
             tokenizer = self._tokenizer()
@@ -171,9 +171,9 @@ class _Comparison:
     def _theirs(
         self, process: KVPressProcess, tokenizer: PreTrainedTokenizerBase, results: ResultFile
     ) -> Iterator[dict[str, Any]]:
-        from hpu_duo.eval.kvpress_peer import KVPressModel, press_of
-        from hpu_duo.eval.policy_curve import FULL, measured_points
         from hpu_duo.generation import as_eos_ids
+        from hpu_duo.lab.eval.kvpress_peer import KVPressModel, press_of
+        from hpu_duo.lab.eval.policy_curve import FULL, measured_points
         from hpu_duo.modeling.loading import read_config, read_generation_config
 
         config = read_config(self.directory)
@@ -191,7 +191,7 @@ class _Comparison:
         yield from measured_points(points, self.task, load, results, {"system": "kvpress"})
 
     def _ours(self, results: ResultFile) -> Iterator[dict[str, Any]]:
-        from hpu_duo.eval.policy_curve import measured_points
+        from hpu_duo.lab.eval.policy_curve import measured_points
 
         full, others = self.points[:1], self.points[1:]
         for way in (None, *self.prompts):
@@ -201,7 +201,7 @@ class _Comparison:
             yield from measured_points(points, self.task, load, results, {"system": system})
 
     def _load(self, prompts: str | None, point: PolicyPoint) -> ModelUnderTest:
-        from hpu_duo.eval import Subject
+        from hpu_duo.lab.eval import Subject
 
         engine = self.choice.engine
         if prompts is not None:

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.option_groups import grouped
+from hpu_duo.cli.arguments.options import grouped
 from hpu_duo.cli.evaluation import options as eopt
-from hpu_duo.cli.evaluation.answers import (
+from hpu_duo.cli.evaluation.report import (
     ChatTemplate,
     Limit,
     SimulatedDecodes,
@@ -60,10 +60,10 @@ def longbench(
 ) -> None:
     """Questions over long contexts from LongBench files, each with the metric of its data set."""
     with user_errors():
-        from hpu_duo.eval import ResultsNotWrittenError
-        from hpu_duo.eval.answering import means
-        from hpu_duo.eval.longbench import MetricSource, read_longbench, read_prompts
-        from hpu_duo.eval.longbench_prompts import LongBenchProtocol
+        from hpu_duo.lab.eval import ResultsNotWrittenError
+        from hpu_duo.lab.eval.answering import means
+        from hpu_duo.lab.eval.longbench import MetricSource, read_longbench, read_prompts
+        from hpu_duo.lab.eval.longbench_prompts import LongBenchProtocol
 
         sources = [source.value for source in MetricSource]
         if metrics not in sources:
@@ -118,11 +118,11 @@ def longbench_v2(
 ) -> None:
     """Questions with four choices over long contexts, as LongBench v2 asks and judges them."""
     with user_errors():
-        from hpu_duo.eval import ResultsNotWrittenError
-        from hpu_duo.eval.answering import Question
-        from hpu_duo.eval.longbench import MetricSource
-        from hpu_duo.eval.longbench_prompts import LongBenchProtocol
-        from hpu_duo.eval.longbench_v2 import (
+        from hpu_duo.lab.eval import ResultsNotWrittenError
+        from hpu_duo.lab.eval.answering import Question
+        from hpu_duo.lab.eval.longbench import MetricSource
+        from hpu_duo.lab.eval.longbench_prompts import LongBenchProtocol
+        from hpu_duo.lab.eval.longbench_v2 import (
             MAX_NEW_TOKENS,
             PROMPT,
             choice_rows,

@@ -12,14 +12,14 @@ import typer
 from hpu_duo.builtin import MODEL_DIR, PATTERN_DIR
 from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.option_groups import Only
+from hpu_duo.cli.arguments.options import Only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from hpu_duo.builtin.rehearsed import Rehearsals
-    from hpu_duo.eval import PasskeyText, Subject
     from hpu_duo.heads import HeadPattern
+    from hpu_duo.lab.eval import PasskeyText, Subject
+    from hpu_duo.lab.tasks.rehearsed import Rehearsals
 
 MAX_NUM_SEQS = 8
 
@@ -78,8 +78,8 @@ class TextOptions:
         Raises:
             ValueError: the file cannot be read, or the words are of no known kind.
         """
-        from hpu_duo.builtin.haystack import BuiltinHaystack, TextHaystack
-        from hpu_duo.eval import PasskeyText, WordSource
+        from hpu_duo.lab.eval import PasskeyText, WordSource
+        from hpu_duo.lab.tasks.haystack import BuiltinHaystack, TextHaystack
 
         names = [source.value for source in WordSource]
         if self.words is not None and self.words not in names:
@@ -97,7 +97,7 @@ def rehearsed(num_rehearsals: int | None) -> Rehearsals | None:
     Raises:
         ValueError: the number is negative.
     """
-    from hpu_duo.builtin.rehearsed import Rehearsals
+    from hpu_duo.lab.tasks.rehearsed import Rehearsals
 
     return None if num_rehearsals is None else Rehearsals(num_rehearsals)
 
@@ -170,9 +170,9 @@ class Choice:
         Raises:
             ValueError: the model or the pattern cannot be read.
         """
-        from hpu_duo.eval.result_file import FINGERPRINT
+        from hpu_duo.lab.eval.result_file import FINGERPRINT
+        from hpu_duo.modeling.hub import model_fingerprint
         from hpu_duo.modeling.loading import read_config
-        from hpu_duo.modeling.model_files import model_fingerprint
 
         directory = MODEL_DIR if self.model is None else self.model
         read_config(directory)
@@ -201,8 +201,8 @@ class Choice:
 
     def load(self, num_requests: int = MAX_NUM_SEQS) -> Subject:
         """Load the model; see ``load_model``."""
-        from hpu_duo.attention_rules import chooses_blocks
-        from hpu_duo.eval import Subject
+        from hpu_duo.config.attention_rules import chooses_blocks
+        from hpu_duo.lab.eval import Subject
 
         engine, rule = self.engine, self.engine.attention_rule
         chooses = rule is not None and chooses_blocks(rule)
@@ -219,7 +219,7 @@ class Choice:
         Raises:
             ValueError: one was made for another model.
         """
-        from hpu_duo.config import HeadConfig
+        from hpu_duo.config.engine import HeadConfig
         from hpu_duo.startup.heads import check_pattern
 
         for pattern in patterns:
@@ -239,7 +239,7 @@ class Choice:
 
     def load_with(self, pattern: HeadPattern) -> Subject:
         """Load the same model with a binarised pattern."""
-        from hpu_duo.eval import Subject
+        from hpu_duo.lab.eval import Subject
 
         return Subject(load_model(self.model, pattern, self.engine, MAX_NUM_SEQS))
 
@@ -268,7 +268,7 @@ def digest(path: Path) -> str:
 
 def _digests(pattern: Path) -> dict[str, str]:
     """Digests of the files of a pattern: scores, windows, and the retrieval heads if it names them."""
-    from hpu_duo.heads.pattern_files import CONFIG_FILE, RETRIEVAL_FILE, SCORES_FILE
+    from hpu_duo.heads.pattern import CONFIG_FILE, RETRIEVAL_FILE, SCORES_FILE
 
     optional = [RETRIEVAL_FILE] if (pattern / RETRIEVAL_FILE).is_file() else []
     return {name: digest(pattern / name) for name in (SCORES_FILE, CONFIG_FILE, *optional)}

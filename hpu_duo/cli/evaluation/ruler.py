@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpu_duo.cli.arguments import options as opt
-from hpu_duo.cli.arguments.option_groups import grouped
+from hpu_duo.cli.arguments.options import grouped
 from hpu_duo.cli.evaluation import options as eopt
-from hpu_duo.cli.evaluation.answers import (
+from hpu_duo.cli.evaluation.report import (
     ChatTemplate,
     SimulatedDecodes,
     ask,
     check_simulated_decodes,
     open_results,
     report,
+    write_text,
 )
-from hpu_duo.cli.evaluation.report import write_text
 from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
-    from hpu_duo.eval import RulerTask, Subject
-    from hpu_duo.eval.ruler_questions import DocumentQuestions
-    from hpu_duo.eval.ruler_texts import RulerTexts
+    from hpu_duo.lab.eval import RulerTask, Subject
+    from hpu_duo.lab.eval.ruler_questions import DocumentQuestions
+    from hpu_duo.lab.eval.ruler_texts import RulerTexts
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class RulerFiles:
         Raises:
             ValueError: a file cannot be read, or holds something else.
         """
-        from hpu_duo.builtin.haystack import TextHaystack
-        from hpu_duo.eval.ruler_checkout import find_questions, read_checkout
-        from hpu_duo.eval.ruler_texts import OWN_TEXTS
+        from hpu_duo.lab.eval.ruler_checkout import find_questions, read_checkout
+        from hpu_duo.lab.eval.ruler_texts import OWN_TEXTS
+        from hpu_duo.lab.tasks.haystack import TextHaystack
 
         texts = OWN_TEXTS if self.ruler is None else read_checkout(self.ruler)
         if self.haystack is not None:
@@ -110,10 +110,10 @@ def ruler(
 ) -> None:
     """RULER's synthetic tasks, written for the model's tokenizer, with their average."""
     with user_errors():
-        from hpu_duo.eval import RULER_TASKS, ResultsNotWrittenError
-        from hpu_duo.eval.result_file import refuse_existing
-        from hpu_duo.eval.ruler import QUESTION_TASKS
-        from hpu_duo.eval.ruler_report import ruler_rows
+        from hpu_duo.lab.eval import RULER_TASKS, ResultsNotWrittenError
+        from hpu_duo.lab.eval.result_file import refuse_existing
+        from hpu_duo.lab.eval.ruler import QUESTION_TASKS
+        from hpu_duo.lab.eval.ruler_report import ruler_rows
 
         if limit < 1:
             raise ValueError(f"expected --limit of at least 1, got {limit}")
@@ -183,13 +183,13 @@ def _task(
     seed: int,
     around: int,
 ) -> RulerTask:
-    from hpu_duo.eval import RulerTask
+    from hpu_duo.lab.eval import RulerTask
 
     return RulerTask(name, subject.count, num_tokens, texts, questions, seed, around)
 
 
 def _question(subject: Subject, task: RulerTask, index: int, is_chat: bool) -> Any:
-    from hpu_duo.eval.answering import Question
+    from hpu_duo.lab.eval.answering import Question
 
     sample = task.sample(index)
     ids = (

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from hpu_duo.cli.arguments.option_groups import grouped
-from hpu_duo.cli.arguments.options import Json, Model
+from hpu_duo.cli.arguments.options import Json, Model, grouped
 from hpu_duo.cli.heads.identify_options import (
     DocumentOptions,
     RunOptions,
@@ -19,13 +18,13 @@ from hpu_duo.cli.heads.identify_options import (
     WindowOptions,
     request_of,
 )
-from hpu_duo.cli.heads.view import heads_table, pattern_fields
+from hpu_duo.cli.heads.views import heads_table, pattern_fields
 from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
 from hpu_duo.extras import install_command
 
 if TYPE_CHECKING:
     from hpu_duo.heads import HeadPattern
-    from hpu_duo.identify import IdentifyRequest
+    from hpu_duo.lab.identify import IdentifyRequest
 
 
 @grouped
@@ -69,12 +68,12 @@ def identify(
 
 
 def _show(request: IdentifyRequest, pattern: HeadPattern, as_json: bool) -> None:
-    from hpu_duo.identify.identification import PICTURE_FILE
+    from hpu_duo.lab.identify.identification import PICTURE_FILE
 
     cuts = {"> 0.5": pattern.binarise(threshold=0.5), "at 0.5": pattern.binarise(sparsity=0.5)}
     picture = None
     if find_spec("matplotlib") is not None:
-        from hpu_duo.cli.heads.plot import draw_heads
+        from hpu_duo.cli.heads.views import draw_heads
 
         picture = request.output / PICTURE_FILE
         title = f"{pattern.config['model_name']}, {request.method.value}, framed: score > 0.5"

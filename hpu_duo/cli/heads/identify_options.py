@@ -12,7 +12,7 @@ import typer
 from hpu_duo.builtin import MODEL_DIR
 
 if TYPE_CHECKING:
-    from hpu_duo.identify import DatasetSettings, IdentifyRequest, TrainingSettings
+    from hpu_duo.lab.identify import DatasetSettings, IdentifyRequest, TrainingSettings
 
 _DATA = "Documents"
 _HEADS = "Heads"
@@ -102,7 +102,7 @@ class DocumentOptions:
 
     def settings(self, defaults: _Defaults, seed: int) -> DatasetSettings:
         """The documents; ValueError for sizes that make none."""
-        from hpu_duo.identify import DatasetSettings, Form
+        from hpu_duo.lab.identify import DatasetSettings, Form
 
         return DatasetSettings(
             min_length=defaults.pick(self.min_length, 1000, 512),
@@ -174,7 +174,7 @@ class TrainingOptions:
 
     def settings(self, defaults: _Defaults) -> TrainingSettings:
         """The training; ValueError for a value out of range."""
-        from hpu_duo.identify import FullFrom, LossForm, Schedule, TrainingSettings
+        from hpu_duo.lab.identify import FullFrom, LossForm, Schedule, TrainingSettings
 
         return TrainingSettings(
             schedule=Schedule(lr=self.lr, num_steps=defaults.pick(self.steps, 2000, 100)),
@@ -236,7 +236,7 @@ def request_of(
     Raises:
         ValueError: a value that is unknown or out of range.
     """
-    from hpu_duo.identify import IdentifyRequest, Method
+    from hpu_duo.lab.identify import IdentifyRequest, Method
 
     defaults = _Defaults(is_builtin=model is None)
     return IdentifyRequest(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from hpu_duo.cli.arguments.model_names import model_option
 from hpu_duo.cli.arguments.options import Json
+from hpu_duo.cli.arguments.values import model_option
 from hpu_duo.cli.terminal.drawing import check_drawing
 from hpu_duo.cli.terminal.errors import user_errors
 
@@ -76,11 +76,11 @@ def show(
         for value in threshold or ():
             cuts[f"> {value:.4g}"] = pattern.binarise(threshold=value, tie_break=rule, balance=spread)
         if png is not None:
-            from hpu_duo.cli.heads.plot import draw_heads
+            from hpu_duo.cli.heads.views import draw_heads
 
             what = "framed: score" if threshold else "streaming"
             draw_heads([(f"{directory.name}, {what} {name}", cut) for name, cut in cuts.items()], png)
-    from hpu_duo.cli.heads.view import heads_table, pattern_fields
+    from hpu_duo.cli.heads.views import heads_table, pattern_fields
 
     if as_json:
         told = {} if note is None else {"note": note}
@@ -101,9 +101,9 @@ def show(
 def _check_model(pattern: HeadPattern, model: Path) -> str | None:
     """Return ``check_origin``'s note about a pattern and a model."""
     # transformers is slow to import, and only this needs it.
-    from hpu_duo.cost.read_model import read_model
-    from hpu_duo.heads.origin import check_origin
-    from hpu_duo.modeling.model_files import has_weights, model_fingerprint, model_name
+    from hpu_duo.heads.pattern import check_origin
+    from hpu_duo.modeling.hub import has_weights, model_fingerprint, model_name
+    from hpu_duo.planning.read_model import read_model
 
     layers = read_model(model).layers
     pattern.check_shape(len(layers), layers[0].num_kv_heads)

@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from transformers.utils import logging
 
-from hpu_duo.cli.heads.view import IdentifyView
+from hpu_duo.cli.heads.views import IdentifyView
 from hpu_duo.device import Member, Refused, process_environments, run_processes, usable_name
 from hpu_duo.heads import HeadPattern
-from hpu_duo.identify import Identification, IdentifyRequest, Method, Workers, joined_workers
+from hpu_duo.lab.identify import Identification, IdentifyRequest, Method, Workers, joined_workers
 
 
 class ToldInterruptError(KeyboardInterrupt):

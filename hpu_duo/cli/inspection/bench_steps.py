@@ -15,14 +15,14 @@ from rich.table import Table
 
 from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.option_groups import Only, grouped
+from hpu_duo.cli.arguments.options import Only, grouped
 from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.limit_config import SchedulerConfig
+from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
+    from hpu_duo.lab.simulate.step_times import StepTimes
     from hpu_duo.llm import HPUDuoModel
-    from hpu_duo.simulate.step_times import StepTimes
 
 _OFFERED = Only(
     *("device", "dtype", "graphs", "attention", "softmax", "max_model_len", "max_num_seqs"),
@@ -51,7 +51,7 @@ def bench_steps(
         if not max_seconds > 0:
             raise ValueError(f"expected --max-seconds above 0, got {max_seconds}")
         check_file("--out", out)
-        from hpu_duo.simulate.measuring import measure_steps
+        from hpu_duo.lab.simulate.measuring import measure_steps
 
         loaded = load_model(model, heads, engine, SchedulerConfig.max_num_seqs, seed)
     with user_errors(()):

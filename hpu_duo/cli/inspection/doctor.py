@@ -13,15 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.model_names import model_option
-from hpu_duo.cli.arguments.option_groups import grouped
-from hpu_duo.cli.arguments.options import EngineOptions, HeadOptions, Json
+from hpu_duo.cli.arguments.options import EngineOptions, HeadOptions, Json, grouped
+from hpu_duo.cli.arguments.values import model_option
 from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.cli.terminal.sizes import show_bytes
 from hpu_duo.cli.terminal.streams import mark
 from hpu_duo.cli.terminal.waiting import Waiting
-from hpu_duo.limit_config import SchedulerConfig
-from hpu_duo.selftest.facts import Fact, machine_facts
+from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.lab.selftest.facts import Fact, machine_facts
 
 
 @grouped

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import head_arguments, load_with
-from hpu_duo.cli.arguments.option_groups import grouped
+from hpu_duo.cli.arguments.options import grouped
 from hpu_duo.cli.terminal.errors import user_errors
 
 if TYPE_CHECKING:
-    from hpu_duo.steplog.replay import ReplayReport
+    from hpu_duo.lab.replay import ReplayReport
 
 FOUND_DIFFERENCES = 1
 _MOST_SHOWN = 10
@@ -45,8 +45,8 @@ def replay(
     """
     with user_errors():
         # Slow to import, and help does not need it.
-        from hpu_duo.steplog import options_of, read_log
-        from hpu_duo.steplog.replay import replay as replay_steps
+        from hpu_duo.lab.replay import replay as replay_steps
+        from hpu_duo.startup.recorded_steps import options_of, read_log
 
         log = read_log(file)
         options = options_of(log.origin)

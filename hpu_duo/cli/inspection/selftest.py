@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hpu_duo.cli.arguments.model_names import model_option
+from hpu_duo.cli.arguments.values import model_option
 from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.cli.terminal.streams import mark
 
@@ -46,11 +46,11 @@ def selftest(
     console = Console(stderr=True)
     with user_errors():
         from hpu_duo.builtin import MODEL_DIR
-        from hpu_duo.cost import find_hardware
         from hpu_duo.device import usable_name
+        from hpu_duo.lab.selftest.selftest import run_selftest
+        from hpu_duo.lab.selftest.subject import Subject
         from hpu_duo.modeling.loading import load_tokenizer, read_config
-        from hpu_duo.selftest.selftest import run_selftest
-        from hpu_duo.selftest.subject import Subject
+        from hpu_duo.planning import find_hardware
 
         if hardware is not None:
             find_hardware(hardware)

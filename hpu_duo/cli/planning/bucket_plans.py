@@ -20,8 +20,8 @@ from graphs.planner import (
     padding_aware,
     upstream_unified,
 )
-from graphs.promise import Promise
-from hpu_duo.simulate import plan_buckets, prior
+from graphs.traffic_watch import Promise
+from hpu_duo.planning.simulation import plan_buckets, prior
 
 # Tables are planned for users of seed 0, and compared on those of seed 1.
 _MEASURED_SEED = 2

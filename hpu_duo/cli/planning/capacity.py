@@ -8,22 +8,21 @@ from typing import Annotated
 
 import typer
 
-from hpu_duo.budget import GRAPH_MEMORY_SHARE
-from hpu_duo.cli.arguments.capacity_choices import report_fields
-from hpu_duo.cli.arguments.kv_options import KVOptions
-from hpu_duo.cli.arguments.model_names import model_option
-from hpu_duo.cli.arguments.option_groups import grouped
 from hpu_duo.cli.arguments.options import (
     LIMITS,
     DeviceMemoryUtilization,
     EnablePrefixCaching,
     Json,
+    KVOptions,
     NumPrefixSnapshots,
+    grouped,
 )
-from hpu_duo.cli.planning.hardware import RECENT, SINK, HardwareOptions
+from hpu_duo.cli.arguments.values import model_option
+from hpu_duo.cli.planning.hardware import RECENT, SINK, HardwareOptions, report_fields
 from hpu_duo.cli.terminal.drawing import check_drawing
 from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.limit_config import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
+from hpu_duo.config.device_budget import GRAPH_MEMORY_SHARE
+from hpu_duo.config.limits import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 
 _HEADS = "Heads"
 
@@ -155,7 +154,7 @@ def capacity(
             retrieval_parallel,
         )
         # transformers is slow to import: everything that can be refused without it comes first.
-        from hpu_duo.cost.read_model import read_model
+        from hpu_duo.planning.read_model import read_model
 
         size = read_model(model)
         found = asked.compare(size, serving)

@@ -2,23 +2,70 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpu_duo.budget import GRAPH_MEMORY_SHARE
-from hpu_duo.cli.arguments.capacity_choices import DEFAULT_KV_FORMATS, DEFAULT_SPARSITIES, default_contexts
-from hpu_duo.cli.arguments.kv_options import NO_BUDGET, KVOptions
-from hpu_duo.cli.arguments.options import DeviceMemoryUtilization, EnablePrefixCaching, NumPrefixSnapshots
-from hpu_duo.limit_config import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
+from hpu_duo.cli.arguments.options import (
+    NO_BUDGET,
+    DeviceMemoryUtilization,
+    EnablePrefixCaching,
+    KVOptions,
+    NumPrefixSnapshots,
+)
+from hpu_duo.config.device_budget import GRAPH_MEMORY_SHARE
+from hpu_duo.config.limits import HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from graphs import BatchShape
-    from hpu_duo.cost import Capacity, Deployment, Format, KeptByHeads, ModelSize, Serving
     from hpu_duo.kv.plan import LayerKV
+    from hpu_duo.planning import Capacity, Deployment, Format, KeptByHeads, ModelSize, Serving
+
+DEFAULT_SPARSITIES = [0.0, 0.5, 0.75]
+DEFAULT_KV_FORMATS = ["bf16", "fp8"]
+DEFAULT_CONTEXTS = (8_192, 32_768, 131_072, 524_288)
+
+
+def default_contexts(max_positions: int) -> list[int]:
+    """Return those of ``DEFAULT_CONTEXTS`` that the model serves, or else its number of positions."""
+    return [context for context in DEFAULT_CONTEXTS if context <= max_positions] or [max_positions]
+
+
+def report_fields(model: ModelSize, serving: Serving, found: list[Capacity]) -> dict[str, Any]:
+    """The report as JSON values: bytes, seconds, tokens per second."""
+    from hpu_duo.planning import ERROR_FACTORS, FITTED, published_rows, split_rows
+    from hpu_duo.planning.fit import median_error
+    from hpu_duo.planning.warm_up import UNKNOWN
+
+    hardware = asdict(serving.hardware)
+    return {
+        "model": {
+            "name": model.name,
+            "num_params": model.num_params,
+            "weight_bytes": model.weight_bytes(serving.weights),
+            "max_positions": model.max_positions,
+        },
+        "serving": {
+            **asdict(replace(serving, pattern=None, kept=None)),
+            "kept": None if serving.kept is None else serving.kept.name,
+            "hardware": hardware,
+            "weights": serving.weights.value,
+            "pattern": None if serving.pattern is None else serving.pattern.source,
+        },
+        "kv_cache_bytes": serving.kv_budget_bytes(model),
+        "capacities": [{**asdict(each), "kv_format": each.kv_format.value} for each in found],
+        "not_served": list(serving.not_served),
+        "efficiency": asdict(FITTED),
+        "held_out_median_error": median_error(split_rows(published_rows())[1], FITTED),
+        "published_figures": dict(Counter(row.format.value for row in published_rows())),
+        "error_factors": {each.value: factor for each, factor in ERROR_FACTORS.items()},
+        "warm_up_unknown": UNKNOWN,
+        "is_measured_by_this_project": False,
+    }
 
 
 HARDWARE = "Hardware"
@@ -124,8 +171,8 @@ class HardwareOptions:
         Raises:
             ValueError: an unknown name, or a value out of range.
         """
-        from hpu_duo.cost import Format, Serving, find_hardware
         from hpu_duo.heads import HeadPattern
+        from hpu_duo.planning import Format, Serving, find_hardware
 
         self._formats()
         pattern = None if self.pattern is None else HeadPattern.load(self.pattern)
@@ -159,9 +206,9 @@ class HardwareOptions:
             num_graphs: budget of the bucket table, which bounds the warm-up.
 
         Raises:
-            ValueError: see ``hpu_duo.cost.capacities``.
+            ValueError: see ``hpu_duo.planning.capacities``.
         """
-        from hpu_duo.cost import capacity
+        from hpu_duo.planning import capacity
 
         contexts = self.context or default_contexts(size.max_positions)
         return [
@@ -174,9 +221,9 @@ class HardwareOptions:
         """The first choice, for requests of up to ``max_len`` tokens.
 
         Raises:
-            ValueError: see ``hpu_duo.cost.Deployment``.
+            ValueError: see ``hpu_duo.planning.Deployment``.
         """
-        from hpu_duo.cost import Deployment
+        from hpu_duo.planning import Deployment
 
         return Deployment(size, serving, self._shares(serving)[0], self._formats()[0], max_len)
 
@@ -192,8 +239,8 @@ class HardwareOptions:
         for name, value in unused.items():
             if value is not None:
                 raise ValueError(f"{name} is of heads that keep rings: expected {kept.given[0]} without it")
-        from hpu_duo.config import EngineConfig, HeadConfig, ModelConfig, ParallelConfig
-        from hpu_duo.startup.sized_heads import SizedHeads
+        from hpu_duo.config.engine import EngineConfig, HeadConfig, ModelConfig, ParallelConfig
+        from hpu_duo.startup.heads import SizedHeads
 
         # A plan keeps to the requested bound, as the engine does, and not to the usual one.
         is_usual = self.max_layer_kinds == HPU_LAYER_KINDS
@@ -224,7 +271,7 @@ class HardwareOptions:
 
     def _formats(self) -> list[Format]:
         """Formats of keys and values; ValueError for an unknown one."""
-        from hpu_duo.cost import Format
+        from hpu_duo.planning import Format
 
         return [Format.parse(text) for text in self.kv_cache_dtype or DEFAULT_KV_FORMATS]
 
@@ -239,11 +286,11 @@ def graph_bytes(
     """
     import torch
 
-    from hpu_duo.config import ModelConfig
+    from hpu_duo.config.engine import ModelConfig
     from hpu_duo.modeling.loading import read_config
-    from hpu_duo.startup.graph_memory import KEPT, GraphMemory
-    from hpu_duo.startup.kernels import chunk_bounds
+    from hpu_duo.startup.blueprint import chunk_bounds
     from hpu_duo.startup.sizes import LayerHeads, StepSizes
+    from hpu_duo.startup.tables import KEPT, GraphMemory
     from kernels_ref import Implementation
 
     heads = [

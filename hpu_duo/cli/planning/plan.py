@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from hpu_duo.cli.arguments.capacity_choices import report_fields
-from hpu_duo.cli.arguments.kv_options import KVOptions
-from hpu_duo.cli.arguments.model_names import model_option
-from hpu_duo.cli.arguments.option_groups import grouped
-from hpu_duo.cli.arguments.options import LIMITS, Json
-from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions, graph_bytes
+from hpu_duo.cli.arguments.options import LIMITS, Json, KVOptions, grouped
+from hpu_duo.cli.arguments.values import model_option
+from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions, graph_bytes, report_fields
 from hpu_duo.cli.planning.plan_options import BudgetOptions, OutputOptions, PlannedLimits, TableOptions
 from hpu_duo.cli.terminal.errors import user_errors
 from hpu_duo.cli.terminal.waiting import Waiting
@@ -67,7 +64,7 @@ def plan(
             _check_without_hardware(num_blocks, served, kept, output)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs.planner import evaluate
-        from graphs.promise import Promise
+        from graphs.traffic_watch import Promise
         from hpu_duo.cli.planning.bucket_plans import choose, listed, measured_on, write
         from hpu_duo.cli.planning.setting import Setting
 

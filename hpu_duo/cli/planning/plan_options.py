@@ -11,7 +11,7 @@ import typer
 
 from hpu_duo.cli.arguments.options import LIMITS, LimitOptions
 from hpu_duo.cli.terminal.drawing import check_drawing
-from hpu_duo.limit_config import SchedulerConfig
+from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
@@ -175,6 +175,6 @@ class TableOptions:
         Raises:
             ValueError: a file cannot be read, or is no recording.
         """
-        from graphs.recording import read_shapes
+        from graphs.bucket_file import read_shapes
 
         return read_shapes(*self.from_shapes) if self.from_shapes else None

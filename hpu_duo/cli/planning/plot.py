@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpu_duo.cost import Capacity, CapacityPoint, ModelSize, Serving
+    from hpu_duo.planning import Capacity, CapacityPoint, ModelSize, Serving
 
 _COLOURS = ("#4d4d4d", "#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#c58b00")
 _LINES = ("-", "--", ":", "-.")

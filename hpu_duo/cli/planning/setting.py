@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from graphs import BatchShape, StepCost, StepLimits
 from graphs.planner import Grid
-from hpu_duo.cli.arguments.kv_options import KVOptions
+from hpu_duo.cli.arguments.options import KVOptions
 from hpu_duo.cli.planning.hardware import HardwareOptions
 from hpu_duo.cli.planning.plan_options import PlannedLimits
-from hpu_duo.cost.model import ModelSize
-from hpu_duo.cost.read_model import read_model
-from hpu_duo.limit_config import SchedulerConfig
+from hpu_duo.config.limits import SchedulerConfig
+from hpu_duo.planning.model import ModelSize
+from hpu_duo.planning.read_model import read_model
 
 if TYPE_CHECKING:
-    from hpu_duo.cost import Capacity, Deployment, Serving
     from hpu_duo.kv.plan import LayerKV
+    from hpu_duo.planning import Capacity, Deployment, Serving
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Setting:
             ValueError: the model cannot be read or does not fit, or a limit is out of range.
         """
         # They know the kinds of heads and so torch, which is slow to import.
-        from hpu_duo.cost import step_cost, step_limits
+        from hpu_duo.planning import step_cost, step_limits
 
         size = read_model(model)
         scheduler = SchedulerConfig(
@@ -106,8 +106,8 @@ class Setting:
         """The same with the warm-up of a table for the choice that was planned for."""
         if self.deployment is None or not len(chosen):
             return self
-        from hpu_duo.cost import WarmUp
-        from hpu_duo.cost.capacities import SMALLEST_DECODE
+        from hpu_duo.planning import WarmUp
+        from hpu_duo.planning.capacities import SMALLEST_DECODE
 
         compiled, num_kinds = self.deployment.engine_work.compiled, self.deployment.num_layer_kinds
         if isinstance(chosen, Grid):

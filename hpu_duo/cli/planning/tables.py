@@ -11,7 +11,7 @@ from rich.table import Table
 from hpu_duo.cli.terminal.sizes import show_bytes
 
 if TYPE_CHECKING:
-    from hpu_duo.cost import Capacity, CapacityPoint, Hardware, ModelSize, Serving, WarmUp
+    from hpu_duo.planning import Capacity, CapacityPoint, Hardware, ModelSize, Serving, WarmUp
 
 
 def hardware_table(hardware: Hardware) -> Table:
@@ -124,9 +124,9 @@ def _graphs(warm_up: WarmUp) -> str:
 
 def caveats(serving: Serving, found: Sequence[Capacity]) -> list[str]:
     """Say how sure the figures are, and which of them the engine cannot reach yet."""
-    from hpu_duo.cost import FITTED, Format, published_rows, split_rows
-    from hpu_duo.cost.fit import median_error
-    from hpu_duo.cost.warm_up import UNKNOWN
+    from hpu_duo.planning import FITTED, Format, published_rows, split_rows
+    from hpu_duo.planning.fit import median_error
+    from hpu_duo.planning.warm_up import UNKNOWN
 
     rows = published_rows()
     held_out = split_rows(rows)[1]

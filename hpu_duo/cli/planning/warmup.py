@@ -12,15 +12,15 @@ from rich.console import Console
 
 from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.option_groups import Only, grouped
+from hpu_duo.cli.arguments.options import Only, grouped
 from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.limit_config import SchedulerConfig
+from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
     from graphs import BucketTable
     from hpu_duo.llm import HPUDuoModel
-    from hpu_duo.warmup import WarmUpBudget
+    from hpu_duo.startup.warm_up_estimate import WarmUpBudget
 
 _TABLE = "Table"
 _BUDGET = "Budget"
@@ -143,7 +143,8 @@ def warmup(
             raise ValueError("--from-shapes is what a table is planned from: expected --graphs-budget too")
         # What can be refused without weights comes before they are read.
         from graphs.manifest import read_manifest
-        from hpu_duo.warmup import WarmUpBudget, WarmUpStoppedError, parse_phases
+        from hpu_duo.startup.warm_up import WarmUpStoppedError, parse_phases
+        from hpu_duo.startup.warm_up_estimate import WarmUpBudget
 
         budget = WarmUpBudget(max_graphs, max_seconds, max_gib)
         if phases is not None:
@@ -205,6 +206,6 @@ def _check_one_table(**ways: object) -> None:
 def _planned(
     loaded: HPUDuoModel, num_graphs: int, budget: WarmUpBudget, recordings: list[Path]
 ) -> BucketTable:
-    from hpu_duo.warmup import plan_within
+    from hpu_duo.startup.warm_up import plan_within
 
     return plan_within(loaded.engine, num_graphs, budget, recordings)

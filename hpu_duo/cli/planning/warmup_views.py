@@ -11,7 +11,8 @@ from rich.table import Table
 
 from graphs.manifest import GraphRecord
 from hpu_duo.cli.terminal.sizes import show_bytes
-from hpu_duo.warmup import Estimate, WarmUp, WarmUpReport
+from hpu_duo.startup.warm_up import WarmUp, WarmUpReport
+from hpu_duo.startup.warm_up_estimate import Estimate
 
 _MOST_ROWS = 10
 _SIZES = "computed from sizes"

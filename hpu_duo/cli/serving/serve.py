@@ -3,24 +3,98 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import socket
+import sys
+import threading
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_cold
-from hpu_duo.cli.arguments.option_groups import grouped
-from hpu_duo.cli.serving.call_options import CallOptions, ServingEngineOptions
-from hpu_duo.cli.serving.ends import end_with_stdin, exit_as
-from hpu_duo.cli.serving.listening_options import ListeningOptions
-from hpu_duo.cli.serving.profile_options import ProfileOptions
-from hpu_duo.cli.serving.replica_options import ServedReplicas
-from hpu_duo.cli.serving.serve_replicas import serve_replicas
-from hpu_duo.cli.serving.telling_options import TellingOptions
-from hpu_duo.cli.terminal.errors import user_errors
+from hpu_duo.cli.arguments.options import grouped
+from hpu_duo.cli.serving.listening_options import ListeningOptions, TellingOptions
+from hpu_duo.cli.serving.options import CallOptions, ProfileOptions, ServedReplicas, ServingEngineOptions
+from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
+from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.extras import install_command
-from hpu_duo.limit_config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from hpu_duo.fleet.replicas.front import Front
+    from hpu_duo.server.http.connections import Connections
+    from hpu_duo.server.http.listening import Ending, Tls
+
+_FAILED = 1
+
+
+def end_with_stdin() -> None:
+    """Stop this process as SIGTERM does when standard input ends, because whoever started it is gone."""
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="ends-with-stdin", daemon=True).start()
+
+
+def exit_as(ending: Ending, failure: str, *, is_left_behind: bool = False) -> NoReturn:
+    """Tell of the end of a server, and end the process with a code that is not 0 unless a signal ended it.
+
+    Args:
+        failure: tells why it has ended by itself.
+        is_left_behind: whether a thread computes that could not be stopped. Exit functions, such as those
+            that wait for ranks, might wait for it.
+    """
+    from hpu_duo.device.processes import leave
+
+    leave(_code_of(ending, failure), calls_exit_functions=not is_left_behind)
+
+
+def _code_of(ending: Ending, failure: str) -> int:
+    from hpu_duo.server.http.listening import is_interrupt
+
+    if ending.signal_number is None:
+        typer.echo(f"hpu-duo: {failure}", err=True)
+        return _FAILED
+    if is_interrupt(ending):
+        return INTERRUPTED
+    if not ending.is_drained:
+        typer.echo("hpu-duo: stopped before every call had ended", err=True)
+    return 0
+
+
+def serve_replicas(
+    front: Front, bound: socket.socket, connections: Connections, tls: Tls | None, host: str
+) -> None:
+    """Serve with replicas until a signal comes.
+
+    Args:
+        bound: listens for callers.
+        connections: limits theirs.
+        host: for the address that is printed.
+    """
+    from hpu_duo.fleet.replicas.app import create_front_app
+    from hpu_duo.server.http.listening import listen
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    place = f"{'http' if tls is None else 'https'}://{host}:{bound.getsockname()[1]}"
+    config = front.config
+
+    def tell() -> None:
+        names = ", ".join(config.server.model_names)
+        typer.echo(
+            f"hpu-duo: {config.num_replicas} replicas of {names} behind {place}, by {config.router}", err=True
+        )
+
+    ending = listen(
+        create_front_app(front), front, bound, connections, tls, tell, config.server.flush_seconds
+    )
+    exit_as(ending, "no replica could be started; see above")
+
 
 _NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpu_duo.cli.arguments.model_names import model_option
 from hpu_duo.cli.arguments.options import LIMITS
+from hpu_duo.cli.arguments.values import model_option
 from hpu_duo.cli.planning.hardware import HARDWARE, HardwareOptions
-from hpu_duo.limit_config import CARD_LIMITS, CacheConfig, SchedulerConfig
+from hpu_duo.config.limits import CARD_LIMITS, CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from graphs import StepLimits
-    from hpu_duo.simulate.server import SimulatedServer
+    from hpu_duo.lab.simulate.fleet import Fleet
+    from hpu_duo.lab.simulate.server import SimulatedServer
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,8 @@ class ServedLimits:
         return replace(server, trims_chunks=self.trim_chunks)
 
     def _measured(self, path: Path) -> SimulatedServer:
-        from hpu_duo.simulate.server import SimulatedServer
-        from hpu_duo.simulate.step_times import StepTimes
+        from hpu_duo.lab.simulate.server import SimulatedServer
+        from hpu_duo.lab.simulate.step_times import StepTimes
 
         server = SimulatedServer.measured(StepTimes.read(path))
         if self.block_size not in (None, server.limits.block_size):
@@ -160,8 +161,8 @@ class ServedLimits:
         return server.without_prefixes()
 
     def _priced(self, machine: MachineOptions, served: HardwareOptions) -> SimulatedServer:
-        from hpu_duo.cost.read_model import read_model
-        from hpu_duo.simulate.server import SimulatedServer
+        from hpu_duo.lab.simulate.server import SimulatedServer
+        from hpu_duo.planning.read_model import read_model
 
         assert machine.model is not None, "checked before"
         size = read_model(machine.model)
@@ -199,3 +200,82 @@ class ServedLimits:
         if "num_blocks" in given and not limits.uses_blocks:
             raise ValueError("expected no --num-blocks: no head of this model keeps blocks")
         return replace(limits, **given)
+
+
+_REPLICAS = "Replicas"
+_DEFAULT = "e2"
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """Options of replicas and routers."""
+
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="Engines behind a router, each on devices of its own.",
+            show_default="one engine, no router",
+            rich_help_panel=_REPLICAS,
+        ),
+    ] = None
+    router: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,...]",
+            help="Routers to run side by side: e2, d2lpm, cache-aware, least-loaded or round-robin; "
+            "docs/replicas.md has their options.",
+            show_default=_DEFAULT,
+            rich_help_panel=_REPLICAS,
+        ),
+    ] = None
+    lose_replica: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NUMBER@SECONDS",
+            help="Lose a replica at a time, numbered from 0; its requests are sent again.",
+            show_default="none is lost",
+            rich_help_panel=_REPLICAS,
+        ),
+    ] = None
+    restart_seconds: Annotated[
+        float,
+        typer.Option(help="Time until a lost replica serves again.", rich_help_panel=_REPLICAS),
+    ] = 60.0
+    stale_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--stale-prefixes",
+            help="Do not tell routers how much of a prompt was cached.",
+            rich_help_panel=_REPLICAS,
+        ),
+    ] = False
+
+    @property
+    def fleets(self) -> list[Fleet | None]:
+        """Replicas behind each router; None is one engine without a router.
+
+        Raises:
+            ValueError: a router that there is not, or an option that wants --replicas.
+        """
+        from hpu_duo.fleet.routing import make_router
+        from hpu_duo.lab.simulate.fleet import Fleet
+        from hpu_duo.lab.simulate.replicated import Loss
+
+        if self.replicas is None:
+            if self.router or self.lose_replica or self.stale_prefixes:
+                raise ValueError("expected --router, --lose-replica and --stale-prefixes with --replicas")
+            return [None]
+        if self.replicas < 1:
+            raise ValueError(f"expected --replicas of 1 or more, got {self.replicas}")
+        if not self.restart_seconds >= 0:
+            raise ValueError(f"expected --restart-seconds of 0 or more, got {self.restart_seconds}")
+        losses = tuple(Loss.parse(text, self.restart_seconds) for text in self.lose_replica or ())
+        wrong = [each.replica for each in losses if each.replica >= self.replicas]
+        if wrong:
+            raise ValueError(f"expected --lose-replica below --replicas {self.replicas}, got {wrong[0]}")
+        routers = self.router or [_DEFAULT]
+        if len(set(routers)) < len(routers):
+            raise ValueError(f"expected different routers, got {' '.join(routers)}")
+        for name in routers:
+            make_router(name)
+        return [Fleet(self.replicas, name, losses, not self.stale_prefixes) for name in routers]

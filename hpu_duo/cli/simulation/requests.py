@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from hpu_duo.simulate.forecast import Forecast
-    from hpu_duo.traces import Session
+    from hpu_duo.lab.simulate.forecast import Forecast
+    from hpu_duo.lab.traces import Session
 
 _REQUESTS = "Requests"
 _DEFAULT_NUM = 1000
@@ -122,12 +122,12 @@ class RequestOptions:
         Raises:
             ValueError: a number out of range, or a ranker that cannot be read or used.
         """
-        from hpu_duo.simulate.forecast import Forecast
+        from hpu_duo.lab.simulate.forecast import Forecast
 
         if self.ranker is None:
             return Forecast(self.length_error)
-        from hpu_duo.load.texts import Texts
-        from hpu_duo.ranking import load_ranker
+        from hpu_duo.lab.load.texts import Texts
+        from hpu_duo.scheduling.ranker import load_ranker
 
         if self.tokenizer is None:
             return Forecast(self.length_error, load_ranker(self.ranker))
@@ -144,7 +144,7 @@ class RequestOptions:
         Raises:
             ValueError: a trace or a number that cannot be used, or no request at all.
         """
-        from hpu_duo.traces import count_requests
+        from hpu_duo.lab.traces import count_requests
 
         if self.num_requests is not None and self.num_requests < 1:
             raise ValueError(f"expected --num-requests of at least 1, got {self.num_requests}")
@@ -163,7 +163,7 @@ class RequestOptions:
 
     def _shorter(self, max_len: int, shortest: int, seed: int) -> str:
         """Options that make requests short enough."""
-        from hpu_duo.traces import make_workload, with_shorter
+        from hpu_duo.lab.traces import make_workload, with_shorter
 
         if self.trace is not None:
             return f"give --length-scale {self.length_scale * max_len / (2 * shortest):.2g}"
@@ -173,7 +173,7 @@ class RequestOptions:
         )
 
     def _drawn(self, seed: int) -> list[Session]:
-        from hpu_duo.traces import make_workload
+        from hpu_duo.lab.traces import make_workload
 
         for name, value in (("--request-rate", self.request_rate), ("--tokenizer", self.tokenizer)):
             if value is not None:
@@ -183,8 +183,8 @@ class RequestOptions:
     def _of_trace(self, path: Path, seed: int) -> list[Session]:
         import numpy as np
 
-        from hpu_duo.load.texts import Texts
-        from hpu_duo.traces import Rate, Session, TraceFormat, at_times, read_trace, scaled
+        from hpu_duo.lab.load.texts import Texts
+        from hpu_duo.lab.traces import Rate, Session, TraceFormat, at_times, read_trace, scaled
 
         kind = None if self.trace_format is None else TraceFormat.parse(self.trace_format)
         count = None if self.tokenizer is None else Texts(self.tokenizer).count

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from hpu_duo.cli.arguments.option_groups import Only, grouped
-from hpu_duo.cli.arguments.options import Json, Seed
+from hpu_duo.cli.arguments.options import Json, Only, Seed, grouped
 from hpu_duo.cli.planning.hardware import HardwareOptions
-from hpu_duo.cli.simulation.machine import MachineOptions, ServedLimits
-from hpu_duo.cli.simulation.replicas import ReplicaOptions
+from hpu_duo.cli.simulation.machine import MachineOptions, ReplicaOptions, ServedLimits
 from hpu_duo.cli.simulation.requests import Asked, RequestOptions
 from hpu_duo.cli.terminal.drawing import check_drawing
 from hpu_duo.cli.terminal.errors import user_errors
-from hpu_duo.limit_config import SchedulerConfig
+from hpu_duo.config.limits import SchedulerConfig
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:
-    from hpu_duo.simulate.report import RunReport
-    from hpu_duo.simulate.run_log import RunLog
-    from hpu_duo.simulate.server import SimulatedServer
+    from hpu_duo.lab.simulate.report import RunReport
+    from hpu_duo.lab.simulate.run_log import RunLog
+    from hpu_duo.lab.simulate.server import SimulatedServer
 
 FORMAT = "hpu-duo simulate 1"
 
@@ -90,14 +92,12 @@ def simulate(
         if out is not None:
             check_file("--out", out)
         if plot is not None:
-            from hpu_duo.cli.simulation.plot import SUFFIXES
-
             check_drawing(plot, "--plot", SUFFIXES)
         server = limits.on(machine, served)
         requests = asked.sessions(server.max_request_len, seed)
     runs: list[tuple[RunReport, RunLog]] = []
     with user_errors(()):
-        from hpu_duo.simulate.report import RunReport
+        from hpu_duo.lab.simulate.report import RunReport
 
         for fleet, policy in product(fleets, policies):
             settings: dict[str, Any] = {
@@ -114,8 +114,6 @@ def simulate(
     if out is not None:
         out.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
     if plot is not None:
-        from hpu_duo.cli.simulation.plot import draw
-
         with user_errors():
             draw(runs, _title(requests), plot)
     if as_json:
@@ -162,7 +160,6 @@ def _title(asked: Asked) -> str:
 
 
 def _show(asked: Asked, reports: list[RunReport]) -> None:
-    from hpu_duo.cli.simulation.views import run_table
 
     console = Console()
     console.print(run_table(reports))
@@ -175,3 +172,163 @@ def _show(asked: Asked, reports: list[RunReport]) -> None:
             notes.print(
                 f"note: {report.title}: {missing:,} requests did not end; times are of those that did"
             )
+
+
+_NAMES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "e2el": "end to end",
+    "latency_per_token": "end to end per output token",
+}
+_Cell = Callable[["RunReport"], str]
+
+
+def run_table(reports: Sequence[RunReport]) -> Table:
+    """Lay policies out side by side, a metric in each line."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("", style="dim")
+    for report in reports:
+        table.add_column(report.title, justify="right")
+    for name, cell in _lines(reports[0]):
+        table.add_row(name, *map(cell, reports))
+    return table
+
+
+def _lines(first: RunReport) -> list[tuple[str, _Cell]]:
+    """Names and contents of the lines; those of users only where there are several."""
+    lines: list[tuple[str, _Cell]] = [
+        ("requests completed", lambda run: f"{run.num_completed:,} of {run.num_requests:,}"),
+        ("duration", lambda run: f"{run.duration_s:,.1f} s"),
+        ("requests/s", lambda run: f"{run.requests_per_s:,.2f}"),
+        ("output tokens/s", lambda run: f"{run.output_tokens_per_s:,.1f}"),
+    ]
+    percentiles = [at for at, _ in first.metrics["ttft"].percentiles]
+    for key, name in _NAMES.items():
+        lines.append((f"{name}, mean", _mean(key)))
+        lines += [(f"  p{at:g}", _percentile(key, place)) for place, at in enumerate(percentiles)]
+    lines += [
+        ("longest wait to start", lambda run: f"{run.longest_wait_s:,.1f} s"),
+        ("preemptions", lambda run: f"{run.num_preemptions:,}"),
+        ("prefix hits", lambda run: f"{run.hit_rate:.1%}"),
+        *_of_replicas(first),
+        ("padding by cost", lambda run: f"{run.padding:.1%}"),
+        ("steps", lambda run: f"{run.num_steps:,}"),
+        ("busy", lambda run: f"{run.busy_share:.1%}"),
+    ]
+    if len(first.fairness.service) > 1:
+        lines.append(("largest difference of service", lambda run: f"{run.fairness.largest_difference:,.0f}"))
+    return lines
+
+
+def _of_replicas(first: RunReport) -> list[tuple[str, _Cell]]:
+    if first.replicas is None:
+        return []
+    return [
+        (
+            "  expected by the router",
+            lambda run: f"{run.replicas.expected_hit_rate:.1%}" if run.replicas else "",
+        ),
+        ("requests sent again", lambda run: f"{run.replicas.num_lost:,}" if run.replicas else ""),
+    ]
+
+
+def _mean(key: str) -> _Cell:
+    return lambda run: _shown(run, key, run.metrics[key].mean)
+
+
+def _percentile(key: str, place: int) -> _Cell:
+    return lambda run: _shown(run, key, run.metrics[key].percentiles[place][1])
+
+
+def _shown(run: RunReport, key: str, milliseconds: float) -> str:
+    return f"{milliseconds:,.1f} ms" if run.metrics[key].num else "-"
+
+
+COLOURS = ("#4d4d4d", "#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#c58b00")
+LINES = ("-", "--", ":")
+SUFFIXES = (".svg", ".png")
+_MOST_POINTS = 240
+"""Of a line; a picture then has a size that does not depend on the number of requests."""
+
+Run = tuple["RunReport", "RunLog"]
+
+
+def draw(runs: Sequence[Run], title: str, file: Path) -> None:
+    """Write the picture, a line for each policy; PNG or SVG by the name of the file.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 2)
+    _latencies(panels[0][0], runs, "ttft", "time to first token, s")
+    _latencies(panels[0][1], runs, "latency_per_token", "end to end per output token, s")
+    _waiting(panels[1][0], runs)
+    _differences(panels[1][1], runs)
+    figure.legend(
+        *panels[0][0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=6
+    )
+    figure.suptitle(title, fontsize=11)
+    try:
+        # The same run gives the same file: no date, no random names.
+        with matplotlib.rc_context({"svg.hashsalt": "hpu-duo"}):
+            figure.savefig(file, dpi=110, metadata={"Date": None} if file.suffix == ".svg" else None)
+    except OSError as error:
+        raise ValueError(f"cannot write {file}: {error.strerror}") from error
+
+
+def _style(place: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "linestyle": LINES[place // len(COLOURS) % len(LINES)],
+        "linewidth": 1.4,
+    }
+
+
+def _spread(num_points: int) -> npt.NDArray[np.int64]:
+    """Indices of the points to draw, first and last among them; more would be narrower than a line."""
+    return np.unique(np.linspace(0, num_points - 1, min(num_points, _MOST_POINTS)).astype(np.int64))
+
+
+def _latencies(axes: Any, runs: Sequence[Run], name: str, label: str) -> None:
+    """Shares of requests that took at most so long."""
+    for place, (report, log) in enumerate(runs):
+        found = [getattr(each, name) for each in log.records.values() if each.ended is not None]
+        values = np.sort([each for each in found if each is not None])
+        if len(values):
+            ranks = _spread(len(values))
+            axes.step(values[ranks], (ranks + 1) / len(values), label=report.title, **_style(place))
+    axes.set_xscale("log")
+    axes.set_xlabel(label)
+    axes.set_ylabel("share of requests")
+    axes.grid(alpha=0.3)
+
+
+def _waiting(axes: Any, runs: Sequence[Run]) -> None:
+    """Requests that have come and not started, over time."""
+    for place, (_, log) in enumerate(runs):
+        times = np.linspace(0, log.end, _MOST_POINTS)
+        records = log.records.values()
+        came = np.sort([each.arrived for each in records])
+        started = np.sort([each.started for each in records if each.started is not None])
+        num_waiting = np.searchsorted(came, times, "right") - np.searchsorted(started, times, "right")
+        axes.plot(times, num_waiting, **_style(place))
+    axes.set_xlabel("time, s")
+    axes.set_ylabel("requests that wait")
+    axes.grid(alpha=0.3)
+
+
+def _differences(axes: Any, runs: Sequence[Run]) -> None:
+    """Largest difference of service so far."""
+    for place, (report, _) in enumerate(runs):
+        growth = report.fairness.growth
+        axes.plot(*zip(*(growth[number] for number in _spread(len(growth)))), **_style(place))
+    axes.set_xlabel("time, s")
+    axes.set_ylabel("largest difference of service so far")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.grid(alpha=0.3)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpu_duo.cli.arguments.prompts import STDIN, read_prompts, tokenizer_of
+from hpu_duo.cli.arguments.values import STDIN, read_prompts, tokenizer_of
 from hpu_duo.writable import check_file
 
 if TYPE_CHECKING:

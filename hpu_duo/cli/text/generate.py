@@ -13,12 +13,11 @@ from rich.console import Console
 
 from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.option_groups import grouped
-from hpu_duo.cli.arguments.prompts import decoded, encode, read_prompts, tokenizer_of
+from hpu_duo.cli.arguments.options import grouped
+from hpu_duo.cli.arguments.values import decoded, encode, read_prompts, tokenizer_of
 from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
 from hpu_duo.cli.text.contexts import check_context_options, open_context
-from hpu_duo.cli.text.report import run_fields, run_table
-from hpu_duo.cli.text.serving import Run, RunReport
+from hpu_duo.cli.text.serving import Run, RunReport, run_fields, run_table
 from hpu_duo.cli.text.views import LiveView
 
 if TYPE_CHECKING:

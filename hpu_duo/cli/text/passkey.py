@@ -11,16 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hpu_duo.builtin.passkeys import Passkey, PasskeyDocument, document, question, token_counter
 from hpu_duo.cli.arguments import options as opt
 from hpu_duo.cli.arguments.loading import load_model
-from hpu_duo.cli.arguments.option_groups import Only, grouped
-from hpu_duo.cli.arguments.prompts import encode, tokenizer_of
+from hpu_duo.cli.arguments.options import Only, grouped
+from hpu_duo.cli.arguments.values import encode, tokenizer_of
 from hpu_duo.cli.terminal.errors import INTERRUPTED, user_errors
 from hpu_duo.cli.terminal.streams import mark
-from hpu_duo.cli.text.report import run_fields, run_table
-from hpu_duo.cli.text.serving import Run, RunReport
+from hpu_duo.cli.text.serving import Run, RunReport, run_fields, run_table
 from hpu_duo.cli.text.views import LiveView
+from hpu_duo.lab.tasks.passkeys import Passkey, PasskeyDocument, document, question, token_counter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,7 +160,7 @@ def _show_answers(console: Console, answers: list[Answer], report: RunReport) ->
 
 
 def _interval(answers: list[Answer]) -> dict[str, float]:
-    from hpu_duo.eval.interval import interval_fields
+    from hpu_duo.lab.eval.interval import interval_fields
 
     return interval_fields("accuracy", _num_right(answers) / len(answers), len(answers))
 

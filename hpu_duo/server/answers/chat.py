@@ -8,10 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpu_duo.request import FinishReason
-from hpu_duo.server.answers.answer import ID_CHARACTERS, Answer, AnswerHead
-from hpu_duo.server.answers.choice import Choice
-from hpu_duo.server.answers.logprobs import TokenNames, chat_logprobs
-from hpu_duo.server.answers.usage import Usage
+from hpu_duo.server.answers.answer import (
+    ID_CHARACTERS,
+    Answer,
+    AnswerHead,
+    Choice,
+    TokenNames,
+    Usage,
+    chat_logprobs,
+)
 from hpu_duo.server.tools import CallArguments, CallBegun, Content, Piece, ToolParser
 
 

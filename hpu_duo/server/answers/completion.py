@@ -8,10 +8,15 @@ from typing import Any
 
 from hpu_duo.engine.outputs import TokenLogprob
 from hpu_duo.request import FinishReason
-from hpu_duo.server.answers.answer import ID_CHARACTERS, Answer, AnswerHead
-from hpu_duo.server.answers.choice import Choice
-from hpu_duo.server.answers.logprobs import CompletionLogprobs, TokenNames
-from hpu_duo.server.answers.usage import Usage
+from hpu_duo.server.answers.answer import (
+    ID_CHARACTERS,
+    Answer,
+    AnswerHead,
+    Choice,
+    CompletionLogprobs,
+    TokenNames,
+    Usage,
+)
 
 
 @dataclass(frozen=True)

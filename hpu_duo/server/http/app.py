@@ -8,12 +8,9 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from hpu_duo import __version__
-from hpu_duo.server.http.errors import install_error_handlers
-from hpu_duo.server.http.generation_routes import generation_routes
-from hpu_duo.server.http.guards import add_guards
+from hpu_duo.server.http.middleware import add_guards, install_error_handlers
 from hpu_duo.server.http.page_routes import page_routes
-from hpu_duo.server.http.state_routes import state_routes
-from hpu_duo.server.http.token_routes import token_routes
+from hpu_duo.server.http.routes import generation_routes, state_routes, token_routes
 from hpu_duo.server.service import Service
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from hpu_duo.server.answers.events import as_json
+from hpu_duo.server.answers.answer import as_json
 from hpu_duo.server.http.auth import LET_IN
 from hpu_duo.server.http.unsent import unsent_bytes
 from hpu_duo.server.protocol import ApiError

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from hpu_duo.garbage import leave_out_what_is_there
 from hpu_duo.server.http.connections import ConnectionLimits, Connections
-from hpu_duo.server.http.direct_writes import DirectWrites
+from hpu_duo.server.http.middleware import DirectWrites
 from hpu_duo.server.running.admission import Stage
 
 _BACKLOG = 4096

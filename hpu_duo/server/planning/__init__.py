@@ -2,9 +2,6 @@
 
 from hpu_duo.server.planning.chat import ChatPlanner
 from hpu_duo.server.planning.completions import CompletionPlanner
-from hpu_duo.server.planning.defaults import SamplingDefaults
-from hpu_duo.server.planning.plan import Plan
-from hpu_duo.server.planning.scoring import Scoring
-from hpu_duo.server.planning.served import Served
+from hpu_duo.server.planning.plan import Plan, SamplingDefaults, Scoring, Served
 
 __all__ = ["ChatPlanner", "CompletionPlanner", "Plan", "SamplingDefaults", "Scoring", "Served"]

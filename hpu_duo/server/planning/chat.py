@@ -11,9 +11,9 @@ from pydantic_core import from_json
 from hpu_duo.sampling import FieldError, StructuredOutputs
 from hpu_duo.sampling.endless import ENDLESS, is_endless
 from hpu_duo.server.answers import AnswerHead, ChatAnswer, Usage
-from hpu_duo.server.answers.logprobs import TokenNames
-from hpu_duo.server.planning.formats import compile_format, format_of
-from hpu_duo.server.planning.plan import Plan, new_answer_id
+from hpu_duo.server.answers.answer import TokenNames
+from hpu_duo.server.planning.formats import closed, compile_format, format_of
+from hpu_duo.server.planning.plan import Plan, Served, new_answer_id
 from hpu_duo.server.planning.sampling import (
     check_length,
     check_options,
@@ -23,13 +23,10 @@ from hpu_duo.server.planning.sampling import (
     stream_flags,
     truncated,
 )
-from hpu_duo.server.planning.served import Served
-from hpu_duo.server.planning.strict import closed
 from hpu_duo.server.prompts import Chat, ChatTemplateError
 from hpu_duo.server.protocol import ChatMessage, ChatRequest, FunctionTool, TokenizeRequest, ToolChoice
-from hpu_duo.server.protocol.bounds import MAX_VALUES, ValueCount
-from hpu_duo.server.protocol.errors import bad_value, unsupported
-from hpu_duo.server.protocol.refusals import refuse_unserved, refuse_unserved_of_message
+from hpu_duo.server.protocol.errors import bad_value, refuse_unserved, refuse_unserved_of_message, unsupported
+from hpu_duo.server.protocol.requests import MAX_VALUES, ValueCount
 from hpu_duo.server.tools import calls_grammar, make_parser
 
 _PLAIN_CALLS = "llama3_json"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from hpu_duo.sampling import FieldError, SamplingParams
 from hpu_duo.server.answers import AnswerHead, CompletionAnswer, EchoedPrompt, Usage
-from hpu_duo.server.answers.logprobs import TokenNames
+from hpu_duo.server.answers.answer import TokenNames
 from hpu_duo.server.planning.formats import format_of
-from hpu_duo.server.planning.plan import Plan, new_answer_id
+from hpu_duo.server.planning.plan import Plan, Scoring, Served, new_answer_id
 from hpu_duo.server.planning.sampling import (
     check_length,
     check_options,
@@ -18,11 +18,8 @@ from hpu_duo.server.planning.sampling import (
     stream_flags,
     truncated,
 )
-from hpu_duo.server.planning.scoring import Scoring
-from hpu_duo.server.planning.served import Served
 from hpu_duo.server.protocol import CompletionRequest
-from hpu_duo.server.protocol.errors import bad_value
-from hpu_duo.server.protocol.refusals import refuse_unserved
+from hpu_duo.server.protocol.errors import bad_value, refuse_unserved
 
 _MAX_TOKENS = 16
 """The OpenAI API's default."""

@@ -1,15 +1,175 @@
-"""One call, checked: its requests to the engine, and its answer to be."""
+"""One call, checked: its requests to the engine, and the model that serves it."""
 
 from __future__ import annotations
 
+import json
+import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.server.answers import Answer
-from hpu_duo.server.planning.scoring import Scoring
-from hpu_duo.server.running import Submission
+from hpu_duo.server.answers import Answer, Choice, CompletionAnswer
+from hpu_duo.server.prompts import PromptEncoder, TokenTexts
+from hpu_duo.server.protocol.errors import ApiError, unknown_model
+from hpu_duo.server.running import OutputStream, Submission
+
+if TYPE_CHECKING:
+    from hpu_duo.server.running import AsyncEngine
+
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Those of the OpenAI API, unless a checkpoint says otherwise.
+
+    Whether the checkpoint samples at all (``do_sample``) is not asked: the API's temperature is 1 either way.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def read(cls, checkpoint: str | Path) -> SamplingDefaults:
+        """Read generation_config.json; it need not say anything.
+
+        transformers fills in defaults of its own, so the file itself is read.
+        """
+        file = Path(checkpoint) / "generation_config.json"
+        if not file.is_file():
+            return cls()
+        said: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return cls(**{name: said[name] for name in _NAMES if said.get(name) is not None})
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model and its names.
+
+    Attributes:
+        names: the first one is what calls without a model get.
+        engine: what serves it.
+        encoder: of its tokenizer; None when it has none, so that prompts and answers are token ids.
+        texts: of its tokens; None without a tokenizer.
+        defaults: of sampling parameters.
+        max_model_len: tokens of prompt and output together.
+        max_choices: most choices of a call.
+        max_logprobs: most of the likeliest tokens that are named beside each; -1 for no limit.
+        tool_parser: name of the parser for its tool calls; None when it makes none.
+        created: when it was loaded, seconds since 1970.
+    """
+
+    names: tuple[str, ...]
+    engine: AsyncEngine
+    encoder: PromptEncoder | None
+    texts: TokenTexts | None
+    defaults: SamplingDefaults
+    max_model_len: int
+    max_choices: int
+    max_logprobs: int
+    tool_parser: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def name_for(self, asked: str | None) -> str:
+        """The name that an answer has.
+
+        Raises:
+            ApiError: another model is asked for.
+        """
+        if asked is None or asked == "":
+            return self.names[0]
+        if asked not in self.names:
+            raise unknown_model(asked, self.names)
+        return asked
+
+    def needs_encoder(self, param: str) -> PromptEncoder:
+        """The encoder.
+
+        Raises:
+            ApiError: there is none, and a field needs it.
+        """
+        if self.encoder is None:
+            raise ApiError(
+                400,
+                f"{param}: the model has no tokenizer: expected token ids as the prompt of /v1/completions",
+                param=param,
+            )
+        return self.encoder
+
+    def cards(self) -> list[dict[str, Any]]:
+        """The models as ``/v1/models`` lists them."""
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self.created,
+                "owned_by": "hpu-duo",
+                "root": self.names[0],
+                "parent": None,
+                "max_model_len": self.max_model_len,
+            }
+            for name in self.names
+        ]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Each token of each prompt is scored, given those before it.
+
+    They are decoded, several in a step if the engine has ``decode_len``, so every probability is one that
+    generation would have, from the same cache; see ``Engine.score``.
+
+    Attributes:
+        prompts: token ids of each.
+        num_top: so many of the likeliest tokens are named beside each.
+        answer: echoes the prompts.
+        cache_salt: see ``SamplingParams``.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    num_top: int
+    answer: CompletionAnswer
+    cache_salt: str | None = None
+
+    @property
+    def submissions(self) -> list[Submission]:
+        """Requests to submit, one for each prompt of more than a token; their samples are the prompts."""
+        name = uuid.uuid4().hex
+        return [
+            Submission(f"{name}-{index}", prompt[:1], self._forcing(prompt[1:]), index)
+            for index, prompt in enumerate(self.prompts)
+            if len(prompt) > 1
+        ]
+
+    async def read(self, stream: OutputStream) -> None:
+        """Read the outputs of the submissions to their end, and tell the answer.
+
+        Raises:
+            RequestFailedError: the engine failed.
+        """
+        scored = [Choice() for _ in self.prompts]
+        while (batch := await stream.read()) is not None:
+            for choice, output in batch:
+                scored[choice].add(output)
+        # Nothing comes before the first token of a prompt, so that it stands alone.
+        self.answer.score([[int(one[0]), *choice.logprobs] for one, choice in zip(self.prompts, scored)])
+
+    def _forcing(self, tokens: Sequence[int]) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.0,
+            logprobs=self.num_top,
+            max_tokens=len(tokens),
+            ignore_eos=True,
+            forced_token_ids=tuple(tokens),
+            decoded_prompt_tokens=1,
+            cache_salt=self.cache_salt,
+        )
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpu_duo.sampling import FieldError, SamplingParams, StructuredOutputs
-from hpu_duo.server.planning.served import Served
+from hpu_duo.server.planning.plan import Served
 from hpu_duo.server.prompts import TextTooLongError
 from hpu_duo.server.protocol.errors import bad_value, too_long
-from hpu_duo.server.protocol.generation import GenerationRequest
+from hpu_duo.server.protocol.requests import GenerationRequest
 
 _SAME = (
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "min_tokens", "ignore_eos"),

@@ -1,17 +1,15 @@
 """An engine in a thread of its own, and what an event loop sees of it."""
 
-from hpu_duo.server.running.async_engine import AsyncEngine
-from hpu_duo.server.running.engine_thread import EngineThread
-from hpu_duo.server.running.failures import (
+from hpu_duo.server.running.admission import (
     AnswerMemoryFullError,
     AnswerTooLargeError,
     EngineDiedError,
     RequestFailedError,
     SlowReaderError,
+    Submission,
 )
-from hpu_duo.server.running.holding import AnswerMemory, Holding
-from hpu_duo.server.running.stream import ChoiceOutput, OutputStream
-from hpu_duo.server.running.submission import Submission
+from hpu_duo.server.running.async_engine import AsyncEngine, EngineThread
+from hpu_duo.server.running.stream import AnswerMemory, ChoiceOutput, Holding, OutputStream
 
 __all__ = [
     "AnswerMemory",

@@ -5,8 +5,9 @@ Those that mean what vLLM's mean have its names, behind a prefix of choice; see 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import (
@@ -16,12 +17,41 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-
-from hpu_duo.server.telemetry.histogram import Histogram
+from prometheus_client.utils import floatToGoString
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
     from hpu_duo.engine.stats import EngineStats
-    from hpu_duo.server.telemetry.record import CallRecord
+    from hpu_duo.server.telemetry.request_log import CallRecord
+
+
+class Histogram:
+    """Numbers of observations up to each of some bounds.
+
+    Only one thread adds to it; others may read, and see an observation more or less.
+
+    Args:
+        bounds: upper bounds, ascending; one for all others is added.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Observe a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def write(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Put what has been observed into a family of metrics."""
+        buckets, total = [], 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts):
+            total += count
+            buckets.append((floatToGoString(bound), total))
+        family.add_metric(labels, buckets, self._sum)
+
 
 _OWN = "hpuduo"
 """Prefix of what vLLM has no name for."""
@@ -303,3 +333,38 @@ def _usage(stats: EngineStats) -> float:
     if stats.total_blocks:
         return stats.used_blocks / stats.total_blocks
     return stats.used_rows / max(1, stats.total_rows)
+
+
+Count = Callable[[str, str, int], None]
+"""Called with method, path of the route, and status."""
+
+_UNKNOWN = "other"
+
+
+class CountingMiddleware:
+    """Tells of each response.
+
+    Args:
+        app: behind it.
+        count: told.
+    """
+
+    def __init__(self, app: ASGIApp, count: Count) -> None:
+        self._app, self._count = app, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # Paths of callers are without number; routes are few.
+                route = scope.get("route")
+                path = getattr(route, "path", _UNKNOWN)
+                method = scope["method"] if path != _UNKNOWN else _UNKNOWN
+                self._count(method, path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)

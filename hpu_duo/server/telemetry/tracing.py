@@ -16,7 +16,7 @@ from hpu_duo import __version__
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
-    from hpu_duo.server.telemetry.record import CallRecord
+    from hpu_duo.server.telemetry.request_log import CallRecord
 
 
 class Tracing:

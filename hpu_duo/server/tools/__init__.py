@@ -1,10 +1,15 @@
 """Tool calls in the text of a model, found as the text comes."""
 
-from hpu_duo.server.tools.choice import PARSERS, make_parser, resolve_parser
-from hpu_duo.server.tools.forced import calls_grammar
-from hpu_duo.server.tools.hermes import HermesParser
-from hpu_duo.server.tools.llama import LlamaParser
-from hpu_duo.server.tools.pieces import CallArguments, CallBegun, Content, Piece, ToolParser
+from hpu_duo.server.tools.calls import (
+    CallArguments,
+    CallBegun,
+    Content,
+    HermesParser,
+    LlamaParser,
+    Piece,
+    ToolParser,
+)
+from hpu_duo.server.tools.forced import PARSERS, calls_grammar, make_parser, resolve_parser
 
 __all__ = [
     "PARSERS",

@@ -1,15 +1,14 @@
-"""Grammars of answers that are calls, for requests that ask for one, or calls or text of a format."""
+"""The parser that belongs to a model, and grammars of answers that are calls."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from json import dumps, loads
 from typing import Any
 
-from hpu_duo.sampling.structured import JSON_WHITESPACE, StructuredOutputs
-from hpu_duo.server.tools.hermes import CLOSE, OPEN
-from hpu_duo.server.tools.llama import TAG
+from hpu_duo.sampling.params import JSON_WHITESPACE, StructuredOutputs
+from hpu_duo.server.tools.calls import CLOSE, OPEN, TAG, HermesParser, LlamaParser, ToolParser
 
 Function = tuple[str, Mapping[str, Any] | None]
 """A name, and the JSON schema of the arguments; None takes any object."""
@@ -154,3 +153,48 @@ _FREE: Mapping[str, Callable[[Sequence[Function], bool], str]] = {
     "hermes": _hermes_in_text,
     "llama3_json": _llama3_json_or_text,
 }
+
+PARSERS: Mapping[str, Callable[[Collection[str] | None], ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": LlamaParser,
+}
+"""By the names that vLLM's ``--tool-call-parser`` has for these formats."""
+
+
+def _detect_parser(chat_template: str | None) -> str | None:
+    """The parser for the calls that a chat template shows; None when it shows none that is known."""
+    if chat_template is None or "tools" not in chat_template:
+        return None
+    if OPEN in chat_template:
+        return "hermes"
+    if TAG in chat_template or '"parameters":' in chat_template:
+        return "llama3_json"
+    return None
+
+
+def resolve_parser(name: str, chat_template: str | None = None) -> str | None:
+    """The parser that a setting comes to; None for none.
+
+    Args:
+        name: ``auto``, ``none`` or one of ``PARSERS``.
+        chat_template: what ``auto`` goes by.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name == "none":
+        return None
+    if name == "auto":
+        return _detect_parser(chat_template)
+    if name not in PARSERS:
+        raise ValueError(f"expected a tool call parser of auto, none, {', '.join(PARSERS)}, got {name!r}")
+    return name
+
+
+def make_parser(name: str, functions: Collection[str] | None = None) -> ToolParser:
+    """A parser for one answer, by its name in ``PARSERS``.
+
+    Args:
+        functions: names that may be called; None for any.
+    """
+    return PARSERS[name](functions)

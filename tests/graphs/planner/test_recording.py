@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import BatchShape
-from graphs.recording import ShapeRecorder, read_shapes, write_shapes
+from graphs.bucket_file import ShapeRecorder, read_shapes, write_shapes
 
 DECODE, CHUNK = BatchShape.parse("--u/q4/s0/u40/l4"), BatchShape.parse("cs-/q64/s8/u0/l1")
 

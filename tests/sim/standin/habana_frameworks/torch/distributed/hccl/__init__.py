@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from habana_frameworks.torch.utils.internal import is_lazy
-from hpu_duo.sim import installation
+from hpu_duo.lab.sim import installation
 
 IS_LAZY = is_lazy()
 FAULT = "STANDIN_HCCL_FAULT"

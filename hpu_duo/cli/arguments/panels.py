@@ -1,5 +1,0 @@
-"""Names of the panels of the help."""
-
-HEADS = "Heads"
-ENGINE = "Engine"
-LIMITS = "Limits"

@@ -1,0 +1,29 @@
+"""Everything that may be set, checked and frozen; in modules, since readers of some of it need no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpu_duo.config.engine import EngineConfig, GraphConfig, HeadConfig, ModelConfig, ParallelConfig
+    from hpu_duo.config.limits import CacheConfig, SchedulerConfig
+
+__all__ = [
+    "CacheConfig",
+    "EngineConfig",
+    "GraphConfig",
+    "HeadConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+]
+
+_LIMITS = ("CacheConfig", "SchedulerConfig")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from importlib import import_module
+
+        return getattr(import_module(f"hpu_duo.config.{'limits' if name in _LIMITS else 'engine'}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,208 @@
+"""Statistics of heads with a KV budget, and of heads whose attention is sparse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from bias_builders import Rule, Tile, TopBlocks
+from hpu_duo.kv.plan import SparseKind
+from kernels_ref import Budget, ChosenBlocks
+
+if TYPE_CHECKING:
+    from hpu_duo.engine.step_plan import StepPlan
+    from hpu_duo.kv.leases import KVLeases
+    from hpu_duo.kv.plan import LayerKV, MemoryPlan
+    from hpu_duo.kv.store import KVStore
+
+
+@dataclass(frozen=True)
+class BudgetStats:
+    """A snapshot of the heads that have one kind of budget, those of all ranks together.
+
+    Attributes:
+        policy: name of the policy.
+        num_slots: tokens that a head keeps of a request.
+        chunk: positions between the places at which heads choose what stays of a prompt.
+        num_heads: KV heads with the budget, of all layers; a copy on another rank is another one.
+        num_evictions: tokens that heads have evicted so far, one for each head.
+        bytes_per_request: keys, values, positions and scores of a request.
+        held_bytes: of all running requests.
+    """
+
+    policy: str
+    num_slots: int
+    chunk: int
+    num_heads: int
+    num_evictions: int
+    bytes_per_request: int
+    held_bytes: int
+
+    @classmethod
+    def of(
+        cls, num_given_up: Mapping[int, int], leases: KVLeases, memory: MemoryPlan
+    ) -> tuple[BudgetStats, ...]:
+        """Collect one of each kind.
+
+        Args:
+            num_given_up: tokens that one head has evicted, by its budget.
+        """
+        groups: dict[Budget, list[tuple[LayerKV, int]]] = {}
+        for layer, num_heads, kind in budgets_of(memory):
+            groups.setdefault(kind, []).append((layer, num_heads))
+        return tuple(
+            cls._of_kind(kind, found, num_given_up.get(kind.budget, 0), leases.rows.num_used, memory)
+            for kind, found in groups.items()
+        )
+
+    @classmethod
+    def _of_kind(
+        cls,
+        kind: Budget,
+        found: Sequence[tuple[LayerKV, int]],
+        num_given_up: int,
+        num_rows: int,
+        memory: MemoryPlan,
+    ) -> BudgetStats:
+        row_bytes = sum(
+            kind.unit_bytes(
+                heads, layer.elements_per_head * memory.dtype_bytes + kind.state_bytes, memory.block_size
+            )
+            for layer, heads in found
+        )
+        num_heads = sum(heads for _, heads in found)
+        return cls(
+            policy=kind.policy.name,
+            num_slots=kind.budget,
+            chunk=kind.chunk,
+            num_heads=num_heads,
+            num_evictions=num_given_up * num_heads,
+            bytes_per_request=row_bytes,
+            held_bytes=num_rows * row_bytes,
+        )
+
+
+def budgets_of(memory: MemoryPlan) -> Iterator[tuple[LayerKV, int, Budget]]:
+    """Yield the groups of heads with a budget, of all ranks: their layer, number of heads and kind."""
+    for layer in chain(memory.layers, *memory.others):
+        for group in layer.groups:
+            if isinstance(group.kind, Budget):
+                yield layer, group.num_heads, group.kind
+
+
+def num_given_up(plan: StepPlan, memory: MemoryPlan) -> Counter[int]:
+    """Tokens that each head with a budget evicts in a step, those beyond it, by its budget."""
+    return Counter(
+        {
+            slots: sum(max(0, row.end - slots) - max(0, row.start - slots) for row in plan.rows)
+            for slots in memory.budgets
+        }
+    )
+
+
+def kept_positions(
+    store: KVStore, row: int, num_tokens: int
+) -> tuple[tuple[npt.NDArray[np.int32], ...], ...]:
+    """Return the positions that each head with a budget holds of a row, ascending, layer by layer.
+
+    Heads are in the order of their group; a layer without a budget has none. Waits for the device.
+
+    Args:
+        num_tokens: tokens of the row that are in the cache.
+    """
+    found = []
+    for layer, cache in zip(store.plan.layers, store.layers):
+        heads: list[npt.NDArray[np.int32]] = []
+        for group, units in zip(layer.groups, cache):
+            if isinstance(group.kind, Budget) and units.state is not None:
+                lines = units.state.position[row].cpu().numpy().reshape(group.num_heads, -1)
+                heads += [np.sort(line[:num_tokens]) for line in lines]
+        found.append(tuple(heads))
+    return tuple(found)
+
+
+TILE = 128
+"""Queries and keys of a tile that is counted, at multiples of it."""
+
+
+@dataclass(frozen=True)
+class TileCounts:
+    """Tiles of one head, 128 queries by 128 keys, or a block by a block under a choice; they add up.
+
+    Attributes:
+        num_tiles: in which the rule may show something, or that are chosen.
+        num_dense_tiles: that attention without a rule computes.
+    """
+
+    num_tiles: int = 0
+    num_dense_tiles: int = 0
+
+    def plus(self, other: TileCounts) -> TileCounts:
+        """Add counts."""
+        return TileCounts(self.num_tiles + other.num_tiles, self.num_dense_tiles + other.num_dense_tiles)
+
+
+@dataclass(frozen=True)
+class RuleStats:
+    """A snapshot of the heads that have one rule, or one choice of blocks.
+
+    Attributes:
+        rule: as text.
+        num_heads: KV heads with the rule, of all layers.
+        tiles: of all steps so far, of one of these heads.
+    """
+
+    rule: str
+    num_heads: int
+    tiles: TileCounts
+
+    @classmethod
+    def all_of(cls, tiles: Mapping[SparseKind, TileCounts], memory: MemoryPlan) -> tuple[RuleStats, ...]:
+        """Collect those of each kind of heads, in the order of the heads."""
+        return tuple(
+            cls(kind.describe(), num_heads, tiles.get(kind, TileCounts()))
+            for kind, num_heads in memory.sparse_heads.items()
+        )
+
+
+def add_tiles(tiles: dict[SparseKind, TileCounts], plan: StepPlan, memory: MemoryPlan) -> None:
+    """Add the tiles of a step for each kind, those of its decodes too, whose query is a tile of queries."""
+    for kind in memory.sparse_heads:
+        for row in plan.rows:
+            if isinstance(kind, ChosenBlocks):
+                counts = count_chosen(kind.choice, row.start, row.end, memory.block_size)
+            else:
+                assert kind.rule is not None, "heads without a rule are not sparse"
+                counts = count_tiles(kind.rule, row.start, row.end)
+            tiles[kind] = tiles.get(kind, TileCounts()).plus(counts)
+
+
+def count_chosen(choice: TopBlocks, start: int, end: int, block_size: int) -> TileCounts:
+    """Count the blocks that the tiles of tokens ``[start, end)`` of a request meet, their own included.
+
+    Those of a tile that is not whole, which are decodes too, see all blocks.
+    """
+    numbers = np.arange(start // block_size, -(-end // block_size))
+    is_whole = (numbers * block_size >= start) & ((numbers + 1) * block_size <= end)
+    dense = numbers + 1
+    seen = np.where(is_whole, np.minimum(dense, choice.num_blocks), dense)
+    return TileCounts(int(seen.sum()), int(dense.sum()))
+
+
+def count_tiles(rule: Rule, start: int, end: int) -> TileCounts:
+    """Count the tiles in which tokens ``[start, end)`` of a request meet the tokens before them."""
+    first_query = np.arange(start - start % TILE, end, TILE)[:, None]
+    first_key = np.arange(0, end, TILE)[None]
+    tile = Tile(
+        np.maximum(first_query, start),
+        np.minimum(first_query + TILE, end) - 1,
+        first_key,
+        np.minimum(first_key + TILE, end) - 1,
+    )
+    return TileCounts(int(np.sum(rule.may_see(tile))), int(np.sum(tile.has_past)))

@@ -1,0 +1,203 @@
+"""The input of one step as plain data, and how it is built from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from graphs import BatchShape, HostInputs
+from hpu_duo.engine.batch import StepBatch, StepGeometry, fill
+from hpu_duo.engine.step_plan import StepPlan
+from hpu_duo.kv.copies import NO_COPIES, Copy, CopyLists, padded_size
+from hpu_duo.sampling import RowError, SamplingBatch, SamplingRow
+
+BLOCK_COPIES = "block_copies"
+"""Name of a field of the integers, like the next constant."""
+ROW_COPIES = "row_copies"
+
+
+@dataclass(frozen=True, eq=False)
+class StepMessage:
+    """A step, padded to its bucket; plain data, see ``hpu_duo.device.plain``.
+
+    Attributes:
+        shape, bucket: the exact shape and the one it was padded to.
+        ints: int32, the arrays of ``message_fields`` one after the other: copies within the stores, and the
+            step itself.
+        num_block_copies, num_row_copies: how many of the copies in ``ints`` to carry out before the step
+            writes anything, padding included; the rest of ``ints`` is undefined.
+        sampling: parameters of sampling, with one float32 array, and one int32 array of masks if a row has a
+            grammar; None samples nothing.
+        sampled: rows of logits whose tokens are returned, int32 ``[S]``, in order.
+        hosted: rows of logits whose tokens are chosen on the host, so that logits are copied there.
+    """
+
+    shape: BatchShape
+    bucket: BatchShape
+    ints: npt.NDArray[np.int32]
+    num_block_copies: int
+    num_row_copies: int
+    sampling: SamplingBatch | None
+    sampled: npt.NDArray[np.int32]
+    hosted: tuple[int, ...] = ()
+
+
+def message_fields(geometry: StepGeometry, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
+    """Shape of every array among a message's integers, by name.
+
+    Copies come first, so that they lie at the same places in every bucket: a device that compiles operators
+    may tell views by their offsets.
+    """
+    most = most_copies(geometry)
+    return {BLOCK_COPIES: (2, most), ROW_COPIES: (2, most), **geometry.field_shapes(bucket)}
+
+
+def most_copies(geometry: StepGeometry) -> int:
+    """Return the most blocks, and as many rows, that may be copied in a step.
+
+    A row is copied to when it moves, when a sample forks or when a prefix is taken up, and a snapshot when it
+    is taken. A fork copies a block as well, and a block that moves may exchange its content with another.
+    """
+    return geometry.trash_row + 2 * geometry.max_block_moves
+
+
+def write_copies(
+    fields: Mapping[str, npt.NDArray[np.int32]], copies: CopyLists, geometry: StepGeometry
+) -> tuple[int, int]:
+    """Write copies into their fields, padded by copies of trash; returns the padded numbers of both kinds.
+
+    The rest of the fields is not read.
+    """
+    return (
+        _write(fields[BLOCK_COPIES], copies.blocks, geometry.trash_block),
+        _write(fields[ROW_COPIES], copies.rows, geometry.trash_row),
+    )
+
+
+def _write(field: npt.NDArray[np.int32], copies: npt.NDArray[np.int32], trash: int) -> int:
+    num_copies = copies.shape[1]
+    if not num_copies:
+        return 0
+    size = padded_size(num_copies, field.shape[1])
+    field[:, :num_copies] = copies
+    field[:, num_copies:size] = trash
+    return size
+
+
+@dataclass(frozen=True)
+class BuiltStep:
+    """A message, and the data that stays on the host.
+
+    Attributes:
+        hosted: sampling of the rows in ``message.hosted``.
+        errors: errors of rows that cannot be sampled, by row of logits; their tokens are undefined.
+    """
+
+    message: StepMessage
+    hosted: Mapping[int, SamplingRow]
+    errors: Mapping[int, Exception]
+
+
+class StepBuilder:
+    """Builds messages, one at a time; needs no device.
+
+    Args:
+        geometry: the sizes of the stores.
+        largest: a bucket whose arrays are the largest.
+        bucket_of: returns the shape to pad a step to.
+        vocab_size: width of the logits.
+        is_static: the device compiles each route of sampling; see ``static_route``.
+
+    Attributes:
+        class_of: class of each token of the vocabulary, for heads that keep some classes first; to be set
+            before the first step of such a model.
+    """
+
+    def __init__(
+        self,
+        geometry: StepGeometry,
+        largest: BatchShape,
+        bucket_of: Callable[[BatchShape], BatchShape],
+        vocab_size: int,
+        *,
+        is_static: bool,
+    ) -> None:
+        self._geometry, self._bucket_of = geometry, bucket_of
+        self._vocab_size, self._is_static = vocab_size, is_static
+        self.class_of: np.ndarray | None = None
+        self._host = HostInputs(partial(message_fields, geometry), largest)
+
+    def build(self, plan: StepPlan, sampling: Mapping[int, Sequence[SamplingRow]]) -> BuiltStep:
+        """Build the message of a plan.
+
+        Args:
+            sampling: sampling of each token, by the ring rows of ``plan.sampled_rows``; tokens of ring rows
+                without it are undefined.
+
+        Raises:
+            GraphMissError: no bucket holds the step, and that is an error.
+        """
+        batch = StepBatch.of(plan, self._geometry.block_size)
+        bucket = self._bucket_of(batch.shape)
+        decode_len = self._geometry.decode_len
+        sampled = [
+            row.ring_row * decode_len + number
+            for row in plan.sampled_rows
+            for number in range(row.num_samples)
+        ]
+        rows: list[SamplingRow | None] = [None] * (bucket.num_logits * decode_len)
+        for ring_row, each in sampling.items():
+            rows[ring_row * decode_len : ring_row * decode_len + len(each)] = each
+        hosted = {index: row for index, row in enumerate(rows) if row is not None and row.choose is not None}
+        how, errors = None, dict[int, Exception]()
+        if sampled:
+            for row in hosted:
+                rows[row] = None  # not for the device's sampler
+            how, errors = self._sampling(rows)
+        copies = CopyLists.of(plan.moves) if plan.moves else NO_COPIES
+        message = self._message(batch, bucket, copies, how, sampled, tuple(hosted))
+        return BuiltStep(message, hosted, errors)
+
+    def padding(self, bucket: BatchShape, num_copies: int = 0) -> StepMessage:
+        """Build a step without rows, which reads and writes trash only, to warm a bucket up.
+
+        Args:
+            num_copies: number of copies of each kind, from trash to trash.
+        """
+        trash = (self._geometry.trash_block, self._geometry.trash_row)
+        copies = CopyLists(*(np.full((2, num_copies), unit, np.int32) for unit in trash))
+        return self._message(StepBatch.empty(), bucket, copies, None, (), ())
+
+    def copying(self, copies: Sequence[Copy], bucket: BatchShape) -> StepMessage:
+        """Build a message of copies, and a step without rows."""
+        return self._message(StepBatch.empty(), bucket, CopyLists.of(copies), None, (), ())
+
+    def _message(
+        self,
+        batch: StepBatch,
+        bucket: BatchShape,
+        copies: CopyLists,
+        sampling: SamplingBatch | None,
+        sampled: Sequence[int],
+        hosted: tuple[int, ...],
+    ) -> StepMessage:
+        fields = self._host.stage(bucket)
+        fill(fields, batch, bucket, self._geometry, self.class_of)
+        num_copies = write_copies(fields, copies, self._geometry)
+        ints = self._host.take(bucket)
+        return StepMessage(
+            batch.shape, bucket, ints, *num_copies, sampling, np.array(sampled, np.int32), hosted
+        )
+
+    def _sampling(self, rows: list[SamplingRow | None]) -> tuple[SamplingBatch, dict[int, Exception]]:
+        """Build the sampling of all rows; returns also the errors of rows, which are then left out."""
+        errors = dict[int, Exception]()
+        while True:
+            try:
+                return SamplingBatch.build(rows, self._vocab_size, is_static=self._is_static), errors
+            except RowError as error:
+                rows[error.row], errors[error.row] = None, error.cause

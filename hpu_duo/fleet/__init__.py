@@ -1,0 +1,1 @@
+"""Several servers of one model: replicas, the routers before them, and Ray Serve."""

@@ -1,0 +1,353 @@
+"""Answers of replicas on their way to the caller, whoever brings them here."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from pydantic_core import from_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hpu_duo.server.answers import event
+from hpu_duo.server.protocol import ApiError
+
+
+class UnreachableError(Exception):
+    """A replica was not there: it has not seen the call."""
+
+
+class BrokenError(Exception):
+    """A connection ended before the answer did."""
+
+
+class Answer(Protocol):
+    """The beginning of an answer, and what is still to come."""
+
+    @property
+    def status(self) -> int:
+        """Status of the response."""
+        ...
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers of the response; names in lower case."""
+        ...
+
+    async def body(self) -> bytes:
+        """All of the body.
+
+        Raises:
+            BrokenError: it did not end as it should.
+        """
+        ...
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """The body piece by piece; it is read no faster than pieces are taken.
+
+        Raises:
+            BrokenError: it did not end as it should.
+        """
+        ...
+
+
+_DONE = b"[DONE]"
+
+
+@dataclass
+class AnswerCounts:
+    """Tokens of an answer, as far as it tells.
+
+    Attributes:
+        num_outputs: tokens; of a stream without usage, events.
+        num_cached_share: share of the prompt that the replica had cached; None where it does not tell.
+    """
+
+    num_outputs: int = 0
+    num_cached_share: float | None = None
+
+    def take_usage(self, usage: Any) -> None:
+        """Read the object ``usage`` of an answer, if it is one."""
+        try:
+            self.num_outputs = int(usage["completion_tokens"])
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            self.num_cached_share = min(1.0, int(cached) / int(usage["prompt_tokens"]))
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            return
+
+
+class WholeEvents:
+    """Takes pieces of a stream of events, and gives whole ones.
+
+    What a connection that breaks has left of an event is never passed on, so what is said behind it is an
+    event of its own.
+
+    Attributes:
+        counts: of the answer so far.
+        has_data: whether an event with data has come.
+        is_done: whether the event has come that ends an answer.
+        is_error: whether the last event with data tells an error.
+    """
+
+    def __init__(self) -> None:
+        self.counts = AnswerCounts()
+        self.has_data = self.is_done = self.is_error = False
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take a piece; returns the events that it completes."""
+        data = self._rest + piece
+        end = data.rfind(b"\n\n") + 2
+        if end < 2:
+            self._rest = data
+            return b""
+        self._rest = data[end:]
+        for block in data[:end].split(b"\n\n"):
+            if block.startswith(b"data:"):
+                self._take(block.removeprefix(b"data:").strip())
+        return data[:end]
+
+    def _take(self, data: bytes) -> None:
+        if data == _DONE:
+            self.is_done = True
+            return
+        self.has_data = True
+        self.is_error = data.startswith(b'{"error"')
+        self.counts.num_outputs += not self.is_error
+        if b'"usage":{' in data.replace(b" ", b""):
+            self.counts.take_usage(from_json(data).get("usage"))
+
+
+def counts_of(body: bytes) -> AnswerCounts:
+    """The counts of a whole answer."""
+    counts = AnswerCounts()
+    try:
+        fields = from_json(body)
+    except ValueError:
+        return counts
+    if isinstance(fields, dict):
+        counts.take_usage(fields.get("usage"))
+    return counts
+
+
+DEPARTED = "departed"
+"""Name under which replicas are counted together once they are no more."""
+
+
+@dataclass
+class FrontCounts:
+    """Totals since the start; those of replicas by their names.
+
+    Attributes:
+        num_open: calls that are being answered.
+        num_retries: calls that were sent to another replica.
+        num_broken: answers whose replica was lost.
+        num_failed: streams that a replica has ended with an error.
+        requests, prompt_tokens: that were sent, the tokens as far as is known.
+        expected_tokens: those of them that the router expected to be cached.
+        cached_tokens: those of answers that were, as far as the answers tell.
+        responses: of the front, by method, path and status.
+    """
+
+    num_open: int = 0
+    num_retries: int = 0
+    num_broken: int = 0
+    num_failed: int = 0
+    requests: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: dict[str, float] = field(default_factory=dict)
+    expected_tokens: dict[str, float] = field(default_factory=dict)
+    cached_tokens: dict[str, float] = field(default_factory=dict)
+    responses: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def responded(self, method: str, path: str, status: int) -> None:
+        """Count a response."""
+        self.responses[method, path, str(status)] += 1
+
+    def depart(self, name: str) -> None:
+        """Count a replica with all others that are no more: names of new ones would be more and more."""
+        self.requests[DEPARTED] += self.requests.pop(name, 0)
+        for totals in (self.prompt_tokens, self.expected_tokens, self.cached_tokens):
+            add(totals, DEPARTED, totals.pop(name, 0.0))
+
+    def joined(self, routed: FrontCounts) -> FrontCounts:
+        """Return these numbers with those of replicas from elsewhere."""
+        return replace(
+            self,
+            requests=routed.requests,
+            prompt_tokens=routed.prompt_tokens,
+            expected_tokens=routed.expected_tokens,
+            cached_tokens=routed.cached_tokens,
+        )
+
+
+def add(totals: dict[str, float], name: str, value: float) -> None:
+    """Add to the total of a name."""
+    totals[name] = totals.get(name, 0.0) + value
+
+
+_OF_ONE_HOP = ("connection", "content-length", "transfer-encoding", "keep-alive", "date", "server")
+TURNED_AWAY = (429, 503)
+"""Statuses with which a replica takes no call: another one may."""
+MOST_BREAKS = 2
+"""Replicas that one call may be lost with: it may be why they ended."""
+
+
+class Told(Protocol):
+    """Whoever keeps account of an answer."""
+
+    def answered(self) -> None:
+        """Take note that an answer has begun."""
+        ...
+
+    def finished(self, counts: AnswerCounts) -> None:
+        """Take note of an answer that is complete."""
+        ...
+
+
+class Caller:
+    """The caller's side of a call.
+
+    Args:
+        scope, receive, send: of the connection.
+
+    Attributes:
+        has_begun: whether any part of an answer was sent.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self.has_begun = False
+
+    async def pass_on(self, answer: Answer, told: Told) -> bool:
+        """Send an answer, events as they come; returns whether it ends with an error of the replica's own.
+
+        Raises:
+            BrokenError: the replica was lost before the answer had ended.
+        """
+        if answer.headers.get("content-type", "").startswith("text/event-stream"):
+            return await self._pass_events(answer, told)
+        await self._pass_body(answer, told)
+        return False
+
+    async def refuse(self, refusal: Response) -> None:
+        """Send a response, where nothing was sent before."""
+        await refusal(self._scope, self._receive, self._send)
+
+    async def end_with(self, error: ApiError) -> None:
+        """Tell of an error behind the beginning of a stream."""
+        await self._send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _pass_body(self, answer: Answer, told: Told) -> None:
+        """Send a whole body, once all of it is there."""
+        body = await answer.body()
+        if answer.status == 200:
+            told.answered()
+            told.finished(counts_of(body))
+        self.has_begun = True
+        whole = Response(body, answer.status, passed_back(answer))
+        await self._send(
+            {"type": "http.response.start", "status": answer.status, "headers": whole.raw_headers}
+        )
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _pass_events(self, answer: Answer, told: Told) -> bool:
+        """Send events as they come; reading waits for a caller who is slow."""
+        events = WholeEvents()
+        headers = [(name.encode(), value.encode()) for name, value in passed_back(answer).items()]
+        try:
+            async for piece in _until_done(answer, events):
+                if not (whole := events.feed(piece)):
+                    continue
+                if not self.has_begun:
+                    self.has_begun = True
+                    start = {"type": "http.response.start", "status": answer.status, "headers": headers}
+                    await self._send(start)
+                if events.has_data:
+                    told.answered()
+                if events.is_done:
+                    # Before the caller sees the end, so that its next call finds the load without this one.
+                    told.finished(events.counts)
+                await self._send({"type": "http.response.body", "body": whole, "more_body": True})
+        except asyncio.CancelledError:
+            # The caller has left: what was answered by then was work, and is charged for.
+            if events.has_data:
+                told.finished(events.counts)
+            raise
+        if not events.is_error and not events.is_done:
+            raise BrokenError("the stream ended without its last event")
+        await self._send({"type": "http.response.body", "body": b""})
+        return events.is_error
+
+
+class RelayedResponse(Response):
+    """The answer of a replica to a call.
+
+    A call that no replica has seen, or that one has turned away, goes to another one. One whose replica dies
+    before anything was answered is sent once more. Behind the beginning of an answer, an error is sent
+    instead of the rest, and never the mark of an end. When the caller disconnects, the replica aborts the
+    request.
+
+    Args:
+        counts: of calls.
+    """
+
+    def __init__(self, counts: FrontCounts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        self._counts.num_open += 1
+        answering = asyncio.create_task(self._answer(Caller(scope, receive, send)))
+        leaving = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._counts.num_open -= 1
+            leaving.cancel()
+            if not answering.done():
+                answering.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+        if not answering.cancelled() and (error := answering.exception()) is not None:
+            raise error
+
+    @abstractmethod
+    async def _answer(self, caller: Caller) -> None:
+        """Let a replica answer; is cancelled when the caller goes away."""
+
+
+def lost(replica: str) -> ApiError:
+    """The error of an answer whose replica has ended."""
+    return ApiError(
+        503,
+        f"replica {replica} was lost before its answer had ended: the answer is not complete",
+        kind="server_error",
+        code="replica_lost",
+        headers={"Retry-After": "1"},
+    )
+
+
+def passed_back(answer: Answer) -> dict[str, str]:
+    """Headers of an answer that are the caller's as well."""
+    return {name: value for name, value in answer.headers.items() if name not in _OF_ONE_HOP}
+
+
+async def _until_done(answer: Answer, events: WholeEvents) -> AsyncIterator[bytes]:
+    """Pieces of a stream; what breaks behind its last event breaks nothing."""
+    try:
+        async for piece in answer.pieces():
+            yield piece
+    except BrokenError:
+        if not events.is_done:
+            raise
+
+
+async def _gone(receive: Receive) -> None:
+    """Wait until the caller has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

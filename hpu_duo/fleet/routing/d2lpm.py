@@ -1,0 +1,120 @@
+"""Distributed deficit longest prefix match: prefixes, as far as a client has credit at a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor, inf
+
+from hpu_duo.fleet.routing.prefix_router import CAPACITY, MIN_CACHED, PrefixRouter, longest
+from hpu_duo.fleet.routing.router import Dispatch, RoutedRequest
+
+_MOST_DEBTORS = 1000
+"""Users without requests whose debts are remembered, the latest ones."""
+
+
+class D2LPM(PrefixRouter):
+    """Sends a request to a replica that holds its prefix and where its user has credit, else anywhere.
+
+    Of several, the one with the shortest queue is taken.
+
+    A user pays at a replica for tokens of prompts that are computed there, when they are sent, and for tokens
+    of outputs, when they have come; a guess of what is cached is corrected then. Whoever has no credit at any
+    replica gets ``quantum`` at all of them, as often as it takes. So a user is let follow a prefix past
+    shorter queues for ``quantum`` at most before the other replicas have had as much. Replicas run ``dlpm``
+    (docs/scheduling.md), which is what is left of it with one replica.
+
+    A request without an answer is paid back what was charged for it. A user without requests keeps debts and
+    no credit.
+
+    Args:
+        quantum: credit that is given out at a time, above 0.
+        input_price, output_price: of a token.
+        capacity: units (tokens, or characters) that a replica is taken to cache.
+        min_cached: tokens of a prefix below which it counts as not cached.
+
+    Source: Cao et al. 2025 (arXiv:2501.14312). When credit is given, and what becomes of a user who leaves,
+    is not stated there.
+    """
+
+    def __init__(
+        self,
+        quantum: float = 4096.0,
+        input_price: float = 1.0,
+        output_price: float = 2.0,
+        capacity: float = CAPACITY,
+        min_cached: float = MIN_CACHED,
+    ) -> None:
+        if not quantum > 0:
+            raise ValueError(f"expected quantum to be above 0, got {quantum}")
+        if not (0 <= input_price < inf and 0 <= output_price < inf):
+            raise ValueError(f"expected prices of 0 or more, got {input_price} and {output_price}")
+        super().__init__(capacity, min_cached)
+        self._quantum, self._input_price, self._output_price = quantum, input_price, output_price
+        self._credits: dict[str | None, dict[str, float]] = {}
+        self._num_unfinished: dict[str | None, int] = {}
+
+    def credit(self, user: str | None, replica: str) -> float:
+        """Return the credit of a user at a replica; debts are negative."""
+        return self._credits.get(user, {}).get(replica, 0.0)
+
+    def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
+        self._refill(request.user, offered)
+        _, holders = longest(self.held(request), offered)
+        open_to_user = [each for each in holders if self.credit(request.user, each) > 0]
+        return self._shortest_queue(open_to_user or offered)
+
+    def _refill(self, user: str | None, offered: Sequence[str]) -> None:
+        """Give a user who has no credit at any replica that is offered enough of it at one."""
+        most = max(self.credit(user, each) for each in offered)
+        if most <= 0:
+            num = 1 if self._quantum == inf else floor(-most / self._quantum) + 1
+            for replica in self.replicas:
+                raised = self.credit(user, replica) + num * self._quantum
+                self._set(user, replica, min(raised, self._quantum))
+
+    def _leaves(self, replica: str) -> None:
+        super()._leaves(replica)
+        for user, credits in list(self._credits.items()):
+            credits.pop(replica, None)
+            if not credits:
+                del self._credits[user]
+
+    def _begins(self, sent: Dispatch) -> None:
+        super()._begins(sent)
+        user = sent.request.user
+        self._num_unfinished[user] = self._num_unfinished.get(user, 0) + 1
+        self._pay(sent, self._input_price * sent.num_new_tokens)
+
+    def _ends(self, sent: Dispatch, now: float, num_outputs: int, num_cached_tokens: float | None) -> None:
+        super()._ends(sent, now, num_outputs, num_cached_tokens)
+        cost = self._output_price * num_outputs
+        if num_cached_tokens is not None:
+            num_new = sent.request.num_tokens - num_cached_tokens
+            cost += self._input_price * (num_new - sent.num_new_tokens)
+        self._pay(sent, cost)
+        self._settle(sent.request.user)
+
+    def _fails(self, sent: Dispatch, now: float) -> None:
+        self._pay(sent, -self._input_price * sent.num_new_tokens)
+        self._settle(sent.request.user)
+
+    def _pay(self, sent: Dispatch, cost: float) -> None:
+        user, replica = sent.request.user, sent.replica
+        self._set(user, replica, min(self.credit(user, replica) - cost, self._quantum))
+
+    def _settle(self, user: str | None) -> None:
+        """Take note of the end of a request of a user; whoever has none left keeps debts only."""
+        self._num_unfinished[user] -= 1
+        if self._num_unfinished[user]:
+            return
+        del self._num_unfinished[user]
+        debts = {replica: value for replica, value in self._credits.get(user, {}).items() if value < 0}
+        self._credits.pop(user, None)
+        if debts:
+            self._credits[user] = debts
+            idle = [each for each in self._credits if each not in self._num_unfinished]
+            if len(idle) > _MOST_DEBTORS:
+                del self._credits[idle[0]]
+
+    def _set(self, user: str | None, replica: str, value: float) -> None:
+        self._credits.setdefault(user, {})[replica] = value

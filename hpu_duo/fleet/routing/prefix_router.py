@@ -1,0 +1,131 @@
+"""Routers that send requests to where their prefixes are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hpu_duo.fleet.routing.prefix_map import PrefixMap
+from hpu_duo.fleet.routing.router import Dispatch, RoutedRequest, Router
+
+CAPACITY = 4e6
+"""Units that a replica is taken to cache if nobody says: about a million tokens of text, 16 MB of the map."""
+
+MIN_CACHED = 256
+"""Tokens of a prefix below which it does not matter who holds it: two blocks of 128 tokens.
+
+Replicas cache whole blocks. Prompts that begin alike for less than a block, as all chats do, share nothing,
+and computing one block again takes no time to speak of.
+"""
+
+
+class PrefixRouter(Router):
+    """A router with a map of who holds which prefix.
+
+    A prefix of fewer than ``min_cached`` tokens counts as not cached.
+
+    An answer that tells how much of its prompt was cached corrects the map: a replica that had less than half
+    of what was expected, by more than ``min_cached`` tokens, has evicted the rest, and with it all that
+    begins with more of it and was not sent again since. A little less says nothing.
+
+    Args:
+        capacity: units (tokens, or characters) that a replica is taken to cache.
+        min_cached: tokens, see above.
+        hits_s: seconds for which uses of prefixes are counted.
+    """
+
+    def __init__(
+        self, capacity: float = CAPACITY, min_cached: float = MIN_CACHED, hits_s: float = 0.0
+    ) -> None:
+        if not min_cached >= 0:
+            raise ValueError(f"expected min_cached of 0 tokens or more, got {min_cached}")
+        super().__init__()
+        self.prefixes, self._min_cached = PrefixMap(capacity, hits_s), min_cached
+
+    def num_expected(self, request: RoutedRequest, replica: str) -> int:
+        """Return the leading units of a prompt that a replica is expected to have cached."""
+        return self.held(request).get(replica, 0)
+
+    def held(self, request: RoutedRequest) -> dict[str, int]:
+        """Return the leading units of a prompt that replicas hold, of those that hold enough to matter."""
+        least = self._min_cached / request.tokens_per_unit
+        return {replica: num for replica, num in self.prefixes.held(request).items() if num >= least}
+
+    def evicted(self, replica: str, request: RoutedRequest, num_kept: int) -> None:
+        """Take note that a replica has no more than the first ``num_kept`` units of a prompt cached."""
+        self.prefixes.keep_only(replica, request, num_kept)
+
+    def _leaves(self, replica: str) -> None:
+        self.prefixes.forget(replica)
+
+    def _begins(self, sent: Dispatch) -> None:
+        self.prefixes.add(sent.replica, sent.request, sent.at)
+
+    def _ends(self, sent: Dispatch, now: float, num_outputs: int, num_cached_tokens: float | None) -> None:
+        if num_cached_tokens is None:
+            return
+        unit_tokens = sent.request.tokens_per_unit
+        num_cached = round(num_cached_tokens / unit_tokens)
+        is_much_less = (sent.num_expected - num_cached) * unit_tokens > self._min_cached
+        if is_much_less and num_cached < sent.num_expected / 2:
+            self.prefixes.keep_only(sent.replica, sent.request, num_cached, before=sent.at)
+
+    def _shortest_queue(self, offered: Sequence[str]) -> str:
+        """The replica with the fewest open requests, then tokens of them, then the least cached."""
+
+        def queue(replica: str) -> tuple[int, float, int]:
+            return self.num_open(replica), self.num_open_tokens(replica), self.prefixes.size(replica)
+
+        return min(offered, key=queue)
+
+
+def longest(held: Mapping[str, int], offered: Sequence[str]) -> tuple[int, list[str]]:
+    """Return the most units that any of the replicas holds of a prompt, and which of them hold so many."""
+    most = max(held.get(each, 0) for each in offered)
+    return most, [each for each in offered if most and held.get(each, 0) == most]
+
+
+class CacheAware(PrefixRouter):
+    """Sends a request to where most of it is cached, unless that is too little or queues are too uneven.
+
+    Args:
+        threshold: share of a prompt that has to be cached; below it, the request goes where least is cached.
+        uneven_by, uneven_times: queues are uneven when the longest has more than ``uneven_by`` requests more
+            than the shortest, and more than ``uneven_times`` as many; then the shortest queue is taken.
+        idle_by: they are uneven as well when a replica has none and the longest has more than so many.
+        capacity: units (tokens, or characters) that a replica is taken to cache.
+        min_cached: tokens of a prefix below which it counts as not cached.
+
+    Source: the policy ``cache_aware`` of the routers of SGLang and vLLM, with their defaults. ``idle_by`` is
+    not theirs: infinite turns it off.
+    """
+
+    def __init__(
+        self,
+        threshold: float = 0.3,
+        uneven_by: float = 64.0,
+        uneven_times: float = 1.5,
+        idle_by: float = 4.0,
+        capacity: float = CAPACITY,
+        min_cached: float = MIN_CACHED,
+    ) -> None:
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"expected a threshold from 0 to 1, got {threshold}")
+        if not (uneven_by >= 0 and uneven_times >= 1 and idle_by >= 0):
+            raise ValueError(
+                "expected uneven_by and idle_by of 0 or more and uneven_times of 1 or more, got "
+                f"{uneven_by}, {idle_by} and {uneven_times}"
+            )
+        super().__init__(capacity, min_cached)
+        self._threshold, self._uneven_by, self._uneven_times = threshold, uneven_by, uneven_times
+        self._idle_by = idle_by
+
+    def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
+        queues = [self.num_open(each) for each in offered]
+        least, most = min(queues), max(queues)
+        is_uneven = most - least > (self._uneven_by if least else min(self._uneven_by, self._idle_by))
+        if is_uneven and most > self._uneven_times * least:
+            return self._shortest_queue(offered)
+        num, holders = longest(self.held(request), offered)
+        if holders and num > self._threshold * len(request.units):
+            return self._shortest_queue(holders)
+        return min(offered, key=lambda each: (self.prefixes.size(each), self.num_open(each)))

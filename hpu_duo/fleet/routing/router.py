@@ -1,0 +1,292 @@
+"""The protocol of all routers, requests as they see them, and routers that know no prefixes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Units = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedRequest:
+    """A request, as far as routers know it.
+
+    Attributes:
+        request_id: no other open request has it.
+        units: of the prompt, by which prefixes are compared: token ids, or characters where nobody has
+            tokenised it; int32 [n].
+        user: who asks.
+        namespace: requests of different ones share no prefix.
+        tokens_per_unit: 1 for token ids, a guess for characters.
+    """
+
+    request_id: str
+    units: Units
+    user: str | None = None
+    namespace: Hashable = None
+    tokens_per_unit: float = 1.0
+
+    @classmethod
+    def of_tokens(
+        cls,
+        request_id: str,
+        tokens: Sequence[int] | Units,
+        user: str | None = None,
+        namespace: Hashable = None,
+    ) -> RoutedRequest:
+        """A prompt of token ids."""
+        return cls(request_id, np.asarray(tokens, np.int32), user, namespace)
+
+    @classmethod
+    def of_text(
+        cls,
+        request_id: str,
+        text: str,
+        user: str | None = None,
+        namespace: Hashable = None,
+        characters_per_token: float = 4.0,
+    ) -> RoutedRequest:
+        """A prompt of characters."""
+        units = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
+        return cls(request_id, units, user, namespace, 1.0 / characters_per_token)
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of the prompt, as far as is known."""
+        return len(self.units) * self.tokens_per_unit
+
+
+@dataclass(eq=False)
+class Dispatch:
+    """A request at a replica.
+
+    Attributes:
+        request: that was sent.
+        replica: where to.
+        at: time at which it was sent.
+        num_expected: leading units of its prompt that the replica was expected to have cached then.
+        has_token: whether its first token has come.
+    """
+
+    request: RoutedRequest
+    replica: str
+    at: float
+    num_expected: int = 0
+    has_token: bool = False
+
+    @property
+    def num_new_tokens(self) -> float:
+        """Tokens of the prompt that were expected to be computed."""
+        return (len(self.request.units) - self.num_expected) * self.request.tokens_per_unit
+
+
+class NoReplicaError(RuntimeError):
+    """No replica can be sent a request."""
+
+
+class Router(ABC):
+    """Chooses a replica for each request, and gets reports of its progress.
+
+    A caller asks ``choose``, sends the request, and calls ``dispatched``; then ``first_token``, and in
+    the end ``finished`` or ``failed``. ``route`` does the first two in one. Times are seconds on any clock
+    that never goes back. A replica that is lost takes its requests, its load and what was known of its cache
+    with it; later reports of these requests are ignored.
+
+    What a router believes of caches may be wrong in either direction: a replica computes what it does not
+    have. So wrong beliefs cost time, never an answer.
+
+    ``_pick`` is the only method that a policy has to have; those behind it tell it what happens.
+    """
+
+    name: str = "of its own"
+
+    def __init__(self) -> None:
+        self._open: dict[str, Dispatch] = {}
+        self._at: dict[str, dict[str, Dispatch]] = {}
+        self._num_open_tokens: dict[str, float] = {}
+
+    @property
+    def replicas(self) -> Collection[str]:
+        """Replicas that may be chosen, in the order in which they joined."""
+        return self._at.keys()
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests that were sent and have not ended."""
+        return len(self._open)
+
+    def num_open(self, replica: str) -> int:
+        """Return the requests that are open at a replica."""
+        return len(self._at[replica])
+
+    def num_open_tokens(self, replica: str) -> float:
+        """Return the prompt tokens of the requests that are open at a replica."""
+        return self._num_open_tokens[replica]
+
+    def load(self, replica: str, now: float) -> float:
+        """Return how busy a replica is, in a measure of the policy's own; 0 is idle."""
+        return float(self.num_open(replica))
+
+    def num_expected(self, request: RoutedRequest, replica: str) -> int:
+        """Return the leading units of a prompt that a replica is expected to have cached."""
+        return 0
+
+    def join(self, replica: str, now: float = 0.0) -> None:
+        """Take a replica in, with nothing cached.
+
+        Raises:
+            ValueError: it is there.
+        """
+        if replica in self._at:
+            raise ValueError(f"expected a replica that is not there yet, got {replica!r}")
+        self._joins(replica, now)
+        self._at[replica], self._num_open_tokens[replica] = {}, 0.0
+
+    def leave(self, replica: str, now: float = 0.0) -> list[Dispatch]:
+        """Forget a replica that is lost or told to end; returns the requests that were open there.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        if replica not in self._at:
+            raise ValueError(f"expected one of {', '.join(self._at) or 'no'} replicas, got {replica!r}")
+        lost = list(self._at[replica].values())
+        for each in lost:
+            self.failed(each.request.request_id, now)
+        del self._at[replica], self._num_open_tokens[replica]
+        self._leaves(replica)
+        return lost
+
+    def choose(self, request: RoutedRequest, now: float, without: Collection[str] = ()) -> str:
+        """Choose a replica.
+
+        Args:
+            without: replicas not to choose, such as those that were tried in vain.
+
+        Raises:
+            NoReplicaError: there is no other one.
+        """
+        offered = [replica for replica in self._at if replica not in without]
+        if not offered:
+            raise NoReplicaError(f"expected a replica, got none of {len(self._at)} that may be chosen")
+        return self._pick(request, offered, now)
+
+    def dispatched(self, request: RoutedRequest, replica: str, now: float) -> Dispatch:
+        """Take note that a request was sent to a replica, whoever chose it.
+
+        Raises:
+            ValueError: the request is open, or the replica is not there.
+        """
+        if request.request_id in self._open:
+            raise ValueError(
+                f"request {request.request_id!r} is open, at {self._open[request.request_id].replica}"
+            )
+        if replica not in self._at:
+            raise ValueError(f"expected one of {', '.join(self._at) or 'no'} replicas, got {replica!r}")
+        sent = Dispatch(request, replica, now, self.num_expected(request, replica))
+        self._open[request.request_id] = self._at[replica][request.request_id] = sent
+        self._num_open_tokens[replica] += request.num_tokens
+        self._begins(sent)
+        return sent
+
+    def route(self, request: RoutedRequest, now: float) -> Dispatch:
+        """Choose a replica, and take the request for sent."""
+        return self.dispatched(request, self.choose(request, now), now)
+
+    def first_token(self, request_id: str, now: float) -> None:
+        """Take note that the first token of a request has come."""
+        sent = self._open.get(request_id)
+        if sent is not None and not sent.has_token:
+            sent.has_token = True
+            self._answers(sent, now)
+
+    def finished(
+        self, request_id: str, now: float, num_outputs: int, num_cached_tokens: float | None = None
+    ) -> None:
+        """Take note that a request has ended with an answer.
+
+        Args:
+            num_outputs: tokens of the answer.
+            num_cached_tokens: tokens of its prompt that the replica had cached; None where it does not tell.
+        """
+        sent = self._close(request_id)
+        if sent is not None:
+            self._ends(sent, now, num_outputs, num_cached_tokens)
+
+    def failed(self, request_id: str, now: float) -> None:
+        """Take note that a request has ended without an answer, or that nobody waits for it."""
+        sent = self._close(request_id)
+        if sent is not None:
+            self._fails(sent, now)
+
+    def evicted(self, replica: str, request: RoutedRequest, num_kept: int) -> None:  # noqa: B027
+        """Take note that a replica has no more than the first ``num_kept`` units of a prompt cached."""
+
+    def _close(self, request_id: str) -> Dispatch | None:
+        sent = self._open.pop(request_id, None)
+        if sent is not None:
+            here = self._at[sent.replica]
+            del here[request_id]
+            left = self._num_open_tokens[sent.replica] - sent.request.num_tokens
+            self._num_open_tokens[sent.replica] = left if here else 0.0  # what rounding has left
+        return sent
+
+    # The policy's own
+
+    @abstractmethod
+    def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
+        """Choose one of the replicas that are offered, of which there is at least one."""
+
+    def _joins(self, replica: str, now: float) -> None:  # noqa: B027
+        """Take a replica in."""
+
+    def _leaves(self, replica: str) -> None:  # noqa: B027
+        """Forget a replica; its requests have failed before."""
+
+    def _begins(self, sent: Dispatch) -> None:  # noqa: B027
+        """Take note of a request that was sent."""
+
+    def _answers(self, sent: Dispatch, now: float) -> None:  # noqa: B027
+        """Take note of the first token."""
+
+    def _ends(self, sent: Dispatch, now: float, num_outputs: int, num_cached_tokens: float | None) -> None:  # noqa: B027
+        """Take note of an answer."""
+
+    def _fails(self, sent: Dispatch, now: float) -> None:  # noqa: B027
+        """Take note of a request without an answer."""
+
+
+class RoundRobin(Router):
+    """Sends each request to the replica that was sent one the longest ago."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_sent = 0
+        self._turns: dict[str, int] = {}
+
+    def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
+        return min(offered, key=self._turns.__getitem__)
+
+    def _joins(self, replica: str, now: float) -> None:
+        self._turns[replica] = 0
+
+    def _leaves(self, replica: str) -> None:
+        del self._turns[replica]
+
+    def _begins(self, sent: Dispatch) -> None:
+        self._num_sent += 1
+        self._turns[sent.replica] = self._num_sent
+
+
+class LeastLoaded(RoundRobin):
+    """Sends each request to where the fewest are open; of those, the fewest prompt tokens; then by turns."""
+
+    def _pick(self, request: RoutedRequest, offered: Sequence[str], now: float) -> str:
+        return min(
+            offered, key=lambda each: (self.num_open(each), self.num_open_tokens(each), self._turns[each])
+        )

@@ -1,0 +1,112 @@
+"""Eviction by the attention that tokens receive: H2O and TOVA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hpu_duo.heads.eviction.positions import PolicyWithPositions
+from kernels_ref import SlotView
+
+
+@dataclass(frozen=True)
+class HeavyHitters(PolicyWithPositions):
+    """Keeps heavy hitters, by the attention that they have received since they came, and recent tokens.
+
+    The score of a token is the sum of the weights that later queries, and its own, have put on it, summed
+    over the query heads that share its key. A score goes with its token.
+
+    Source: arXiv:2306.14048, algorithm 1, for one key/value head at a time. There a token goes after an
+    attention, here before the next one, so that no slot is needed for it in between.
+
+    Attributes:
+        recent: share of the slots for the newest tokens, the newest one included; the paper's is 0.5.
+    """
+
+    recent: float = 0.5
+    name: ClassVar[str] = "h2o"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.recent < 1.0:
+            raise ValueError(f"expected recent in [0, 1) for kv_policy {self.name!r}, got {self.recent}")
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Name and options."""
+        return self.key_of(self.recent)
+
+    @property
+    def num_observed(self) -> int | None:
+        """All queries."""
+        return None
+
+    def num_recent(self, num_slots: int) -> int:
+        """Slots for the newest tokens."""
+        return math.floor(self.recent * num_slots)
+
+    def observe(self, slots: SlotView, mass: torch.Tensor) -> torch.Tensor:
+        """Add what each token has received."""
+        return slots.score + mass
+
+    def protects(self, slots: SlotView) -> torch.Tensor:
+        """The newest tokens."""
+        return slots.position >= slots.end - self.num_recent(slots.num_slots)
+
+
+@dataclass(frozen=True)
+class TOVA(PolicyWithPositions):
+    """Keeps the tokens with the largest weights of the newest query, the same ones in all heads of a layer.
+
+    The score of a token is the newest query's weight on it, averaged over the heads of the layer that have
+    this budget: all of them, or those that stream under a head pattern. Nothing is protected unless asked
+    for: even the newest token may go next.
+
+    Source: arXiv:2401.06104.
+
+    Attributes:
+        protect: newest tokens that stay whatever their weights.
+    """
+
+    protect: int = 0
+    name: ClassVar[str] = "tova"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.protect < 0:
+            raise ValueError(f"expected protect >= 0 for kv_policy {self.name!r}, got {self.protect}")
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Name and options."""
+        return self.key_of(self.protect)
+
+    @property
+    def num_observed(self) -> int | None:
+        """The newest query only."""
+        return 1
+
+    @property
+    def pools_heads(self) -> bool:
+        """All heads of a layer that have the budget."""
+        return True
+
+    def check(self, num_slots: int) -> None:
+        """Refuse a budget that protected tokens fill."""
+        if self.protect > num_slots:
+            raise ValueError(
+                f"kv_policy {self.name!r} with protect={self.protect} needs a budget of at least "
+                f"{self.protect} slots, got {num_slots}"
+            )
+
+    def observe(self, slots: SlotView, mass: torch.Tensor) -> torch.Tensor:
+        """Replace scores by weights, averaged over heads."""
+        return mass.mean(dim=1, keepdim=True).expand_as(mass)
+
+    def protects(self, slots: SlotView) -> torch.Tensor | None:
+        """The newest tokens, if so asked."""
+        return slots.position >= slots.end - self.protect if self.protect else None

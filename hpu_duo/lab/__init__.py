@@ -1,0 +1,1 @@
+"""Measurements, which never serve: evaluation, identification, calibration, load, traces, audit."""

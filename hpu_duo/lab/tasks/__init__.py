@@ -1,0 +1,1 @@
+"""The language of the built-in model, and the passkey documents that it was trained on."""

@@ -1,0 +1,35 @@
+"""One rank's share of a model: heads, widths and vocabulary cut evenly, after transformers' own plan.
+
+``loading`` and ``share_check`` need transformers' models and are imported by their own names.
+"""
+
+from hpu_duo.parallel.config import RankHeads, narrowed_config, placed
+from hpu_duo.parallel.exchanged_bytes import (
+    Exchanged,
+    HeadExchanges,
+    StepExchanges,
+    head_exchanges,
+    summed_score_bytes,
+)
+from hpu_duo.parallel.experts import ExpertShare
+from hpu_duo.parallel.head_exchange import DealtBlocks, HeadExchange
+from hpu_duo.parallel.modules import Sums, connect
+from hpu_duo.parallel.shared_scores import ScoreExchange, SharedPolicy
+
+__all__ = [
+    "DealtBlocks",
+    "Exchanged",
+    "ExpertShare",
+    "HeadExchange",
+    "HeadExchanges",
+    "RankHeads",
+    "ScoreExchange",
+    "SharedPolicy",
+    "StepExchanges",
+    "Sums",
+    "connect",
+    "head_exchanges",
+    "narrowed_config",
+    "placed",
+    "summed_score_bytes",
+]

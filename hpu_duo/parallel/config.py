@@ -1,0 +1,179 @@
+"""The configuration and the sizes of one rank's share of a model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.modeling.experts import HELD
+from hpu_duo.parallel.experts import ExpertShare
+
+_WIDTHS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)
+"""Names of the widths of MLPs and experts."""
+_HEADS = ("num_attention_heads", "num_attention_heads_per_layer")
+"""Names of numbers of query heads: one, or one for each layer."""
+_KV_HEADS = "num_key_value_heads"
+_VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+"""Names of numbers of tokens, of which tables have a row each."""
+_BY_LAYER = "per_layer_config"
+"""Name of what single layers have instead of a value of all layers."""
+NARROWED = (*_WIDTHS, *_HEADS, _KV_HEADS, *_VOCABULARIES, _BY_LAYER, "head_dim", "pad_token_id")
+"""Names of what a share has another value of than the whole model."""
+
+
+def check_plan(config: Any) -> None:
+    """Refuse a family that transformers has no tensor-parallel plan for.
+
+    Raises:
+        ValueError: it has none; the message names the family.
+    """
+    text = config.get_text_config()
+    if not getattr(text, "base_model_tp_plan", None):
+        raise ValueError(
+            f"{text.model_type!r} cannot be served by several ranks: transformers has no tensor-parallel "
+            "plan for it (base_model_tp_plan)"
+        )
+
+
+def padded_vocab(vocab_size: int, size: int) -> int:
+    """Rows of the vocabulary that each of ``size`` ranks holds, padding included."""
+    return -(-vocab_size // size)
+
+
+def narrowed_config(config: Any, head_dim: int, size: int, experts: ExpertShare | None = None) -> Any:
+    """Return a copy of a configuration for a model with one rank's share of heads, widths and vocabulary.
+
+    Args:
+        config: transformers' configuration.
+        head_dim: channels of a head, for configurations that do not say it: families derive it from the
+            number of heads.
+        size: number of ranks.
+        experts: that a rank holds whole; None = a part of the width of each.
+
+    Raises:
+        ValueError: ranks cannot share heads or widths evenly, or transformers has no plan for the family.
+    """
+    check_plan(config)
+    narrow = copy.deepcopy(config)
+    text = narrow.get_text_config()
+    values = text.to_dict()
+    differing = values.get(_BY_LAYER)
+    for name in (*_WIDTHS, *_HEADS, _KV_HEADS, *_VOCABULARIES):
+        # Where layers differ, only the dictionary has what those have that are not named.
+        value = values.get(name) if differing else getattr(text, name, None)
+        if value:
+            setattr(text, name, _narrowed(name, value, size))
+    if differing:
+        text.per_layer_config = {
+            layer: {name: _narrowed(name, value, size) for name, value in own.items()}
+            for layer, own in differing.items()
+        }
+    elif getattr(text, "head_dim", None) is None:
+        text.head_dim = head_dim
+    if experts is not None:
+        setattr(text, HELD, experts.size)
+    # Tables are built with a row of this token, which is zero before training, and is another token's here.
+    text.pad_token_id = None
+    return narrow
+
+
+def _narrowed(name: str, value: Any, size: int) -> Any:
+    """One rank's share of a value of a configuration; all of what ranks do not share."""
+    if isinstance(value, list):
+        # Of other lists nothing is known: slices that do not fit are refused by the shapes of parameters.
+        return [_narrowed(name, each, size) for each in value] if name in _HEADS else value
+    if name in (*_WIDTHS, *_HEADS):
+        return _share(name, value, size)
+    if name == _KV_HEADS:
+        return _share(name, value, min(size, value))
+    return padded_vocab(value, size) if name in _VOCABULARIES else value
+
+
+def _share(name: str, value: int, size: int) -> int:
+    if value % size:
+        raise ValueError(f"expected {name} to be a multiple of tensor_parallel_size={size}, got {value}")
+    return value // size
+
+
+@dataclass(frozen=True)
+class RankHeads:
+    """Heads of one layer on one rank, by their numbers in the checkpoint.
+
+    Attributes:
+        kv: key/value heads, in the order in which the rank holds them.
+        query: query heads, those of a key/value head side by side.
+    """
+
+    kv: tuple[int, ...]
+    query: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[Sequence[int]], num_heads: int, ranks: Ranks, *, is_even: bool = True
+    ) -> RankHeads:
+        """Return the rank's share of each group of key/value heads.
+
+        With fewer key/value heads than ranks, neighbouring ranks hold the same one, and each of them a share
+        of its query heads.
+
+        Args:
+            groups: key/value heads of each group.
+            num_heads: query heads of the layer.
+            is_even: whether ranks have equally many of each group, or only of all groups together.
+
+        Raises:
+            ValueError: ranks cannot share a group, or the query heads, evenly.
+        """
+        num_kv_heads = sum(map(len, groups))
+        group_size = num_heads // num_kv_heads
+        if ranks.size <= num_kv_heads:
+            places = placed([len(group) for group in groups], ranks, is_even=is_even)
+            kv = tuple(head for group, place in zip(groups, places) for head in group[place])
+            return cls(kv, tuple(head * group_size + i for head in kv for i in range(group_size)))
+        copies, rest = divmod(ranks.size, num_kv_heads)
+        if rest or group_size % copies or len(groups) > 1:
+            raise ValueError(
+                f"expected {ranks.size} ranks to share {num_heads} query heads and {num_kv_heads} key/value "
+                f"heads in {len(groups)} group(s) evenly"
+            )
+        head, copy = groups[0][ranks.rank // copies], ranks.rank % copies
+        num_query = group_size // copies
+        first = head * group_size + copy * num_query
+        return cls((head,), tuple(range(first, first + num_query)))
+
+
+def placed(sizes: Sequence[int], ranks: Ranks, *, is_even: bool) -> tuple[slice, ...]:
+    """Return the part of each group of heads that a rank has; neighbours of a group lie side by side.
+
+    Args:
+        sizes: heads of each group.
+        is_even: see ``RankHeads.of``. Else ranks have as many of a group as others, or one more or less.
+
+    Raises:
+        ValueError: ranks cannot share them so.
+    """
+    for size in sizes if is_even else (sum(sizes),):
+        if size % ranks.size:
+            raise ValueError(f"expected a group of heads that {ranks.size} ranks share evenly, got {size}")
+    # As if heads were dealt one by one, group after group, the last rank first.
+    own, following = (
+        [first_head(num_dealt, rank, ranks.size) for num_dealt in accumulate(sizes, initial=0)]
+        for rank in (ranks.rank, ranks.rank + 1)
+    )
+    begins, ends = ([upto - before for before, upto in pairwise(each)] for each in (own, following))
+    return tuple(map(slice, begins, ends))
+
+
+def first_head(num_heads: int, rank: int, size: int) -> int:
+    """Return the first of ``num_heads`` that a rank has; the last ranks have one more if need be."""
+    each, rest = divmod(num_heads, size)
+    return rank * each + max(0, rank - (size - rest))

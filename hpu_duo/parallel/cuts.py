@@ -1,0 +1,465 @@
+"""The part of each tensor of a checkpoint that one rank holds."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.heads.permute import FUSED_KNOWN, FUSED_UNKNOWN, KV_NORMS, OUTPUTS, QUERY_NORMS
+from hpu_duo.modeling.attention import Trial, attending
+from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.trial import refusing
+from hpu_duo.parallel.config import RankHeads, padded_vocab
+from hpu_duo.parallel.experts import ExpertShare, routed_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Span = tuple[int, int]
+
+_LAYER = re.compile(r"\.(\d+)\.")
+_EXPERTS = frozenset(("experts", "shared_experts", "shared_expert", "shared_mlp", "block_sparse_moe"))
+"""Modules of routed experts, and of those that every token takes."""
+_EXPANDED = "kv_b_proj"
+"""Projection from a latent to the keys without position and the values of each head, side by side."""
+_MLP = frozenset(("gate_proj", "up_proj", "down_proj"))
+_EXPERT_ROWS = ("w1", "w3", "gate_proj", "up_proj")
+"""Projections of experts, which a plan for experts in one tensor does not name, as the next ones."""
+_EXPERT_COLUMNS = ("w2", "down_proj", "output_linear", "fc2")
+_EXPERT_PACKED = ("input_linear", "gate_up_proj", "fc1")
+"""Gate and up projection in one tensor."""
+
+
+class FusedRows(Enum):
+    """The order of the rows of a projection to queries, keys and values."""
+
+    BY_KIND = "all queries, all keys, all values"
+    BY_GROUP = "for each key/value head its query heads, its key and its value"
+
+
+class HeadSizes(NamedTuple):
+    """The heads of a layer in a checkpoint.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: of the layer.
+        fused_rows: order of its fused projection, if it has one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    fused_rows: FusedRows = FusedRows.BY_KIND
+
+    def channels(self, heads: Sequence[int]) -> list[Span]:
+        """Return the channels of heads of one kind, one head after the other."""
+        return [(head * self.head_dim, (head + 1) * self.head_dim) for head in heads]
+
+    def fused(self, own: RankHeads) -> list[Span]:
+        """Return the rows of a rank's heads in the fused projection."""
+        match self.fused_rows:
+            case FusedRows.BY_KIND:
+                width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+                begins = (0, width, width + kv_width)
+                parts = (self.channels(each) for each in (own.query, own.kv, own.kv))
+                return [(at + a, at + b) for at, part in zip(begins, parts) for a, b in part]
+            case FusedRows.BY_GROUP:
+                group_size = self.num_heads // self.num_kv_heads
+                heads: list[int] = []
+                for kv in own.kv:
+                    first = kv * (group_size + 2)
+                    heads += [first + head % group_size for head in own.query if head // group_size == kv]
+                    heads += [first + group_size, first + group_size + 1]
+                return self.channels(heads)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A part of a tensor.
+
+    Attributes:
+        dim: dimension that is cut.
+        spans: ``[begin, end)`` of what is kept of it, in order.
+        is_padded: what of the spans is beyond the tensor's end is zero.
+    """
+
+    dim: int
+    spans: tuple[Span, ...]
+    is_padded: bool = False
+
+    def of(self, tensor: Any) -> torch.Tensor:
+        """Return a copy of the part.
+
+        Args:
+            tensor: a tensor, or a slice of a safetensors file that is read by subscripts.
+
+        Raises:
+            ValueError: it ends within the part.
+        """
+        shape = list(tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape())
+        self.check(shape)
+        size = shape[self.dim]
+        parts = []
+        for begin, end in self.spans:
+            kept = slice(min(begin, size), min(end, size))
+            part = tensor[(*(slice(None),) * self.dim, kept)]
+            missing = (end - begin) - part.shape[self.dim]
+            parts.append(part)
+            if missing:
+                parts.append(part.new_zeros(*shape[: self.dim], missing, *shape[self.dim + 1 :]))
+        return torch.cat(parts, dim=self.dim) if len(parts) > 1 else parts[0].clone()
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise ValueError if a tensor of a shape ends within the part."""
+        most = max(end for _, end in self.spans)
+        if most > shape[self.dim] and not self.is_padded:
+            raise ValueError(
+                f"expected {most} or more in dimension {self.dim}, got a tensor of {list(shape)}"
+            )
+
+
+def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Join spans where one begins at the end of the one before."""
+    joined: list[Span] = []
+    for begin, end in spans:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+class Cutter:
+    """Cuts the tensors of a checkpoint by their names.
+
+    Args:
+        plan: transformers' styles by the names of parameters; see ``check_plan``.
+        attention: name of the attention module in a decoder layer.
+        heads: the rank's heads of each layer.
+        sizes: of the checkpoint's heads of each layer.
+        vocabulary: names of the modules whose rows are tokens, such as ``lm_head``.
+        table: shape of the table of tokens. Files may have a head by another name than the model.
+        ranks: this rank among all.
+        others: names of the modules beside the decoder layers, such as a tower for images, which are whole.
+        experts: that the rank holds whole; None = a part of the width of each.
+        is_transposed: whether experts in one tensor are ``[experts, in, out]``, not ``[experts, out, in]``.
+    """
+
+    def __init__(
+        self,
+        plan: Mapping[str, str],
+        attention: str,
+        heads: Sequence[RankHeads],
+        sizes: Sequence[HeadSizes],
+        vocabulary: Sequence[str],
+        table: Sequence[int],
+        ranks: Ranks,
+        *,
+        others: Collection[str] = (),
+        experts: ExpertShare | None = None,
+        is_transposed: bool = False,
+    ) -> None:
+        self.experts = experts
+        self._attention, self._heads, self._sizes, self._ranks = attention, heads, sizes, ranks
+        self._vocabulary, self._table = vocabulary, tuple(table)
+        self._style = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
+        self._others, self._is_transposed = frozenset(others), is_transposed
+
+    def cut(self, key: str, shape: Sequence[int]) -> Cut | None:
+        """Return the part of a tensor that the rank holds; None for all of it.
+
+        Args:
+            key: its name in the checkpoint.
+            shape: its whole shape.
+
+        Raises:
+            ValueError: ranks cannot share a width evenly.
+        """
+        path = key.removesuffix(".weight").removesuffix(".bias").split(".")
+        leaf, is_bias = path[-1], key.endswith(".bias")
+        layer = _LAYER.search(key)
+        if self._is_beside(key, layer):
+            return None
+        if layer is None or int(layer[1]) >= len(self._heads):
+            return self._of_tokens(leaf, shape)
+        if self._attention in path:
+            number = int(layer[1])
+            return self._of_heads(leaf, is_bias, shape, self._heads[number], self._sizes[number])
+        if self.experts is not None and self.experts.are_in(path, shape):
+            span = self.experts.span(path, shape)
+            return None if span is None else Cut(0, (span,))
+        is_expert = _is_expert(path)
+        if is_expert or leaf in self._style:
+            return self._of_width(leaf, is_bias, shape, is_expert=is_expert)
+        return None
+
+    def cut_shape(self, key: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the part."""
+        size, cut = list(shape), self.cut(key, shape)
+        if cut is not None:
+            size[cut.dim] = sum(end - begin for begin, end in cut.spans)
+        return tuple(size)
+
+    def name(self, key: str) -> str | None:
+        """Return the name in the rank's share of a checkpoint's tensor; None if it holds nothing of it."""
+        return key if self.experts is None else self.experts.name(key)
+
+    def is_added_once(self, key: str) -> bool:
+        """Whether a bias is of a sum over ranks, so that one rank alone may add it."""
+        path, layer = key.removesuffix(".bias").split("."), _LAYER.search(key)
+        if not key.endswith(".bias") or layer is None or self._is_beside(key, layer):
+            return False
+        if self._attention in path:
+            return path[-1] in OUTPUTS
+        if self.experts is not None and self.experts.are_in(path, ()):
+            return False
+        return self._is_columns(path[-1], _is_expert(path))
+
+    def _is_beside(self, key: str, layer: re.Match[str] | None) -> bool:
+        before = key if layer is None else key[: layer.start()]
+        return not self._others.isdisjoint(before.split("."))
+
+    def _of_tokens(self, leaf: str, shape: Sequence[int]) -> Cut | None:
+        if not shape or (leaf not in self._vocabulary and tuple(shape) != self._table):
+            return None
+        size = padded_vocab(shape[0], self._ranks.size)
+        return Cut(0, ((self._ranks.rank * size, (self._ranks.rank + 1) * size),), is_padded=True)
+
+    def _of_heads(
+        self, leaf: str, is_bias: bool, shape: Sequence[int], heads: RankHeads, sizes: HeadSizes
+    ) -> Cut | None:
+        query = sizes.channels(heads.query)
+        if leaf in OUTPUTS:
+            return None if is_bias else Cut(1, merged(query))
+        if leaf in ("k_proj", "v_proj"):
+            return Cut(0, merged(sizes.channels(heads.kv)))
+        if leaf == _EXPANDED:
+            each = shape[0] // sizes.num_kv_heads
+            return Cut(0, merged([(head * each, (head + 1) * each) for head in heads.kv]))
+        if leaf in (FUSED_KNOWN, *FUSED_UNKNOWN):
+            return Cut(0, merged(sizes.fused(heads)))
+        if leaf in (*QUERY_NORMS, *KV_NORMS):
+            return _of_norm(shape, heads.query if leaf in QUERY_NORMS else heads.kv, sizes)
+        # Queries, gates, and sink logits or biases of gates: a row for each channel or head.
+        match shape[0] if shape else 0:
+            case rows if leaf == "q_proj" or rows == sizes.num_heads * sizes.head_dim:
+                return Cut(0, merged(query))
+            case sizes.num_heads:
+                return Cut(0, merged(_single(heads.query)))
+        return None
+
+    def _of_width(self, leaf: str, is_bias: bool, shape: Sequence[int], *, is_expert: bool) -> Cut | None:
+        first = second = len(shape) - 1
+        if not is_bias:
+            # Experts in one tensor are [experts, out, in], in few families [experts, in, out].
+            is_turned = is_expert and len(shape) == 3 and self._is_transposed
+            first, second = (first, first - 1) if is_turned else (first - 1, first)
+        if self._is_columns(leaf, is_expert):
+            return None if is_bias else Cut(second, self._even(shape[second]))
+        style = self._style.get(leaf, "")
+        is_packed = leaf == "gate_up_proj" or (is_expert and leaf in _EXPERT_PACKED)
+        if is_packed or style == "packed_colwise":
+            half = shape[first] // 2
+            (begin, end) = self._even(half)[0]
+            return Cut(first, merged([(begin, end), (half + begin, half + end)]))
+        if style.startswith("colwise") or (is_expert and leaf in _EXPERT_ROWS):
+            return Cut(first, self._even(shape[first]))
+        return None
+
+    def _is_columns(self, leaf: str, is_expert: bool) -> bool:
+        return self._style.get(leaf, "").startswith("rowwise") or (is_expert and leaf in _EXPERT_COLUMNS)
+
+    def _even(self, width: int) -> tuple[Span, ...]:
+        size, rest = divmod(width, self._ranks.size)
+        if rest:
+            raise ValueError(f"expected a width that {self._ranks.size} ranks share evenly, got {width}")
+        return ((self._ranks.rank * size, (self._ranks.rank + 1) * size),)
+
+
+def _is_expert(path: Sequence[str]) -> bool:
+    """Whether a projection is of experts, or of an MLP by the usual names, which not every plan has."""
+    return path[-1] in _MLP or not _EXPERTS.isdisjoint(path)
+
+
+def _of_norm(shape: Sequence[int], heads: Sequence[int], sizes: HeadSizes) -> Cut | None:
+    if tuple(shape) == (sizes.head_dim,):
+        return None
+    # One row for each head, or all heads one after the other.
+    return Cut(0, merged(_single(heads) if len(shape) == 2 else sizes.channels(heads)))
+
+
+def _single(heads: Sequence[int]) -> list[Span]:
+    return [(head, head + 1) for head in heads]
+
+
+def head_sizes(layer: DecoderLayer) -> HeadSizes:
+    """Return the sizes of a layer's heads, with the order of its fused projection.
+
+    Families have other orders under the same name, and shapes do not tell them apart. So the projection is
+    replaced by one that returns the numbers of its rows, and the attention is run on a token at position 0,
+    which rotary embeddings leave as it is. What arrives as queries, keys and values are numbers of rows.
+
+    Args:
+        layer: of a model whose weights need not be there.
+
+    Raises:
+        ValueError: the order is no known one, or the attention cannot be run by itself.
+    """
+    call = layer.call
+    sizes = HeadSizes(call.num_heads, call.num_kv_heads, call.head_dim)
+    names = [name for name, _ in layer.attention.named_children() if name in FUSED_UNKNOWN]
+    if not names:
+        return sizes
+    seen = _numbered(layer, names[0])
+    for order in FusedRows:
+        found = sizes._replace(fused_rows=order)
+        if seen == _expected(found):
+            return found
+    raise ValueError(
+        f"{type(layer.attention).__name__} cannot be served by several ranks: expected rows of {names[0]} in "
+        f"one of the orders {', '.join(repr(order.value) for order in FusedRows)}, got another one"
+    )
+
+
+def _expected(sizes: HeadSizes) -> tuple[list[int], list[int], list[int]]:
+    """The rows of all query heads, all keys and all values."""
+    every = RankHeads(tuple(range(sizes.num_kv_heads)), tuple(range(sizes.num_heads)))
+    rows = [row for begin, end in sizes.fused(every) for row in range(begin, end)]
+    width, kv_width = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    if sizes.fused_rows is FusedRows.BY_KIND:
+        return rows[:width], rows[width : width + kv_width], rows[width + kv_width :]
+    groups = torch.tensor(rows).view(sizes.num_kv_heads, -1, sizes.head_dim)
+    q, k, v = groups[:, :-2], groups[:, -2], groups[:, -1]
+    return q.flatten().tolist(), k.flatten().tolist(), v.flatten().tolist()
+
+
+class _Read(Exception):
+    """The end of a run whose queries, keys and values have been read."""
+
+
+class _Numbers(nn.Module):
+    """Returns the number of each row."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.arange(self.num_rows, dtype=torch.float64).expand(*hidden.shape[:-1], -1)
+
+
+class _Reader(Trial):
+    """Keeps the queries, keys and values of a token, head by head."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[list[int], ...] = ()
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        self.seen = tuple(each.flatten().long().tolist() for each in (q, k, v))
+        # The output projection has no weights.
+        raise _Read
+
+
+@torch.inference_mode()
+def _numbered(layer: DecoderLayer, name: str) -> tuple[list[int], ...]:
+    """The rows of a layer's fused projection that become queries, keys and values."""
+    attention = copy.deepcopy(layer.attention)
+    fused = attention.get_submodule(name)
+    assert isinstance(fused, nn.Linear), "projections are linear"
+    setattr(attention, name, _Numbers(fused.out_features))
+    reader, angles = _Reader(), torch.zeros(1, 1, layer.call.head_dim)
+    try:
+        with refusing(attention), attending(attention, reader):
+            attention(
+                torch.zeros(1, 1, fused.in_features),
+                attention_mask=None,
+                position_embeddings=(angles.cos(), angles.sin()),
+            )
+    except _Read:
+        pass
+    return reader.seen
+
+
+_OF_ONE_HEAD = ("head_dim", "head_size", "rotary_ndims", "scaling")
+"""Attributes of attention modules that are of one head; families may derive them from the number of heads."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Sizes of modules in a share that a narrowed configuration does not give them.
+
+    Families derive some sizes of attention from the hidden size, which ranks do not share: the size of a
+    head, an output projection, a norm over all heads together. Routed experts may be whole, and fewer.
+
+    Attributes:
+        shapes: of parameters, by their names in the model.
+        numbers: values of attributes, by the names of module and attribute.
+        pad_token_id: of the whole model's configuration; few families read it in a step, for images.
+    """
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    numbers: tuple[tuple[str, str, Any], ...]
+    pad_token_id: int | None
+
+    @classmethod
+    def of(
+        cls, cutter: Cutter, whole: PreTrainedModel, layers: Sequence[DecoderLayer], narrow: nn.Module
+    ) -> Fit:
+        """Compare the modules of a whole model with those of a narrowed configuration.
+
+        Projections and norms over all heads get the shapes of their slices, and so do routed experts that a
+        rank holds whole. What else differs is left.
+
+        Args:
+            whole, narrow: both without weights.
+            layers: of the whole model.
+        """
+        paths = {id(module): path for path, module in whole.named_modules()}
+        shapes: list[tuple[str, tuple[int, ...]]] = []
+        numbers: list[tuple[str, str, Any]] = []
+        for layer in layers:
+            path = paths[id(layer.attention)]
+            share = narrow.get_submodule(path)
+            for name, module in layer.attention.named_children():
+                if not isinstance(module, nn.Linear) and name not in (*QUERY_NORMS, *KV_NORMS):
+                    continue
+                for leaf, parameter in module.named_parameters(recurse=False):
+                    key = f"{path}.{name}.{leaf}"
+                    shape = cutter.cut_shape(key, parameter.shape)
+                    if shape != tuple(share.get_parameter(f"{name}.{leaf}").shape):
+                        shapes.append((key, shape))
+            for name in _OF_ONE_HEAD:
+                value = getattr(layer.attention, name, None)
+                if value is not None and getattr(share, name, value) != value:
+                    numbers.append((path, name, value))
+        if cutter.experts is not None:
+            for path, module in routed_experts(whole):
+                names = {f"{path}.{leaf}": leaf for leaf, _ in module.named_parameters(recurse=False)}
+                shapes += [
+                    (key, cutter.cut_shape(key, module.get_parameter(names[key]).shape)) for key in names
+                ]
+                numbers += [(path, name, value) for name, value in cutter.experts.numbers]
+        return cls(tuple(shapes), tuple(numbers), whole.config.get_text_config().pad_token_id)
+
+    def apply(self, model: PreTrainedModel) -> None:
+        """Give a model of the narrowed configuration these sizes, in place; its weights are not filled."""
+        for key, shape in self.shapes:
+            path, _, leaf = key.rpartition(".")
+            module = model.get_submodule(path)
+            old = module.get_parameter(leaf)
+            new = torch.empty(shape, dtype=old.dtype, device=old.device)
+            setattr(module, leaf, nn.Parameter(new, requires_grad=old.requires_grad))
+            if isinstance(module, nn.Linear) and leaf == "weight":
+                module.out_features, module.in_features = shape
+        for path, name, value in self.numbers:
+            setattr(model.get_submodule(path), name, value)
+        model.config.get_text_config().pad_token_id = self.pad_token_id

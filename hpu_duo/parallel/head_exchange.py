@@ -1,0 +1,267 @@
+"""Exchanges between ranks of heads and of blocks that each of them has some of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from bias_builders import Leading, leading_visible
+from hpu_duo.device.exchange import gather_from_ranks, send_to_ranks
+from hpu_duo.parallel.config import first_head
+from kernels_ref import (
+    Blocks,
+    GroupKind,
+    KVUnits,
+    NewKV,
+    Owner,
+    Partial,
+    Step,
+    StepParts,
+    StepTensors,
+    UnitLayout,
+)
+from kernels_ref.groups import BlockStep, GroupInputs, HeadSizes, PartSizes
+from kernels_ref.groups.kind import FLOAT32, causal_bytes
+from kernels_ref.partial import fold, merge_all, packed, unfold, unpacked
+from kernels_ref.units import gather, write_indices
+
+if TYPE_CHECKING:
+    from kernels_ref.impl import Kernels
+    from kernels_ref.step import DecodeRows
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """The heads of a group on all ranks, and their exchanges; see ``hpu_duo.parallel.config.placed``.
+
+    All ranks take part in every exchange, also those that have no head of the group. Where ranks have
+    unequal numbers of heads, what they send is padded to the most.
+
+    Attributes:
+        num_heads: K.
+        num_ranks: t.
+        rank: this one; equal on all ranks is what does not depend on it.
+        group: name of the ranks' process group.
+    """
+
+    num_heads: int
+    num_ranks: int
+    rank: int = field(compare=False)
+    group: str
+
+    @property
+    def own(self) -> slice:
+        """The heads of this rank among all."""
+        begin, end = (first_head(self.num_heads, rank, self.num_ranks) for rank in (self.rank, self.rank + 1))
+        return slice(begin, end)
+
+    @property
+    def most(self) -> int:
+        """The most heads of a rank."""
+        return -(-self.num_heads // self.num_ranks)
+
+    def gather(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gather tensors of all heads in one exchange.
+
+        Args:
+            own: ``[A, O, ...]`` each, of one dtype.
+
+        Returns:
+            ``[A, K, ...]`` each, on all ranks.
+        """
+        padded = [_padded(each, self.most) for each in own]
+        sent = padded[0].flatten() if len(padded) == 1 else torch.cat([each.flatten() for each in padded])
+        received = gather_from_ranks(sent, self.num_ranks, self.group).view(self.num_ranks, -1)
+        parts = received.split([prod(each.shape) for each in padded], dim=1)
+        return [self._in_order(part.unflatten(1, each.shape)) for part, each in zip(parts, padded)]
+
+    def merge_few(self, partial: Partial) -> Partial:
+        """Merge partials of all ranks for the heads of this one, by one gather: for few tokens.
+
+        Args:
+            partial: of all heads over the keys of this rank, ``[A, K, G, D]``.
+
+        Returns:
+            Over the keys of all ranks, ``[A, O, G, D]``.
+        """
+        sent = packed(partial)
+        received = gather_from_ranks(sent, self.num_ranks, self.group).unflatten(0, (self.num_ranks, -1))
+        return merge_all(unpacked(received[:, :, self.own]))
+
+    def merge_many(self, partial: Partial) -> Partial:
+        """Merge as ``merge_few`` does, and send each rank only the partials of its heads."""
+        received = send_to_ranks(self._by_rank(packed(partial)), self.num_ranks, self.group)
+        own = self.own
+        return merge_all(unpacked(received[:, :, : own.stop - own.start]))
+
+    @property
+    def _with_fewer(self) -> tuple[int, int]:
+        """The ranks that have one head fewer than others, and the heads of each of them."""
+        each, rest = divmod(self.num_heads, self.num_ranks)
+        return self.num_ranks - rest if rest else 0, each
+
+    def _in_order(self, received: torch.Tensor) -> torch.Tensor:
+        """From ``[t, A, most, ...]`` to ``[A, K, ...]``."""
+        by_token = received.transpose(0, 1)
+        ranks, each = self._with_fewer
+        rest = by_token[:, ranks:].flatten(1, 2)
+        if not ranks * each:
+            return rest
+        return torch.cat([by_token[:, :ranks, :each].flatten(1, 2), rest], dim=1)
+
+    def _by_rank(self, heads: torch.Tensor) -> torch.Tensor:
+        """From ``[A, K, ...]`` to ``[t, A, most, ...]``."""
+        ranks, each = self._with_fewer
+        rest = heads[:, ranks * each :].unflatten(1, (self.num_ranks - ranks, self.most)).transpose(0, 1)
+        if not ranks:
+            return rest
+        fewer = heads.new_zeros(ranks, len(heads), self.most, *heads.shape[2:])
+        if each:
+            first = heads[:, : ranks * each].unflatten(1, (ranks, each))
+            fewer = torch.stack([_padded(part, self.most) for part in first.unbind(1)])
+        return torch.cat([fewer, rest])
+
+
+def _padded(heads: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """``[A, O, ...]`` with heads of zeros behind them, ``[A, num_heads, ...]``."""
+    missing = num_heads - heads.shape[1]
+    if not missing:
+        return heads
+    return torch.cat([heads, heads.new_zeros(len(heads), missing, *heads.shape[2:])], dim=1)
+
+
+_COPIES = 4
+"""Copies of what ranks exchange: as computed or padded, packed, received, and in order."""
+
+
+class DealtStep(NamedTuple):
+    """Tensors that a step derives once for all stores of dealt blocks of one layout.
+
+    Attributes:
+        own: what blocks have, for this rank's slots: new tokens that other ranks keep go to the trash block,
+            and tails are seen as far as they lie here.
+        shared_start: position of this rank's first slot of each shared block, ``[NS]``.
+    """
+
+    own: BlockStep
+    shared_start: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DealtBlocks(GroupKind):
+    """Heads that keep all tokens, in blocks that are dealt out over ranks.
+
+    All ranks get the new keys, and the queries that meet the context, of all heads; each writes and reads its
+    slots; and the rank that has a head merges what all ranks have found for it with the causal part, which it
+    computes alone.
+
+    Attributes:
+        exchange: the heads on all ranks.
+    """
+
+    exchange: HeadExchange
+    name: ClassVar[str] = "dealt blocks"
+    owner: ClassVar[Owner] = Owner.BLOCK
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Name, ranks and heads."""
+        return self.name, self.exchange.num_ranks, self.exchange.num_heads
+
+    @property
+    def reach(self) -> int | None:
+        """Return None: a token sees all tokens."""
+        return None
+
+    def describe(self) -> str:
+        """Return an empty text: a token sees all tokens."""
+        return ""
+
+    def num_slots(self, block_size: int) -> int:
+        """Return this rank's slots of a super-block."""
+        return block_size // self.exchange.num_ranks
+
+    def num_kept(self, num_heads: int) -> int:
+        """Return the heads of all ranks."""
+        return self.exchange.num_heads
+
+    def prepare(
+        self, parts: StepParts, tensors: StepTensors, rows: DecodeRows, layouts: Collection[UnitLayout]
+    ) -> dict[UnitLayout, DealtStep]:
+        """See ``DealtStep``."""
+        t, layout = tensors, next(iter(layouts))
+        num_slots, trash = layout.num_slots, layout.num_units - 1
+        first = self.exchange.rank * num_slots
+        slot = t.write_offset - first
+        is_own = (slot >= 0) & (slot < num_slots)
+        place = torch.where(is_own, t.write_block, trash), torch.where(is_own, slot, 0)
+        index = write_indices(*place, layouts)
+        tails = t.tail_start[:, :0, None]
+        if parts.unique:
+            tails = leading_visible((t.tail_start + first)[:, :, None], rows.end[:, None], num_slots)
+        start = t.shared_start + first
+        return {
+            layout: DealtStep(BlockStep(index[layout], Leading(tails), rows.end), start) for layout in layouts
+        }
+
+    def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
+        """Write first: decode rows find their new keys in their blocks, on the rank that keeps them."""
+        t, parts = step.tensors, step.parts
+        plan: DealtStep = step.plans[self.key, units.layout]
+        q_QOGD, new, sinks_OG, scoring = inputs
+        has_shared = parts.shared and t.shared_block.shape[0] > 0
+        asked = self._asked(q_QOGD, step, has_shared=has_shared)
+        k_QKD, v_QKD, *queries = self.exchange.gather([*new, *asked])
+        run.write_kv(units, plan.own.write_index, NewKV(k_QKD, v_QKD))
+        of_tokens: list[Partial] = []
+        decoded = None
+        if parts.unique:
+            q_LKGD = gather(queries[0], step.row_token) if has_shared else queries[0]
+            decoded = run.unique_blocks(fold(q_LKGD, step.decode_len), units, t, plan.own, scoring)
+            decoded = unfold(decoded, step.decode_len)
+        if has_shared:
+            shared_t = t._replace(shared_start=plan.shared_start)
+            shared = run.shared_blocks(queries[0], units, shared_t, scoring)
+            shared, decoded = self._merged(shared, decoded)
+            of_tokens.append(shared)
+        elif decoded is not None:
+            decoded = self.exchange.merge_few(decoded)
+        if not q_QOGD.shape[1]:
+            return q_QOGD
+        if parts.causal:
+            of_tokens.append(run.causal(q_QOGD, new, t, None, scoring))
+        return run.finish(q_QOGD, of_tokens, decoded, step.decode_slot, sinks_OG)
+
+    @staticmethod
+    def _asked(q_QOGD: torch.Tensor, step: Step, *, has_shared: bool) -> list[torch.Tensor]:
+        """The queries that meet the context: those of all tokens, of decode rows, or none."""
+        if has_shared:
+            return [q_QOGD]
+        return [gather(q_QOGD, step.row_token)] if step.parts.unique else []
+
+    def _merged(self, shared: Partial, decoded: Partial | None) -> tuple[Partial, Partial | None]:
+        """Both merged over ranks in one exchange."""
+        if decoded is None:
+            return self.exchange.merge_many(shared), None
+        num_tokens = shared.max.shape[0]
+        both = self.exchange.merge_many(Partial(*(torch.cat(list(each)) for each in zip(shared, decoded))))
+        return Partial(*(each[:num_tokens] for each in both)), Partial(*(each[num_tokens:] for each in both))
+
+    def transient_bytes(self, heads: HeadSizes, sizes: PartSizes) -> int:
+        """Intermediates of blocks, for the heads of all ranks and this rank's slots, beside what is sent."""
+        parts, every = sizes.parts, heads._replace(num_heads=self.exchange.num_heads)
+        context = replace(parts, causal=False)
+        own = sizes._replace(block_size=self.num_slots(sizes.block_size), parts=context)
+        has_shared = parts.shared and sizes.num_shared_blocks > 0
+        num_rows = sizes.num_rows * sizes.decode_len if parts.unique else 0
+        num_asked = sizes.query_len if has_shared else num_rows
+        width = every.num_heads * every.head_dim
+        sent = (2 * sizes.query_len + every.group_size * num_asked) * width * every.dtype_bytes
+        num_merged = num_rows + (sizes.query_len if has_shared else 0)
+        triples = num_merged * every.num_query_heads * (every.head_dim + 2) * FLOAT32
+        met = max(causal_bytes(heads, sizes), Blocks().transient_bytes(every, own))
+        return met + _COPIES * (sent + triples)

@@ -1,0 +1,156 @@
+"""Load one rank's share of a checkpoint: each rank reads its slices and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.modeling.loading import build_without_weights, load_state
+from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.parallel.config import RankHeads, check_plan, narrowed_config
+from hpu_duo.parallel.cuts import Cut, Cutter, Fit, head_sizes
+from hpu_duo.parallel.experts import ExpertShare
+from hpu_duo.parallel.modules import token_tables
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_share(
+    path: str | Path,
+    config: Any,
+    dtype: torch.dtype,
+    whole: PreTrainedModel,
+    layers: Sequence[DecoderLayer],
+    heads: Sequence[RankHeads],
+    ranks: Ranks,
+    experts: ExpertShare | None = None,
+) -> PreTrainedModel:
+    """Load the heads, widths and tokens of one rank, as a smaller model of the same family.
+
+    Run alone it computes nothing useful: what its layers add are summands of what the whole model adds, see
+    ``connect``. A bias of such a sum is kept by rank 0 and is zero elsewhere.
+
+    Args:
+        path: directory of the checkpoint.
+        config: transformers' configuration of the whole model.
+        whole: the whole model on ``meta``.
+        layers: its layers.
+        heads: the rank's heads of each layer.
+        experts: that the rank holds whole; None = a part of the width of each.
+
+    Raises:
+        ValueError: the family has no plan, ranks cannot share it evenly, or the weights cannot be read or are
+            of other shapes than the configuration says.
+    """
+    cutter = make_cutter(config, whole, layers, heads, ranks, experts)
+    narrow = narrowed_config(config, layers[0].call.head_dim, ranks.size, experts)
+    fit = Fit.of(cutter, whole, layers, build_without_weights(path, narrow, dtype))
+    return load_state(path, narrow, dtype, read_share(path, whole, cutter, ranks), fit.apply)
+
+
+def make_cutter(
+    config: Any,
+    whole: PreTrainedModel,
+    layers: Sequence[DecoderLayer],
+    heads: Sequence[RankHeads],
+    ranks: Ranks,
+    experts: ExpertShare | None = None,
+) -> Cutter:
+    """Return what cuts the tensors of a checkpoint for one rank; see ``load_share``."""
+    check_plan(config)
+    names = {id(module): name.rsplit(".", 1)[-1] for name, module in whole.named_modules()}
+    table, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    vocabulary = [path.rsplit(".", 1)[-1] for path in token_tables(whole)]
+    if head is not None:
+        vocabulary.append(names[id(head)])
+    return Cutter(
+        config.get_text_config().base_model_tp_plan,
+        names[id(layers[0].attention)],
+        heads,
+        [head_sizes(layer) for layer in layers],
+        vocabulary,
+        table.get_parameter("weight").shape,
+        ranks,
+        others=_beside(whole, layers[0]) - set(vocabulary),
+        experts=experts,
+        is_transposed=any(getattr(module, "is_transposed", False) for module in whole.modules()),
+    )
+
+
+def _beside(whole: PreTrainedModel, layer: DecoderLayer) -> set[str]:
+    """The names of modules on the way to the decoder layers that do not lead there."""
+    paths = {id(module): path for path, module in whole.named_modules()}
+    module: nn.Module = whole
+    beside: set[str] = set()
+    for name in paths[id(layer.module)].split(".")[:-1]:
+        beside.update(other for other, _ in module.named_children() if other != name)
+        module = module.get_submodule(name)
+    return beside
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of a tensor in a file, which is read when it is asked for by ``[...]``.
+
+    Nobody holds it twice then: transformers merges experts into one tensor, and lets go of each as it does.
+
+    Attributes:
+        tensors: the open file.
+        key: name of the tensor there.
+        cut: of the rank; None for all of it.
+        is_zero: whether another rank has its values.
+    """
+
+    tensors: Any
+    key: str
+    cut: Cut | None
+    is_zero: bool
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self.cut is None:
+            # A slice of a tensor without dimensions cannot be read by a subscript.
+            part = self.tensors.get_tensor(self.key)
+        else:
+            part = self.cut.of(self.tensors.get_slice(self.key))
+        read: torch.Tensor = torch.zeros_like(part) if self.is_zero else part
+        return read[index]
+
+
+def read_share(path: str | Path, whole: nn.Module, cutter: Cutter, ranks: Ranks) -> dict[str, Piece]:
+    """Return the slices of a checkpoint that a rank holds, by name; none is read yet.
+
+    Args:
+        whole: the whole model on ``meta``. Files may have other names, whose shapes are then not compared.
+
+    Raises:
+        ValueError: a file is damaged, or a tensor has another shape than the model's or cannot be cut.
+    """
+    state: dict[str, Piece] = {}
+    expected = {name: list(tensor.shape) for name, tensor in whole.state_dict().items()}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            tensors = safe_open(file, framework="pt")
+            for key in list(tensors.keys()):
+                if (name := cutter.name(key)) is None:
+                    continue
+                shape = list(tensors.get_slice(key).get_shape())
+                if shape != expected.get(key, shape):
+                    raise ValueError(
+                        f"the weights in {path} do not fit the configuration: expected {key} of shape "
+                        f"{expected[key]}, got {shape}"
+                    )
+                cut = cutter.cut(key, shape)
+                if cut is not None:
+                    cut.check(shape)
+                state[name] = Piece(tensors, key, cut, ranks.rank > 0 and cutter.is_added_once(key))
+        except SafetensorError as error:
+            raise ValueError(f"expected whole *.safetensors files in {path}, got: {error}") from error
+    return state

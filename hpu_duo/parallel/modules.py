@@ -1,0 +1,272 @@
+"""Modules of a rank that exchange data with the others inside a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hpu_duo.device.exchange import sum_over_ranks
+from hpu_duo.device.ranks import Ranks
+from hpu_duo.heads.permute import KV_NORMS, QUERY_NORMS
+from hpu_duo.modeling.probe import DecoderLayer
+from hpu_duo.modeling.trial import refusing
+from hpu_duo.parallel.cuts import Cutter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+"""Names by which families keep the epsilon."""
+_OFFSETS = (0.0, 1.0)
+_NUM_TOKENS = 16
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
+"""Relative errors of a formula: roundings of the mean and of the product."""
+
+
+@dataclass(frozen=True)
+class NormFormula:
+    """A root-mean-square norm: ``(offset + weight) * x / sqrt(mean(x ** 2) + epsilon)``.
+
+    Attributes:
+        epsilon: added to the mean.
+        offset: added to the weight.
+        rounds_first: whether ``x`` is rounded to its type before it meets the weight, and not after.
+    """
+
+    epsilon: float
+    offset: float = 0.0
+    rounds_first: bool = False
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> NormFormula:
+        """Find the formula of a module by a trial with random weights; its own need not be there.
+
+        Raises:
+            ValueError: it has none of this kind, or no epsilon by a usual name; the message names its class.
+        """
+        epsilon = next((x for name in _EPSILONS if (x := getattr(norm, name, None)) is not None), None)
+        if epsilon is None:
+            raise _refused(norm, f"an epsilon by one of the names {', '.join(_EPSILONS)}, got none")
+        formulas = [cls(float(epsilon), *each) for each in product(_OFFSETS, (False, True))]
+        for dtype, most in _TOLERANCE.items():
+            errors = _errors(norm, formulas, dtype)
+            formulas = [formula for formula in formulas if errors[formula] <= most]
+            if not formulas:
+                raise _refused(
+                    norm, "weight * x or (1 + weight) * x of a root-mean-square norm, got another formula"
+                )
+        # In bfloat16 the formulas that are left differ in what is rounded.
+        return min(formulas, key=errors.__getitem__)
+
+    def apply(self, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Return the norm of a part of a dimension.
+
+        Args:
+            x: the part, ``[..., W]``.
+            weight: of the part, ``[W]``.
+            mean: mean square over the whole dimension, ``[..., 1]`` in float32.
+        """
+        normed = x.float() * torch.rsqrt(mean + self.epsilon)
+        if self.rounds_first:
+            normed = normed.to(x.dtype)
+        factor = weight.to(normed.dtype) + self.offset if self.offset else weight
+        return (factor * normed).to(x.dtype)
+
+
+def _errors(norm: nn.Module, formulas: list[NormFormula], dtype: torch.dtype) -> dict[NormFormula, float]:
+    """The largest relative error of each formula in a run of the module on the host, in one type."""
+    generator = torch.Generator().manual_seed(0)
+    trial = copy.deepcopy(norm)
+    for name, parameter in norm.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        drawn = torch.rand(parameter.shape, generator=generator).add_(0.25).to(dtype)
+        setattr(trial.get_submodule(owner), leaf, nn.Parameter(drawn, requires_grad=False))
+    weight = trial.get_parameter("weight")
+    # From values that the epsilon outweighs to those that outweigh it.
+    sizes = torch.logspace(-1, 2, _NUM_TOKENS) * formulas[0].epsilon ** 0.5
+    x = (torch.randn(_NUM_TOKENS, len(weight), generator=generator) * sizes[:, None]).to(dtype)
+    with torch.inference_mode(), refusing(norm):
+        expected = trial(x).float()
+        mean = x.float().square().mean(dim=-1, keepdim=True)
+        return {
+            each: float(((each.apply(x, weight, mean).float() - expected) / expected).abs().max())
+            for each in formulas
+        }
+
+
+def _refused(norm: nn.Module, what: str) -> ValueError:
+    name = type(norm).__name__
+    return ValueError(f"{name} over all heads together cannot be served by several ranks: expected {what}")
+
+
+_TABLES = "embed_tokens"
+"""Beginning of the names of further tables of tokens."""
+
+
+class LayerSums(NamedTuple):
+    """Names in one decoder layer.
+
+    Attributes:
+        norms: norms in its attention over all heads together, and their formulas.
+        children: its modules that add a summand on each rank: attention, MLP and experts.
+    """
+
+    norms: dict[str, NormFormula]
+    children: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Names of the modules of a model at which ranks sum.
+
+    Attributes:
+        layers: of each layer.
+        tables: paths of tables of tokens.
+    """
+
+    layers: tuple[LayerSums, ...]
+    tables: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cutter: Cutter, whole: PreTrainedModel, layers: Sequence[DecoderLayer]) -> Sums:
+        """Read them off a whole model, weights apart.
+
+        Raises:
+            ValueError: a norm over all heads has a formula that ranks do not know, see ``NormFormula``.
+        """
+        names = {id(parameter): name for name, parameter in whole.named_parameters()}
+        return cls(
+            tuple(LayerSums(wide_norms(layer), _shared_children(cutter, layer, names)) for layer in layers),
+            token_tables(whole),
+        )
+
+
+def token_tables(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the paths of the tables with a row for each token, that of the embeddings among them."""
+    table = model.get_input_embeddings()
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if module is table or (isinstance(module, nn.Embedding) and path.split(".")[-1].startswith(_TABLES))
+    )
+
+
+def wide_norms(layer: DecoderLayer) -> dict[str, NormFormula]:
+    """Return a layer's norms of queries and keys over all heads together, by their names.
+
+    Args:
+        layer: of the whole model; its weights need not be there.
+
+    Raises:
+        ValueError: one of them has a formula that ranks do not know, see ``NormFormula``.
+    """
+    wide = {}
+    for name, norm in layer.attention.named_children():
+        # Without a weight there is nothing to cut: it is a norm of each head.
+        weight = getattr(norm, "weight", None) if name in (*QUERY_NORMS, *KV_NORMS) else None
+        if weight is not None and weight.ndim == 1 and tuple(weight.shape) != (layer.call.head_dim,):
+            wide[name] = NormFormula.of(norm)
+    return wide
+
+
+def _shared_children(cutter: Cutter, layer: DecoderLayer, names: dict[int, str]) -> tuple[str, ...]:
+    """The children of which ranks hold parts; what each of them holds whole is the same on all."""
+    return tuple(
+        name
+        for name, child in layer.module.named_children()
+        if any(cutter.cut(names[id(each)], each.shape) is not None for each in child.parameters())
+    )
+
+
+class SummedOverRanks(nn.Module):
+    """A module whose first output is the sum of what it is on all ranks; inputs are the same on all.
+
+    Args:
+        inner: the rank's share.
+        group: name of the ranks' process group.
+    """
+
+    def __init__(self, inner: nn.Module, group: str) -> None:
+        super().__init__()
+        self.inner, self.group = inner, group
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.inner(*args, **kwargs)
+        if isinstance(output, tuple):
+            return sum_over_ranks(output[0], self.group), *output[1:]
+        return sum_over_ranks(output, self.group)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embeddings of tokens, each of which one rank holds.
+
+    Args:
+        inner: the rank's rows ``[first, first + V / ranks)``.
+        first: first token of the rank.
+        group: name of the ranks' process group.
+    """
+
+    def __init__(self, inner: nn.Embedding, first: int, group: str) -> None:
+        super().__init__()
+        self.inner, self.first, self.group = inner, first, group
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        size = self.inner.num_embeddings
+        own = token_ids - self.first
+        is_own = (own >= 0) & (own < size)
+        rows = self.inner(torch.clamp(own, min=0, max=size - 1))
+        return sum_over_ranks(torch.where(is_own[..., None], rows, torch.zeros_like(rows)), self.group)
+
+
+class RMSNormOverRanks(nn.Module):
+    """A root-mean-square norm over a dimension that ranks share, equally much of it each.
+
+    Args:
+        weight: the rank's share.
+        formula: of the norm.
+        num_ranks: number of ranks.
+        group: name of their process group.
+    """
+
+    def __init__(self, weight: nn.Parameter, formula: NormFormula, num_ranks: int, group: str) -> None:
+        super().__init__()
+        self.weight, self.formula = weight, formula
+        self.num_ranks, self.group = num_ranks, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.float().square().mean(dim=-1, keepdim=True)
+        mean = sum_over_ranks(own, self.group) / self.num_ranks
+        return self.formula.apply(x, self.weight, mean)
+
+
+def connect(
+    model: PreTrainedModel, layers: Sequence[DecoderLayer], sums: Sums, ranks: Ranks, group: str
+) -> None:
+    """Put the exchanges between ranks into a rank's share of a model, in place.
+
+    Two sums a layer, behind the attention and behind the MLP or its experts, and one for each table of
+    tokens; two more of one number a token where queries and keys have norms over all heads together. Logits
+    stay the rank's own: its columns of the vocabulary.
+
+    Args:
+        sums: where ranks sum.
+        group: name of the ranks' process group.
+    """
+    for layer, own in zip(layers, sums.layers):
+        for name, formula in own.norms.items():
+            weight = getattr(layer.attention, name).weight
+            setattr(layer.attention, name, RMSNormOverRanks(weight, formula, ranks.size, group))
+        for name in own.children:
+            setattr(layer.module, name, SummedOverRanks(getattr(layer.module, name), group))
+    for path in sums.tables:
+        table = model.get_submodule(path)
+        assert isinstance(table, nn.Embedding), "tokens are embedded by a table"
+        parent, _, name = path.rpartition(".")
+        first = ranks.rank * table.num_embeddings
+        setattr(model.get_submodule(parent), name, VocabParallelEmbedding(table, first, group))

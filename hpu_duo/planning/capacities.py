@@ -1,0 +1,511 @@
+"""A model on accelerators, and the requests that fit: memory, predicted speed and warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from graphs import CARD_STEP_TOKENS, BatchShape, Phase, StepCost, StepLimits
+from graphs.planner import GraphBudget
+from hpu_duo.config.device_budget import GRAPH_MEMORY_SHARE, DeviceBudget
+from hpu_duo.config.engine import ParallelConfig
+from hpu_duo.config.limits import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
+from hpu_duo.heads import HeadPattern
+from hpu_duo.kv.leases import block_moves
+from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, last_chunk, ring_slack, widest_row
+from hpu_duo.kv.snapshots import default_snapshots_within
+from hpu_duo.planning.engine_work import EngineWork
+from hpu_duo.planning.hardware import Format, Hardware
+from hpu_duo.planning.kept import KeptByHeads
+from hpu_duo.planning.kernel_work import kernels_of
+from hpu_duo.planning.model import ModelSize
+from hpu_duo.planning.roofline import ERROR_FACTORS, FITTED, Prediction
+from hpu_duo.planning.warm_up import WarmUp
+from hpu_duo.planning.work import Formats, Step
+from kernels_ref import Implementation
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The devices that serve a model, and the division of their memory.
+
+    Attributes:
+        hardware: of each device.
+        num_devices: devices that share weights, heads and work evenly (tensor parallel).
+        retrieval_parallel: what they share of retrieval heads, see ``ParallelConfig``.
+        weights: format of the weights of layers.
+        block_size: tokens of a KV block, on one device.
+        max_num_seqs: requests that run at once even if more fit.
+        max_num_batched_tokens: of one step; longer prompts are cut into chunks.
+        device_memory_utilization: share of the devices' memory that weights, graphs and KV cache may take
+            together; see ``hpu_duo.config.device_budget``.
+        graph_memory: share of that beside weights, for graphs instead of the KV cache.
+        enable_prefix_caching, num_prefix_snapshots: see ``CacheConfig``.
+        sink, recent: tokens that streaming heads keep.
+        pattern: scores by which heads stream; None spreads them evenly over the layers.
+        max_layer_kinds: see ``HeadConfig``; None is no bound.
+        attention: kernels, ``hpu`` on the fused operators of Gaudi's software or ``reference``.
+        decode_len: most tokens of a request that are decoded together.
+        max_chunk_rows: prompts that may continue with several tokens in the same step.
+        kept: what heads that stream keep instead of rings, or, with a plan, all heads.
+    """
+
+    hardware: Hardware
+    num_devices: int = 1
+    retrieval_parallel: str = ParallelConfig.retrieval_parallel
+    weights: Format = Format.BF16
+    block_size: int = CacheConfig.block_size
+    max_num_seqs: int = CARD_LIMITS.max_num_seqs
+    max_num_batched_tokens: int = CARD_LIMITS.max_num_batched_tokens
+    device_memory_utilization: float = CacheConfig.device_memory_utilization
+    graph_memory: float = GRAPH_MEMORY_SHARE
+    enable_prefix_caching: bool = CacheConfig.enable_prefix_caching
+    num_prefix_snapshots: int | None = None
+    sink: int = 128
+    recent: int = 256
+    pattern: HeadPattern | None = None
+    max_layer_kinds: int | None = HPU_LAYER_KINDS
+    attention: str = Implementation.HPU.value
+    decode_len: int = SchedulerConfig.decode_len
+    max_chunk_rows: int = SchedulerConfig.max_chunk_rows
+    kept: KeptByHeads | None = None
+
+    def __post_init__(self) -> None:
+        self.hardware.check_devices(self.num_devices)
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "decode_len", "max_chunk_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        # Refuses what an engine would.
+        CacheConfig(
+            block_size=self.block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_prefix_snapshots=self.num_prefix_snapshots,
+            device_memory_utilization=self.device_memory_utilization,
+        )
+        if not 0.0 <= self.graph_memory < 1.0:
+            raise ValueError(f"expected graph_memory in [0, 1), got {self.graph_memory}")
+        kernels_of(self.attention)
+        ParallelConfig(tensor_parallel_size=self.num_devices, retrieval_parallel=self.retrieval_parallel)
+
+    @property
+    def deals_blocks(self) -> bool:
+        """Whether a block of tokens lies on several devices, a part on each."""
+        return self.retrieval_parallel == "context" and self.num_devices > 1
+
+    @property
+    def engine_block_size(self) -> int:
+        """Tokens of a block of the engine: on each device, where blocks are dealt over them."""
+        return self.block_size * (self.num_devices if self.deals_blocks else 1)
+
+    @property
+    def ring_slack(self) -> int:
+        """Slots of a ring beside those of its window."""
+        return ring_slack(self.decode_len)
+
+    @property
+    def not_served(self) -> tuple[str, ...]:
+        """Names of what is priced and cannot be run by the engine of this version."""
+        return (f"{self.weights.value} weights",) if self.weights is not Format.BF16 else ()
+
+    def kv_budget_bytes(self, model: ModelSize) -> int:
+        """Bytes for the KV cache on all devices together.
+
+        Raises:
+            ValueError: the weights alone do not fit, or KV heads do not divide among the devices.
+        """
+        model.check_split(self.num_devices)
+        memory = self.num_devices * self.hardware.memory_bytes
+        weight_bytes = model.weight_bytes(self.weights)
+        if weight_bytes >= memory:
+            raise ValueError(
+                f"the {self.weights.value} weights of {model.name} take {weight_bytes / _GIB:.1f} GiB, "
+                f"{self.num_devices} x {self.hardware.title} have {memory / _GIB:.1f} GiB"
+            )
+        budget = DeviceBudget.of_own_device(memory, weight_bytes, self.device_memory_utilization)
+        return budget.kv_bytes(budget.graph_bytes(self.graph_memory))
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model as it is served.
+
+    Attributes:
+        model: sizes of the model.
+        serving: its devices.
+        sparsity: share of KV heads that stream, in layers without a sliding window.
+        kv_format: of keys and values.
+        max_len: tokens of the longest request.
+
+    Raises:
+        ValueError: the model does not fit or split, the sparsity is not between 0 and 1, or ``max_len`` is
+            not between 1 and the positions of the model.
+    """
+
+    model: ModelSize
+    serving: Serving
+    sparsity: float
+    kv_format: Format
+    max_len: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_len <= self.model.max_positions:
+            raise ValueError(
+                f"expected contexts of 1 to {self.model.max_positions} tokens, the positions of "
+                f"{self.model.name}, got {self.max_len}"
+            )
+        # Each refuses what cannot be served; better here than at first use.
+        _ = self.kv_bytes, self.kv_layers
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache on all devices together."""
+        return self.serving.kv_budget_bytes(self.model)
+
+    @cached_property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        """Keys and values that each layer keeps."""
+        serving = self.serving
+        if serving.kept is not None:
+            return serving.kept.kv_layers(self.model, self._counts, self.max_len)
+        return self.model.kv_layers_of(
+            self._counts, serving.sink, serving.recent, self.max_len, serving.ring_slack
+        )
+
+    @property
+    def chunk_grid(self) -> int:
+        """Positions between the ends of chunks that heads with a budget need; 0 without them."""
+        return chunk_grid(group for layer in self.kv_layers for group in layer.groups)
+
+    @property
+    def last_chunk(self) -> int:
+        """Fewest tokens of the last chunk of a prompt; see ``StepLimits``."""
+        return last_chunk(group for layer in self.kv_layers for group in layer.groups)
+
+    @cached_property
+    def num_layer_kinds(self) -> int:
+        """Kinds of layers, each of which is compiled for every bucket."""
+        return self.model.num_kinds(self.kv_layers)
+
+    @property
+    def not_served(self) -> tuple[str, ...]:
+        """Names of what is priced and cannot be run by the engine of this version."""
+        served = self.serving.not_served
+        return (
+            served if self.kv_format is Format.BF16 else (*served, f"{self.kv_format.value} keys and values")
+        )
+
+    @property
+    def num_promoted(self) -> int:
+        """Retrieval heads that would stream by the share alone."""
+        return sum(self._counts) - sum(self._cut)
+
+    @cached_property
+    def _cut(self) -> tuple[int, ...]:
+        """Retrieval heads of each layer by the share alone."""
+        pattern = self.serving.pattern
+        if pattern is None:
+            return self.model.spread(self.sparsity)
+        for layer in self.model.layers:
+            pattern.check_shape(len(self.model.layers), layer.num_kv_heads)
+        return tuple(kept for kept, _ in pattern.binarise(sparsity=self.sparsity).head_counts)
+
+    @cached_property
+    def _counts(self) -> tuple[int, ...]:
+        serving = self.serving
+        num_ranks = 1 if serving.deals_blocks else serving.num_devices
+        return self.model.few_kinds(self._cut, serving.max_layer_kinds, self.max_len, num_ranks)
+
+    def plan(self, num_rows: int, num_blocks: int) -> MemoryPlan:
+        """Plan the KV tensors, all devices together, for ``num_rows`` ring rows and ``num_blocks`` blocks.
+
+        Snapshots are those of so many rows.
+        """
+        sizes = self._units
+        return replace(
+            sizes,
+            max_num_seqs=num_rows,
+            num_blocks=num_blocks,
+            num_snapshots=self.count_snapshots(num_rows),
+        )
+
+    @cached_property
+    def _units(self) -> MemoryPlan:
+        """The smallest plan, which has the sizes of a block and of a row."""
+        serving = self.serving
+        return MemoryPlan(
+            self.kv_layers,
+            self.kv_format.num_bytes,
+            serving.engine_block_size,
+            max_num_seqs=1,
+            num_blocks=1,
+            max_chunk_rows=serving.max_chunk_rows,
+        )
+
+    def count_requests(self, context: int) -> int:
+        """Requests of ``context`` tokens that fit, with snapshots, the trash of both and the scratch."""
+        one = self._units
+        left = self.kv_bytes - one.block_bytes - one.row_bytes - one.scratch_bytes
+        each, most = one.bytes_per_request(context), self.count_snapshots(self.serving.max_num_seqs)
+        beside_all = (left - most * one.row_bytes) // each
+        if beside_all >= most:
+            return beside_all
+        # There are as many snapshots as requests then, unless a number was asked for.
+        asked = self.serving.num_prefix_snapshots
+        return max(0, beside_all if asked is not None else left // (each + one.row_bytes))
+
+    def count_snapshots(self, num_rows: int) -> int:
+        """Snapshots that an engine of ``num_rows`` ring rows keeps of cached prefixes."""
+        serving, row_bytes = self.serving, self._units.row_bytes
+        if not (serving.enable_prefix_caching and row_bytes):
+            return 0
+        if serving.num_prefix_snapshots is not None:
+            return serving.num_prefix_snapshots
+        return default_snapshots_within(self.kv_bytes, row_bytes, min(num_rows, serving.max_num_seqs))
+
+    def count_blocks(self, num_rows: int) -> int:
+        """Blocks that fit next to ``num_rows`` ring rows, their snapshots, both trash and the scratch.
+
+        0 where no head needs any.
+        """
+        one = self._units
+        if not one.uses_blocks:
+            return 0
+        rows = (num_rows + self.count_snapshots(num_rows) + 1) * one.row_bytes + one.scratch_bytes
+        return max(0, (self.kv_bytes - rows) // one.block_bytes - 1)
+
+    @cached_property
+    def engine_work(self) -> EngineWork:
+        """The work of every bucket."""
+        serving = self.serving
+        return EngineWork(
+            self.model,
+            self.kv_layers,
+            Formats(serving.weights, self.kv_format),
+            kernels_of(serving.attention),
+            serving.block_size,
+            max_chunk_rows=serving.max_chunk_rows,
+            decode_len=serving.decode_len,
+            num_devices=serving.num_devices,
+            deals_blocks=serving.deals_blocks,
+        )
+
+    def bucket_seconds(self, bucket: BatchShape) -> Prediction:
+        """Predicted seconds of a step in ``bucket``."""
+        serving = self.serving
+        return Prediction.of(
+            self.engine_work.of(bucket), serving.hardware, serving.num_devices, self.error_factor
+        )
+
+    @property
+    def error_factor(self) -> float:
+        """The most that a prediction is off by, either way; see ``hpu_duo.planning.roofline``."""
+        return max(ERROR_FACTORS[self.serving.weights], ERROR_FACTORS[self.kv_format])
+
+    def shape_of(self, step: Step) -> BatchShape:
+        """The exact shape of a step: decodes, or chunks of prompts that share no block."""
+        size, rows, uses_blocks = self.serving.engine_block_size, step.num_rows, self.plan(1, 1).uses_blocks
+        if step.new_tokens == 1 and step.context:
+            whole = rows * ((step.context + 1) // size) if uses_blocks else 0
+            return BatchShape(Phase(unique=True), rows, 0, whole, rows)
+        num_blocks = rows * -(-step.context // size) if uses_blocks else 0
+        phase = Phase(causal=True, shared=step.context > 0)
+        return BatchShape(phase, step.num_tokens, num_blocks, 0, rows)
+
+    def step_seconds(self, step: Step) -> Prediction:
+        """Predicted seconds of a step at its exact shape."""
+        return self.bucket_seconds(self.shape_of(step))
+
+    def decode_tokens_per_s(self, num_requests: int, context: int) -> Prediction:
+        """Predicted tokens per second of all requests, each of ``context`` tokens with the new one."""
+        return self.step_seconds(Step(num_requests, context - 1)).rate(num_requests)
+
+    def first_token_s(self, num_tokens: int) -> Prediction:
+        """Predicted seconds to compute one prompt, alone, in the chunks that a step or a budget allows."""
+        size = min(self.serving.max_num_batched_tokens, self.chunk_grid or num_tokens)
+        steps = (Step(1, start, min(size, num_tokens - start)) for start in range(0, num_tokens, size))
+        return Prediction.total(map(self.step_seconds, steps))
+
+
+SMALLEST_DECODE = BatchShape(Phase(unique=True), 1, 0, 1, 1)
+"""The step with fewest operators among those with context."""
+
+
+@dataclass(frozen=True)
+class CapacityPoint:
+    """One length of context.
+
+    Attributes:
+        context: tokens of each request in the cache.
+        num_requests: requests that fit at once.
+        bytes_per_request: whole blocks and the ring row.
+        num_running: those of them that run, at most ``max_num_seqs``.
+        tokens_per_s: predicted for all running requests together while decoding; None when none fits.
+        tokens_per_s_alone: predicted for a single request; None when none fits.
+        first_token_s: predicted to compute a prompt of that length, alone and in chunks; None when none fits.
+        tokens_per_s_range, tokens_per_s_alone_range, first_token_s_range: bounds of each, see ``Prediction``.
+    """
+
+    context: int
+    num_requests: int
+    bytes_per_request: int
+    num_running: int
+    tokens_per_s: float | None
+    tokens_per_s_alone: float | None
+    first_token_s: float | None
+    tokens_per_s_range: tuple[float, float] | None = None
+    tokens_per_s_alone_range: tuple[float, float] | None = None
+    first_token_s_range: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Capacity with one choice of streaming heads and KV format.
+
+    Attributes:
+        sparsity: share of KV heads that stream, in layers without a sliding window.
+        kv_format: of keys and values.
+        num_promoted: further retrieval heads, so that layers are of few kinds.
+        points: one for each context, in the order asked for.
+        warm_up: of a table for the longest of these contexts; None when not one request of it fits.
+        not_served: what of it the engine of this version cannot run, so that it is priced only.
+        error_factor: the most that predicted speeds are off by, either way; it is in their ranges.
+        kept: what these heads keep if they have a KV budget, or all heads by a plan; "" for rings.
+    """
+
+    sparsity: float
+    kv_format: Format
+    num_promoted: int
+    points: tuple[CapacityPoint, ...]
+    warm_up: WarmUp | None
+    not_served: tuple[str, ...] = ()
+    error_factor: float = 1.0
+    kept: str = ""
+
+    def describe(self) -> str:
+        """Describe the choice in words."""
+        heads = "full attention" if self.sparsity == 0 else f"{self.sparsity:.0%} of heads streaming"
+        if self.num_promoted:
+            heads += f" less {self.num_promoted} promoted ones"
+        if self.kept:
+            heads = f"heads by {self.kept}" if not self.sparsity else f"{heads} by {self.kept}"
+        return f"{heads}, {self.kv_format.value} keys and values"
+
+
+def capacity(
+    model: ModelSize,
+    serving: Serving,
+    sparsity: float,
+    kv_format: Format,
+    contexts: Sequence[int],
+    *,
+    num_graphs: int = 64,
+) -> Capacity:
+    """Requests that fit, predicted speeds and warm-up, for each length of context.
+
+    The longest context is also the longest request that memory and graphs are planned for.
+
+    Args:
+        num_graphs: budget of a bucket table. No table is planned, which would take seconds, so the warm-up is
+            the upper bound for this budget.
+
+    Raises:
+        ValueError: no contexts, one below 1 token, a budget of no graph, or what ``Deployment`` refuses.
+    """
+    if not contexts or min(contexts) < 1:
+        raise ValueError(f"expected contexts of 1 token or more, got {list(contexts)}")
+    deployment = Deployment(model, serving, sparsity, kv_format, max(contexts))
+    points = tuple(_point(deployment, context) for context in contexts)
+    return Capacity(
+        sparsity,
+        kv_format,
+        deployment.num_promoted,
+        points,
+        _warm_up(deployment, num_graphs),
+        deployment.not_served,
+        deployment.error_factor,
+        "" if serving.kept is None or not (sparsity or serving.kept.is_plan) else serving.kept.name,
+    )
+
+
+def _point(deployment: Deployment, context: int) -> CapacityPoint:
+    fits = deployment.count_requests(context)
+    running = min(fits, deployment.serving.max_num_seqs)
+    sizes = context, fits, deployment.plan(1, 1).bytes_per_request(context), running
+    if not fits:
+        return CapacityPoint(*sizes, None, None, None)
+    together = deployment.decode_tokens_per_s(running, context)
+    alone = deployment.decode_tokens_per_s(1, context)
+    first = deployment.first_token_s(context)
+    values = together.value, alone.value, first.value
+    return CapacityPoint(*sizes, *values, together.range, alone.range, first.range)
+
+
+def step_limits(deployment: Deployment) -> StepLimits:
+    """Return the limits of steps with as many rows and blocks as fit.
+
+    Raises:
+        ValueError: not one request of the longest length fits.
+    """
+    if deployment.count_requests(deployment.max_len) < 1:
+        raise ValueError(
+            f"expected memory for one request of {deployment.max_len} tokens, "
+            f"{deployment.serving.num_devices} x {deployment.serving.hardware.title} have less"
+        )
+    serving = deployment.serving
+    num_rows = min(serving.max_num_seqs, deployment.count_requests(serving.engine_block_size))
+    # More blocks than so many requests of that length take would never be used.
+    num_blocks = min(
+        deployment.count_blocks(num_rows), num_rows * -(-deployment.max_len // serving.engine_block_size)
+    )
+    moves = block_moves(serving.max_num_batched_tokens, serving.engine_block_size)
+    return StepLimits(
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=serving.max_num_batched_tokens,
+        max_model_len=deployment.max_len,
+        block_size=serving.engine_block_size,
+        num_blocks=num_blocks,
+        uses_blocks=num_blocks > 0,
+        uses_rows=deployment.plan(1, 1).uses_rows,
+        caches_prefixes=serving.enable_prefix_caching,
+        num_snapshots=deployment.count_snapshots(num_rows),
+        max_block_moves=moves if serving.enable_prefix_caching and num_blocks else 0,
+        decode_len=1,
+        max_chunk_rows=serving.max_chunk_rows,
+        step_tokens=CARD_STEP_TOKENS,
+        chunk_grid=deployment.chunk_grid,
+        last_chunk=deployment.last_chunk,
+        num_regions=deployment.plan(1, 1).num_regions,
+    )
+
+
+def step_cost(deployment: Deployment) -> StepCost:
+    """Return the relative cost of steps of the deployment, with the figures of its hardware."""
+    model, hardware = deployment.model, deployment.serving.hardware
+    return StepCost(
+        block_size=deployment.serving.engine_block_size,
+        ring_width=widest_row(group for layer in deployment.kv_layers for group in layer.groups),
+        hidden_size=model.hidden_size,
+        num_layers=len(model.layers),
+        vocab_size=model.vocab_size,
+        kv_ratio=model.layers[0].num_kv_heads / model.layers[0].num_heads,
+        operations_per_byte=hardware.nominal_bf16 / hardware.memory_bytes_per_s,
+        operations_per_launch=hardware.nominal_bf16 * FITTED.launch_s,
+        launches=deployment.engine_work.kernels.step_cost_launches,
+    )
+
+
+def _warm_up(deployment: Deployment, num_graphs: int) -> WarmUp | None:
+    if deployment.count_requests(deployment.max_len) < 1:
+        return None
+    # A planned table may be smaller: nothing is gained by buckets that no step would use.
+    largest = step_limits(deployment).largest
+    work = deployment.engine_work
+    return WarmUp.within(
+        GraphBudget(num_graphs).most_graphs,
+        deployment.num_layer_kinds,
+        work.compiled(SMALLEST_DECODE),
+        work.compiled(largest),
+    )

@@ -1,0 +1,277 @@
+"""Work of a step of the engine on an HPU, from the sizes of its bucket alone.
+
+It counts what ``hpu-duo audit`` traces, without tracing: ``tests/audit/test_cost_agrees.py`` holds both
+together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from graphs import BatchShape, Phase
+from hpu_duo.config.limits import CacheConfig, SchedulerConfig
+from hpu_duo.kv.plan import LayerKV
+from hpu_duo.modeling.experts import GROUP_BYTES, copies_weights, experts_at_a_time
+from hpu_duo.parallel import HeadExchanges, head_exchanges, summed_score_bytes
+from hpu_duo.planning.hardware import Format
+from hpu_duo.planning.kernel_work import (
+    FUSED,
+    AttentionCounts,
+    AttentionRuns,
+    GroupSizes,
+    KernelWork,
+    count_attention,
+)
+from hpu_duo.planning.model import AttentionSize, ModelSize
+from hpu_duo.planning.warm_up import BucketGraphs, num_compiled, traced_runs
+from hpu_duo.planning.work import ACTIVATION_BYTES, ALL_REDUCES_PER_LAYER, OPERATIONS_PER_SCORE, Formats, Work
+from kernels_ref import Budget, HeadGroup, Owner
+
+_EXPERT_MATRICES = 3
+"""Matrices of an expert: gate, up and down."""
+
+_MOVED_INNER, _MOVED_HIDDEN = 8, 10
+"""Elements that operators read and write for each token of an expert, by its inner and by the hidden size:
+products, gate, share of the token, and the sum in float32 (``hpu_duo/modeling/experts.py``)."""
+
+_EXCHANGE_COPIES, _EXCHANGE_LAUNCHES = 4, 12
+"""Times that what is exchanged is read or written besides, and operators around each exchange: it is packed,
+received, put in order and merged (``hpu_duo/parallel/head_exchange.py``)."""
+
+_ROUTING_LAUNCHES, _GROUP_LAUNCHES = 8, 12
+"""Operators of a layer's routing, and of each group of experts, as the audit counts them."""
+
+
+@dataclass(frozen=True)
+class EngineWork:
+    """The work of every bucket of an engine.
+
+    Attributes:
+        model: its sizes.
+        kv_layers: keys and values of each layer.
+        formats: of weights, and of keys and values.
+        kernels: those of attention.
+        block_size: slots of a block.
+        max_chunk_rows, decode_len: see ``SchedulerConfig``.
+        num_devices: devices that share heads and weights; work is that of all of them, as if each had as
+            many retrieval heads of a layer as the one with most, for which the others wait.
+        deals_blocks: whether each of them reads its part of the tokens of all retrieval heads instead; slots
+            are then those of a block on one device, and blocks of a bucket lie on all of them.
+
+    Raises:
+        ValueError: ``kv_layers`` is not one entry for each layer of the model.
+    """
+
+    model: ModelSize
+    kv_layers: tuple[LayerKV, ...]
+    formats: Formats = field(default_factory=Formats)
+    kernels: KernelWork = FUSED
+    block_size: int = CacheConfig.block_size
+    max_chunk_rows: int = SchedulerConfig.max_chunk_rows
+    decode_len: int = 1
+    num_devices: int = 1
+    deals_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.kv_layers) != len(self.model.layers):
+            raise ValueError(f"expected {len(self.model.layers)} KV layers, got {len(self.kv_layers)}")
+
+    def of(self, bucket: BatchShape) -> Work:
+        """Return the work of a step in ``bucket``, padding included."""
+        total = self._linear(bucket)
+        for (layer, kv), count in self._layers.items():
+            total = total + self._attention(layer, kv, bucket) * count
+        return total
+
+    def traced_launches(self, bucket: BatchShape) -> float:
+        """Operators that are traced and compiled of a layer in ``bucket``, the mean of those that differ."""
+        return mean_launches(self.kernels, [self._sizes(layer, kv) for layer, kv in self._layers], bucket)
+
+    def compiled(self, bucket: BatchShape) -> BucketGraphs:
+        """Return what is compiled for ``bucket`` where layers are compiled by themselves."""
+        kinds = [self._sizes(layer, kv) for layer, kv in self.model.kinds(self.kv_layers)]
+        return BucketGraphs(num_compiled(kinds, bucket), self.traced_launches(bucket))
+
+    def attention_of(self, bucket: BatchShape) -> Iterator[tuple[AttentionCounts, AttentionRuns, int]]:
+        """Yield the counts of each group of heads of each distinct layer, and the number of such layers."""
+        for (layer, kv), num_layers in self._layers.items():
+            for counts, runs in self._groups(layer, kv, bucket):
+                yield counts, runs, num_layers
+
+    @property
+    def _layers(self) -> Counter[tuple[AttentionSize, LayerKV]]:
+        return Counter(zip(self.model.layers, self.kv_layers))
+
+    def _groups(
+        self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape
+    ) -> Iterator[tuple[AttentionCounts, AttentionRuns]]:
+        own, met = self._sizes(layer, kv), self._dealt_sizes(layer, kv)
+        if met is None:
+            yield from (count_attention(sizes, bucket) for sizes in own)
+            return
+        phase = bucket.phase
+        if phase.shared or phase.unique:
+            yield count_attention(met, replace(bucket, phase=replace(phase, causal=False)))
+        causal = replace(bucket, phase=Phase(causal=True), num_shared_blocks=0, num_unique_blocks=0)
+        for sizes in own:
+            if sizes.window is not None:
+                yield count_attention(sizes, bucket)
+            elif phase.causal:
+                yield count_attention(sizes, causal)
+
+    def _sizes(self, layer: AttentionSize, kv: LayerKV) -> list[GroupSizes]:
+        if self.deals_blocks:
+            return [self._of_group(layer, kv, group) for group in most_of_each(kv, self.num_devices)]
+        return [self._of_group(layer, kv, group) for group in busiest_rank(kv, self.num_devices).groups]
+
+    def _dealt_sizes(self, layer: AttentionSize, kv: LayerKV) -> GroupSizes | None:
+        """Heads whose blocks are dealt: each device meets its part of the context with all of them."""
+        dealt = [group for group in kv.groups if group.kind.owner is Owner.BLOCK]
+        return self._of_group(layer, kv, dealt[0]) if self.deals_blocks and dealt else None
+
+    def _of_group(self, layer: AttentionSize, kv: LayerKV, group: HeadGroup) -> GroupSizes:
+        return GroupSizes(
+            group,
+            layer.num_heads // layer.num_kv_heads,
+            kv.head_dim,
+            self.block_size,
+            self.max_chunk_rows,
+            self.decode_len,
+            self.kernels.is_fused,
+        )
+
+    def _exchanges(self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape) -> HeadExchanges:
+        met = self._dealt_sizes(layer, kv)
+        if met is None:
+            return HeadExchanges()
+        sizes = met.heads.num_heads, met.group_size, met.head_dim, ACTIVATION_BYTES
+        return head_exchanges(*sizes, bucket, self.decode_len, self.num_devices)
+
+    def _attention(self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape) -> Work:
+        products = scores = kv_elements = moved = launches = 0.0
+        for counts, runs in self._groups(layer, kv, bucket):
+            # A score is a product of one head size, and the value that it weighs is another one.
+            products += 2.0 * kv.elements_per_head * counts.scores
+            products += 2.0 * counts.owner_pairs * (kv.elements_per_head - kv.head_dim + 1)
+            scores += counts.scores
+            kv_elements += counts.block_elements
+            moved += self.kernels.attention_bytes(counts)
+            launches += self.kernels.attention_launches(runs)
+        ranks, exchanges = self.num_devices, self._exchanges(layer, kv, bucket)
+        sent = exchanges.bytes_to_each(ranks)
+        is_fp8 = self.formats.kv is Format.FP8
+        return Work(
+            bf16_ops=0.0 if is_fp8 else ranks * products,
+            fp8_ops=ranks * products if is_fp8 else 0.0,
+            vector_ops=ranks * scores * OPERATIONS_PER_SCORE,
+            kv_bytes=ranks * kv_elements * self.formats.kv.num_bytes,
+            moved_bytes=ranks * (moved + _EXCHANGE_COPIES * ranks * sent),
+            reduced_bytes=self._score_bytes(kv, bucket),
+            num_launches=launches + _EXCHANGE_LAUNCHES * exchanges.number,
+            sent_bytes=sent,
+        )
+
+    def _score_bytes(self, kv: LayerKV, bucket: BatchShape) -> float:
+        """Scores that devices sum, of policies that average over all heads of a layer."""
+        budgets = [group.kind for group in kv.groups if isinstance(group.kind, Budget)]
+        return float(sum(summed_score_bytes(kind, 1, bucket) for kind in budgets if kind.policy.pools_heads))
+
+    def _linear(self, bucket: BatchShape) -> Work:
+        model, tokens, num_layers = self.model, bucket.query_len, len(self.model.layers)
+        logits = bucket.num_logits * self.decode_len
+        experts = model.experts
+        num_chosen = tokens * experts.num_per_token
+        copies = experts.num_params > 0 and copies_weights(num_chosen, experts.num_experts)
+        # Experts of few tokens are gathered: read, written and read again. More tokens meet all of them.
+        met = num_chosen / experts.num_experts if copies else tokens
+        read = 3.0 * met if copies else 1.0
+        in_layers = 2.0 * (tokens * model.matrix_params + met * experts.num_params)
+        is_fp8 = self.formats.weights is Format.FP8
+        head = 2.0 * logits * model.head_params
+        width = model.matrix_params / model.hidden_size
+        return Work(
+            bf16_ops=head + (0.0 if is_fp8 else in_layers),
+            fp8_ops=in_layers if is_fp8 else 0.0,
+            weight_bytes=self.formats.weights.num_bytes * (model.matrix_params + read * experts.num_params)
+            + model.head_params * Format.BF16.num_bytes,
+            moved_bytes=tokens
+            * (self.kernels.hidden_bytes * num_layers * model.hidden_size + self.kernels.width_bytes * width)
+            + met * self._expert_bytes,
+            reduced_bytes=ALL_REDUCES_PER_LAYER * num_layers * tokens * model.hidden_size * ACTIVATION_BYTES,
+            num_launches=self.kernels.step_launches
+            + (self.kernels.layer_launches + self._expert_launches(tokens, copies)) * num_layers,
+        )
+
+    @property
+    def _expert_bytes(self) -> float:
+        """Bytes that one token moves through every expert of every layer, weights apart."""
+        model = self.model
+        hidden = len(model.layers) * model.experts.num_experts * model.hidden_size
+        inner = model.experts.num_params / (_EXPERT_MATRICES * model.hidden_size)
+        return (
+            ACTIVATION_BYTES * (_MOVED_INNER * inner + _MOVED_HIDDEN * hidden)
+            if model.experts.num_params
+            else 0.0
+        )
+
+    def _expert_launches(self, tokens: int, copies: bool) -> float:
+        """Operators of the experts of a layer beside those of a layer without."""
+        experts, hidden = self.model.experts, self.model.hidden_size
+        if not experts.num_params:
+            return 0.0
+        num_groups = 1
+        if not copies:
+            num_weights = len(self.model.layers) * experts.num_experts * _EXPERT_MATRICES * hidden
+            made = 2 * experts.num_params / num_weights + hidden
+            group = experts_at_a_time(round(tokens * made * ACTIVATION_BYTES), GROUP_BYTES)
+            num_groups = -(-experts.num_experts // group)
+        return _ROUTING_LAUNCHES + _GROUP_LAUNCHES * num_groups
+
+
+def mean_launches(
+    kernels: KernelWork,
+    layers: Sequence[Sequence[GroupSizes]],
+    bucket: BatchShape,
+    *,
+    is_whole: bool = False,
+) -> float:
+    """Operators that are compiled of a layer in ``bucket``, the mean of ``layers``.
+
+    Args:
+        layers: the groups of heads of each.
+        is_whole: whether the step is captured whole, so that loops are unrolled; else they are cut out.
+    """
+    runs = [count_attention(sizes, bucket)[1] for layer in layers for sizes in layer]
+    held = runs if is_whole else [traced_runs(each, bucket.phase) for each in runs]
+    return kernels.layer_launches + sum(map(kernels.attention_launches, held)) / len(layers)
+
+
+def busiest_rank(kv: LayerKV, num_devices: int) -> LayerKV:
+    """Return the heads of the rank that a layer waits for, when heads are placed whole.
+
+    Groups are shared out in order, each head to a rank of its own as far as that goes, so the first groups,
+    which see the whole text, are rounded up, and the others have the places that are left.
+
+    Raises:
+        ValueError: ranks do not divide the heads.
+    """
+    if kv.num_heads % num_devices:
+        raise ValueError(f"expected ranks that divide {kv.num_heads} KV heads, got {num_devices}")
+    free = kv.num_heads // num_devices
+    groups = []
+    for group in kv.groups:
+        num = min(free, -(-group.num_heads // num_devices))
+        if num:
+            groups.append(replace(group, num_heads=num))
+        free -= num
+    return replace(kv, groups=tuple(groups))
+
+
+def most_of_each(kv: LayerKV, num_devices: int) -> list[HeadGroup]:
+    """Return the most heads of each group that a rank has, where ranks share them as evenly as they go.
+
+    No rank may have the most of both: the first ones have more that stream, the last ones more that retrieve.
+    """
+    return [replace(group, num_heads=-(-group.num_heads // num_devices)) for group in kv.groups]

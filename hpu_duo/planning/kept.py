@@ -1,0 +1,29 @@
+"""Keys and values of heads with a KV budget or a plan, for those who know the engine's rules to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hpu_duo.kv.plan import LayerKV
+from hpu_duo.planning.model import ModelSize
+
+
+class KeptByHeads(Protocol):
+    """Keys and values of heads that have a KV budget or a plan, instead of rings."""
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether each head is named, so that no share of them streams."""
+
+    @property
+    def name(self) -> str:
+        """The policy and its budget, or the plan, for reports."""
+
+    def kv_layers(self, model: ModelSize, counts: Sequence[int], max_len: int) -> tuple[LayerKV, ...]:
+        """Keys and values that each layer keeps.
+
+        Args:
+            counts: heads of each layer that see all tokens, if no plan names them.
+            max_len: tokens of the longest request.
+        """

@@ -1,0 +1,278 @@
+"""The sizes of a model that its cost depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from bias_builders import Window
+from hpu_duo.heads import CountRule, fewest_promotions
+from hpu_duo.heads.binarise import check_sparsity, round_half_up
+from hpu_duo.planning.hardware import Format
+
+if TYPE_CHECKING:
+    from hpu_duo.kv.plan import LayerKV
+
+
+@dataclass(frozen=True)
+class AttentionSize:
+    """Attention of one layer: query heads, KV heads, their size, and the sliding window if it has one."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"expected num_heads to be a multiple of {self.num_kv_heads} KV heads, got {self.num_heads}"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"expected a window of 1 token or more, got {self.window}")
+
+    def has_window(self, max_len: int) -> bool:
+        """Whether all heads stream: a window no shorter than any request is full attention."""
+        return self.window is not None and self.window < max_len
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Weights of experts, of which a token uses a part.
+
+    Attributes:
+        num_params: of all experts of all layers.
+        num_experts: of one layer.
+        num_per_token: experts that a token is sent to.
+    """
+
+    num_params: int = 0
+    num_experts: int = 1
+    num_per_token: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_params < 0 or not 1 <= self.num_per_token <= self.num_experts:
+            raise ValueError(f"expected 1 <= num_per_token <= num_experts and num_params >= 0, got {self}")
+
+    @property
+    def share_per_token(self) -> float:
+        """Part of the experts that one token uses."""
+        return self.num_per_token / self.num_experts
+
+    def share_read(self, num_tokens: int) -> float:
+        """Part of the experts that at least one of ``num_tokens`` tokens uses, if routing is uniform."""
+        return 1.0 - (1.0 - self.share_per_token) ** num_tokens
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a decoder-only model that bytes and operations follow from.
+
+    Attributes:
+        name: for reports.
+        layers: attention of each decoder layer.
+        hidden_size, vocab_size: of the model.
+        matrix_params: weights that every token is multiplied with, without output head and experts.
+        other_params: weights that are looked up or added: embedding table, norms, biases. The table is not
+            counted if it is also the output head.
+        max_positions: tokens of the longest request.
+        experts: of mixture-of-experts layers.
+        structures: a number for each layer, equal for those that differ in their attention's sizes at most;
+            empty: all are equal.
+    """
+
+    name: str
+    layers: tuple[AttentionSize, ...]
+    hidden_size: int
+    vocab_size: int
+    matrix_params: int
+    other_params: int
+    max_positions: int
+    experts: Experts = Experts()
+    structures: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("expected at least one layer, got none")
+        if self.structures and len(self.structures) != len(self.layers):
+            raise ValueError(f"expected {len(self.layers)} structures, got {len(self.structures)}")
+        for name in ("hidden_size", "vocab_size", "matrix_params", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+
+    @property
+    def head_params(self) -> int:
+        """Weights of the output head."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def num_params(self) -> int:
+        """All weights."""
+        return self.matrix_params + self.head_params + self.other_params + self.experts.num_params
+
+    def weight_bytes(self, weights: Format) -> int:
+        """Bytes of all weights when layers are stored in ``weights`` and the rest in bf16.
+
+        Output head, embedding table, norms and biases stay in bf16, as checkpoints in fp8 have them.
+        """
+        in_layers = self.matrix_params + self.experts.num_params
+        return in_layers * weights.num_bytes + (self.head_params + self.other_params) * Format.BF16.num_bytes
+
+    @cached_property
+    def num_full_kv_heads(self) -> int:
+        """KV heads of the layers without a sliding window: those that a head pattern can let stream."""
+        return sum(layer.num_kv_heads for layer in self.layers if layer.window is None)
+
+    def check_split(self, num_devices: int) -> None:
+        """Raise ValueError unless the KV heads of every layer divide evenly among the devices."""
+        for layer in self.layers:
+            if layer.num_kv_heads % num_devices:
+                raise ValueError(
+                    f"expected a number of devices that divides {layer.num_kv_heads} KV heads, "
+                    f"got {num_devices}"
+                )
+
+    def spread(self, sparsity: float) -> tuple[int, ...]:
+        """Retrieval heads of each layer when a share of the KV heads streams, without a pattern.
+
+        Of the ``n`` heads of layers without a window, ``round(n * (1 - sparsity))`` retrieve, as with a
+        pattern, spread evenly: no two such layers differ by more than the rounding. Layers with a window
+        count as full.
+
+        Raises:
+            ValueError: sparsity outside 0 to 1.
+        """
+        num_retrieval = round_half_up(self.num_full_kv_heads, check_sparsity(sparsity))
+        counts: list[int] = []
+        seen = 0
+        for layer in self.layers:
+            if layer.window is not None:
+                counts.append(layer.num_kv_heads)
+                continue
+            # Heads [0, seen) hold floor(seen * share) retrieval heads: no layer is off by more than one.
+            before = seen * num_retrieval // self.num_full_kv_heads
+            seen += layer.num_kv_heads
+            counts.append(seen * num_retrieval // self.num_full_kv_heads - before)
+        return tuple(counts)
+
+    def few_kinds(
+        self, counts: Sequence[int], max_layer_kinds: int | None, max_len: int, num_ranks: int = 1
+    ) -> tuple[int, ...]:
+        """Retrieval heads of each layer, some promoted as an engine would: see ``hpu_duo.heads.binarise``.
+
+        Args:
+            max_layer_kinds: at least the number of structures of layers; None is no bound.
+            num_ranks: ranks that share the retrieval heads of a layer evenly.
+        """
+        structures = [(kind, layer, layer.has_window(max_len)) for kind, layer in self._structures]
+        if max_layer_kinds is not None:
+            max_layer_kinds = max(max_layer_kinds, len(set(structures)))
+        needed = [0 if windowed else count for count, (_, _, windowed) in zip(counts, structures)]
+        chosen = fewest_promotions(needed, CountRule(max_layer_kinds, num_ranks), structures)
+        return tuple(
+            old if windowed else new for old, new, (_, _, windowed) in zip(counts, chosen, structures)
+        )
+
+    def num_kinds(self, kv_layers: Sequence[LayerKV]) -> int:
+        """Count the kinds of layers with these heads, each of which is compiled for every bucket."""
+        return len(self.kinds(kv_layers))
+
+    def kinds(self, kv_layers: Sequence[LayerKV]) -> list[tuple[AttentionSize, LayerKV]]:
+        """Return attention and heads of one layer of each kind."""
+        return [(layer, kv) for (_, layer), kv in dict.fromkeys(zip(self._structures, kv_layers))]
+
+    @property
+    def _structures(self) -> tuple[tuple[int, AttentionSize], ...]:
+        return tuple(zip(self.structures or (0,) * len(self.layers), self.layers))
+
+    def kv_layers(
+        self, sparsity: float, sink: int, recent: int, max_len: int, slack: int = 0
+    ) -> tuple[LayerKV, ...]:
+        """Keys and values of each layer when a share of the KV heads streams, spread evenly.
+
+        Args:
+            slack: slots of a ring beside those of its window.
+
+        Raises:
+            ValueError: sparsity outside 0 to 1, ``sink`` below 0, ``recent`` or ``max_len`` below 1.
+        """
+        return self.kv_layers_of(self.spread(sparsity), sink, recent, max_len, slack)
+
+    def kv_layers_of(
+        self, counts: Sequence[int], sink: int, recent: int, max_len: int, slack: int = 0
+    ) -> tuple[LayerKV, ...]:
+        """Keys and values of each layer with ``counts`` retrieval heads, whichever heads these are.
+
+        Layers with a window shorter than ``max_len`` keep it whatever the counts.
+
+        Args:
+            slack: slots of a ring beside those of its window.
+
+        Raises:
+            ValueError: ``sink`` below 0, ``recent`` or ``max_len`` below 1.
+        """
+        if sink < 0 or recent < 1 or max_len < 1:
+            raise ValueError(
+                f"expected sink >= 0, recent >= 1 and max_len >= 1, got {sink}, {recent} and {max_len}"
+            )
+        # It knows the kinds of heads, and so torch.
+        from hpu_duo.kv.plan import LayerKV, head_groups
+
+        # A sink takes a slot and a score, as any other token does.
+        ring = Window(0, min(sink + recent, max_len))
+        kept: list[LayerKV] = []
+        for layer, count in zip(self.layers, counts, strict=True):
+            num_kv, dim = layer.num_kv_heads, layer.head_dim
+            if layer.has_window(max_len):
+                assert layer.window is not None
+                groups = head_groups(0, num_kv, Window(0, layer.window), slack)
+            else:
+                groups = head_groups(count, num_kv - count, ring, slack)
+            kept.append(LayerKV(groups, dim))
+        return tuple(kept)
+
+
+PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose parameters follow from their sizes."""
+
+
+def plain_model(
+    name: str, config: Any, layers: tuple[AttentionSize, ...], max_positions: int
+) -> ModelSize | None:
+    """Count a model of equal layers of four projections, a gated MLP and two norms; None for any other.
+
+    Args:
+        config: transformers', of one of the families or of any other.
+        layers: sizes of the attention of each layer.
+    """
+    family = config.model_type
+    if family not in PLAIN_FAMILIES or len(set(layers)) != 1:
+        return None
+    hidden, inner, num_layers = config.hidden_size, config.intermediate_size, len(layers)
+    queries = layers[0].num_heads * layers[0].head_dim
+    keys = layers[0].num_kv_heads * layers[0].head_dim
+    matrices = 2 * hidden * (queries + keys) + 3 * hidden * inner
+    other = 2 * hidden
+    if family == "qwen2":
+        other += queries + 2 * keys
+    elif family != "mistral" and config.attention_bias:
+        other += queries + 2 * keys + hidden
+    if family == "llama" and config.mlp_bias:
+        other += 2 * inner + hidden
+    if family == "qwen3":  # norms of queries and keys
+        other += 2 * layers[0].head_dim
+    table = 0 if config.tie_word_embeddings else config.vocab_size * hidden
+    return ModelSize(
+        name=name,
+        layers=layers,
+        hidden_size=hidden,
+        vocab_size=config.vocab_size,
+        matrix_params=num_layers * matrices,
+        other_params=num_layers * other + hidden + table,
+        max_positions=max_positions,
+    )

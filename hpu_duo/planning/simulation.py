@@ -1,0 +1,404 @@
+"""The real scheduler on a virtual clock, and bucket tables planned with it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from graphs import BatchShape, BucketTable, CostFunction, GraphMissError, Miss, StepLimits
+from graphs.planner import (
+    ASSUMED,
+    FINE,
+    GraphBudget,
+    Resolution,
+    Traffic,
+    mean_padding,
+    or_default,
+    plan_table,
+)
+from graphs.traffic_watch import Promise
+from hpu_duo.engine.batch import exact_shape
+from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
+from hpu_duo.engine.step_plan import CommittedToken, StepPlan
+from hpu_duo.request import Request, TokenLimits
+from hpu_duo.sampling import SamplingParams
+
+
+class Arrivals(Protocol):
+    """A source of requests on a virtual clock, in its units of time."""
+
+    def due(self, now: float) -> Sequence[Request]:
+        """Return the requests that have come by ``now``, each once; siblings follow their parent."""
+        ...
+
+    def next_time(self) -> float | None:
+        """Return when the next request comes, as far as is known before another one ends; None = never."""
+        ...
+
+    def ended(self, request: Request, now: float) -> None:
+        """Take note that a request has all of its tokens at ``now``."""
+        ...
+
+
+class Trace:
+    """Requests that come at given times, whenever others end.
+
+    Args:
+        requests: pairs of time and request; siblings come at the time of their parent and after it in the
+            list. Requests of the same time come in this order.
+    """
+
+    def __init__(self, requests: Iterable[tuple[float, Request]]) -> None:
+        self._coming = deque(sorted(requests, key=_time))
+
+    def due(self, now: float) -> list[Request]:
+        """Return the requests whose time has come."""
+        found = []
+        while self._coming and self._coming[0][0] <= now:
+            found.append(self._coming.popleft()[1])
+        return found
+
+    def next_time(self) -> float | None:
+        """Return the time of the first request that is left."""
+        return self._coming[0][0] if self._coming else None
+
+    def ended(self, request: Request, now: float) -> None:
+        """Do nothing: no request of a trace waits for the end of another one."""
+
+
+def _time(coming: tuple[float, Request]) -> float:
+    return coming[0]
+
+
+class StepShapes:
+    """Shapes of the steps of a scheduler, in their order.
+
+    The shape of decodes that go on within their blocks is that of the step before, so it is computed anew
+    only when somebody comes, ends, or gets to another block.
+
+    Args:
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._key: Hashable = None
+        self._shape: BatchShape | None = None
+
+    def of(self, plan: StepPlan) -> BatchShape:
+        """Return the shape of the next step; every step has to be shown."""
+        size = self._block_size
+        # What a decode reads follows from its row and from where it is in its blocks, while these stay.
+        key = None
+        if not plan.moves and all(row.num_new_tokens == 1 for row in plan.rows):
+            key = tuple(
+                (row.request, row.ring_row, row.start // size, (row.start + 1) // size) for row in plan.rows
+            )
+        if key is None or key != self._key or self._shape is None:
+            self._shape = exact_shape(plan, size)
+        self._key = key
+        return self._shape
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step that was served.
+
+    Attributes:
+        start, duration: in the units of the clock.
+        plan: rows and copies of the step.
+        shape: the exact shape.
+        bucket: the shape it was padded to; without a table the exact shape.
+        committed: the tokens that it added to requests, each with the reason if it ended its request.
+    """
+
+    start: float
+    duration: float
+    plan: StepPlan
+    shape: BatchShape
+    bucket: BatchShape
+    committed: tuple[CommittedToken, ...]
+
+    @property
+    def end(self) -> float:
+        """Time at which its tokens are there."""
+        return self.start + self.duration
+
+
+class SimulatedEngine:
+    """Serves its requests step by step and keeps no time: a clock says when a step starts.
+
+    Every sampled token is the one that its request forces, or 0, so the length of a request follows from its
+    parameters (``max_tokens`` with ``ignore_eos``).
+
+    Args:
+        scheduler: plans the steps, as for an engine; trims prompts if it was made with ``ChunkTrimming``.
+            It must not be used otherwise.
+        duration_of: duration of a step in a bucket, above 0, in the units of the clock.
+        table: buckets that steps are padded to; None runs each at its exact shape.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        duration_of: Callable[[BatchShape], float],
+        table: BucketTable | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self._duration_of, self._table = duration_of, table
+        self._shapes = StepShapes(scheduler.limits.block_size)
+        self._shape: BatchShape | None = None
+        self._bucket: BatchShape | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether it has a request to serve."""
+        return self.scheduler.has_unfinished
+
+    def add(self, request: Request) -> None:
+        """Queue a request for the next step; ValueError if the pool cannot hold it."""
+        self.scheduler.add(request)
+
+    def step(self, start: float) -> SimulatedStep:
+        """Serve one step that starts at a time; there must be an unfinished request.
+
+        Raises:
+            ValueError: the bucket takes no time.
+            GraphMissError: no bucket holds the step.
+        """
+        plan = self.scheduler.plan()
+        assert plan is not None, "somebody is unfinished"
+        shape = self._shapes.of(plan)
+        if self._bucket is None or shape is not self._shape:
+            self._shape, self._bucket = shape, self._bucket_of(shape)
+        bucket = self._bucket
+        duration = self._duration_of(bucket)
+        if not duration > 0:
+            raise ValueError(f"expected a duration above 0 for {bucket}, got {duration}")
+        committed = tuple(self.scheduler.commit(plan, _tokens_of(plan)))
+        return SimulatedStep(start, duration, plan, shape, bucket, committed)
+
+    def _bucket_of(self, shape: BatchShape) -> BatchShape:
+        if self._table is None:
+            return shape
+        found = self._table.fit(shape)
+        if isinstance(found, Miss):
+            raise GraphMissError(found)
+        return found
+
+
+def _tokens_of(plan: StepPlan) -> list[int]:
+    """Tokens that the step samples: the forced ones of each request, then zeros."""
+    return [
+        int(row.request.tokens[place]) if row.request.params.forced_token_ids else 0
+        for row in plan.sampled_rows
+        for place in range(row.end - row.num_samples + 1, row.end + 1)
+    ]
+
+
+class Simulation:
+    """An engine on a virtual clock.
+
+    Steps follow each other without a gap while there is a request. Requests that come during a step are
+    planned with the next one. The same arrivals and an equal engine give the same steps.
+
+    Args:
+        engine: serves the requests.
+        arrivals: the requests.
+
+    Attributes:
+        now: time on the clock, from 0 on.
+    """
+
+    def __init__(self, engine: SimulatedEngine, arrivals: Arrivals) -> None:
+        self.engine, self.now = engine, 0.0
+        self._arrivals = arrivals
+
+    def steps(self, until: float = float("inf")) -> Iterator[SimulatedStep]:
+        """Serve steps that begin before ``until``, as long as there are requests or will be.
+
+        Raises:
+            ValueError: the pool cannot hold a request, a bucket takes no time.
+            GraphMissError: no bucket holds a step.
+        """
+        while self._wait(until):
+            step = self.engine.step(self.now)
+            self.now = step.end
+            for done in step.committed:
+                if done.finish_reason is not None:
+                    self._arrivals.ended(done.request, self.now)
+            yield step
+
+    def _wait(self, until: float) -> bool:
+        """Add the requests that have come, or wait for the next one; returns whether a step is to run."""
+        self._add_due()
+        while not self.engine.has_unfinished:
+            coming = self._arrivals.next_time()
+            if coming is None or coming >= until:
+                return False
+            self.now = max(self.now, coming)
+            self._add_due()
+        return self.now < until
+
+    def _add_due(self) -> None:
+        for request in self._arrivals.due(self.now):
+            self.engine.add(request)
+
+
+_LOADS = (0.05, 0.2, 0.5, 1.0, 2.0)
+"""Users, as shares of the requests that may run at the same time: from nearly idle to overloaded."""
+_STEPS_PER_LOAD = 1200
+_MEAN_PAUSE = 50
+_TYPICAL_PROMPT, _PROMPT_SIGMA = 1024, 1.2
+_TYPICAL_OUTPUT, _OUTPUT_SIGMA = 256, 0.8
+_LONG_SHARE = 0.2
+_SAMPLED_SHARE = 0.03
+_MOST_SAMPLES = 8
+
+
+def prior(limits: StepLimits, seed: int = 0, table: BucketTable | None = None) -> dict[BatchShape, float]:
+    """The steps of a stated workload, as the scheduler plans them; no tensors, no model.
+
+    Every step takes one unit of time. Users send a request, wait for its end (of samples, the first one's),
+    pause for 50 steps on average (exponential), and send the next. Their number is 0.05, 0.2, 0.5, 1 and 2
+    times ``max_num_seqs``, for 1,200 steps each.
+
+    - Four fifths of the prompts are log-normal, of median 1,024 tokens or an eighth of ``max_model_len`` if
+      that is less, and sigma 1.2. The others are long: spread evenly on a logarithmic scale from that median
+      to ``max_model_len``.
+    - Outputs are log-normal, of median 256 tokens or a sixteenth of ``max_model_len``, and sigma 0.8.
+    - 3 % of the prompts are answered two to eight times, from one cached prompt.
+    - Prompts have nothing in common, so nothing is taken up from a prefix cache.
+    - Prompts and outputs that exceed ``max_model_len`` or the blocks are cut.
+
+    Args:
+        seed: of the users; another seed gives other users of the same kind.
+        table: prompts end at the borders of its buckets, see ``ChunkTrimming``; None trims none.
+
+    Returns:
+        The number of steps of each shape; the same for the same arguments.
+    """
+    return dict(_prior(limits, seed) if table is None else _served(limits, seed, table))
+
+
+@lru_cache(maxsize=16)
+def _prior(limits: StepLimits, seed: int) -> dict[BatchShape, float]:
+    return _served(limits, seed, None)
+
+
+def _served(limits: StepLimits, seed: int, table: BucketTable | None) -> dict[BatchShape, float]:
+    trimming = None if table is None else ChunkTrimming(table, limits.block_size).num_postponed
+    found: Counter[BatchShape] = Counter()
+    for number, load in enumerate(_LOADS):
+        rng = random.Random(seed * len(_LOADS) + number)
+        users = Users(limits, rng, max(1, round(load * limits.max_num_seqs)))
+        simulation = Simulation(SimulatedEngine(Scheduler(limits, trimming), _one_unit), users)
+        found.update(step.shape for step in simulation.steps(until=_STEPS_PER_LOAD))
+    return {shape: float(count) for shape, count in found.items()}
+
+
+def _one_unit(bucket: BatchShape) -> float:
+    return 1.0
+
+
+class Users:
+    """The users of ``prior``: each has at most one request at a time.
+
+    Args:
+        rng: draws lengths and pauses.
+        num_users: at least 1.
+    """
+
+    def __init__(self, limits: StepLimits, rng: random.Random, num_users: int) -> None:
+        held = limits.num_blocks * limits.block_size if limits.uses_blocks else limits.max_model_len
+        self._limits = TokenLimits(max(2, min(limits.max_model_len, held)))
+        self._rng = rng
+        self._num_sent = 0
+        # The first requests of all users are spread over the time of one pause.
+        self._due: list[float] = sorted(rng.randrange(_MEAN_PAUSE) for _ in range(num_users))
+        self._due[0] = 0
+
+    def due(self, now: float) -> list[Request]:
+        """Return the requests of users whose pause has ended."""
+        found: list[Request] = []
+        while self._due and self._due[0] <= now:
+            heapq.heappop(self._due)
+            found += self._samples()
+        return found
+
+    def next_time(self) -> float | None:
+        """Return when the next pause ends."""
+        return self._due[0] if self._due else None
+
+    def ended(self, request: Request, now: float) -> None:
+        """Let the user of the request pause."""
+        if request.parent is None:
+            heapq.heappush(self._due, now + round(self._rng.expovariate(1 / _MEAN_PAUSE)))
+
+    def _samples(self) -> list[Request]:
+        """The next prompt with its lengths drawn, once for each sample."""
+        most = self._limits.max_model_len
+        typical = max(1.0, min(_TYPICAL_PROMPT, most / 8))
+        if self._rng.random() < _LONG_SHARE:
+            prompt = typical * (most / typical) ** self._rng.random()
+        else:
+            prompt = typical * math.exp(self._rng.gauss(0, _PROMPT_SIGMA))
+        output = min(_TYPICAL_OUTPUT, most / 16) * math.exp(self._rng.gauss(0, _OUTPUT_SIGMA))
+        num_samples = 1
+        if self._rng.random() < _SAMPLED_SHARE:
+            num_samples = self._rng.randint(2, _MOST_SAMPLES)
+        num_prompt = min(max(1, round(prompt)), most - 1)
+        params = SamplingParams(max_tokens=min(max(1, round(output)), most - num_prompt), ignore_eos=True)
+        name = f"r{self._num_sent}"
+        self._num_sent += 1
+        first = Request(name, np.full(num_prompt, self._num_sent, np.int32), params, self._limits)
+        others = (
+            first.sibling(f"{name}.{i}", sample_index=i, sampling_seed=i) for i in range(1, num_samples)
+        )
+        return [first, *others]
+
+
+def plan_buckets(
+    limits: StepLimits,
+    budget: GraphBudget | int,
+    cost: CostFunction | None = None,
+    traffic: Traffic | None = None,
+    *,
+    resolution: Resolution = FINE,
+) -> BucketTable:
+    """Choose the buckets that pad least, within a budget, and hold every reachable shape.
+
+    Args:
+        budget: an int is a number of graphs.
+        cost: default ``StepCost(block_size=limits.block_size)``.
+        traffic: recorded shapes and how often each occurs. None plans for ``prior(limits)``, blurred by
+            ``ASSUMED``, and returns the default table (``BucketTable.exponential``) if that costs less on
+            other users of the same kind.
+        resolution: finer takes longer and pads less.
+
+    Returns:
+        The table, which promises the padding of the recording, or of those other users.
+
+    Raises:
+        ValueError: see ``graphs.planner.plan_table``.
+    """
+    budget = GraphBudget.of(budget)
+    if traffic is not None:
+        return _promising(plan_table(limits, budget, traffic, cost, resolution=resolution), traffic)
+    budget.check_holds(limits.largest)  # refused before anybody is served
+    planned = plan_table(limits, budget, prior(limits), cost, blur=ASSUMED, resolution=resolution)
+    others = prior(limits, seed=1)
+    return _promising(or_default(planned, budget, limits, others), others)
+
+
+def _promising(table: BucketTable, traffic: Traffic) -> BucketTable:
+    """The table with what it pads some traffic by."""
+    return replace(table, promise=Promise.by(table.cost, mean_padding(table, traffic)))

@@ -1,0 +1,348 @@
+"""Requests as the OpenAI API writes them, and bounds of what they may hold."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag
+from pydantic_core import PydanticKnownError
+
+MAX_VALUES = 2**20
+"""JSON values of a body: numbers, strings, lists and objects, however they nest, and for each key seven more,
+since a key takes as long to read as eight numbers."""
+MAX_PROMPTS = 2**14
+MAX_MESSAGES = 2**13
+MAX_PARTS = 2**13
+"""Parts of one message's content."""
+MAX_CALLS = 1024
+"""Tool calls of one message."""
+MAX_TOOLS = 1024
+MAX_DOCUMENTS = 1024
+MAX_VARIABLES = 64
+"""Variables of the chat template."""
+MAX_STOPS = 64
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_GUIDED_CHOICES = 1024
+MAX_NAME = 512
+"""Characters of a name: of models, users, roles, functions and calls."""
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("|\\?\Z)', re.DOTALL)
+"""A JSON string, or the beginning of one that the piece does not end."""
+
+
+class ValueCount:
+    """Counts the values of a JSON text that comes in pieces, a piece at a time; nothing is kept of them.
+
+    It counts commas, opening brackets and colons outside of strings, so it is at most one too low, and too
+    high only where the text is no JSON.
+
+    Attributes:
+        num_values: so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        self._open = b""
+
+    def add(self, piece: bytes) -> int:
+        """Take a piece in; returns ``num_values``."""
+        rest = _STRING.sub(rb'"\1', self._open + piece)
+        self._open = b""
+        if rest.count(b'"') % 2:
+            rest, _, escape = rest.rpartition(b'"')
+            self._open = b'"' + escape
+        self.num_values += rest.count(b",") + rest.count(b"[") + rest.count(b"{") + 7 * rest.count(b":")
+        return self.num_values
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Text = Annotated[str, Field(max_length=512)]
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _of_few(given: object) -> object:
+    """Refuse a map with too many entries before it is read: it would have an error for each of them."""
+    if isinstance(given, dict) and len(given) > MAX_LOGIT_BIAS:
+        sizes = {"field_type": "Dictionary", "max_length": MAX_LOGIT_BIAS, "actual_length": len(given)}
+        raise PydanticKnownError("too_long", sizes)
+    return given
+
+
+class Fields(BaseModel):
+    """A JSON object, read in pydantic's lax mode: ``"0.7"`` is a number and ``5.0`` an integer.
+
+    Unknown fields are ignored.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False, extra="ignore", protected_namespaces=())
+
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the body that this was read from; 0 where it was not read from one."""
+        return self._num_bytes
+
+    def set_size(self, num_bytes: int) -> None:
+        """Take note of the size of the body."""
+        self._num_bytes = num_bytes
+
+
+class StreamOptions(Fields):
+    """Things that a stream tells besides text; unknown fields are kept, for ``refuse_unserved``.
+
+    Attributes:
+        include_usage: end with the numbers of tokens.
+        continuous_usage_stats: tell them in every chunk.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Fields):
+    """Fields that completions and chats have in common.
+
+    None, and null in JSON, is the same as leaving a field out. Attributes that are not the OpenAI API's are
+    those of vLLM. Unknown fields are kept, for ``refuse_unserved``.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    model: Name | None = Field(None, description="One of /v1/models; left out, the one that is served.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[Name, Bias], BeforeValidator(_of_few)] | None = None
+    user: Name | None = Field(None, description="Who asks; for logs and for scheduling among users.")
+    safety_identifier: Name | None = Field(None, description="The same, where user is left out.")
+    prompt_cache_key: Name | None = Field(
+        None, description="Has no effect: the prefix cache compares prompts themselves."
+    )
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="Keep only so many tokens of the prompt; -1 for as many as fit beside max_tokens."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where a prompt is truncated: left (by default) keeps its last tokens."
+    )
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = Field(
+        None, description="Lower values are served earlier; needs --scheduling-policy priority."
+    )
+    request_id: Annotated[str, Field(max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_GUIDED_CHOICES)] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def truncated_side(self) -> Literal["left", "right"] | None:
+        """The side on which a long prompt loses tokens; None if it is not to be truncated."""
+        return None if self.truncate_prompt_tokens is None else self.truncation_side or "left"
+
+    @property
+    def num_samples(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+
+class ContentPart(Fields):
+    """A part of a message. Only text is served; other types are refused by their names."""
+
+    type: Name
+    text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """The text of the part, of whichever type; None if it has none."""
+        return self.refusal if self.text is None else self.text
+
+
+class FunctionCall(Fields):
+    """The call of a function: its arguments are JSON in a text."""
+
+    name: Name
+    arguments: str | None = None
+
+
+class ToolCall(Fields):
+    """A call that the assistant made earlier."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Fields):
+    """One message; what it has besides goes to the chat template as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Name
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    refusal: str | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: Name | None = None
+
+
+class FunctionSchema(Fields):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    name: Annotated[Name, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Fields):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: FunctionSchema
+
+
+class FunctionName(Fields):
+    """The name of a function."""
+
+    name: Name
+
+
+class ToolChoice(Fields):
+    """One function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
+Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)]
+Variables = Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)]
+
+
+class ChatRequest(GenerationRequest):
+    """A conversation to continue.
+
+    Attributes:
+        max_completion_tokens, max_tokens: two names of one field, the second one deprecated.
+        logprobs, top_logprobs: log-probabilities of each token, and of so many of the likeliest.
+        chat_template_kwargs: further variables of the chat template.
+    """
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    echo: bool | None = Field(None, description="Begin with the last message, if it is the assistant's.")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    documents: Documents | None = None
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Name | None = None
+
+
+def _kind_of_prompt(prompt: object) -> str:
+    """Tell what a prompt is by its first element, so that it is read once and not as each kind in turn."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
+
+
+_Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[TokenIds, Tag("tokens")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("lists")],
+    Discriminator(_kind_of_prompt),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    """Prompts to continue.
+
+    Attributes:
+        prompt: a text, token ids, or several of either.
+        echo: begin each answer with its prompt.
+        logprobs: log-probabilities of each token, and of so many of the likeliest.
+    """
+
+    prompt: _Prompt
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts as a list."""
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        return [prompt] if is_one else prompt
+
+
+class TokenizeRequest(Fields):
+    """A text or a conversation, one of them."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Tools | None = None
+    documents: Documents | None = None
+    chat_template_kwargs: Variables | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    """Token ids."""
+
+    model: Name | None = None
+    tokens: TokenIds

@@ -1,0 +1,466 @@
+"""Warm an engine up: estimate, compare with the budget, capture, measure, write the manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from graphs import BatchShape, BucketTable, Miss, MissPolicy, Phase, StepCost, StepLimits
+from graphs.bucket_file import read_shapes, read_table
+from graphs.manifest import GraphRecord, Manifest, is_manifest, read_manifest, write_manifest
+from graphs.planner import GraphBudget
+from hpu_duo.config.engine import EngineConfig
+from hpu_duo.engine.engine import Engine
+from hpu_duo.garbage import collector_paused
+from hpu_duo.modeling.attention import AttentionLayer
+from hpu_duo.modeling.packed_linear import PackedLinear, PanelLinear
+from hpu_duo.planning.simulation import plan_buckets
+from hpu_duo.startup.tables import default_table
+from hpu_duo.startup.warm_up_estimate import (
+    Estimate,
+    GraphCosts,
+    WarmUpBudget,
+    configuration_of,
+    estimate_of,
+    known_before_loading,
+    versions_of,
+)
+
+
+@dataclass(frozen=True)
+class GivenBuckets:
+    """A table of buckets, and the manifest that it comes from, if any.
+
+    Attributes:
+        table: the buckets; None leaves the choice to the capture backend.
+        manifest: of an earlier warm-up.
+        own_cost: see ``GraphConfig``.
+    """
+
+    table: BucketTable | None
+    manifest: Manifest | None = None
+    own_cost: bool = True
+
+    @classmethod
+    def read(cls, buckets: BucketTable | str | Path | None, block_size: int) -> GivenBuckets:
+        """Read ``buckets`` of ``from_pretrained``: a table, None, or the path of a table or manifest.
+
+        Raises:
+            ValueError: a file is neither a table nor a manifest.
+        """
+        if not isinstance(buckets, str | Path):
+            return cls(buckets)
+        cost = StepCost(block_size=block_size)
+        if not is_manifest(buckets):
+            return cls(read_table(buckets, cost), own_cost=False)
+        manifest = read_manifest(buckets)
+        return cls(manifest.table(cost), manifest, own_cost=False)
+
+    def complete(self, config: EngineConfig) -> EngineConfig:
+        """Fill in the settings that a configuration leaves open with those of the manifest.
+
+        The number of blocks, for example, would otherwise follow from the memory that happens to be free. The
+        result also says whose cost function ranks the table.
+
+        Raises:
+            ValueError: a setting differs from the manifest's, as far as is known before weights are read.
+        """
+        config = replace(config, graph=replace(config.graph, own_cost=self.own_cost))
+        if self.manifest is None:
+            return config
+        self.manifest.check(known_before_loading(config), {}, known_only=True)
+        scheduler, cache = config.scheduler, config.cache
+        length = self.manifest.configuration.get("limits.max_model_len")
+        num_blocks = self.manifest.configuration.get("limits.num_blocks")
+        if scheduler.max_model_len is None and isinstance(length, int):
+            scheduler = replace(scheduler, max_model_len=length)
+        if cache.num_blocks is None and cache.kv_cache_bytes is None and num_blocks:
+            cache = replace(cache, num_blocks=num_blocks)
+        return replace(config, scheduler=scheduler, cache=cache)
+
+    def check(self, engine: Engine) -> None:
+        """Raise ValueError unless the manifest, if there is one, is for this engine."""
+        if self.manifest is not None:
+            self.manifest.check(configuration_of(engine), versions_of(engine.runner.runtime))
+
+
+def parse_phases(text: str) -> tuple[Phase, ...]:
+    """Read phase strings that are separated by commas, such as ``--u,cs-``, or their short forms ``u,cs``.
+
+    Raises:
+        ValueError: one of them is not a phase, or there is none.
+    """
+    phases: dict[Phase, None] = {}
+    for part in text.split(","):
+        try:
+            phases[Phase.parse(part.strip())] = None
+        except ValueError as error:
+            raise ValueError(f"phases {text!r}: {error}") from error
+    return tuple(phases)
+
+
+def select(table: BucketTable, phases: Collection[Phase] | None) -> tuple[BatchShape, ...]:
+    """Return the buckets of some phases, or of all, the most expensive first.
+
+    The largest comes first so that a lack of memory shows at once, and so that smaller graphs find
+    allocations that they can use.
+
+    Raises:
+        ValueError: the table has no bucket of one of the phases.
+    """
+    largest_first = tuple(reversed(table.by_cost))
+    if phases is None:
+        return largest_first
+    present = {bucket.phase for bucket in table}
+    for phase in phases:
+        if phase not in present:
+            listed = ", ".join(map(str, sorted(present))) or "no buckets"
+            raise ValueError(f"expected phases that the table has, which are {listed}, got {phase}")
+    return tuple(bucket for bucket in largest_first if bucket.phase in phases)
+
+
+def check_holds_everything(table: BucketTable, limits: StepLimits) -> None:
+    """Refuse a table that lacks a bucket for a shape that the scheduler can produce.
+
+    The largest shape of a phase holds every other shape of that phase, so a table has a bucket for every
+    reachable shape exactly if it has one for the largest of each reachable phase.
+
+    Raises:
+        ValueError: it lacks one; the message names the shapes.
+    """
+    missing = [
+        str(found.shape)
+        for found in (table.fit(limits.largest_of(phase)) for phase in limits.reachable_phases)
+        if isinstance(found, Miss)
+    ]
+    if missing:
+        raise ValueError(
+            f"the table lacks reachable shapes: within these limits steps can be as large as "
+            f"{', '.join(missing)}, and no bucket holds {'it' if len(missing) == 1 else 'them'}; "
+            "lower the limits, add buckets, or let misses run with on_miss 'capture' or 'eager'"
+        )
+
+
+Digests = Mapping[str, str]
+
+
+def digest_tables(model: nn.Module) -> Digests:
+    """Return a digest of each tensor of a model that is neither weight nor KV store, by its path."""
+    return {name: _digest(tensor) for name, tensor in _tables(model)}
+
+
+def check_unchanged(before: Digests, after: Digests) -> None:
+    """Refuse tables that were made or changed between two digests.
+
+    Raises:
+        RuntimeError: a table was; the message names it.
+    """
+    touched = sorted(name for name in after if before.get(name) != after[name])
+    if touched:
+        raise RuntimeError(
+            f"{', '.join(touched)}: filled or changed while nothing was launched, so what they hold is "
+            "garbage, and so is this model's output from now on; load it again, and warm up without "
+            "compile_only"
+        )
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        # Stores change in every step, and packed weights never do.
+        if isinstance(module, AttentionLayer | PackedLinear | PanelLinear):
+            continue
+        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        held = {**dict(module.named_buffers(recurse=False, remove_duplicate=False)), **own}
+        for name, value in held.items():
+            yield from _tensors(f"{path}.{name}" if path else name, value)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has, its parameters, buffers and children among them."""
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(f"{name}[{key!r}]", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors(f"{name}[{index}]", item)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    host = tensor.detach().cpu().contiguous().flatten()
+    content = host.view(torch.uint8).numpy().tobytes() if host.numel() else b""
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
+
+
+Progress: TypeAlias = Callable[[int, int, GraphRecord], None]
+"""Called after each graph with (done, total, its record)."""
+
+
+class WarmUpStoppedError(ValueError):
+    """A warm-up ended before all graphs were captured; those that were stay captured."""
+
+
+@dataclass(frozen=True)
+class WarmUpReport:
+    """Result of a warm-up.
+
+    Attributes:
+        estimate: made before the start.
+        records: the graphs in order; those that had been captured before have no costs.
+        num_captured: graphs that were captured now.
+        seconds: of the whole warm-up, tables and sampling included.
+        is_dry_run: whether only the estimate was made.
+        notes: sentences for the user.
+    """
+
+    estimate: Estimate
+    records: tuple[GraphRecord, ...]
+    num_captured: int
+    seconds: float
+    is_dry_run: bool
+    notes: tuple[str, ...] = ()
+
+
+class WarmUp:
+    """A warm-up of an engine's table, prepared and checked; ``run`` does it.
+
+    Args:
+        engine: the engine whose buckets are captured.
+        table: replaces the engine's buckets, none of which may have been captured.
+        on_miss: policy for shapes that the table does not hold; None = the engine's.
+        budget: bounds on the warm-up.
+        phases: capture the buckets of these only; None = all.
+        earlier: an earlier warm-up, whose measurements go into the estimate. It must be of this
+            configuration, and its measurements count only if they were made with this software.
+        compile_only: build graphs without launching them, on devices that can. Steps of padding are launched
+            before, one for each phase, to fill tables that are filled at their first use.
+
+    Raises:
+        ValueError: the table lacks a reachable shape and a miss would be an error, a phase has no bucket,
+            ``earlier`` is of another configuration, or the device has no compile-only mode.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        table: BucketTable | None = None,
+        on_miss: MissPolicy | None = None,
+        budget: WarmUpBudget | None = None,
+        phases: Collection[Phase] | None = None,
+        earlier: Manifest | None = None,
+        compile_only: bool = False,
+    ) -> None:
+        self._engine, self._runner = engine, engine.runner
+        self._budget = budget or WarmUpBudget()
+        self._compile_only = compile_only
+        self._configuration = configuration_of(engine)
+        self._versions = versions_of(self._runner.runtime)
+        self.notes: tuple[str, ...] = ()
+        self.backend = self._runner.graphs.backend.name
+        measured = self._checked(earlier)
+        graphs = self._runner.graphs
+        self._is_new_table = table is not None and table.buckets != graphs.table.buckets
+        self._table = table if table is not None and self._is_new_table else graphs.table
+        self._on_miss = graphs.policy if on_miss is None else on_miss
+        if len(self._table):
+            self._check_table()
+        self.buckets = select(self._table, phases)
+        if compile_only:
+            self._runner.runtime.compile_only()
+        self.estimate = estimate_of(self.buckets, GraphCosts.of(engine), self._count_routes(), measured)
+        self._costs: dict[BatchShape, GraphRecord] = {
+            record.shape: record for record in (measured.graphs if measured is not None else ())
+        }
+
+    def run(self, progress: Progress | None = None, manifest: str | Path | None = None) -> WarmUpReport:
+        """Capture the buckets, the most expensive first; those captured before are left alone.
+
+        Steps of other threads wait until it has ended.
+
+        Args:
+            progress: called after each graph.
+            manifest: file to write, anew after each graph and always whole, so that it can be read whatever
+                ends the warm-up.
+
+        Raises:
+            ValueError: the budget may be exceeded, or a manifest would be empty. Nothing has been done then.
+            WarmUpStoppedError: the manifest cannot be written, memory does not suffice, or time or memory of
+                the budget are used up before all graphs are captured.
+            RuntimeError: a table was filled or changed in compile-only mode.
+        """
+        with self._engine.exclusive():
+            return self._run(progress, manifest)
+
+    def _run(self, progress: Progress | None, manifest: str | Path | None) -> WarmUpReport:
+        self._budget.check(self.estimate)
+        if manifest is not None and not len(self._table):
+            raise ValueError("a manifest is of a table, and steps run at their exact shapes here")
+        began, held = time.perf_counter(), self._runner.runtime.used_bytes()
+        records: list[GraphRecord] = []
+        num_captured = 0
+        if self._is_new_table:
+            self._runner.set_table(self._table, self._on_miss)
+        if manifest is not None:
+            self._write(manifest)
+        self._fill_tables()
+        before = digest_tables(self._runner.model.model) if self._compile_only else {}
+        for done, bucket in enumerate(self.buckets, start=1):
+            self._check_spent(time.perf_counter() - began, self._runner.runtime.used_bytes() - held, done - 1)
+            record, is_new = self._capture(bucket, done)
+            records.append(record)
+            if is_new:
+                num_captured += 1
+                self._costs[bucket] = record
+                if manifest is not None:
+                    self._write(manifest)
+            if progress is not None:
+                progress(done, len(self.buckets), record)
+        if self._compile_only:
+            check_unchanged(before, digest_tables(self._runner.model.model))
+        self._runner.warmup.finish(self.buckets)
+        seconds = time.perf_counter() - began
+        return WarmUpReport(self.estimate, tuple(records), num_captured, seconds, False, self.notes)
+
+    def dry_run(self) -> WarmUpReport:
+        """Return the estimate, and do nothing else.
+
+        Raises:
+            ValueError: the budget may be exceeded.
+        """
+        self._budget.check(self.estimate)
+        return WarmUpReport(self.estimate, (), 0, 0.0, True, self.notes)
+
+    def _checked(self, earlier: Manifest | None) -> Manifest | None:
+        """Return the earlier manifest if its costs apply here."""
+        if earlier is None:
+            return None
+        earlier.check(self._configuration, self._versions)
+        others = earlier.differing_versions(self._versions)
+        if others:
+            self._note(f"the manifest's costs are of other software and are not used: {'; '.join(others)}")
+            return None
+        return earlier
+
+    def _check_table(self) -> None:
+        try:
+            check_holds_everything(self._table, self._engine.scheduler.limits)
+        except ValueError as error:
+            if self._on_miss is MissPolicy.ERROR:
+                raise
+            self._note(str(error))
+
+    def _note(self, sentence: str) -> None:
+        self.notes = (*self.notes, sentence)
+
+    def _count_routes(self) -> int:
+        buckets = {bucket.num_logits: bucket for bucket in self.buckets}
+        return sum(len(self._runner.warmup.routes(bucket)) for bucket in buckets.values())
+
+    def _fill_tables(self) -> None:
+        """Launch an uncaptured step of padding for each phase, the cheapest of it."""
+        cheapest = {bucket.phase: bucket for bucket in self.buckets}
+        for bucket in cheapest.values():
+            self._runner.warmup.touch(bucket)
+        self._runner.runtime.synchronize()
+
+    def _capture(self, bucket: BatchShape, number: int) -> tuple[GraphRecord, bool]:
+        runtime = self._runner.runtime
+        held, began = runtime.used_bytes(), time.perf_counter()
+        try:
+            # For one graph at a time, so that what a compiler leaves behind is found between them.
+            with runtime.compile_only() if self._compile_only else nullcontext(), collector_paused():
+                is_new = self._runner.warmup.capture(bucket)
+                runtime.synchronize()
+        except torch.OutOfMemoryError as error:
+            raise WarmUpStoppedError(
+                f"out of memory at graph {number} of {len(self.buckets)}, {bucket}, the largest first: "
+                f"expected {self.estimate.graphs[number - 1].num_bytes} bytes to suffice; lower num_blocks "
+                "or kv_cache_bytes, or plan a smaller table"
+            ) from error
+        seconds = time.perf_counter() - began
+        if not is_new:
+            return self._costs.get(bucket, GraphRecord(bucket)), False
+        return GraphRecord(bucket, seconds, runtime.used_bytes() - held), True
+
+    def _check_spent(self, elapsed: float, grown: int, num_done: int) -> None:
+        """Stop between two graphs once the budget is used up, although the estimate was within it."""
+        done = f"for {num_done} of {len(self.buckets)} graphs"
+        seconds, gib = self._budget.max_seconds, self._budget.max_gib
+        if seconds is not None and elapsed > seconds:
+            raise WarmUpStoppedError(
+                f"the warm-up has used up its budget: {elapsed:.1f} s {done}, expected at most {seconds:g} s"
+            )
+        if gib is not None and grown > gib * (1 << 30):
+            raise WarmUpStoppedError(
+                f"the warm-up has used up its budget: {grown / (1 << 30):.3f} GiB {done}, expected at most "
+                f"{gib:g} GiB"
+            )
+
+    def _write(self, path: str | Path) -> None:
+        largest_first = reversed(self._table.by_cost)
+        records = tuple(self._costs.get(bucket, GraphRecord(bucket)) for bucket in largest_first)
+        try:
+            write_manifest(path, Manifest(self._configuration, self._versions, records, self._table.promise))
+        except ValueError as error:
+            raise WarmUpStoppedError(str(error)) from error
+
+
+_GIB = 1 << 30
+_LEAST_S = 1e-3
+
+
+def plan_within(
+    engine: Engine,
+    num_graphs: int,
+    budget: WarmUpBudget | None = None,
+    recordings: Sequence[str | Path] = (),
+) -> BucketTable:
+    """Choose the buckets that pad least for the limits of an engine, by the cost of a step of its model.
+
+    Args:
+        num_graphs: most buckets.
+        budget: bounds on their warm-up, by the estimates of ``GraphCosts``.
+        recordings: files of ``record_shapes`` to plan for; without any, ``planning.simulation.prior``.
+
+    Raises:
+        ValueError: the budget does not hold the smallest table, a recording cannot be read, or it has shapes
+            that the engine cannot produce.
+    """
+    budget = budget or WarmUpBudget()
+    runner, limits, costs = engine.runner, engine.scheduler.limits, GraphCosts.of(engine)
+    text_config = runner.model.model.config.get_text_config()
+    longest_s = costs.seconds(limits.largest)[1]
+    within = GraphBudget(
+        num_graphs if budget.max_graphs is None else min(num_graphs, budget.max_graphs),
+        seconds=budget.max_seconds,
+        seconds_per_graph=None if budget.max_seconds is None else max(_LEAST_S, longest_s),
+        memory_bytes=_for_graphs(budget, costs.sizes.transient_bytes(limits.largest)),
+        bytes_of=None if budget.max_gib is None else costs.kept_bytes,
+    )
+    traffic = read_shapes(*recordings) if recordings else None
+    return plan_buckets(limits, within, default_table(limits, runner.model.specs, text_config).cost, traffic)
+
+
+def _for_graphs(budget: WarmUpBudget, transient_bytes: int) -> float | None:
+    if budget.max_gib is None:
+        return None
+    left = budget.max_gib * _GIB - transient_bytes
+    if left <= 0:
+        raise ValueError(
+            f"a budget of {budget.max_gib:g} GiB does not hold the smallest table: the largest step takes "
+            f"{transient_bytes / _GIB:.3f} GiB while it runs"
+        )
+    return left
