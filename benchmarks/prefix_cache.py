@@ -145,8 +145,8 @@ def files(model: HPUDuoModel, directory: Path, rounds: int) -> str:
             began = time.perf_counter()
             context.save(directory / "document")
             saved = time.perf_counter() - began
-        assert model.engine.scheduler.leases.prefixes is not None
-        model.engine.scheduler.leases.prefixes.clear()
+        assert model.engine.scheduler.allocations.prefixes is not None
+        model.engine.scheduler.allocations.prefixes.clear()
         began = time.perf_counter()
         model.load_context(directory / "document").close()
         ratios.append(read / (saved + time.perf_counter() - began))

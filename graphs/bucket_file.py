@@ -16,7 +16,7 @@ from graphs.atomic_file import replace_file
 from graphs.cost import CostFunction
 from graphs.shape import LARGEST_SIZE, BatchShape, Phase
 from graphs.table import BucketTable
-from graphs.traffic_watch import Promise
+from graphs.traffic_watch import PlannedPadding
 
 _MOST_BUCKETS = 1_000_000
 
@@ -71,14 +71,17 @@ def read_table(path: str | Path, cost: CostFunction | None = None) -> BucketTabl
             shapes.append(str(BatchShape.parse(text)))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-    return replace(BucketTable.from_strings(shapes, cost), promise=_promise(path))
+    return replace(BucketTable.from_strings(shapes, cost), planned_padding=_planned_padding(path))
 
 
 def write_table(
-    path: str | Path, buckets: Iterable[BatchShape], comment: str = "", promise: Promise | None = None
+    path: str | Path,
+    buckets: Iterable[BatchShape],
+    comment: str = "",
+    planned_padding: PlannedPadding | None = None,
 ) -> None:
     """Write a table, one shape a line below the comment and what was promised."""
-    lines = [*comment.splitlines(), *([] if promise is None else [str(promise)])]
+    lines = [*comment.splitlines(), *([] if planned_padding is None else [str(planned_padding)])]
     heading = [f"# {line}".rstrip() for line in lines]
     replace_file(path, "\n".join([*heading, *map(str, buckets)]) + "\n")
 
@@ -102,15 +105,15 @@ def _gaudi_buckets(path: str | Path, lines: list[tuple[int, str]]) -> tuple[Gaud
     return tuple(found)
 
 
-def _promise(path: str | Path) -> Promise | None:
-    """The first promise in the comments."""
+def _planned_padding(path: str | Path) -> PlannedPadding | None:
+    """The first planned_padding in the comments."""
     for number, line in enumerate(_lines(path), start=1):
         try:
-            promise = Promise.find(line.partition("#")[2])
+            planned_padding = PlannedPadding.find(line.partition("#")[2])
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-        if promise is not None:
-            return promise
+        if planned_padding is not None:
+            return planned_padding
     return None
 
 

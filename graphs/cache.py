@@ -234,7 +234,7 @@ class GraphCache:
 
         Args:
             fn_of: the step at the bucket, as given to ``run`` later.
-            make_inputs: inputs that are safe to run: they touch the trash block and trash row only.
+            make_inputs: inputs that are safe to run: they touch the null block and null row only.
 
         Returns:
             False for a bucket that has been captured or run before, which is left alone.

@@ -132,7 +132,7 @@ class StepLimits:
 
     @property
     def num_ring_rows(self) -> int:
-        """Ring rows of requests and of snapshots, without the trash."""
+        """Ring rows of requests and of snapshots, without the null unit."""
         return self.max_num_seqs + self.num_snapshots
 
     @property

@@ -19,7 +19,7 @@ from graphs.atomic_file import replace_file
 from graphs.cost import CostFunction
 from graphs.shape import BatchShape
 from graphs.table import BucketTable
-from graphs.traffic_watch import Promise
+from graphs.traffic_watch import PlannedPadding
 
 FORMAT = "hpu-duo warm-up manifest"
 VERSION = 1
@@ -56,13 +56,13 @@ class Manifest:
         configuration: everything that shapes a graph, by name.
         versions: of the software that measured.
         graphs: the buckets of the table, each once; those that have been captured have costs.
-        promise: padding that the table was planned for, if anything is known of that.
+        planned_padding: padding that the table was planned for, if anything is known of that.
     """
 
     configuration: Configuration
     versions: Mapping[str, str]
     graphs: tuple[GraphRecord, ...]
-    promise: Promise | None = None
+    planned_padding: PlannedPadding | None = None
     _by_shape: dict[BatchShape, GraphRecord] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Manifest:
     def table(self, cost: CostFunction | None = None) -> BucketTable:
         """The buckets; ``cost`` as for ``BucketTable.from_strings``."""
         table = BucketTable.from_strings((str(record.shape) for record in self.graphs), cost)
-        return replace(table, promise=self.promise)
+        return replace(table, planned_padding=self.planned_padding)
 
     def record_of(self, shape: BatchShape) -> GraphRecord | None:
         """Return the record of a bucket; None for one that is not in the table."""
@@ -143,7 +143,7 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
         "versions": dict(manifest.versions),
         "configuration": dict(manifest.configuration),
         "phases": manifest.phases,
-        "promise": None if manifest.promise is None else str(manifest.promise),
+        "promise": None if manifest.planned_padding is None else str(manifest.planned_padding),
         "graphs": [
             {"shape": str(record.shape), "seconds": record.seconds, "bytes": record.num_bytes}
             for record in manifest.graphs
@@ -217,12 +217,14 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     _expect(bool(records), "graphs", "at least one", "none")
     repeated = [shape for shape, count in Counter(record.shape for record in records).items() if count > 1]
     _expect(not repeated, "graphs", "each shape once", ", ".join(map(str, repeated)))
-    return Manifest(fields["configuration"], fields["versions"], records, _promise(fields.get("promise")))
+    return Manifest(
+        fields["configuration"], fields["versions"], records, _planned_padding(fields.get("promise"))
+    )
 
 
-def _promise(text: Any) -> Promise | None:
-    """The promise of a table; manifests of older versions have none."""
-    found = Promise.find(text) if isinstance(text, str) else None
+def _planned_padding(text: Any) -> PlannedPadding | None:
+    """The planned_padding of a table; manifests of older versions have none."""
+    found = PlannedPadding.find(text) if isinstance(text, str) else None
     _expect(text is None or found is not None, "promise", 'a text such as "padding: 0.1 by StepCost"', text)
     return found
 

@@ -13,7 +13,7 @@ import numpy as np
 from graphs.cost import CostFunction, StepCost
 from graphs.limits import StepLimits
 from graphs.shape import BatchShape, Phase
-from graphs.traffic_watch import Promise
+from graphs.traffic_watch import PlannedPadding
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class _Decodes:
     ceiling: float
 
 
-def decode_twins(
+def decode_only_buckets(
     buckets: Iterable[BatchShape], limits: StepLimits, cost: CostFunction
 ) -> tuple[BatchShape, ...]:
     """The buckets that a table lacks so that steps without prompts run their own parts, and no others.
@@ -147,7 +147,7 @@ class ExponentialRule:
             family = replace(phase, unique=True) if self.merge_unique else phase
             families.setdefault(family, []).extend(self.grid(limits, phase))
         buckets = [bucket for shapes in families.values() for bucket in thin(shapes, cost, self.slack)]
-        return (*buckets, *decode_twins(buckets, limits, cost))
+        return (*buckets, *decode_only_buckets(buckets, limits, cost))
 
 
 def thin(shapes: Iterable[BatchShape], cost: CostFunction, slack: float) -> tuple[BatchShape, ...]:
@@ -192,12 +192,12 @@ class BucketTable:
     Args:
         buckets: in any order, repeats allowed; kept sorted and unique.
         cost: ranks the buckets that hold a shape; ties go to the smaller bucket.
-        promise: padding that it was planned for; None where nothing is known of that.
+        planned_padding: padding that it was planned for; None where nothing is known of that.
     """
 
     buckets: tuple[BatchShape, ...]
     cost: CostFunction = field(default_factory=StepCost)
-    promise: Promise | None = field(default=None, compare=False)
+    planned_padding: PlannedPadding | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(sorted(set(self.buckets))))

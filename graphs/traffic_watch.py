@@ -15,7 +15,7 @@ _TEXT = re.compile(r"padding: (?P<padding>\S+) by (?P<measure>\w+)")
 
 
 @dataclass(frozen=True)
-class Promise:
+class PlannedPadding:
     """Padding of the steps that a table was planned for; printed as ``padding: 0.064 by StepCost``.
 
     Attributes:
@@ -34,13 +34,13 @@ class Promise:
             raise ValueError(f"expected a padding of 0 or more, got {self.padding}")
 
     @classmethod
-    def by(cls, cost: CostFunction, padding: float) -> Promise:
+    def by(cls, cost: CostFunction, padding: float) -> PlannedPadding:
         """The padding by a cost."""
         # Rounding may leave a little less than nothing.
         return cls(max(0.0, padding), type(cost).__name__)
 
     @classmethod
-    def find(cls, text: str) -> Promise | None:
+    def find(cls, text: str) -> PlannedPadding | None:
         """Read what ``str`` prints from a line of text; None if it is something else.
 
         Raises:

@@ -30,19 +30,19 @@ from hpu_duo.generation import as_eos_ids
 from hpu_duo.modeling.hub import find_checkpoint
 from hpu_duo.modeling.loading import choose_dtype, load_tokenizer, read_config, read_generation_config
 from hpu_duo.modeling.loading_arguments import LoadingArguments
+from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.startup.assembly import assemble
 from hpu_duo.startup.recorded_steps import StepRecorder, origin_of
 from hpu_duo.startup.sharding import settled
 from hpu_duo.startup.warm_up import GivenBuckets, Progress, WarmUp, WarmUpReport, parse_phases
 from hpu_duo.startup.warm_up_estimate import WarmUpBudget, configuration_of
-from hpu_duo.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from hpu_duo.config.kv_plan import KVPlan
     from hpu_duo.heads import HeadPattern
 
 
-class HPUDuoModel(ContextModel, Uncopied):
+class HPUDuoModel(ContextModel, NotPicklable):
     """A checkpoint, loaded and ready to generate.
 
     Threads may share it: one lock orders their steps, each step serves the requests of all of them, and each

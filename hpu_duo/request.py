@@ -65,7 +65,7 @@ class Request:
 
     A request is data with one writer per part: the scheduler moves it along (``status``, ``arrival``,
     ``admitted_at``, ``num_tokens_when_admitted``, ``num_computed_tokens``, ``num_cached_tokens``, ``stops``,
-    ``append``), ``KVLeases`` writes ``row``, ``region``, ``block_table`` and ``num_blocks``.
+    ``append``), ``KVAllocations`` writes ``row``, ``region``, ``block_table`` and ``num_blocks``.
 
     Attributes:
         tokens: int32 ``[capacity]``; prompt, then outputs, valid up to ``num_tokens``; then ``num_drafts``

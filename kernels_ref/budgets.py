@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kernels_ref.step import RingStep
 
 
-def unique_weighed(
+def unique_with_weights(
     q_NKGD: torch.Tensor,
     units: KVUnits,
     ring: RingStep,
@@ -45,7 +45,7 @@ def weighed(
     scoring: Scoring,
     sinks_KG: torch.Tensor | None,
 ) -> tuple[Partial, torch.Tensor]:
-    """See ``unique_weighed``.
+    """See ``unique_with_weights``.
 
     Args:
         valid_N1S: slots that a row sees; None = all of them, in all rows.
@@ -78,7 +78,7 @@ _BEYOND = 1 << 30
 """Above any position."""
 
 
-def first_to_go(
+def eviction_victims(
     score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
 ) -> torch.Tensor:
     """Find the unprotected slot with the lowest score, of equal ones that with the lowest position.

@@ -101,7 +101,7 @@ class Kernels(Protocol):
         """Decode rows against their own ring."""
         ...
 
-    def unique_weighed(
+    def unique_with_weights(
         self,
         q_NKGD: torch.Tensor,
         units: KVUnits,
@@ -125,7 +125,7 @@ class Kernels(Protocol):
         """Sums of the weights of prompt rows by slot and new key; see ``kernels_ref.groups.column_sums``."""
         ...
 
-    def first_to_go(
+    def eviction_victims(
         self,
         score_NKC: torch.Tensor | None,
         position_NKC: torch.Tensor,

@@ -158,7 +158,7 @@ class LoopedKernels:
         """Decode rows against their own ring."""
         return self.inner.unique_rings(q_NKHD, units, ring, scoring)
 
-    def unique_weighed(
+    def unique_with_weights(
         self,
         q_NKGD: torch.Tensor,
         units: KVUnits,
@@ -167,7 +167,7 @@ class LoopedKernels:
         sinks_KG: torch.Tensor | None,
     ) -> tuple[Partial, torch.Tensor]:
         """Decode rows against their own slots, with what each slot receives."""
-        return self.inner.unique_weighed(q_NKGD, units, ring, scoring, sinks_KG)
+        return self.inner.unique_with_weights(q_NKGD, units, ring, scoring, sinks_KG)
 
     def column_sums(
         self,
@@ -182,14 +182,14 @@ class LoopedKernels:
         """Sums of the weights of prompt rows by slot and new key."""
         return self.inner.column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, chunk, num_observed, scoring)
 
-    def first_to_go(
+    def eviction_victims(
         self,
         score_NKC: torch.Tensor | None,
         position_NKC: torch.Tensor,
         is_protected: torch.Tensor | None,
     ) -> torch.Tensor:
         """The slot of each head that is given up."""
-        return self.inner.first_to_go(score_NKC, position_NKC, is_protected)
+        return self.inner.eviction_victims(score_NKC, position_NKC, is_protected)
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from bias_builders import Rule, Window, causal_mask, leading_slots, ring_mask, seen_mask
-from kernels_ref.budgets import first_to_go, unique_weighed
+from kernels_ref.budgets import eviction_victims, unique_with_weights
 from kernels_ref.groups.column_sums import column_sums
 from kernels_ref.partial import FLOOR, Partial, Scoring, attend, empty, finish, merge, soften, widened
 from kernels_ref.sparse import (
@@ -119,13 +119,13 @@ __all__ = [
     "causal",
     "chosen_blocks",
     "column_sums",
+    "eviction_victims",
     "finish",
-    "first_to_go",
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
     "unique_rings",
-    "unique_weighed",
+    "unique_with_weights",
     "write_kv",
 ]
 
@@ -239,17 +239,17 @@ def some_shared_blocks(
     row: torch.Tensor,
     scoring: Scoring,
     dense: Dense,
-    ruled_QXB: torch.Tensor | None = None,
+    sparse_QXB: torch.Tensor | None = None,
 ) -> Partial:
     """Every query against one chunk of the shared blocks; what is gathered for it ends here.
 
     Args:
-        ruled_QXB: slots that a rule shows each query; None = all.
+        sparse_QXB: slots that a rule shows each query; None = all.
     """
     block_size = units.layout.num_slots
     visible_QXB = leading_slots(gather(visible_row_X, row), block_size)
-    if ruled_QXB is not None:
-        visible_QXB = visible_QXB & ruled_QXB
+    if sparse_QXB is not None:
+        visible_QXB = visible_QXB & sparse_QXB
     used_XB = leading_slots(visible_row_X.amax(dim=0), block_size)
     k_TKD, v_TKD = as_keys(*gather_units(units, block), used_XB)
     return dense(q_QKGD, k_TKD, v_TKD, visible_QXB.flatten(1), scoring)

@@ -1,7 +1,7 @@
 """The tensors that describe one step to the attention of every layer.
 
 Q padded query tokens, N ring rows of the bucket, M most tokens of a decode row, T its tails, C rings gathered
-for prompt rows, NS/NU shared/unique blocks, R rows of the ring stores (row R is the trash row).
+for prompt rows, NS/NU shared/unique blocks, R rows of the ring stores (row R is the null row).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class StepTensors(NamedTuple):
         positions: ``[Q]``.
         row: ring row of each token, ``N`` for padding, ``[Q]``.
         causal_row: the same for tokens of prompt rows, ``N`` for all others, ``[Q]``.
-        write_block, write_offset: place of each token's keys; the trash block for padding, ``[Q]``.
+        write_block, write_offset: place of each token's keys; the null block for padding, ``[Q]``.
         row_start: tokens stored before the step, ``[N]``.
         row_num_new: new tokens of the row, 0 when the row is not in this step, ``[N]``.
         row_query_start: flat index of the row's first new token, any valid index without one, ``[N]``.
-        tail_block: unique blocks that not all tokens of the row see whole, else the trash block, ``[N, T]``.
+        tail_block: unique blocks that not all tokens of the row see whole, else the null block, ``[N, T]``.
         tail_start: position of their first slots, ``NOWHERE`` where there is none, ``[N, T]``.
         chunk_row: prompt rows that have context, then others as far as there is room, else ``R``, ``[C]``.
-        shared_block: ``[NS]``; padding is the trash block.
+        shared_block: ``[NS]``; padding is the null block.
         shared_start: position of their first slots, ``[NS]``.
         shared_reads: 1 where tokens of a row read a shared block, the last row for padding, ``[N + 1, NS]``.
             They see the positions stored before the step; the part derives them for some blocks at a time.
@@ -155,7 +155,7 @@ class RingStep(NamedTuple):
     Tensors of a part that does not run are empty.
 
     Attributes:
-        write_index: places of the new tokens, in the trash row for those of prompts that the ring does not
+        write_index: places of the new tokens, in the null row for those of prompts that the ring does not
             keep, ``[Q * K]``.
         seen: visibility of the rings of decode rows to their tokens.
         chunk_position: positions held by the rings in the scratch, -1 = empty, ``[C, W]``.

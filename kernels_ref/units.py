@@ -265,7 +265,7 @@ def write(flat_VD: torch.Tensor, index: torch.Tensor, new_QKD: torch.Tensor) -> 
 
     Args:
         flat_VD: a store as a list of vectors; changed in place by one ``index_copy_``.
-        index: of ``write_indices`` or ``unit_places``. Only places in trash may repeat.
+        index: of ``write_indices`` or ``unit_places``. Only places in null units may repeat.
         new_QKD: the vectors, in the order of the index.
     """
     flat_VD.index_copy_(0, index, new_QKD.reshape(-1, flat_VD.shape[-1]))

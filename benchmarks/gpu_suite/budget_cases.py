@@ -112,7 +112,7 @@ def _budget(
     q = cases.queries(num_rows, heads, dtype, device)
 
     def weighed(run: Kernels) -> Weighed:
-        return Weighed(*run.unique_weighed(q, units, ring, Scoring(), None))
+        return Weighed(*run.unique_with_weights(q, units, ring, Scoring(), None))
 
     def plain(run: Kernels) -> Partial:
         return run.unique_rings(q, units, ring, Scoring())

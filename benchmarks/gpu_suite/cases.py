@@ -35,7 +35,7 @@ class Layout:
     """A step whose rows hold blocks in turn, as requests do that grew side by side.
 
     Attributes:
-        num_blocks: blocks in the store, without the trash block.
+        num_blocks: blocks in the store, without the null block.
         step: prepared, on the device.
         plans: what each kind of head group has derived from it.
     """
@@ -89,7 +89,7 @@ def lay_out(
 
 
 def ring_layout(num_rows: int, window: Window, heads: Heads) -> UnitLayout:
-    """Layout of the rings of ``num_rows`` rows and of the trash row."""
+    """Layout of the rings of ``num_rows`` rows and of the null row."""
     return UnitLayout.dense(num_rows + 1, heads.num_kv, window.size)
 
 

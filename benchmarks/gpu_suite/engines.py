@@ -134,7 +134,7 @@ def add_prompt(engine: Engine, length: int, new: int) -> str:
 def place_context(engine: Engine, length: int, new: int) -> str:
     """A request that has just prefilled ``length`` tokens, without the work: its cache holds random numbers.
 
-    The scheduler plans the prefill as ever, chunk by chunk, so that rows and blocks are leased as they
+    The scheduler plans the prefill as ever, chunk by chunk, so that rows and blocks are allocated as they
     would be; plans are committed without being run, and the stores are filled instead. The first token
     is 0. What a decode reads, and from where, is what it would read after a real prefill.
     """
@@ -151,5 +151,5 @@ def place_context(engine: Engine, length: int, new: int) -> str:
     for layer in store.layers:
         for units in layer:
             for store in (units.k, units.v):
-                store[:-1].normal_()  # all but trash
+                store[:-1].normal_()  # all but null
     return request_id

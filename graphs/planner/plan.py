@@ -15,7 +15,7 @@ from graphs.planner.cells import cheapest, price, to_levels, to_shapes
 from graphs.planner.evaluation import Blur, Traffic, check_within, smoothed
 from graphs.planner.search import Resolution, TableSearch
 from graphs.shape import BatchShape
-from graphs.table import BucketTable, decode_twins
+from graphs.table import BucketTable, decode_only_buckets
 
 FINE = Resolution()
 
@@ -140,7 +140,7 @@ def plan_table(
     search = TableSearch(limits, cost, blurred, traffic, worst_case, resolution)
 
     def find(num_buckets: int, *, is_draft: bool = False) -> tuple[BatchShape, ...]:
-        return _with_twins(limits, cost, search, num_buckets, cover_share, is_draft)
+        return _with_decode_only_buckets(limits, cost, search, num_buckets, cover_share, is_draft)
 
     return BucketTable(_within(budget, limits, find), cost)
 
@@ -157,7 +157,7 @@ def _smallest(limits: StepLimits) -> tuple[BatchShape, ...]:
     return (*([reduce(or_, prompts)] if prompts else []), *sorted(decodes))
 
 
-def _with_twins(
+def _with_decode_only_buckets(
     limits: StepLimits,
     cost: CostFunction,
     search: TableSearch,
@@ -169,7 +169,7 @@ def _with_twins(
     room, tries_draft = num_buckets, True
     while True:
         found = to_shapes(search.find(room, cover_share, is_draft=is_draft or tries_draft))
-        twins = decode_twins(found, limits, cost)
+        twins = decode_only_buckets(found, limits, cost)
         excess = len(found) + len(twins) - num_buckets
         if excess > 0 and room > search.fewest:
             # A draft lacks about as many twins as what it is made into.

@@ -14,13 +14,13 @@ import torch
 from hpu_duo.context.saved import SavedContext, save_context
 from hpu_duo.context.text import Document
 from hpu_duo.generation import GenerativeModel
-from hpu_duo.uncopied import Uncopied
+from hpu_duo.not_picklable import NotPicklable
 
 if TYPE_CHECKING:
     from hpu_duo.prefix_hold import PrefixHold
 
 
-class PrefixContext(Uncopied):
+class PrefixContext(NotPicklable):
     """A text whose keys and values stay in the prefix cache of a model until ``close``.
 
     ``HPUDuoModel.prefill`` makes it, and ``generate(questions, context=...)`` asks. Full blocks of the text

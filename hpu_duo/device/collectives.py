@@ -109,15 +109,15 @@ def step_trials(
     """
     rank, size = ranks.rank, ranks.size
     parts = [_exchanged_values(each, dtype) for each in range(size)]
-    summands = [_exchanged_values(each, dtype, _MOST // size) for each in range(size)]
+    partial_sums = [_exchanged_values(each, dtype, _MOST // size) for each in range(size)]
     # Rank r sends rank q the values of number r * size + q.
     sent = torch.stack([_exchanged_values(rank * size + each, dtype) for each in range(size)]).to(device)
     due = torch.cat([_exchanged_values(each * size + rank, dtype) for each in range(size)])
-    own, summand = parts[rank].to(device), summands[rank].to(device)
-    total = torch.stack(summands).sum(dim=0).to(dtype)
+    own, partial_sum = parts[rank].to(device), partial_sums[rank].to(device)
+    total = torch.stack(partial_sums).sum(dim=0).to(dtype)
     suffix = f"in {str(dtype).removeprefix('torch.')}"
     trials = [
-        ExchangeTrial(f"all_reduce {suffix}", lambda: sum_over_ranks(summand, group), total),
+        ExchangeTrial(f"all_reduce {suffix}", lambda: sum_over_ranks(partial_sum, group), total),
         ExchangeTrial(f"all_gather {suffix}", lambda: gather_from_ranks(own, size, group), torch.cat(parts)),
     ]
     if sends_to_each:

@@ -219,7 +219,7 @@ _OWN_END_S = 2.0
 """Seconds that a rank without rank 0 has to end by an error of its own."""
 _MOST_TRACE = 1 << 14
 _MOST_LINE = 1 << 18
-_ADDRESS = "hpu-duo/lifelines"
+_ADDRESS = "hpu-duo/heartbeats"
 """Key of the address in the store that ranks meet at."""
 
 
@@ -235,7 +235,7 @@ class _Line:
     is_waiting: bool = False
 
 
-class Lifelines:
+class Heartbeats:
     """The connections of all other ranks, on rank 0; one thread uses them.
 
     Args:
@@ -355,7 +355,7 @@ class Lifelines:
         return True
 
 
-class Lifeline:
+class Heartbeat:
     """The connection of one rank to rank 0: signs of life until it is closed.
 
     Args:

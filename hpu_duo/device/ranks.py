@@ -59,7 +59,7 @@ class Sent(NamedTuple):
     num_bytes: int = 0
 
 
-class Followers(Protocol):
+class WorkerRanks(Protocol):
     """The ranks behind the first one, which do what it does."""
 
     @property

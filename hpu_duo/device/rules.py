@@ -90,8 +90,8 @@ class Rule(str, Enum):
     captured graph. ``HOST_WAIT``: the host waits for a value outside of one. ``GRAPH_CHANGED``: a replay that
     computes something else than was captured. ``GRAPH_SIZE``: more operators than compile in reasonable time.
     ``STORE_COPY``: a graph that copies a whole store to write a few vectors. ``REPEATED_INDEX``: a write to
-    the same place twice, of which either may win, outside of trash. ``AS_STRIDED``: a view by strides, which
-    says nothing of what it shows of its base. ``UNKNOWN_OPERATOR``: one that public sources do not show on
+    the same place twice, of which either may win, outside of null units. ``AS_STRIDED``: a view by strides,
+    which says nothing of what it shows of its base. ``UNKNOWN_OPERATOR``: one that public sources do not show on
     HPU. ``FLOAT_TYPE``: a product with a weight in another float type than the weight's own, or float16 in a
     model of another type. ``RANDOM_IN_GRAPH``: random numbers inside a captured graph, the same in each
     replay. ``NAN``: NaN made of numbers that are none.
@@ -144,14 +144,14 @@ def calling_line(*skipped: str) -> str:
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
 
 
-def mark_trash(store: torch.Tensor, begin: int, end: int, *, is_state: bool = False) -> None:
+def mark_null(store: torch.Tensor, begin: int, end: int, *, is_state: bool = False) -> None:
     """Let entries ``[begin, end)`` of a store be written twice where a device checks writes.
 
     Args:
         store: its entries are those of dimension 0.
         is_state: it is small beside keys and values, so that a compiler may copy it to write it.
     """
-    mark = getattr(store, "mark_trash", None)
+    mark = getattr(store, "mark_null", None)
     if mark is not None:
         mark(begin, end, is_state)
 
@@ -488,7 +488,7 @@ __all__ = [
     "base_name",
     "calling_line",
     "describe",
-    "mark_trash",
+    "mark_null",
     "native_operators",
     "native_sources",
     "store_copies",

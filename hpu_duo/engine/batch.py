@@ -85,7 +85,7 @@ class StepGeometry:
 
     Attributes:
         block_size: slots of a block.
-        trash_block, trash_row: block and ring row that padding reads and writes.
+        null_block, null_row: block and ring row that padding reads and writes.
         max_chunk_rows: rings gathered for prompt rows with context (C).
         decode_len: most new tokens of a decode row (M).
         max_block_moves, uses_rows, uses_block_positions, num_regions, uses_token_classes: see ``StepLimits``;
@@ -94,8 +94,8 @@ class StepGeometry:
     """
 
     block_size: int
-    trash_block: int
-    trash_row: int
+    null_block: int
+    null_row: int
     max_chunk_rows: int
     decode_len: int = 1
     max_block_moves: int = 0
@@ -252,14 +252,14 @@ def _fill_tokens(
         table_start = rows.num_blocks.cumsum() - rows.num_blocks
         block = rows.block_ids[table_start.repeat(rows.num_new) + position // geometry.block_size]
     else:
-        block = np.full(len(position), geometry.trash_block, dtype=np.int32)
+        block = np.full(len(position), geometry.null_block, dtype=np.int32)
     _put(
         host,
         ("token_ids", batch.token_ids, 0),
         ("positions", position, 0),
         ("row", row, no_row),
         ("causal_row", causal_row, no_row),
-        ("write_block", block, geometry.trash_block),
+        ("write_block", block, geometry.null_block),
         ("write_offset", position % geometry.block_size, 0),
     )
 
@@ -286,17 +286,17 @@ def _fill_rows(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepG
         )
     if geometry.num_regions:
         assert rows.region is not None, "prompts lie in regions"
-        host["chunk_row"].fill(geometry.trash_row)
+        host["chunk_row"].fill(geometry.null_row)
         host["chunk_row"][rows.region[~rows.is_decode]] = rows.row_id[~rows.is_decode]
         return
     # Rows of prompts without context come behind, as far as there is room: a budget chooses from them too.
     others = rows.row_id[~rows.is_decode & (rows.start == 0)][: geometry.max_chunk_rows - len(reads_ring)]
-    _put(host, ("chunk_row", np.concatenate([reads_ring, others]), geometry.trash_row))
+    _put(host, ("chunk_row", np.concatenate([reads_ring, others]), geometry.null_row))
 
 
 def _fill_shared(host: Mapping[str, np.ndarray], batch: StepBatch, geometry: StepGeometry) -> None:
     shared = batch.shared
-    _put(host, ("shared_block", shared.blocks, geometry.trash_block), ("shared_start", shared.start, 0))
+    _put(host, ("shared_block", shared.blocks, geometry.null_block), ("shared_start", shared.start, 0))
     reads = host["shared_reads"]
     reads.fill(0)
     reads[batch.rows.row_id, : len(shared.blocks)] = shared.reads
@@ -315,8 +315,8 @@ def _fill_unique(
         block, start = batch.rows.block_ids, ranges(batch.rows.num_blocks) * geometry.block_size
         inside = block < len(owner_start)
         owner_start[block[inside]] = start[inside]
-    host["tail_block"].fill(geometry.trash_block)
+    host["tail_block"].fill(geometry.null_block)
     host["tail_start"].fill(NOWHERE)
     if len(row_id):
-        host["tail_block"][row_id] = np.where(unique.tail_block < 0, geometry.trash_block, unique.tail_block)
+        host["tail_block"][row_id] = np.where(unique.tail_block < 0, geometry.null_block, unique.tail_block)
         host["tail_start"][row_id] = unique.tail_start

@@ -11,7 +11,7 @@ import torch
 
 from graphs.interrupts import interrupts_deferred
 from hpu_duo.engine.intake import Add, Calls, Entry, Intake
-from hpu_duo.engine.outputs import Turns
+from hpu_duo.engine.outputs import FairLock
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.stepper import Stepper
@@ -41,7 +41,7 @@ class PrefixCopies:
         chunk_bytes: most bytes that are copied between two steps; may be changed.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, stepper: Stepper, turns: Turns) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, stepper: Stepper, turns: FairLock) -> None:
         self.chunk_bytes = 1 << 25
         self._runner, self._scheduler, self._stepper, self._turns = runner, scheduler, stepper, turns
 
@@ -75,16 +75,16 @@ class PrefixCopies:
         """
         with interrupts_deferred(), self._turns:
             self._settle()
-            holding, leases = self._scheduler.holding, self._scheduler.leases
+            holding, allocations = self._scheduler.holding, self._scheduler.allocations
             holding.sweep()
             if holding.open_cached(hold):
                 return
-            adopted = leases.adopt(hold)
+            adopted = allocations.adopt(hold)
             try:
                 for each in tensors_of(self._runner.store):
                     self._fill(each, source, adopted.first, adopted.blocks, adopted.row)
             except BaseException:
-                leases.withdraw(adopted)
+                allocations.withdraw(adopted)
                 raise
 
     def _fill(self, each: UnitTensor, source: Source, first: int, blocks: list[int], row: int | None) -> None:
@@ -112,7 +112,7 @@ class PrefixCopies:
         self.check()
         self._stepper.check_between_steps()
         self._scheduler.discard()
-        copies = self._scheduler.leases.take_copies()
+        copies = self._scheduler.allocations.take_copies()
         if not copies:
             return
         try:
@@ -140,7 +140,7 @@ class Contexts:
         entry: Entry,
         calls: Calls,
         scheduler: Scheduler,
-        turns: Turns,
+        turns: FairLock,
         copies: PrefixCopies,
     ) -> None:
         self.copies = copies
@@ -150,7 +150,7 @@ class Contexts:
     @property
     def block_size(self) -> int:
         """Tokens of a block: a prefix has a whole number of them."""
-        return self._scheduler.leases.block_size
+        return self._scheduler.allocations.block_size
 
     def open(
         self, token_ids: Sequence[int], salt: str | None = None, base: PrefixHold | None = None

@@ -16,17 +16,17 @@ from hpu_duo.engine.intake import Add, Calls, Entry, Intake, Prompt, warn_of_cut
 from hpu_duo.engine.outputs import (
     Completion,
     ContinuationScore,
+    FairLock,
     RequestOutput,
-    Turns,
 )
 from hpu_duo.engine.runner import Runner
 from hpu_duo.engine.samples import forced, score_of
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.stats import EngineStats
 from hpu_duo.engine.stepper import Stepper
+from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.request import TokenLimits
 from hpu_duo.sampling import SamplingParams
-from hpu_duo.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hpu_duo.scheduling.ranker import Ranker
 
 
-class Engine(Uncopied):
+class Engine(NotPicklable):
     """Serves requests: ``add_request``, then ``step`` until ``has_unfinished`` is False.
 
     A request that cannot be served is refused by ``add_request`` before anything changes, so the
@@ -78,8 +78,8 @@ class Engine(Uncopied):
         self.runner, self.scheduler, self.limits, self.tokenizer = runner, scheduler, limits, tokenizer
         self._intake = Intake(limits, tokenizer, seed, ranker)
         self._stepper = Stepper(runner, scheduler)
-        self._samples, self._deliveries = self._stepper.samples, self._stepper.deliveries
-        self._turns = Turns()
+        self._samples, self._output_queue = self._stepper.samples, self._stepper.output_queue
+        self._turns = FairLock()
         self._calls = Calls(self._stepper, self._turns, runner.store.plan.max_num_seqs)
         self._entry = Entry(self._intake, scheduler, self._stepper, self._turns)
         copies = PrefixCopies(runner, scheduler, self._stepper, self._turns)
@@ -125,7 +125,9 @@ class Engine(Uncopied):
     def has_unfinished(self) -> bool:
         """Whether another ``step`` has something to do or to report, requests of all threads included."""
         return (
-            self.scheduler.has_unfinished or self._deliveries.has_unreported or self._stepper.has_uncollected
+            self.scheduler.has_unfinished
+            or self._output_queue.has_unreported
+            or self._stepper.has_uncollected
         )
 
     def add_request(
@@ -211,11 +213,11 @@ class Engine(Uncopied):
         try:
             with interrupts_deferred() as deferral, self._turns:
                 self._stepper.advance(deferral)
-                outputs = self._deliveries.swap(outputs)
+                outputs = self._output_queue.swap(outputs)
             return outputs
         except BaseException:
             with interrupts_deferred(), self._turns:
-                self._deliveries.put_back(outputs)
+                self._output_queue.put_back(outputs)
             raise
 
     def when_ranks_are_lost(self, told: Callable[[RankError], None]) -> None:

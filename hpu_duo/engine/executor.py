@@ -16,7 +16,7 @@ from graphs import BatchShape, BucketTable, DeviceInputs, GraphCache, Layout, Mi
 from graphs.interrupts import interrupts_deferred
 from hpu_duo.device import DeviceRuntime
 from hpu_duo.device.exchange import gather_from_ranks
-from hpu_duo.device.ranks import Followers, Ranks
+from hpu_duo.device.ranks import Ranks, WorkerRanks
 from hpu_duo.engine.batch import RowCounts, StepGeometry
 from hpu_duo.engine.compile_watch import CompileWatch
 from hpu_duo.engine.orders import Capture, Execute, FinishWarmUp, Order, SetTable, Touch
@@ -24,18 +24,18 @@ from hpu_duo.engine.step_input import (
     BLOCK_COPIES,
     ROW_COPIES,
     StepBuilder,
-    StepMessage,
+    StepInput,
     message_fields,
     most_copies,
 )
 from hpu_duo.kv.copies import copy_sizes
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel, run_layer
+from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.parallel import Exchanged, StepExchanges
 from hpu_duo.sampling import SampledTokens, SamplingBatch, SamplingRoute, TokenLogprobs, sample, static_routes
 from hpu_duo.sampling.gather import take_column
 from hpu_duo.sampling.sampler import most_likely
-from hpu_duo.uncopied import Uncopied
 from kernels_ref import Step, StepParts, StepTensors, prepare_step
 from kernels_ref.loops import RegionOf, in_regions
 
@@ -175,7 +175,7 @@ class StepOutput(NamedTuple):
     """Results of a message, on the host.
 
     Attributes:
-        token_ids: tokens of ``message.sampled``, int32 ``[S]``; those of ``message.hosted`` are undefined.
+        token_ids: tokens of ``message.sampled``, int32 ``[S]``; those of ``host_sampled`` are undefined.
         logprobs: one entry per token, if the message asks for them.
         logits: of all rows, float ``[N * M, V]``, if the message has rows for the host.
     """
@@ -188,7 +188,7 @@ class StepOutput(NamedTuple):
 _NOTHING = StepOutput(np.zeros(0, np.int32))
 
 
-class Executor(Uncopied):
+class Executor(NotPicklable):
     """Owns model, stores, input buffer and captured graphs; knows nothing of requests.
 
     Args:
@@ -221,7 +221,7 @@ class Executor(Uncopied):
         runtime: DeviceRuntime,
         fail_on_recompile: bool = False,
         spread: SpreadLogits | None = None,
-        followers: Followers | None = None,
+        followers: WorkerRanks | None = None,
         exchanges: StepExchanges | None = None,
     ) -> None:
         self.spread, self.followers = spread, followers
@@ -272,7 +272,7 @@ class Executor(Uncopied):
         self._run_in(True)
 
     @torch.inference_mode()
-    def execute(self, message: StepMessage) -> StepOutput:
+    def execute(self, message: StepInput) -> StepOutput:
         """Carry out one message.
 
         Raises:
@@ -285,14 +285,14 @@ class Executor(Uncopied):
                 return _NOTHING
             self.bytes_copied += message.sampling.num_bytes
             tokens = read(self.sample(logits, message.sampling))
-            on_host = self.whole(logits).cpu() if message.hosted else None
+            on_host = self.whole(logits).cpu() if message.host_sampled else None
         sampled, logprobs = message.sampled, tokens.logprobs
         if logprobs is not None:
             logprobs = TokenLogprobs(*(each[sampled] for each in logprobs))
         return StepOutput(tokens.token_ids.numpy()[sampled], logprobs, on_host)
 
     @torch.inference_mode()
-    def logits(self, message: StepMessage) -> torch.Tensor:
+    def logits(self, message: StepInput) -> torch.Tensor:
         """The logits of a message, float ``[N * M, V]``, on the device; nothing is sampled."""
         with self.leading(Execute(message, is_sampled=False)):
             return self.whole(self._forward(message))
@@ -323,7 +323,7 @@ class Executor(Uncopied):
         except BaseException as error:
             raise self.followers.failed(error) from error
 
-    def copy_in(self, message: StepMessage) -> dict[str, torch.Tensor]:
+    def copy_in(self, message: StepInput) -> dict[str, torch.Tensor]:
         """Copy the integers of a message to the device; returns them by field name."""
         self.bytes_copied += message.ints.nbytes
         return self.inputs.copy_in(message.bucket, message.ints)
@@ -332,7 +332,7 @@ class Executor(Uncopied):
         """Carry out the first copies of each kind that a message asks for."""
         self.store.carry_out(inputs[BLOCK_COPIES][:, :num_blocks], inputs[ROW_COPIES][:, :num_rows])
 
-    def _forward(self, message: StepMessage) -> torch.Tensor:
+    def _forward(self, message: StepInput) -> torch.Tensor:
         inputs = self.copy_in(message)
         if message.num_block_copies or message.num_row_copies:
             self.copy_units(inputs, message.num_block_copies, message.num_row_copies)
@@ -463,7 +463,7 @@ class StepWarmUp:
                 read(executor.sample(logits, SamplingBatch.padding(route)))
 
     def _padding(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
-        """Inputs of a step without rows: only trash is read and written."""
+        """Inputs of a step without rows: only null units is read and written."""
         return self._executor.step_inputs(self._fields(bucket))
 
     def _fields(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:

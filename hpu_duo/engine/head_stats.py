@@ -17,7 +17,7 @@ from kernels_ref import Budget, ChosenBlocks
 
 if TYPE_CHECKING:
     from hpu_duo.engine.step_plan import StepPlan
-    from hpu_duo.kv.leases import KVLeases
+    from hpu_duo.kv.allocations import KVAllocations
     from hpu_duo.kv.plan import LayerKV, MemoryPlan
     from hpu_duo.kv.store import KVStore
 
@@ -46,18 +46,20 @@ class BudgetStats:
 
     @classmethod
     def of(
-        cls, num_given_up: Mapping[int, int], leases: KVLeases, memory: MemoryPlan
+        cls, num_evicted_tokens: Mapping[int, int], allocations: KVAllocations, memory: MemoryPlan
     ) -> tuple[BudgetStats, ...]:
         """Collect one of each kind.
 
         Args:
-            num_given_up: tokens that one head has evicted, by its budget.
+            num_evicted_tokens: tokens that one head has evicted, by its budget.
         """
         groups: dict[Budget, list[tuple[LayerKV, int]]] = {}
         for layer, num_heads, kind in budgets_of(memory):
             groups.setdefault(kind, []).append((layer, num_heads))
         return tuple(
-            cls._of_kind(kind, found, num_given_up.get(kind.budget, 0), leases.rows.num_used, memory)
+            cls._of_kind(
+                kind, found, num_evicted_tokens.get(kind.budget, 0), allocations.rows.num_used, memory
+            )
             for kind, found in groups.items()
         )
 
@@ -66,7 +68,7 @@ class BudgetStats:
         cls,
         kind: Budget,
         found: Sequence[tuple[LayerKV, int]],
-        num_given_up: int,
+        num_evicted_tokens: int,
         num_rows: int,
         memory: MemoryPlan,
     ) -> BudgetStats:
@@ -82,7 +84,7 @@ class BudgetStats:
             num_slots=kind.budget,
             chunk=kind.chunk,
             num_heads=num_heads,
-            num_evictions=num_given_up * num_heads,
+            num_evictions=num_evicted_tokens * num_heads,
             bytes_per_request=row_bytes,
             held_bytes=num_rows * row_bytes,
         )
@@ -96,7 +98,7 @@ def budgets_of(memory: MemoryPlan) -> Iterator[tuple[LayerKV, int, Budget]]:
                 yield layer, group.num_heads, group.kind
 
 
-def num_given_up(plan: StepPlan, memory: MemoryPlan) -> Counter[int]:
+def num_evicted_tokens(plan: StepPlan, memory: MemoryPlan) -> Counter[int]:
     """Tokens that each head with a budget evicts in a step, those beyond it, by its budget."""
     return Counter(
         {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from graphs.interrupts import Deferral, interrupts_deferred
-from hpu_duo.engine.outputs import Completion, Completions, RequestOutput, Turns
+from hpu_duo.engine.outputs import Completion, Completions, FairLock, RequestOutput
 from hpu_duo.engine.samples import SampleState
 from hpu_duo.engine.scheduler import Scheduler
 from hpu_duo.engine.stepper import Stepper
@@ -186,9 +186,9 @@ class Entry:
         turns: of the threads of the engine.
     """
 
-    def __init__(self, intake: Intake, scheduler: Scheduler, stepper: Stepper, turns: Turns) -> None:
+    def __init__(self, intake: Intake, scheduler: Scheduler, stepper: Stepper, turns: FairLock) -> None:
         self._intake, self._scheduler, self._turns = intake, scheduler, turns
-        self._samples, self._deliveries = stepper.samples, stepper.deliveries
+        self._samples, self._output_queue = stepper.samples, stepper.output_queue
         self._num_added = 0
 
     def add(
@@ -235,7 +235,7 @@ class Entry:
         return public_id
 
     def _is_in_use(self, request_id: str) -> bool:
-        return self._samples.is_live(request_id) or self._deliveries.is_expected(request_id)
+        return self._samples.is_live(request_id) or self._output_queue.is_expected(request_id)
 
     def _free_id(self) -> str:
         """Return a name that is not in use, by the number of requests so far."""
@@ -259,9 +259,9 @@ class Calls:
         max_num_seqs: samples that may have a row at a time.
     """
 
-    def __init__(self, stepper: Stepper, turns: Turns, max_num_seqs: int) -> None:
+    def __init__(self, stepper: Stepper, turns: FairLock, max_num_seqs: int) -> None:
         self._stepper, self._turns, self._max_num_seqs = stepper, turns, max_num_seqs
-        self._samples, self._deliveries = stepper.samples, stepper.deliveries
+        self._samples, self._output_queue = stepper.samples, stepper.output_queue
 
     def serve(
         self,
@@ -285,7 +285,7 @@ class Calls:
             with interrupts_deferred(), self._turns:
                 for request_id in call:
                     self._stepper.abort(request_id)
-                self._deliveries.end(call)
+                self._output_queue.end(call)
         return call.in_order()
 
     def _outputs_of(
@@ -296,7 +296,7 @@ class Calls:
             self._stepper.check_between_steps()
             while waiting and self._has_rows(None if widths is None else widths[len(call)]):
                 request_id = waiting.popleft()()
-                self._deliveries.expect(request_id, call)
+                self._output_queue.expect(request_id, call)
             if not call.mail:
                 if not waiting and not any(map(self._samples.is_live, call)):
                     return None

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from graphs import BatchShape, BucketTable, MissPolicy
-from hpu_duo.engine.step_input import StepMessage
+from hpu_duo.engine.step_input import StepInput
 
 
 class Steps(Protocol):
     """Runs steps; an ``Executor``."""
 
-    def execute(self, message: StepMessage) -> object:
+    def execute(self, message: StepInput) -> object:
         """Run a step to its tokens."""
         ...
 
-    def logits(self, message: StepMessage) -> object:
+    def logits(self, message: StepInput) -> object:
         """Run a step to its logits."""
         ...
 
@@ -42,7 +42,7 @@ class WarmsUp(Protocol):
         ...
 
 
-class Follower(Protocol):
+class WorkerRank(Protocol):
     """Carries orders out; a ``Runner``."""
 
     @property
@@ -76,10 +76,10 @@ class Execute:
         is_sampled: whether tokens are sampled, if the message asks for that; otherwise logits are wanted.
     """
 
-    message: StepMessage
+    message: StepInput
     is_sampled: bool = True
 
-    def carry_out(self, runner: Follower) -> None:
+    def carry_out(self, runner: WorkerRank) -> None:
         """Run it."""
         if self.is_sampled:
             runner.executor.execute(self.message)
@@ -93,7 +93,7 @@ class Touch:
 
     bucket: BatchShape
 
-    def carry_out(self, runner: Follower) -> None:
+    def carry_out(self, runner: WorkerRank) -> None:
         """Run it."""
         runner.warmup.touch(self.bucket)
 
@@ -104,7 +104,7 @@ class Capture:
 
     bucket: BatchShape
 
-    def carry_out(self, runner: Follower) -> None:
+    def carry_out(self, runner: WorkerRank) -> None:
         """Capture it."""
         runner.warmup.capture(self.bucket)
 
@@ -115,7 +115,7 @@ class FinishWarmUp:
 
     captured: tuple[BatchShape, ...]
 
-    def carry_out(self, runner: Follower) -> None:
+    def carry_out(self, runner: WorkerRank) -> None:
         """End it."""
         runner.warmup.finish(self.captured)
 
@@ -127,7 +127,7 @@ class SetTable:
     table: BucketTable
     policy: MissPolicy
 
-    def carry_out(self, runner: Follower) -> None:
+    def carry_out(self, runner: WorkerRank) -> None:
         """Set it."""
         runner.set_table(self.table, self.policy)
 
@@ -136,14 +136,14 @@ class SetTable:
 class Stop:
     """The end."""
 
-    def carry_out(self, runner: Follower) -> None:
+    def carry_out(self, runner: WorkerRank) -> None:
         """Do nothing; see ``follow``."""
 
 
 Order: TypeAlias = Execute | Touch | Capture | FinishWarmUp | SetTable | Stop
 
 
-def follow(link: Link, runner: Follower, done: Callable[[], None] = lambda: None) -> None:
+def follow(link: Link, runner: WorkerRank, done: Callable[[], None] = lambda: None) -> None:
     """Carry out orders until told to stop.
 
     Args:

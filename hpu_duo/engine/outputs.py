@@ -184,7 +184,7 @@ def logprobs_of(
     return found
 
 
-class Deliveries:
+class OutputQueue:
     """Keeps each output for its caller: for the ``generate`` that it belongs to, or for the next ``step``."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class Deliveries:
         self._unreported = outputs + self._unreported
 
 
-class Turns:
+class FairLock:
     """A lock that its thread may take again, and that no thread gets twice while another one waits.
 
     One thread waits for the lock itself, the others wait to be the next. Whoever gives the lock back and

@@ -11,7 +11,7 @@ import numpy as np
 
 from graphs import StepLimits
 from hpu_duo.engine.step_plan import StepDraft, StepPlan
-from hpu_duo.kv.leases import KVLeases
+from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.prefix import PrefixHit
 from hpu_duo.kv.prefix_tree import PrefixNode
 from hpu_duo.prefix_hold import PrefixHold
@@ -25,12 +25,12 @@ class PrefixHolding:
     a request that would not is refused, and so is a hold beside which one would not.
 
     Args:
-        leases: with the prefix cache; without one nothing can be held.
+        allocations: with the prefix cache; without one nothing can be held.
         unfinished: requests by their names.
     """
 
-    def __init__(self, leases: KVLeases, unfinished: Mapping[str, Request]) -> None:
-        self._leases, self._unfinished, self._cache = leases, unfinished, leases.prefixes
+    def __init__(self, allocations: KVAllocations, unfinished: Mapping[str, Request]) -> None:
+        self._allocations, self._unfinished, self._cache = allocations, unfinished, allocations.prefixes
 
     def enter(self, request: Request) -> None:
         """Let a request hold its context until it ends."""
@@ -107,24 +107,24 @@ class PrefixHolding:
             but: a request that is about to end.
         """
         assert self._cache is not None, "something is to be held"
-        holds, leases = self._cache.holds, self._leases
+        holds, allocations = self._cache.holds, self._allocations
         is_new = len(path) < num_blocks or not holds.ends_at(path[-1])
         if self._cache.needs_snapshots and is_new and holds.num_ends >= self._cache.num_snapshot_rows:
             return (
                 f"expected a snapshot for a context, and others have all {self._cache.num_snapshot_rows}: "
                 "close one, or load with a larger num_prefix_snapshots"
             )
-        if not leases.uses_blocks:
+        if not allocations.uses_blocks:
             return None
         num_new = holds.num_new(path, num_blocks)
-        room = leases.blocks.num_blocks - holds.num_nodes
+        room = allocations.blocks.num_blocks - holds.num_nodes
         others = (each for each in self._unfinished.values() if each is not but)
-        needed = max(map(leases.most_blocks, others), default=0)
+        needed = max(map(allocations.most_blocks, others), default=0)
         if num_new + needed > room:
             beside = f", beside a request that may need {needed} of its own" if needed else ""
             return (
                 f"expected at most {room - needed} further blocks in contexts{beside}, got {num_new}: they "
-                f"hold {holds.num_nodes} of {leases.blocks.num_blocks}; close one, or load with more blocks"
+                f"hold {holds.num_nodes} of {allocations.blocks.num_blocks}; close one, or load with more"
             )
         return None
 
@@ -166,13 +166,13 @@ class PrefixSharing:
 
     Args:
         limits: of steps.
-        leases: with the prefix cache.
+        allocations: with the prefix cache.
         holding: of prefixes that stay.
     """
 
-    def __init__(self, limits: StepLimits, leases: KVLeases, holding: PrefixHolding) -> None:
-        self._leases, self._cache, self._holding = leases, leases.prefixes, holding
-        self._block_size, self._grid = leases.block_size, leases.prefix_grid
+    def __init__(self, limits: StepLimits, allocations: KVAllocations, holding: PrefixHolding) -> None:
+        self._allocations, self._cache, self._holding = allocations, allocations.prefixes, holding
+        self._block_size, self._grid = allocations.block_size, allocations.prefix_grid
         # Requests may part at borders of blocks, or of chunks where these decide what is kept.
         self._part_size = self._grid or self._block_size
         self._recomputed = limits.step_tokens // limits.max_chunk_rows
@@ -237,7 +237,7 @@ class PrefixSharing:
             waiting: requests that wait, it may be among them.
         """
         stops = self._stops(request, hit, waiting)
-        start, blocks = self._leases.num_cached_tokens(hit), self._leases.cached_blocks(hit)
+        start, blocks = self._allocations.num_cached_tokens(hit), self._allocations.cached_blocks(hit)
         border = self._last_border(request)
         # One that was preempted, or lost its cache in a failed step, goes on as soon as it can.
         has_run = request.num_cached_tokens is not None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from graphs import StepLimits
 from hpu_duo.kv.plan import ring_slack
-from hpu_duo.parallel import DealtBlocks
+from hpu_duo.parallel import ContextParallelBlocks
 from kernels_ref import LayerSpec
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Resolved:
             limits=scheduler.limits,
             num_retrieval_heads=sum(spec.num_retrieval for spec in specs),
             num_streaming_heads=sum(spec.num_kv_heads - spec.num_retrieval for spec in specs),
-            retrieval_parallel="context" if any(map(_is_dealt, specs)) else "heads",
+            retrieval_parallel="context" if any(map(_is_context_parallel, specs)) else "heads",
             num_layer_kinds=len(runner.model.kinds),
             num_promoted_heads=0 if patterns is None else patterns[1].num_promoted,
             promoted_bytes=_promoted_bytes(runner, scheduler.limits, patterns),
@@ -101,8 +101,8 @@ class Resolved:
         return ", ".join(f"{name}={value}" for name, value in self.items().items())
 
 
-def _is_dealt(spec: LayerSpec) -> bool:
-    return any(group.kind.name == DealtBlocks.name for group in spec.groups)
+def _is_context_parallel(spec: LayerSpec) -> bool:
+    return any(group.kind.name == ContextParallelBlocks.name for group in spec.groups)
 
 
 def _promoted_bytes(
@@ -111,13 +111,13 @@ def _promoted_bytes(
     if patterns is None or patterns[1].promoted is None or patterns[0].promoted is None:
         return 0
     (whole, own), memory, spread = patterns, runner.store.plan, runner.executor.spread
-    is_dealt = spread is not None and any(map(_is_dealt, runner.model.specs))
+    is_context_parallel = spread is not None and any(map(_is_context_parallel, runner.model.specs))
     # Where blocks are dealt out, each rank keeps its part of the tokens of all heads that were promoted.
-    num_parts = spread.num_ranks if is_dealt and spread is not None else 1
-    in_blocks = whole.promoted if is_dealt else own.promoted
+    num_parts = spread.num_ranks if is_context_parallel and spread is not None else 1
+    in_blocks = whole.promoted if is_context_parallel else own.promoted
     slack = ring_slack(limits.decode_len)
     ring_slots = min(own.sink + own.recent, limits.max_model_len) + slack
-    # One row more is the trash, and others are read from the scratch.
+    # One row more is the null unit, and others are read from the scratch.
     num_rows = limits.num_ring_rows + 1 + memory.max_chunk_rows
     block_slots = (memory.num_blocks + 1) * (memory.block_size // num_parts)
     assert in_blocks is not None and own.promoted is not None, "asked before"  # noqa: PT018

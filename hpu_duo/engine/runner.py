@@ -14,13 +14,13 @@ from graphs import BatchShape, BucketTable, GraphCache, MissPolicy
 from hpu_duo.device import DeviceRuntime
 from hpu_duo.engine.compile_watch import CompileWatch
 from hpu_duo.engine.executor import Executor, StepWarmUp
-from hpu_duo.engine.step_input import BuiltStep, StepBuilder, StepMessage
+from hpu_duo.engine.step_input import BuiltStep, StepBuilder, StepInput
 from hpu_duo.engine.step_plan import StepPlan
 from hpu_duo.kv.copies import Copy
 from hpu_duo.kv.store import KVStore
 from hpu_duo.modeling.step_model import StepModel
+from hpu_duo.not_picklable import NotPicklable
 from hpu_duo.sampling import SamplingRow, TokenLogprobs, choose_on_host
-from hpu_duo.uncopied import Uncopied
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class StepResult:
         errors: errors of rows that could not be sampled, by ring row; their tokens are undefined.
     """
 
-    message: StepMessage
+    message: StepInput
     token_ids: npt.NDArray[np.int32]
     logprobs: TokenLogprobs | None
     build_s: float
@@ -52,7 +52,7 @@ class StepResult:
         return self.message.bucket
 
 
-class Runner(Uncopied):
+class Runner(NotPicklable):
     """A builder of messages, and the executor that runs them.
 
     Args:
@@ -93,7 +93,7 @@ class Runner(Uncopied):
         output = self.executor.execute(built.message)
         token_ids, errors = output.token_ids, built.errors
         if output.logits is not None:
-            token_ids, errors = _choose_hosted(built, output.token_ids, output.logits)
+            token_ids, errors = _choose_on_host(built, output.token_ids, output.logits)
         decode_len = self.executor.geometry.decode_len
         by_ring_row = {row // decode_len: error for row, error in errors.items()}
         return StepResult(built.message, token_ids, output.logprobs, build_s, by_ring_row)
@@ -142,11 +142,11 @@ class Runner(Uncopied):
         return self.executor.device
 
 
-def _choose_hosted(
+def _choose_on_host(
     built: BuiltStep, token_ids: npt.NDArray[np.int32], logits: torch.Tensor
 ) -> tuple[npt.NDArray[np.int32], dict[int, Exception]]:
-    """Return the tokens, those of hosted rows chosen here, and the errors by row of logits."""
-    chosen, failed = choose_on_host(built.hosted, logits)
+    """Return the tokens, those of host_sampled rows chosen here, and the errors by row of logits."""
+    chosen, failed = choose_on_host(built.host_sampled, logits)
     place_of = {row: place for place, row in enumerate(built.message.sampled.tolist())}
     for row, token in chosen.items():
         token_ids[place_of[row]] = token

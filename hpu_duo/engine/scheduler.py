@@ -12,9 +12,9 @@ from graphs import BatchShape, BucketTable, Miss, Phase, StepLimits
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.committing import append_tokens
 from hpu_duo.engine.prefixes import PrefixHolding, PrefixSharing
-from hpu_duo.engine.siblings import Siblings
+from hpu_duo.engine.siblings import ParallelSamples
 from hpu_duo.engine.step_plan import CommittedToken, StepDraft, StepPlan
-from hpu_duo.kv.leases import KVLeases
+from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.kv.prefix import PrefixHit
 from hpu_duo.request import FinishReason, Request, RequestStatus
 from hpu_duo.sampling import FieldError
@@ -31,8 +31,8 @@ class Admission:
         running: the requests that have a row.
     """
 
-    def __init__(self, leases: KVLeases, running: ArrivalOrder, policy: SchedulingPolicy) -> None:
-        self._leases, self._running, self._policy = leases, running, policy
+    def __init__(self, allocations: KVAllocations, running: ArrivalOrder, policy: SchedulingPolicy) -> None:
+        self._allocations, self._running, self._policy = allocations, running, policy
         self._num_due: int | None = None
 
     def check(self, request: Request) -> None:
@@ -43,22 +43,25 @@ class Admission:
                 or it does not begin with the context that it is to begin with.
             FieldError: it has a priority, and the policy does not look at priorities.
         """
-        params, leases = request.params, self._leases
+        params, allocations = request.params, self._allocations
         if params.priority and not self._policy.honours_priority:
             raise FieldError(
                 "priority",
                 f"expected 0, got {params.priority}: the scheduling policy of this engine does not look at "
                 "priorities, scheduling_policy='priority' does",
             )
-        needed, num_blocks = leases.num_blocks_for(request.max_cached_tokens), leases.blocks.num_blocks
+        needed, num_blocks = (
+            allocations.num_blocks_for(request.max_cached_tokens),
+            allocations.blocks.num_blocks,
+        )
         if needed > num_blocks:
             raise ValueError(
                 f"{request.name} may cache up to {request.max_cached_tokens} tokens, which "
-                f"need {needed} blocks of {leases.block_size}, got {num_blocks} blocks"
+                f"need {needed} blocks of {allocations.block_size}, got {num_blocks} blocks"
             )
         if request.context is not None:
             request.context.check(request.name, request.prompt_token_ids, request.namespace)
-        own, held = leases.most_blocks(request), leases.num_held_blocks
+        own, held = allocations.most_blocks(request), allocations.num_held_blocks
         if own + held > num_blocks:
             raise ValueError(
                 f"{request.name} may need {own} blocks of its own, and contexts leave {num_blocks - held} of "
@@ -79,8 +82,8 @@ class Admission:
         Args:
             hit: what it will begin with.
         """
-        needed = self._num_blocks_due + self._leases.num_blocks_due(request, hit)
-        return self._has_row_and_token(step) and needed <= self._leases.num_available
+        needed = self._num_blocks_due + self._allocations.num_blocks_due(request, hit)
+        return self._has_row_and_token(step) and needed <= self._allocations.num_available
 
     def displaced_for(self, request: Request, hit: PrefixHit | None, step: StepDraft) -> list[Request]:
         """Return the running requests that the policy displaces so that a waiting one fits.
@@ -103,28 +106,28 @@ class Admission:
 
     def admitted(self, request: Request) -> None:
         """Count what a request still needs that has got a row and its share."""
-        self._num_due = self._num_blocks_due + self._leases.num_blocks_due(request)
+        self._num_due = self._num_blocks_due + self._allocations.num_blocks_due(request)
 
     @property
     def _num_blocks_due(self) -> int:
         if self._num_due is None:
-            self._num_due = sum(map(self._leases.num_blocks_due, self._running))
+            self._num_due = sum(map(self._allocations.num_blocks_due, self._running))
         return self._num_due
 
     def _has_row_and_token(self, step: StepDraft) -> bool:
-        return step.num_free_tokens > 0 and self._leases.rows.num_free > 0
+        return step.num_free_tokens > 0 and self._allocations.rows.num_free > 0
 
     def _would_fit(
         self, request: Request, hit: PrefixHit | None, step: StepDraft, displaced: list[Request]
     ) -> bool:
         """Whether a request fits once others have given back what they hold."""
-        leases = self._leases
+        allocations = self._allocations
         if not step.num_free_tokens and not any(map(step.share, displaced)):
             return False
-        num_due = self._num_blocks_due - sum(map(leases.num_blocks_due, displaced))
-        num_freed = sum(map(leases.num_blocks_of_its_own, displaced))
-        needed = num_due + leases.num_blocks_due(request, hit)
-        return needed <= leases.num_available + num_freed
+        num_due = self._num_blocks_due - sum(map(allocations.num_blocks_due, displaced))
+        num_freed = sum(map(allocations.num_blocks_of_its_own, displaced))
+        needed = num_due + allocations.num_blocks_due(request, hit)
+        return needed <= allocations.num_available + num_freed
 
 
 class Scheduler:
@@ -136,13 +139,13 @@ class Scheduler:
 
     A request is admitted if a row is free and, besides what every running request still needs for its
     known tokens and the next one, there are free blocks for all of its own known tokens and one more.
-    Blocks are leased only as tokens are scheduled. When they run out, the policy names a running request to
-    preempt: it gives everything back, keeps its outputs, and prefills prompt and outputs again in a later
+    Blocks are allocated only as tokens are scheduled. When they run out, the policy names a running request
+    to preempt: it gives everything back, keeps its outputs, and prefills prompt and outputs again in a later
     step. The earliest running request is never preempted for blocks, so it always makes progress. A policy
     may displace it for a waiting one, once for each token that it got. So everything that fits alone ends.
 
-    Samples of one prompt wait for their parent's prompt and fork its cache (``Siblings``). One that cannot
-    fork at that moment, or whose parent was preempted before, becomes an ordinary request.
+    Samples of one prompt wait for their parent's prompt and fork its cache (``ParallelSamples``). One that
+    cannot fork at that moment, or whose parent was preempted before, becomes an ordinary request.
 
     Args:
         limits: what a step may hold; a request has limits of its own for its length.
@@ -159,15 +162,15 @@ class Scheduler:
     ) -> None:
         self.limits, self.policy = limits, FirstComeFirstServed() if policy is None else policy
         self._num_postponed = num_postponed
-        self.leases = KVLeases.of(limits)
+        self.allocations = KVAllocations.of(limits)
         self._unfinished: dict[str, Request] = {}
-        self.holding = PrefixHolding(self.leases, self._unfinished)
-        self._prefixes = PrefixSharing(limits, self.leases, self.holding)
-        self._waiting = Waiting(self.policy, self.leases.find, self.leases.block_size)
+        self.holding = PrefixHolding(self.allocations, self._unfinished)
+        self._prefixes = PrefixSharing(limits, self.allocations, self.holding)
+        self._waiting = Waiting(self.policy, self.allocations.find, self.allocations.block_size)
         self._running = ArrivalOrder()
-        self._siblings = Siblings(self.leases, limits.decode_len)
+        self._parallel_samples = ParallelSamples(self.allocations, limits.decode_len)
         self._num_arrived = 0
-        self._admission = Admission(self.leases, self._running, self.policy)
+        self._admission = Admission(self.allocations, self._running, self.policy)
         self._plan_in_flight: StepPlan | None = None
 
     @property
@@ -216,9 +219,9 @@ class Scheduler:
         self._unfinished[request.request_id] = request
         parent = request.parent
         is_coming = parent is not None and self._unfinished.get(parent.request_id) is parent
-        if parent is not None and is_coming and Siblings.may_wait_for(parent):
+        if parent is not None and is_coming and ParallelSamples.may_wait_for(parent):
             request.status = RequestStatus.FOLLOWING
-            self._siblings.add(request)
+            self._parallel_samples.add(request)
         else:
             self._enqueue(request)
 
@@ -246,7 +249,7 @@ class Scheduler:
         if alone is not None:
             self._restart_running(but=alone)
             if alone.status is RequestStatus.WAITING:
-                self._open(alone, self.leases.find(alone))
+                self._open(alone, self.allocations.find(alone))
         self._schedule_running(step, are_decodes=True)
         self._schedule_running(step, are_decodes=False)
         if alone is None:
@@ -257,7 +260,7 @@ class Scheduler:
                 assert not self._unfinished, f"nothing scheduled for {self._unfinished}"
                 return None
         try:
-            self._plan_in_flight = self._trim(step, step.finish(self.leases.take_copies()))
+            self._plan_in_flight = self._trim(step, step.finish(self.allocations.take_copies()))
         except BaseException:
             # Copies that were taken are lost, and rows may lie where they would have put them.
             self.forget_cache()
@@ -292,7 +295,7 @@ class Scheduler:
         committed = append_tokens(plan, token_ids, accepted, self.policy)
         self._prefixes.keep(plan)
         ended = [(done.request, done.finish_reason) for done in committed if done.finish_reason is not None]
-        forking = self._siblings.parents_prefilled_by(plan) if self._siblings.waiting else []
+        forking = self._parallel_samples.parents_prefilled_by(plan) if self._parallel_samples.waiting else []
         # Room first, then forks, then the parents that ended: until then they hold what is forked.
         for request, reason in ended:
             if request not in forking:
@@ -316,7 +319,7 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """End a request early, at any time; returns it, or None if no unfinished request has this id.
 
-        Siblings that wait for it become ordinary requests.
+        ParallelSamples that wait for it become ordinary requests.
         """
         request = self._unfinished.get(request_id)
         if request is not None:
@@ -341,7 +344,7 @@ class Scheduler:
         """Give a running request its share of the step, preempting later arrivals for their blocks."""
         while request.status is RequestStatus.RUNNING:
             num_new = step.share_of(request)
-            if not num_new or self.leases.grow(request, request.num_computed_tokens + num_new):
+            if not num_new or self.allocations.grow(request, request.num_computed_tokens + num_new):
                 step.add(request, num_new)
                 return
             self._preempt(self._victim(), step)
@@ -360,7 +363,7 @@ class Scheduler:
     def _restart(self, request: Request) -> None:
         """Take row and blocks from a running request, which keeps its tokens and waits again."""
         self._running.remove(request)
-        self.leases.close(request)
+        self.allocations.close(request)
         request.num_computed_tokens = 0
         self._enqueue(request)
         self._release(request)
@@ -377,7 +380,7 @@ class Scheduler:
     def _open(self, request: Request, hit: PrefixHit | None) -> None:
         """Give a waiting request a row, and what is cached of its beginning."""
         self._waiting.admit(request)
-        request.num_computed_tokens = self.leases.open(request, hit)
+        request.num_computed_tokens = self.allocations.open(request, hit)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
         self._run(request)
@@ -388,13 +391,15 @@ class Scheduler:
             request = self._waiting.next()
             if request in step.preempted:
                 return
-            hit = self.leases.find(request)
+            hit = self.allocations.find(request)
             if self._prefixes.comes_soon(request, hit, self._running, step):
                 self._waiting.pass_over(request)
                 continue
             for other in self._admission.displaced_for(request, hit, step):
                 self._preempt(other, step)
-                hit = self.leases.find(request)  # a snapshot of the other may have taken the room of the hit
+                hit = self.allocations.find(
+                    request
+                )  # a snapshot of the other may have taken the room of the hit
             begin = self._prefixes.begin(request, hit, step, self._waiting.arrivals)
             if begin is None or not self._admission.has_room(request, begin.hit, step):
                 return
@@ -428,11 +433,11 @@ class Scheduler:
                 if self._plan_in_flight is None:
                     self._prefixes.keep_end(request)
                 self._running.remove(request)
-                self.leases.close(request)
+                self.allocations.close(request)
             case RequestStatus.WAITING:
                 self._waiting.remove(request)
             case RequestStatus.FOLLOWING:
-                self._siblings.remove(request)
+                self._parallel_samples.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._unfinished[request.request_id]
@@ -442,11 +447,11 @@ class Scheduler:
 
     def _release(self, parent: Request) -> None:
         """Let siblings that wait for a request be ordinary ones."""
-        for child in self._siblings.release(parent):
+        for child in self._parallel_samples.release(parent):
             self._enqueue(child)
 
     def _fork(self, parent: Request) -> None:
-        for child, has_cache in self._siblings.fork(parent):
+        for child, has_cache in self._parallel_samples.fork(parent):
             if has_cache:
                 self._run(child)
             else:

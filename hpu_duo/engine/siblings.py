@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from hpu_duo.engine.step_plan import StepPlan
-from hpu_duo.kv.leases import KVLeases
+from hpu_duo.kv.allocations import KVAllocations
 from hpu_duo.request import Request
 
 
-class Siblings:
+class ParallelSamples:
     """Requests that wait for their parent, by parent.
 
     A parent is waited for while it computes its prompt. A sibling then forks its cache up to the last prompt
     token, which it computes again to sample a first token of its own.
 
     Args:
-        leases: of the caches that are forked.
+        allocations: of the caches that are forked.
         decode_len: most tokens of a row that decodes.
 
     Attributes:
         waiting: those that wait, by parent.
     """
 
-    def __init__(self, leases: KVLeases, decode_len: int) -> None:
-        self._leases, self._decode_len = leases, decode_len
+    def __init__(self, allocations: KVAllocations, decode_len: int) -> None:
+        self._allocations, self._decode_len = allocations, decode_len
         self.waiting: dict[Request, list[Request]] = {}
 
     @staticmethod
@@ -68,7 +68,7 @@ class Siblings:
         is_at_end_of_prompt = 0 <= num_behind < self._decode_len
         forked = []
         for child in self.waiting.pop(parent):
-            has_cache = is_at_end_of_prompt and self._leases.fork(parent, child, num_tokens)
+            has_cache = is_at_end_of_prompt and self._allocations.fork(parent, child, num_tokens)
             if has_cache:
                 child.num_computed_tokens = num_tokens
             forked.append((child, has_cache))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpu_duo.engine.scheduler import Scheduler
     from hpu_duo.engine.telemetry import Drift
     from hpu_duo.heads import HeadPattern
-    from hpu_duo.kv.leases import KVLeases
+    from hpu_duo.kv.allocations import KVAllocations
     from hpu_duo.kv.plan import MemoryPlan
 
 
@@ -49,18 +49,18 @@ class PrefixStats:
     snapshot_bytes: int
 
     @classmethod
-    def of(cls, leases: KVLeases, memory: MemoryPlan) -> PrefixStats | None:
+    def of(cls, allocations: KVAllocations, memory: MemoryPlan) -> PrefixStats | None:
         """Collect the counters; None where prefixes are not cached."""
-        cache = leases.prefixes
+        cache = allocations.prefixes
         if cache is None:
             return None
         return cls(
             **vars(cache.counters),
-            num_idle_blocks=leases.blocks.num_idle,
-            num_held_blocks=leases.num_held_blocks,
+            num_idle_blocks=allocations.blocks.num_idle,
+            num_held_blocks=allocations.num_held_blocks,
             num_snapshots=cache.num_snapshots,
-            idle_bytes=leases.blocks.num_idle * memory.block_bytes,
-            context_bytes=leases.num_held_blocks * memory.block_bytes,
+            idle_bytes=allocations.blocks.num_idle * memory.block_bytes,
+            context_bytes=allocations.num_held_blocks * memory.block_bytes,
             snapshot_bytes=cache.num_snapshots * memory.row_bytes,
         )
 
@@ -116,10 +116,10 @@ class EngineStats:
         num_uncaptured_steps: steps of buckets that are too long to be captured.
         num_unrecorded_steps: steps that were served but could not be recorded, as on a full disk.
         num_running, num_waiting: requests now.
-        used_blocks, total_blocks, used_rows, total_rows: leases now.
+        used_blocks, total_blocks, used_rows, total_rows: allocations now.
         kv_bytes: bytes that the stores take.
         graph_bytes: bytes of device memory that were set aside for graphs.
-        held_bytes: bytes of the leased blocks and rows; blocks that several requests share count once.
+        held_bytes: bytes of the allocated blocks and rows; blocks that several requests share count once.
         full_attention_bytes: bytes that the cached tokens would take with every head in blocks.
         peak_held_bytes, peak_full_attention_bytes: both at the step with the most cached tokens.
         peak_unshared_bytes: what its requests would have held then if none had shared a block.
@@ -178,7 +178,7 @@ class EngineStats:
     ) -> EngineStats:
         """Collect the counters, and what is allocated now."""
         counters = telemetry.counters
-        leases, memory, graphs = scheduler.leases, runner.store.plan, runner.graphs.counters
+        allocations, memory, graphs = scheduler.allocations, runner.store.plan, runner.graphs.counters
         return cls(
             steps=dict(counters.steps),
             num_prompt_tokens=counters.num_prompt_tokens,
@@ -192,13 +192,13 @@ class EngineStats:
             num_unrecorded_steps=counters.num_unrecorded_steps,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            used_blocks=leases.blocks.num_used,
+            used_blocks=allocations.blocks.num_used,
             total_blocks=memory.num_blocks if memory.uses_blocks else 0,
-            used_rows=leases.rows.num_used,
+            used_rows=allocations.rows.num_used,
             total_rows=memory.max_num_seqs,
             kv_bytes=runner.store.num_bytes,
             graph_bytes=memory.graph_bytes,
-            held_bytes=held_bytes(leases, memory),
+            held_bytes=held_bytes(allocations, memory),
             full_attention_bytes=memory.full_attention_bytes(scheduler.num_cached_tokens),
             peak_held_bytes=counters.peak_held_bytes,
             peak_full_attention_bytes=counters.peak_full_attention_bytes,
@@ -209,9 +209,9 @@ class EngineStats:
             resolved=Resolved.of(runner, scheduler, patterns),
             notes=notes,
             drift=telemetry.shapes.drift,
-            prefixes=PrefixStats.of(leases, memory),
+            prefixes=PrefixStats.of(allocations, memory),
             ranks=RankStats.of(runner.executor),
-            budgets=BudgetStats.of(counters.num_given_up, leases, memory),
+            budgets=BudgetStats.of(counters.num_evicted_tokens, allocations, memory),
             attention_rules=RuleStats.all_of(counters.tiles, memory),
         )
 

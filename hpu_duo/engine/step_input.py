@@ -21,7 +21,7 @@ ROW_COPIES = "row_copies"
 
 
 @dataclass(frozen=True, eq=False)
-class StepMessage:
+class StepInput:
     """A step, padded to its bucket; plain data, see ``hpu_duo.device.plain``.
 
     Attributes:
@@ -33,7 +33,7 @@ class StepMessage:
         sampling: parameters of sampling, with one float32 array, and one int32 array of masks if a row has a
             grammar; None samples nothing.
         sampled: rows of logits whose tokens are returned, int32 ``[S]``, in order.
-        hosted: rows of logits whose tokens are chosen on the host, so that logits are copied there.
+        host_sampled: rows of logits whose tokens are chosen on the host, so that logits are copied there.
     """
 
     shape: BatchShape
@@ -43,7 +43,7 @@ class StepMessage:
     num_row_copies: int
     sampling: SamplingBatch | None
     sampled: npt.NDArray[np.int32]
-    hosted: tuple[int, ...] = ()
+    host_sampled: tuple[int, ...] = ()
 
 
 def message_fields(geometry: StepGeometry, bucket: BatchShape) -> dict[str, tuple[int, ...]]:
@@ -62,29 +62,29 @@ def most_copies(geometry: StepGeometry) -> int:
     A row is copied to when it moves, when a sample forks or when a prefix is taken up, and a snapshot when it
     is taken. A fork copies a block as well, and a block that moves may exchange its content with another.
     """
-    return geometry.trash_row + 2 * geometry.max_block_moves
+    return geometry.null_row + 2 * geometry.max_block_moves
 
 
 def write_copies(
     fields: Mapping[str, npt.NDArray[np.int32]], copies: CopyLists, geometry: StepGeometry
 ) -> tuple[int, int]:
-    """Write copies into their fields, padded by copies of trash; returns the padded numbers of both kinds.
+    """Write copies into their fields, padded by copies of null units; returns both padded numbers.
 
     The rest of the fields is not read.
     """
     return (
-        _write(fields[BLOCK_COPIES], copies.blocks, geometry.trash_block),
-        _write(fields[ROW_COPIES], copies.rows, geometry.trash_row),
+        _write(fields[BLOCK_COPIES], copies.blocks, geometry.null_block),
+        _write(fields[ROW_COPIES], copies.rows, geometry.null_row),
     )
 
 
-def _write(field: npt.NDArray[np.int32], copies: npt.NDArray[np.int32], trash: int) -> int:
+def _write(field: npt.NDArray[np.int32], copies: npt.NDArray[np.int32], null: int) -> int:
     num_copies = copies.shape[1]
     if not num_copies:
         return 0
     size = padded_size(num_copies, field.shape[1])
     field[:, :num_copies] = copies
-    field[:, num_copies:size] = trash
+    field[:, num_copies:size] = null
     return size
 
 
@@ -93,12 +93,12 @@ class BuiltStep:
     """A message, and the data that stays on the host.
 
     Attributes:
-        hosted: sampling of the rows in ``message.hosted``.
+        host_sampled: sampling of the rows in ``message.host_sampled``.
         errors: errors of rows that cannot be sampled, by row of logits; their tokens are undefined.
     """
 
-    message: StepMessage
-    hosted: Mapping[int, SamplingRow]
+    message: StepInput
+    host_sampled: Mapping[int, SamplingRow]
     errors: Mapping[int, Exception]
 
 
@@ -152,27 +152,29 @@ class StepBuilder:
         rows: list[SamplingRow | None] = [None] * (bucket.num_logits * decode_len)
         for ring_row, each in sampling.items():
             rows[ring_row * decode_len : ring_row * decode_len + len(each)] = each
-        hosted = {index: row for index, row in enumerate(rows) if row is not None and row.choose is not None}
+        host_sampled = {
+            index: row for index, row in enumerate(rows) if row is not None and row.choose is not None
+        }
         how, errors = None, dict[int, Exception]()
         if sampled:
-            for row in hosted:
+            for row in host_sampled:
                 rows[row] = None  # not for the device's sampler
             how, errors = self._sampling(rows)
         copies = CopyLists.of(plan.moves) if plan.moves else NO_COPIES
-        message = self._message(batch, bucket, copies, how, sampled, tuple(hosted))
-        return BuiltStep(message, hosted, errors)
+        message = self._message(batch, bucket, copies, how, sampled, tuple(host_sampled))
+        return BuiltStep(message, host_sampled, errors)
 
-    def padding(self, bucket: BatchShape, num_copies: int = 0) -> StepMessage:
-        """Build a step without rows, which reads and writes trash only, to warm a bucket up.
+    def padding(self, bucket: BatchShape, num_copies: int = 0) -> StepInput:
+        """Build a step without rows, which reads and writes null units only, to warm a bucket up.
 
         Args:
-            num_copies: number of copies of each kind, from trash to trash.
+            num_copies: number of copies of each kind, from null units to null units.
         """
-        trash = (self._geometry.trash_block, self._geometry.trash_row)
-        copies = CopyLists(*(np.full((2, num_copies), unit, np.int32) for unit in trash))
+        null = (self._geometry.null_block, self._geometry.null_row)
+        copies = CopyLists(*(np.full((2, num_copies), unit, np.int32) for unit in null))
         return self._message(StepBatch.empty(), bucket, copies, None, (), ())
 
-    def copying(self, copies: Sequence[Copy], bucket: BatchShape) -> StepMessage:
+    def copying(self, copies: Sequence[Copy], bucket: BatchShape) -> StepInput:
         """Build a message of copies, and a step without rows."""
         return self._message(StepBatch.empty(), bucket, CopyLists.of(copies), None, (), ())
 
@@ -183,14 +185,14 @@ class StepBuilder:
         copies: CopyLists,
         sampling: SamplingBatch | None,
         sampled: Sequence[int],
-        hosted: tuple[int, ...],
-    ) -> StepMessage:
+        host_sampled: tuple[int, ...],
+    ) -> StepInput:
         fields = self._host.stage(bucket)
         fill(fields, batch, bucket, self._geometry, self.class_of)
         num_copies = write_copies(fields, copies, self._geometry)
         ints = self._host.take(bucket)
-        return StepMessage(
-            batch.shape, bucket, ints, *num_copies, sampling, np.array(sampled, np.int32), hosted
+        return StepInput(
+            batch.shape, bucket, ints, *num_copies, sampling, np.array(sampled, np.int32), host_sampled
         )
 
     def _sampling(self, rows: list[SamplingRow | None]) -> tuple[SamplingBatch, dict[int, Exception]]:

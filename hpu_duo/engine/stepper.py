@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from graphs import GraphMissError, RecompileError
 from graphs.interrupts import Deferral
 from hpu_duo.device.ranks import RankError
-from hpu_duo.engine.outputs import Deliveries, TokenLogprob, logprobs_of
+from hpu_duo.engine.outputs import OutputQueue, TokenLogprob, logprobs_of
 from hpu_duo.engine.runner import Runner, StepResult
 from hpu_duo.engine.samples import LiveSamples
 from hpu_duo.engine.scheduler import Scheduler
@@ -22,7 +22,7 @@ _MOST_FAILURES = 2
 """Failing steps that a request may have a row in before it is tried alone."""
 
 
-class Suspects:
+class FailureIsolation:
     """Requests of failing steps, to be run alone one after the other: the one that fails alone is at fault.
 
     A request is suspect after two failing steps without a token between them. A step that no bucket holds
@@ -80,7 +80,7 @@ class Stepper:
 
     Attributes:
         samples: the samples that have not ended.
-        deliveries: receives the outputs.
+        output_queue: receives the outputs.
         telemetry: recorders of steps and their shapes.
 
     Args:
@@ -89,11 +89,11 @@ class Stepper:
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
-        self.samples, self.deliveries = LiveSamples(), Deliveries()
+        self.samples, self.output_queue = LiveSamples(), OutputQueue()
         replanning = Replanning(runner.model.model.name_or_path or "DIR", scheduler.limits)
         self.telemetry = Telemetry(ShapeWatch(lambda: runner.graphs.table, replanning))
         self._runner, self._scheduler = runner, scheduler
-        self._suspects = Suspects()
+        self._isolation = FailureIsolation()
         self._uncollected: deque[tuple[CommittedToken, TokenLogprob | None]] = deque()
         self._is_stepping = False
         self._aborted_meanwhile: list[str] = []
@@ -106,7 +106,7 @@ class Stepper:
     @property
     def last_failed(self) -> list[str]:
         """Names of unfinished requests that had a row in the last step, if its run has failed."""
-        states = (self.samples.get(request.request_id) for request in self._suspects.last_failed)
+        states = (self.samples.get(request.request_id) for request in self._isolation.last_failed)
         return [state.public_id for state in states if state is not None]
 
     def abort(self, request_id: str) -> bool:
@@ -122,7 +122,7 @@ class Stepper:
         self._scheduler.discard()
         for state in states:
             self._end(state.request, FinishReason.ABORT)
-            self.deliveries.report(state.abort())
+            self.output_queue.report(state.abort())
         return bool(states)
 
     def check_between_steps(self) -> None:
@@ -150,13 +150,13 @@ class Stepper:
                 self.abort(self._aborted_meanwhile.pop())
 
     def _advance(self, deferral: Deferral) -> None:
-        self._suspects.last_failed = ()
+        self._isolation.last_failed = ()
         began = time.perf_counter()
         # Tokens that a failed step had sampled, and its plan if it was not committed.
         if self._uncollected:
             self._collect()
         self._scheduler.discard()
-        plan = self._scheduler.plan(self._suspects.alone)
+        plan = self._scheduler.plan(self._isolation.alone)
         if plan is None:
             return
         sampling, errors = self._sampling_rows(plan)
@@ -167,13 +167,13 @@ class Stepper:
         except (RecompileError, RankError):
             raise  # the fault of no request
         except Exception as error:
-            culprit = self._suspects.culprit(plan, error)
+            culprit = self._isolation.culprit(plan, error)
             if culprit is None:
                 raise
             self._fail(culprit, error)
             return
         ran = time.perf_counter()
-        self._suspects.clear(plan)
+        self._isolation.clear(plan)
         self._take(plan, result, {**errors, **result.errors})
         self._collect()
         self.telemetry.counters.host_s += time.perf_counter() - began - (ran - planned) + result.build_s
@@ -199,7 +199,7 @@ class Stepper:
             errors: errors by ring row; these requests end.
         """
         logprobs = {} if result.logprobs is None else logprobs_of(plan, result.token_ids, result.logprobs)
-        self.telemetry.note(plan, result, self._scheduler.leases, self._runner.executor.store.plan)
+        self.telemetry.note(plan, result, self._scheduler.allocations, self._runner.executor.store.plan)
         for row in plan.sampled_rows:
             if row.ring_row in errors:
                 self._fail(row.request, errors[row.ring_row])
@@ -221,17 +221,17 @@ class Stepper:
                 continue
             if output.finish_reason is not None:
                 self._end(request, output.finish_reason)
-            self.deliveries.report(output)
+            self.output_queue.report(output)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request with an error, unless it has ended."""
         state = self.samples.get(request.request_id)
         if state is not None:
             self._end(request, FinishReason.ERROR)
-            self.deliveries.report(state.fail(error))
+            self.output_queue.report(state.fail(error))
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if not request.is_finished:
             self._scheduler.finish(request, reason)
-        self._suspects.forget(request)
+        self._isolation.forget(request)
         self.samples.remove(request.request_id)

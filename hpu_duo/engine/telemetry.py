@@ -17,7 +17,7 @@ from graphs import BatchShape, BucketTable, StepLimits
 from graphs.bucket_file import write_shapes
 from graphs.planner.cells import price, to_levels
 from graphs.traffic_watch import ShapeReservoir
-from hpu_duo.engine.head_stats import TileCounts, add_tiles, num_given_up
+from hpu_duo.engine.head_stats import TileCounts, add_tiles, num_evicted_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from graphs.bucket_file import ShapeRecorder
     from hpu_duo.engine.runner import StepResult
-    from hpu_duo.engine.step_input import StepMessage
+    from hpu_duo.engine.step_input import StepInput
     from hpu_duo.engine.step_plan import StepPlan
-    from hpu_duo.kv.leases import KVLeases
+    from hpu_duo.kv.allocations import KVAllocations
     from hpu_duo.kv.plan import MemoryPlan, SparseKind
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class StepCounters:
     num_query_tokens: int = 0
     num_preemptions: int = 0
     num_unrecorded_steps: int = 0
-    num_given_up: Counter[int] = field(default_factory=Counter)
+    num_evicted_tokens: Counter[int] = field(default_factory=Counter)
     tiles: dict[SparseKind, TileCounts] = field(default_factory=dict)
     peak_cached_tokens: int = 0
     peak_held_bytes: int = 0
@@ -53,7 +53,9 @@ class StepCounters:
     host_s: float = 0.0
     device_s: float = 0.0
 
-    def count(self, plan: StepPlan, result: StepResult, leases: KVLeases, memory: MemoryPlan) -> None:
+    def count(
+        self, plan: StepPlan, result: StepResult, allocations: KVAllocations, memory: MemoryPlan
+    ) -> None:
         """Account for a step that has run, before anything of it is given back."""
         shape, bucket = result.message.shape, result.message.bucket
         self.steps[str(shape.phase)] += 1
@@ -70,25 +72,25 @@ class StepCounters:
         self.num_padded_tokens += bucket.query_len - shape.query_len
         self.num_preemptions += len(plan.preempted)
         if memory.budgets:
-            self.num_given_up.update(num_given_up(plan, memory))
+            self.num_evicted_tokens.update(num_evicted_tokens(plan, memory))
         if memory.sparse_heads:
             add_tiles(self.tiles, plan, memory)
         if cached >= self.peak_cached_tokens:
             self.peak_cached_tokens = cached
-            self.peak_held_bytes = held_bytes(leases, memory)
+            self.peak_held_bytes = held_bytes(allocations, memory)
             self.peak_full_attention_bytes = memory.full_attention_bytes(cached)
             self.peak_unshared_bytes = num_blocks * memory.block_bytes + len(plan.rows) * memory.row_bytes
 
 
-def held_bytes(leases: KVLeases, memory: MemoryPlan) -> int:
-    """Bytes of the leased blocks and rows; blocks that several requests share count once."""
-    return leases.blocks.num_used * memory.block_bytes + leases.rows.num_used * memory.row_bytes
+def held_bytes(allocations: KVAllocations, memory: MemoryPlan) -> int:
+    """Bytes of the allocated blocks and rows; blocks that several requests share count once."""
+    return allocations.blocks.num_used * memory.block_bytes + allocations.rows.num_used * memory.row_bytes
 
 
 class StepSink(Protocol):
     """A recorder of steps, such as ``hpu_duo.steplog.StepRecorder``."""
 
-    def add(self, message: StepMessage, token_ids: npt.NDArray[np.int32]) -> None:
+    def add(self, message: StepInput, token_ids: npt.NDArray[np.int32]) -> None:
         """Record a step that has run, and the tokens of ``message.sampled``."""
         ...
 
@@ -118,13 +120,15 @@ class Telemetry:
         self.step_recorder: StepSink | None = None
         self.profiler: StepListener | None = None
 
-    def note(self, plan: StepPlan, result: StepResult, leases: KVLeases, memory: MemoryPlan) -> None:
+    def note(
+        self, plan: StepPlan, result: StepResult, allocations: KVAllocations, memory: MemoryPlan
+    ) -> None:
         """Account for a step that has run, before anything of it is given back.
 
         Errors, of a full disk say, are counted, and the first one is logged.
         """
         shape, bucket = result.message.shape, result.message.bucket
-        is_noted = self._try(partial(self.counters.count, plan, result, leases, memory))
+        is_noted = self._try(partial(self.counters.count, plan, result, allocations, memory))
         is_noted &= self._try(partial(self.shapes.add, shape, bucket))
         if self.recorder is not None:
             is_noted &= self._try(partial(self.recorder.add, shape))
@@ -247,14 +251,14 @@ class ShapeWatch:
 
     def _judge(self, window: list[tuple[BatchShape, BatchShape]]) -> None:
         table = self._table()
-        promise, cost = table.promise, table.cost
-        if promise is None or not promise.is_by(cost):
+        planned_padding, cost = table.planned_padding, table.cost
+        if planned_padding is None or not planned_padding.is_by(cost):
             return
         exact, padded = (price(cost, to_levels(shapes)).sum() for shapes in zip(*window))
         seen = float(padded / exact) - 1
-        if seen > _TIMES * promise.padding + _MORE:
+        if seen > _TIMES * planned_padding.padding + _MORE:
             command = self._replanning.command(len(table), self.recording or self._write())
-            self.drift = Drift(promise.padding, seen, len(window), command)
+            self.drift = Drift(planned_padding.padding, seen, len(window), command)
             _log.warning("%s", self.drift)
 
     def _write(self) -> Path:

@@ -1,1 +1,1 @@
-"""The KV stores: leases of blocks and rows, copies between them, and their memory."""
+"""The KV stores: allocations of blocks and rows, copies between them, and their memory."""

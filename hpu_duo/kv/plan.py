@@ -48,7 +48,7 @@ def budget_groups(num_retrieval: int, num_budget: int, budget: Budget) -> tuple[
     return tuple(HeadGroup(count, kind) for count, kind in counts if count)
 
 
-def ruled_groups(kinds: Sequence[GroupKind]) -> tuple[list[int], tuple[HeadGroup, ...]]:
+def sparse_groups(kinds: Sequence[GroupKind]) -> tuple[list[int], tuple[HeadGroup, ...]]:
     """The groups of a layer whose heads keep blocks, each of its kind; those that see all tokens come first.
 
     Returns:
@@ -133,7 +133,7 @@ class MemoryPlan:
 
     Each group of each layer has a store ``[num_units, K, num_slots, D]`` for keys and one for values, with
     ``num_blocks + 1`` units where blocks own them, and ``max_num_seqs + num_snapshots + 1`` where rows do;
-    the one extra is the trash that padding points at. Kinds that keep a scratch have one of
+    the one extra is the null unit that padding points at. Kinds that keep a scratch have one of
     ``max_chunk_rows`` units besides, those that read whole prompts as many regions, and those with a state
     its bytes for each slot of a unit. All figures are whole bytes, without rounding.
 
@@ -141,8 +141,8 @@ class MemoryPlan:
         layers: one entry per decoder layer.
         dtype_bytes: bytes of one element.
         block_size: tokens per block.
-        max_num_seqs: rows that can be leased.
-        num_blocks: blocks that can be leased; irrelevant when no group keeps blocks.
+        max_num_seqs: rows that can be allocated.
+        num_blocks: blocks that can be allocated; irrelevant when no group keeps blocks.
         graph_bytes: device memory that is left free for captured graphs; no store is in it.
         max_chunk_rows: rows that are copied to a scratch in one step (C), for kinds of heads that keep one.
         num_snapshots: rows behind those, for rings of cached prefixes.
@@ -190,7 +190,7 @@ class MemoryPlan:
         Every row is paid for first, then blocks take the rest. Where no group keeps blocks there are none.
 
         Raises:
-            ValueError: the budget does not hold all rows and one block per row (and the trash of both).
+            ValueError: the budget does not hold all rows and one block per row (and the null unit of both).
         """
         sizes = (dtype_bytes, block_size, max_num_seqs, max_num_seqs, graph_bytes)
         plan = cls(layers, *sizes, max_chunk_rows, num_snapshots)
@@ -257,11 +257,11 @@ class MemoryPlan:
         return self._unit_bytes(Owner.ROW)
 
     def num_units(self, kind: GroupKind) -> int:
-        """Units of a store of this kind, the trash included."""
-        return self.trash_unit(kind) + 1
+        """Units of a store of this kind, the null unit included."""
+        return self.null_unit(kind) + 1
 
-    def trash_unit(self, kind: GroupKind) -> int:
-        """Number of the unit that padding points at, behind those that are leased."""
+    def null_unit(self, kind: GroupKind) -> int:
+        """Number of the unit that padding points at, behind those that are allocated."""
         return self.num_blocks if kind.owner is Owner.BLOCK else self.max_num_seqs + self.num_snapshots
 
     @cached_property
@@ -301,7 +301,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all KV tensors, the trash block, the trash row and the scratch included."""
+        """Bytes of all KV tensors, the null block, the null row and the scratch included."""
         num_rows = self.max_num_seqs + self.num_snapshots + 1
         return (self.num_blocks + 1) * self.block_bytes + num_rows * self.row_bytes + self.scratch_bytes
 
@@ -311,7 +311,7 @@ class MemoryPlan:
         return self.num_blocks * self.block_size if self.uses_blocks else None
 
     def bytes_per_request(self, num_tokens: int) -> int:
-        """Bytes a request with ``num_tokens`` tokens in the cache keeps leased: whole blocks and its row."""
+        """Bytes that a request with ``num_tokens`` cached tokens is allocated: whole blocks and its row."""
         return -(-num_tokens // self.block_size) * self.block_bytes + self.row_bytes
 
     def full_attention_bytes(self, num_tokens: int) -> int:

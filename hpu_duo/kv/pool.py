@@ -31,7 +31,7 @@ class BlockPool:
     free again when the last one has released it. A block whose content is *kept* is *idle* instead, and
     can be shared again, until it is dropped; ``compact`` brings held blocks down below idle ones.
     The store has one block more than the pool, the
-    *trash block* ``num_blocks``, which padded writes go to and which is never handed out.
+    *null block* ``num_blocks``, which padded writes go to and which is never handed out.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -47,7 +47,7 @@ class BlockPool:
         self._may_have_gaps = False
 
     @property
-    def trash_block(self) -> int:
+    def null_block(self) -> int:
         """The id of the block that padding points at."""
         return self.num_blocks
 
@@ -77,10 +77,10 @@ class BlockPool:
         return not self._holders[block] and block in self._kept
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Lease the ``count`` lowest free blocks, in ascending order, each with one holder.
+        """Allocation the ``count`` lowest free blocks, in ascending order, each with one holder.
 
         Raises:
-            ValueError: fewer than ``count`` blocks are free; nothing is leased then.
+            ValueError: fewer than ``count`` blocks are free; nothing is allocated then.
         """
         if not 0 <= count <= self._num_free:
             raise ValueError(f"asked for {count} blocks, {self._num_free} of {self.num_blocks} are free")
@@ -214,7 +214,7 @@ class RowPool(Generic[Owner]):
     """Hands out rows ``0 .. num_rows - 1``, the lowest free one first, one owner each.
 
     After ``compact`` the ``n`` used rows are exactly ``[0, n)``, so a step over ``n`` requests works on
-    a leading slice of the ring store. The store has one row more, the *trash row* ``num_rows``, which
+    a leading slice of the ring store. The store has one row more, the *null row* ``num_rows``, which
     padding points at and which is never handed out.
     """
 
@@ -226,7 +226,7 @@ class RowPool(Generic[Owner]):
         self._free = list(range(num_rows))
 
     @property
-    def trash_row(self) -> int:
+    def null_row(self) -> int:
         """The row that padding points at."""
         return self.num_rows
 
@@ -250,7 +250,7 @@ class RowPool(Generic[Owner]):
         return self._owners[row]
 
     def acquire(self, owner: Owner) -> int:
-        """Lease the lowest free row to ``owner``.
+        """Allocation the lowest free row to ``owner``.
 
         Raises:
             ValueError: every row is taken.

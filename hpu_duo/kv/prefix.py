@@ -106,7 +106,7 @@ class PrefixCache:
     A ring is known at the end of its text only. The scheduler has snapshots taken at borders of blocks.
 
     Copies into and out of snapshots are carried out in the order in which they are asked for, like all copies
-    of the leases, so a snapshot may be used as soon as it was asked for.
+    of the allocations, so a snapshot may be used as soon as it was asked for.
 
     Args:
         blocks: pool of the blocks.
@@ -330,7 +330,7 @@ class PrefixCache:
 
         Args:
             path: what is cached of it.
-            blocks: leased to the caller, for the others.
+            blocks: allocated to the caller, for the others.
         """
         node, new = path[-1] if path else self.tree.root(hold.namespace), list[PrefixNode]()
         for ordinal in range(len(path), hold.num_blocks):

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from hpu_duo.device.rules import mark_trash
+from hpu_duo.device.rules import mark_null
 from hpu_duo.kv.plan import LayerKV, MemoryPlan
-from hpu_duo.uncopied import Uncopied
+from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import (
     GroupKind,
     HeadGroup,
@@ -46,7 +46,7 @@ def reserved_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
-class KVStore(Uncopied):
+class KVStore(NotPicklable):
     """The stores of all groups of heads, zeroed; see ``MemoryPlan`` for their shapes.
 
     They are allocated once. On a CPU a block takes memory from its first use on.
@@ -74,9 +74,9 @@ class KVStore(Uncopied):
         layout = group.kind.layout(num_units, group.num_heads, self.plan.block_size)
         shape = (layout.num_units * layout.unit_stride, layer.head_dim)
         k, v = (reserved_zeros(shape, dtype, device) for _ in range(2))
-        trash = self.plan.trash_unit(group.kind)
+        null = self.plan.null_unit(group.kind)
         for flat in (k, v):
-            mark_trash(flat, trash * layout.unit_stride, (trash + 1) * layout.unit_stride)
+            mark_null(flat, null * layout.unit_stride, (null + 1) * layout.unit_stride)
         state = self._state(group, layout, device) if group.kind.state_bytes else None
         if not group.kind.keeps_scratch:
             regions = self._regions(layer, group, dtype, device) if group.kind.region_len else None
@@ -93,16 +93,16 @@ class KVStore(Uncopied):
         shape = (layout.num_units * layout.unit_stride, layer.head_dim)
         k, v = (reserved_zeros(shape, dtype, device) for _ in range(2))
         for flat in (k, v):
-            mark_trash(flat, 0, layout.offset)
+            mark_null(flat, 0, layout.offset)
         score = reserved_zeros((num_regions, group.num_heads * num_tokens), torch.float32, device)
         return PromptRegions(k, v, score, layout)
 
     def _state(self, group: HeadGroup, layout: UnitLayout, device: torch.device) -> SlotState:
         shape = layout.num_units, layout.num_heads * layout.num_slots
-        trash = self.plan.trash_unit(group.kind)
+        null = self.plan.null_unit(group.kind)
         state = SlotState(*(reserved_zeros(shape, dtype, device) for dtype in (torch.int32, torch.float32)))
         for each in state:
-            mark_trash(each, trash, trash + 1, is_state=True)
+            mark_null(each, null, null + 1, is_state=True)
         return state
 
     @property
@@ -128,7 +128,7 @@ class KVStore(Uncopied):
 
         Args:
             blocks, rows: int32 ``[2, n]``, on the device: sources, and the destinations below them. Only
-                trash may be a destination twice.
+                null units may be a destination twice.
         """
         for owner, copies in ((Owner.BLOCK, blocks), (Owner.ROW, rows)):
             if copies.shape[1]:

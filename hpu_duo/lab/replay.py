@@ -11,7 +11,7 @@ import numpy as np
 
 from graphs import MissPolicy
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.step_input import StepMessage
+from hpu_duo.engine.step_input import StepInput
 from hpu_duo.startup.recorded_steps import CutLogError, LoggedStep, StepLog, check_origin, differing_versions
 
 
@@ -36,7 +36,7 @@ class ReplayReport:
 
     Attributes:
         num_steps, num_tokens: steps that ran, and tokens compared.
-        num_hosted: tokens that were chosen on the host, which a message cannot repeat; the tokens after them
+        num_host_sampled: tokens chosen on the host, which a message cannot repeat; the tokens after them
             are compared, since later messages hold the host's choices.
         differences: tokens that differ.
         versions: software whose version differs.
@@ -45,7 +45,7 @@ class ReplayReport:
 
     num_steps: int
     num_tokens: int
-    num_hosted: int
+    num_host_sampled: int
     differences: tuple[Difference, ...]
     versions: tuple[str, ...]
     cut: str | None = None
@@ -66,23 +66,23 @@ def replay(engine: Engine, model: str | Path, log: StepLog) -> ReplayReport:
         if engine.has_unfinished:
             raise ValueError("expected an engine without requests to replay steps on, got one with some")
         check_origin(log.origin, engine, model)
-        if (prefixes := engine.scheduler.leases.prefixes) is not None:
+        if (prefixes := engine.scheduler.allocations.prefixes) is not None:
             prefixes.clear()
-        num_tokens = num_hosted = number = 0
+        num_tokens = num_host_sampled = number = 0
         differences: list[Difference] = []
         steps = _WholeSteps(log)
         for number, step in enumerate(steps, start=1):
             message = step.message
             _make_room(engine, message)
             got = engine.runner.executor.execute(message).token_ids
-            is_hosted = np.isin(message.sampled, np.array(message.hosted, np.int32))
-            num_hosted += int(is_hosted.sum())
-            num_tokens += int((~is_hosted).sum())
-            for place in np.flatnonzero((got != step.token_ids) & ~is_hosted).tolist():
+            is_host_sampled = np.isin(message.sampled, np.array(message.host_sampled, np.int32))
+            num_host_sampled += int(is_host_sampled.sum())
+            num_tokens += int((~is_host_sampled).sum())
+            for place in np.flatnonzero((got != step.token_ids) & ~is_host_sampled).tolist():
                 row, expected = int(message.sampled[place]), int(step.token_ids[place])
                 differences.append(Difference(number, row, expected, int(got[place])))
     versions = tuple(differing_versions(log.origin, engine))
-    return ReplayReport(number, num_tokens, num_hosted, tuple(differences), versions, steps.cut)
+    return ReplayReport(number, num_tokens, num_host_sampled, tuple(differences), versions, steps.cut)
 
 
 class _WholeSteps:
@@ -103,7 +103,7 @@ class _WholeSteps:
             self.cut = str(error)
 
 
-def _make_room(engine: Engine, message: StepMessage) -> None:
+def _make_room(engine: Engine, message: StepInput) -> None:
     """Add the bucket of a message to the table, if a miss had added it when the step was recorded."""
     executor = engine.runner.executor
     graphs = executor.graphs

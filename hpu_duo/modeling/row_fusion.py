@@ -1,7 +1,7 @@
 """Fuse the small operators of a traced step, so that each group of them is one call.
 
-A group is one row program (``kernels_ref.rowwise``). The results of its operators have the same rows, that
-is all dimensions but the last one, and no call between them reads their results or writes to memory. A
+A group is one fused elementwise program (``kernels_ref.rowwise``). The results of its operators share rows,
+that is all dimensions but the last one, and no call between them reads their results or writes to memory. A
 result that only the group reads is never stored.
 """
 
@@ -368,7 +368,7 @@ class _Grouping:
 
 
 class _Writer:
-    """Builds the row program of a group."""
+    """Builds the fused elementwise program of a group."""
 
     def __init__(self, group: _Group, needed: set[Value]) -> None:
         self._group, self._needed = group, needed
@@ -472,7 +472,7 @@ def _after_first(rows: Rows, result: Value) -> tuple[int, ...]:
 
 
 def arrange(calls: Sequence[Call], outputs: Any) -> list[Call]:
-    """Return the same step with products joined and, where row programs can be run, small operators fused.
+    """Return the same step with products joined and, where fused programs can be run, small operators fused.
 
     Their interpreter is asked for here, when a step is traced: until then it may be under way.
 

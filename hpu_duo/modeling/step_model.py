@@ -19,7 +19,7 @@ from hpu_duo.modeling.attention import (
     placeholder_mask,
 )
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.uncopied import Uncopied
+from hpu_duo.not_picklable import NotPicklable
 from kernels_ref import LayerCache, LayerSpec, Step, stores_of
 from kernels_ref.loops import RegionOf
 from kernels_ref.units import copy_units
@@ -35,7 +35,7 @@ def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-class ServedLayer(Uncopied):
+class ServedLayer(NotPicklable):
     """Takes the place of a layer's ``forward``: calls whatever runs layers of its kind in this step.
 
     The layer has it, so it holds the layer weakly.
@@ -48,7 +48,7 @@ class ServedLayer(Uncopied):
         return self._runners.get(self._kind, run_layer)(self._layer(), *args, **kwargs)
 
 
-class StepModel(Uncopied):
+class StepModel(NotPicklable):
     """The captured part of a step: tokens in, wanted logits out.
 
     Attributes:

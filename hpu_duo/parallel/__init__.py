@@ -12,12 +12,12 @@ from hpu_duo.parallel.exchanged_bytes import (
     summed_score_bytes,
 )
 from hpu_duo.parallel.experts import ExpertShare
-from hpu_duo.parallel.head_exchange import DealtBlocks, HeadExchange
+from hpu_duo.parallel.head_exchange import ContextParallelBlocks, HeadExchange
 from hpu_duo.parallel.modules import Sums, connect
 from hpu_duo.parallel.shared_scores import ScoreExchange, SharedPolicy
 
 __all__ = [
-    "DealtBlocks",
+    "ContextParallelBlocks",
     "Exchanged",
     "ExpertShare",
     "HeadExchange",

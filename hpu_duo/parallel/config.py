@@ -166,7 +166,10 @@ def placed(sizes: Sequence[int], ranks: Ranks, *, is_even: bool) -> tuple[slice,
             raise ValueError(f"expected a group of heads that {ranks.size} ranks share evenly, got {size}")
     # As if heads were dealt one by one, group after group, the last rank first.
     own, following = (
-        [first_head(num_dealt, rank, ranks.size) for num_dealt in accumulate(sizes, initial=0)]
+        [
+            first_head(num_context_parallel, rank, ranks.size)
+            for num_context_parallel in accumulate(sizes, initial=0)
+        ]
         for rank in (ranks.rank, ranks.rank + 1)
     )
     begins, ends = ([upto - before for before, upto in pairwise(each)] for each in (own, following))

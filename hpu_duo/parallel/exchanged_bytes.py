@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from graphs import BatchShape
-from hpu_duo.parallel.head_exchange import DealtBlocks
+from hpu_duo.parallel.head_exchange import ContextParallelBlocks
 from hpu_duo.parallel.modules import RMSNormOverRanks, SummedOverRanks, VocabParallelEmbedding
 from hpu_duo.parallel.shared_scores import SharedPolicy
 from kernels_ref import Budget, LayerSpec
@@ -145,7 +145,7 @@ class StepExchanges:
             (group.kind.exchange, spec.group_size, spec.head_dim)
             for spec in specs
             for group in spec.groups
-            if isinstance(group.kind, DealtBlocks)
+            if isinstance(group.kind, ContextParallelBlocks)
         ]
         num_ranks = max((exchange.num_ranks for exchange, _, _ in dealt), default=1)
         sizes = tuple((exchange.num_heads, group_size, size) for exchange, group_size, size in dealt)

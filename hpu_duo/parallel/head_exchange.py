@@ -138,11 +138,11 @@ _COPIES = 4
 """Copies of what ranks exchange: as computed or padded, packed, received, and in order."""
 
 
-class DealtStep(NamedTuple):
+class ContextParallelStep(NamedTuple):
     """Tensors that a step derives once for all stores of dealt blocks of one layout.
 
     Attributes:
-        own: what blocks have, for this rank's slots: new tokens that other ranks keep go to the trash block,
+        own: what blocks have, for this rank's slots: new tokens that other ranks keep go to the null block,
             and tails are seen as far as they lie here.
         shared_start: position of this rank's first slot of each shared block, ``[NS]``.
     """
@@ -152,7 +152,7 @@ class DealtStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DealtBlocks(GroupKind):
+class ContextParallelBlocks(GroupKind):
     """Heads that keep all tokens, in blocks that are dealt out over ranks.
 
     All ranks get the new keys, and the queries that meet the context, of all heads; each writes and reads its
@@ -191,27 +191,28 @@ class DealtBlocks(GroupKind):
 
     def prepare(
         self, parts: StepParts, tensors: StepTensors, rows: DecodeRows, layouts: Collection[UnitLayout]
-    ) -> dict[UnitLayout, DealtStep]:
-        """See ``DealtStep``."""
+    ) -> dict[UnitLayout, ContextParallelStep]:
+        """See ``ContextParallelStep``."""
         t, layout = tensors, next(iter(layouts))
-        num_slots, trash = layout.num_slots, layout.num_units - 1
+        num_slots, null = layout.num_slots, layout.num_units - 1
         first = self.exchange.rank * num_slots
         slot = t.write_offset - first
         is_own = (slot >= 0) & (slot < num_slots)
-        place = torch.where(is_own, t.write_block, trash), torch.where(is_own, slot, 0)
+        place = torch.where(is_own, t.write_block, null), torch.where(is_own, slot, 0)
         index = write_indices(*place, layouts)
         tails = t.tail_start[:, :0, None]
         if parts.unique:
             tails = leading_visible((t.tail_start + first)[:, :, None], rows.end[:, None], num_slots)
         start = t.shared_start + first
         return {
-            layout: DealtStep(BlockStep(index[layout], Leading(tails), rows.end), start) for layout in layouts
+            layout: ContextParallelStep(BlockStep(index[layout], Leading(tails), rows.end), start)
+            for layout in layouts
         }
 
     def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:
         """Write first: decode rows find their new keys in their blocks, on the rank that keeps them."""
         t, parts = step.tensors, step.parts
-        plan: DealtStep = step.plans[self.key, units.layout]
+        plan: ContextParallelStep = step.plans[self.key, units.layout]
         q_QOGD, new, sinks_OG, scoring = inputs
         has_shared = parts.shared and t.shared_block.shape[0] > 0
         asked = self._asked(q_QOGD, step, has_shared=has_shared)

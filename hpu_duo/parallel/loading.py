@@ -35,8 +35,8 @@ def load_share(
 ) -> PreTrainedModel:
     """Load the heads, widths and tokens of one rank, as a smaller model of the same family.
 
-    Run alone it computes nothing useful: what its layers add are summands of what the whole model adds, see
-    ``connect``. A bias of such a sum is kept by rank 0 and is zero elsewhere.
+    Run alone it computes nothing useful: what its layers add are partial sums of what the whole model adds,
+    see ``connect``. A bias of such a sum is kept by rank 0 and is zero elsewhere.
 
     Args:
         path: directory of the checkpoint.

@@ -33,7 +33,7 @@ _RAMP = (0.5, 2.0)
 """Sizes of the first and the last row of a matrix, so that what ranks compute is not of one size."""
 
 
-def check_summands(
+def check_partial_sums(
     family: str, whole: PreTrainedModel, layers: Sequence[DecoderLayer], sums: Sums, shares: Sequence[Share]
 ) -> None:
     """Check that ranks add up to what the whole model computes, at each module that they sum.
@@ -357,7 +357,7 @@ def check_share(
     _check_sums(text, cutter, whole, layers, sums)
     everybody = [Ranks(rank, ranks.size) for rank in range(ranks.size)]
     shares = [_share(config, whole, layers, narrow, each, experts) for each in everybody]
-    check_summands(text.model_type, whole, layers, sums, shares)
+    check_partial_sums(text.model_type, whole, layers, sums, shares)
     for number, (layer, share) in enumerate(zip(layers, _read_by_token(text.model_type, narrow, sums))):
         _check_attention(type(whole).__name__, number, layer, share, heads[number])
 

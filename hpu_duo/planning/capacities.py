@@ -12,7 +12,7 @@ from hpu_duo.config.device_budget import GRAPH_MEMORY_SHARE, DeviceBudget
 from hpu_duo.config.engine import ParallelConfig
 from hpu_duo.config.limits import CARD_LIMITS, HPU_LAYER_KINDS, CacheConfig, SchedulerConfig
 from hpu_duo.heads import HeadPattern
-from hpu_duo.kv.leases import block_moves
+from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import LayerKV, MemoryPlan, chunk_grid, last_chunk, ring_slack, widest_row
 from hpu_duo.kv.snapshots import default_snapshots_within
 from hpu_duo.planning.engine_work import EngineWork
@@ -245,7 +245,7 @@ class Deployment:
         )
 
     def count_requests(self, context: int) -> int:
-        """Requests of ``context`` tokens that fit, with snapshots, the trash of both and the scratch."""
+        """Requests of ``context`` tokens that fit, with snapshots, the null unit of both and the scratch."""
         one = self._units
         left = self.kv_bytes - one.block_bytes - one.row_bytes - one.scratch_bytes
         each, most = one.bytes_per_request(context), self.count_snapshots(self.serving.max_num_seqs)
@@ -266,7 +266,7 @@ class Deployment:
         return default_snapshots_within(self.kv_bytes, row_bytes, min(num_rows, serving.max_num_seqs))
 
     def count_blocks(self, num_rows: int) -> int:
-        """Blocks that fit next to ``num_rows`` ring rows, their snapshots, both trash and the scratch.
+        """Blocks that fit next to ``num_rows`` ring rows, their snapshots, both null units and the scratch.
 
         0 where no head needs any.
         """

@@ -107,7 +107,7 @@ class EngineWork:
     def _groups(
         self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape
     ) -> Iterator[tuple[AttentionCounts, AttentionRuns]]:
-        own, met = self._sizes(layer, kv), self._dealt_sizes(layer, kv)
+        own, met = self._sizes(layer, kv), self._context_parallel_sizes(layer, kv)
         if met is None:
             yield from (count_attention(sizes, bucket) for sizes in own)
             return
@@ -126,7 +126,7 @@ class EngineWork:
             return [self._of_group(layer, kv, group) for group in most_of_each(kv, self.num_devices)]
         return [self._of_group(layer, kv, group) for group in busiest_rank(kv, self.num_devices).groups]
 
-    def _dealt_sizes(self, layer: AttentionSize, kv: LayerKV) -> GroupSizes | None:
+    def _context_parallel_sizes(self, layer: AttentionSize, kv: LayerKV) -> GroupSizes | None:
         """Heads whose blocks are dealt: each device meets its part of the context with all of them."""
         dealt = [group for group in kv.groups if group.kind.owner is Owner.BLOCK]
         return self._of_group(layer, kv, dealt[0]) if self.deals_blocks and dealt else None
@@ -143,7 +143,7 @@ class EngineWork:
         )
 
     def _exchanges(self, layer: AttentionSize, kv: LayerKV, bucket: BatchShape) -> HeadExchanges:
-        met = self._dealt_sizes(layer, kv)
+        met = self._context_parallel_sizes(layer, kv)
         if met is None:
             return HeadExchanges()
         sizes = met.heads.num_heads, met.group_size, met.head_dim, ACTIVATION_BYTES

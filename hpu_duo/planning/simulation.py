@@ -24,7 +24,7 @@ from graphs.planner import (
     or_default,
     plan_table,
 )
-from graphs.traffic_watch import Promise
+from graphs.traffic_watch import PlannedPadding
 from hpu_duo.engine.batch import exact_shape
 from hpu_duo.engine.scheduler import ChunkTrimming, Scheduler
 from hpu_duo.engine.step_plan import CommittedToken, StepPlan
@@ -401,4 +401,4 @@ def plan_buckets(
 
 def _promising(table: BucketTable, traffic: Traffic) -> BucketTable:
     """The table with what it pads some traffic by."""
-    return replace(table, promise=Promise.by(table.cost, mean_padding(table, traffic)))
+    return replace(table, planned_padding=PlannedPadding.by(table.cost, mean_padding(table, traffic)))

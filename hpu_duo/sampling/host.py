@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def choose_on_host(
-    hosted: Mapping[int, SamplingRow], logits_NV: Tensor
+    host_sampled: Mapping[int, SamplingRow], logits_NV: Tensor
 ) -> tuple[dict[int, int], dict[int, Exception]]:
     """Return the host's choices, and the errors of rows without one, by index of the row.
 
     Args:
-        hosted: rows with ``SamplingRow.choose``, by index.
+        host_sampled: rows with ``SamplingRow.choose``, by index.
         logits_NV: float [N, V] on the host.
     """
     vocab_size = logits_NV.shape[1]
     chosen, errors = dict[int, int](), dict[int, Exception]()
-    for index, row in hosted.items():
-        assert row.choose is not None, "only rows with a host sampler are hosted"
+    for index, row in host_sampled.items():
+        assert row.choose is not None, "only rows with a host sampler are host_sampled"
         draw = uniform(np.array([wrap_seed(row.seed)], np.uint64), np.array([row.num_output_tokens]))
         try:
             token = row.choose(logits_NV[index], float(draw[0]))

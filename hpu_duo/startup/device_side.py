@@ -12,7 +12,7 @@ from graphs import GraphCache, MissPolicy, StepLimits
 from hpu_duo.config.device_budget import DeviceBudget
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.device import DeviceRuntime
-from hpu_duo.device.ranks import Followers, Membership
+from hpu_duo.device.ranks import Membership, WorkerRanks
 from hpu_duo.engine.executor import Executor, SpreadLogits
 from hpu_duo.engine.runner import Runner
 from hpu_duo.heads import permute_heads
@@ -52,7 +52,7 @@ class Shared:
     membership: Membership
     hf_config: Any
     sums: Sums
-    followers: Followers | None = None
+    followers: WorkerRanks | None = None
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,13 @@ def _agreed(memory: MemoryPlan, blueprint: Blueprint, tables: StepTables, shared
     tables.adopt(memory, membership.collect(tables.table(memory))[0])
     # Where blocks are dealt, ranks have unequal numbers of the heads that stream, under a plan of all heads.
     config = blueprint.config
-    is_dealt, is_planned = config.parallel.deals_blocks, config.cache.kv_plan is not None
+    is_context_parallel, is_planned = config.parallel.deals_blocks, config.cache.kv_plan is not None
     kept = tuple(
         (group.kind, group.kind.num_kept(group.num_heads))
         for spec in blueprint.specs
         for group in spec.groups
-        if not (is_dealt or is_planned) or (is_dealt and group.kind.owner is Owner.BLOCK)
+        if not (is_context_parallel or is_planned)
+        or (is_context_parallel and group.kind.owner is Owner.BLOCK)
     )
     membership.compare("groups of heads", kept)
     return memory

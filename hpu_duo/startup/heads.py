@@ -18,11 +18,18 @@ from hpu_duo.config.limits import HPU_LAYER_KINDS
 from hpu_duo.device.ranks import Ranks
 from hpu_duo.heads import CountRule, HeadLayout, HeadPattern, fewest_promotions
 from hpu_duo.heads.pattern import FINGERPRINT_KEY, check_origin
-from hpu_duo.kv.plan import LayerKV, budget_groups, head_groups, ring_slack, ruled_groups
+from hpu_duo.kv.plan import LayerKV, budget_groups, head_groups, ring_slack, sparse_groups
 from hpu_duo.modeling.attention import LayerKind
 from hpu_duo.modeling.hub import has_weights, model_fingerprint, model_name
 from hpu_duo.modeling.probe import DecoderLayer
-from hpu_duo.parallel import DealtBlocks, HeadExchange, RankHeads, ScoreExchange, SharedPolicy, placed
+from hpu_duo.parallel import (
+    ContextParallelBlocks,
+    HeadExchange,
+    RankHeads,
+    ScoreExchange,
+    SharedPolicy,
+    placed,
+)
 from hpu_duo.planning import ModelSize
 from hpu_duo.startup.kv_budget import (
     HeadRules,
@@ -96,7 +103,7 @@ class Kinds(NamedTuple):
         """Return the one group of a layer whose heads all have a sliding window."""
         window = Window(0, length)
         if self.max_ring_window is not None and length > self.max_ring_window:
-            return ruled_groups([Blocks(window)] * num_heads)[1]
+            return sparse_groups([Blocks(window)] * num_heads)[1]
         return head_groups(0, num_heads, window, self.slack)
 
     def of_layer(
@@ -115,8 +122,8 @@ class Kinds(NamedTuple):
         if self.rules is None:
             return numbers, head_groups(num_retrieval, num_streaming, window, self.slack)
         of_heads = rules_by_head(self.rules, len(streams))
-        found, groups = ruled_groups(
-            [kind if is_ruled else Blocks() for kind, is_ruled in zip(of_heads, streams)]
+        found, groups = sparse_groups(
+            [kind if is_sparse else Blocks() for kind, is_sparse in zip(of_heads, streams)]
         )
         return np.array(found, np.int32), groups
 
@@ -306,7 +313,7 @@ def assign_heads(
     return assigned
 
 
-def check_dealt(num_kv_heads: int, num_ranks: int) -> None:
+def check_context_parallel(num_kv_heads: int, num_ranks: int) -> None:
     """Refuse to deal blocks of a layer over more ranks than it has key/value heads.
 
     Raises:
@@ -349,7 +356,7 @@ class Shares:
         """
         num_heads, num_kv_heads = layer.call.num_heads, layer.call.num_kv_heads
         if self.deals_blocks:
-            check_dealt(num_kv_heads, self.ranks.size)
+            check_context_parallel(num_kv_heads, self.ranks.size)
         order, groups = list(whole.layout.kv_order), []
         for group in whole.groups:
             groups.append(order[: group.num_heads])
@@ -393,7 +400,7 @@ class Shares:
     def _share(self, group: HeadGroup, num_own: int, num_kv_heads: int) -> HeadGroup | None:
         if self.deals_blocks and group.kind.owner is Owner.BLOCK:
             exchange = HeadExchange(group.num_heads, self.ranks.size, self.ranks.rank, self.group)
-            return HeadGroup(num_own, DealtBlocks(exchange))
+            return HeadGroup(num_own, ContextParallelBlocks(exchange))
         return HeadGroup(num_own, self._kind(group.kind, num_kv_heads)) if num_own else None
 
     def _kind(self, kind: GroupKind, num_kv_heads: int) -> GroupKind:

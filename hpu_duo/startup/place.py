@@ -48,7 +48,7 @@ class Place:
 
     @property
     def fuses_rows(self) -> bool:
-        """Whether steps will run row programs, if their interpreter can be built."""
+        """Whether steps will run fused elementwise programs, if their interpreter can be built."""
         return isinstance(self.backend, ReplayBackend) and self.backend.arrange is arrange
 
     @property

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hpu_duo.device import Member, process_environments, usable_name
-from hpu_duo.device.heartbeats import Lifeline, Lifelines, Report, Signs, blamed, may_follow
+from hpu_duo.device.heartbeats import Heartbeat, Heartbeats, Report, Signs, blamed, may_follow
 from hpu_duo.device.launched import Launched
 from hpu_duo.device.processes import (
     HOST,
@@ -209,7 +209,7 @@ class TorchrunLaunch:
         return "has ended, or its machine is out of reach"
 
     def kill(self) -> None:
-        """Do nothing: ranks end when rank 0's lifelines do, and the launcher sees to it."""
+        """Do nothing: ranks end when rank 0's heartbeats do, and the launcher sees to it."""
 
     def close(self) -> None:
         """Do nothing: the launcher keeps what there is."""
@@ -240,7 +240,7 @@ _MARGIN_S = 5.0
 
 
 class LedRanks:
-    """The ranks behind rank 0; see ``Followers``.
+    """The ranks behind rank 0; see ``WorkerRanks``.
 
     A rank that ends, or gives no sign of life, ends the others, and every order from then on is refused with
     an error that names it.
@@ -268,7 +268,7 @@ class LedRanks:
         self.is_led = False
         self._stack.callback(launch.close)
         try:
-            self._lifelines = Lifelines(launch.host, size, launch.store)
+            self._heartbeats = Heartbeats(launch.host, size, launch.store)
         except BaseException:
             self._stack.close()
             raise
@@ -286,8 +286,8 @@ class LedRanks:
         Raises:
             RankError: a rank has failed, or has not come in time.
         """
-        if not until(lambda: not self._lifelines.missing or self._broken is not None, MEETING_S):
-            names = ", ".join(map(str, self._lifelines.missing))
+        if not until(lambda: not self._heartbeats.missing or self._broken is not None, MEETING_S):
+            names = ", ".join(map(str, self._heartbeats.missing))
             raise self._break(f"expected rank(s) {names} to come within {MEETING_S:.0f} s, and none has")
         if self._broken is not None:
             raise self._broken
@@ -301,22 +301,22 @@ class LedRanks:
 
     @property
     def sent(self) -> Sent:
-        """See ``Followers``."""
+        """See ``WorkerRanks``."""
         return Sent() if self.membership is None else self.membership.link.sent
 
     def tell(self, order: Order) -> None:
-        """See ``Followers``."""
+        """See ``WorkerRanks``."""
         if self._broken is not None:
             raise self._broken
         assert self.membership is not None, "ranks have joined"
         try:
-            self._lifelines.lateness.tell(is_step=isinstance(order, Execute))
+            self._heartbeats.lateness.tell(is_step=isinstance(order, Execute))
             self.membership.link.send(order)
         except Exception as error:
             raise self.failed(error) from error
 
     def failed(self, error: BaseException) -> RankError:
-        """See ``Followers``."""
+        """See ``WorkerRanks``."""
         if isinstance(error, RankError):
             return error
         words = f"{type(error).__name__}: {error}"
@@ -328,7 +328,7 @@ class LedRanks:
         return self._break(f"rank 0 failed: {words}")
 
     def when_lost(self, told: Callable[[RankError], None]) -> None:
-        """See ``Followers``."""
+        """See ``WorkerRanks``."""
         with self._lock:
             if self._broken is None:
                 self._told.append(told)
@@ -347,7 +347,7 @@ class LedRanks:
         if self._broken is None and self.is_led and self.membership is not None:
             with suppress(Exception):
                 self.membership.link.send(Stop())
-            if not until(lambda: self._lifelines.have_ended, _NAMING_S):
+            if not until(lambda: self._heartbeats.have_ended, _NAMING_S):
                 # Whoever leaves the group waits for nobody who is stopped or hangs.
                 self._launch.kill()
         else:
@@ -373,14 +373,14 @@ class LedRanks:
         bad_since: float | None = None
         try:
             while not self._is_over and self._broken is None:
-                self._lifelines.look()
+                self._heartbeats.look()
                 if self._is_stopped:
                     continue
-                early = self._launch.early_end() if self._lifelines.missing else None
+                early = self._launch.early_end() if self._heartbeats.missing else None
                 if early is not None:
                     self._break(f"rank {early.rank} {early.told}")
                     return
-                signs = self._lifelines.signs().with_report(self._own)
+                signs = self._heartbeats.signs().with_report(self._own)
                 if not signs.are_bad(self._timeout_s):
                     bad_since = None
                     continue
@@ -388,7 +388,7 @@ class LedRanks:
                 bad_since = now if bad_since is None else bad_since
                 self._judge(signs, now - bad_since)
         finally:
-            self._lifelines.close()
+            self._heartbeats.close()
 
     def _judge(self, signs: Signs, seconds: float) -> None:
         """Name the rank that has failed first, so many seconds after something went wrong."""
@@ -410,13 +410,13 @@ def joined_as(
 
 
 @contextmanager
-def lifeline_to_rank_0(rank: int, store: dist.Store, timeout_s: float) -> Iterator[Lifeline]:
+def heartbeat_to_rank_0(rank: int, store: dist.Store, timeout_s: float) -> Iterator[Heartbeat]:
     """Give signs of life as any rank but 0; errors that leave the context are reported to rank 0."""
-    lifeline = Lifeline(rank, store, timeout_s)
+    heartbeat = Heartbeat(rank, store, timeout_s)
     # Rank 0 says when to end: whoever stops all processes at once wants calls under way to end first.
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-    with lifeline.reporting():
-        yield lifeline
-    lifeline.close()
+    with heartbeat.reporting():
+        yield heartbeat
+    heartbeat.close()

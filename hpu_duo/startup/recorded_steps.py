@@ -18,7 +18,7 @@ from graphs.backends import BACKEND_NAMES
 from hpu_duo.config.engine import EngineConfig
 from hpu_duo.config.kv_plan import KVPlan
 from hpu_duo.engine.engine import Engine
-from hpu_duo.engine.step_input import StepMessage
+from hpu_duo.engine.step_input import StepInput
 from hpu_duo.heads import HeadPattern
 from hpu_duo.modeling.hub import model_fingerprint
 from hpu_duo.sampling import SamplingBatch, SamplingRoute
@@ -45,7 +45,7 @@ class LoggedStep:
         token_ids: the tokens of ``message.sampled``, int32 ``[S]``.
     """
 
-    message: StepMessage
+    message: StepInput
     token_ids: npt.NDArray[np.int32]
 
 
@@ -135,7 +135,7 @@ class StepRecorder:
         except OSError as error:
             raise ValueError(f"cannot record steps in {path}: {error.strerror}") from error
 
-    def add(self, message: StepMessage, token_ids: npt.NDArray[np.int32]) -> None:
+    def add(self, message: StepInput, token_ids: npt.NDArray[np.int32]) -> None:
         """Append a step that has run.
 
         Raises:
@@ -175,7 +175,7 @@ class StepRecorder:
             self.close()
 
 
-def _bytes(message: StepMessage, token_ids: npt.NDArray[np.int32]) -> bytes:
+def _bytes(message: StepInput, token_ids: npt.NDArray[np.int32]) -> bytes:
     sampling = message.sampling
     floats = np.zeros(0, np.float32) if sampling is None else sampling.floats
     masks = np.zeros(0, np.int32) if sampling is None or sampling.masks is None else sampling.masks
@@ -193,7 +193,7 @@ def _bytes(message: StepMessage, token_ids: npt.NDArray[np.int32]) -> bytes:
         "row_copies": message.num_row_copies,
         "route": None if sampling is None else asdict(sampling.route),
         "sampled": message.sampled.tolist(),
-        "hosted": list(message.hosted),
+        "hosted": list(message.host_sampled),
         "tokens": token_ids.tolist(),
         "num_ints": len(message.ints),
         "num_floats": len(floats),
@@ -242,7 +242,7 @@ def _step(head: bytes, file: BinaryIO) -> LoggedStep:
     _check(b"%08x" % zlib.crc32(b"".join(arrays)), b"%08x" % parts["crc"])
     ints, floats, masks = arrays
     route = parts["route"]
-    message = StepMessage(
+    message = StepInput(
         BatchShape.parse(parts["shape"]),
         BatchShape.parse(parts["bucket"]),
         np.frombuffer(ints, _INTS).astype(np.int32),

@@ -25,7 +25,7 @@ from hpu_duo.config.kv_plan import KVPlan
 from hpu_duo.device import DeviceRuntime, Member, resolve_device
 from hpu_duo.device.collectives import check_exchanges
 from hpu_duo.device.launched import TORCHRUN, Launched
-from hpu_duo.device.ranks import MEETING_S, Followers, Membership, Ranks
+from hpu_duo.device.ranks import MEETING_S, Membership, Ranks, WorkerRanks
 from hpu_duo.engine.orders import follow
 from hpu_duo.garbage import collector_paused
 from hpu_duo.heads import HeadPattern
@@ -54,10 +54,10 @@ from hpu_duo.planning.read_model import read_model
 from hpu_duo.planning.work import Formats
 from hpu_duo.startup.blueprint import fix_served_len, request_len
 from hpu_duo.startup.device_side import DeviceSide, Shared
-from hpu_duo.startup.heads import ChosenHeads, Shares, check_dealt, choose_heads
+from hpu_duo.startup.heads import ChosenHeads, Shares, check_context_parallel, choose_heads
 from hpu_duo.startup.kv_budget import read_kv_plan
 from hpu_duo.startup.place import Place
-from hpu_duo.startup.ranks import Launch, LedRanks, OwnLaunch, TorchrunLaunch, joined_as, lifeline_to_rank_0
+from hpu_duo.startup.ranks import Launch, LedRanks, OwnLaunch, TorchrunLaunch, heartbeat_to_rank_0, joined_as
 from kernels_ref import Implementation, rowwise
 from kernels_ref.x86 import library as x86
 
@@ -348,7 +348,7 @@ def _check_shared(config: EngineConfig) -> None:
     if config.cache.kv_policy is not None or config.cache.kv_plan is not None:
         choose_heads(config, layers, request_len(config, hf_config.get_text_config()), torch.device("cpu"))
     if config.parallel.deals_blocks:
-        check_dealt(min(each.call.num_kv_heads for each in layers), ranks.size)
+        check_context_parallel(min(each.call.num_kv_heads for each in layers), ranks.size)
         if not captures_exchanges(config):
             raise ValueError(
                 "expected graphs other than 'compile' on a CPU for retrieval_parallel='context': torch's "
@@ -368,19 +368,19 @@ def follow_rank_0(member: Member, config: EngineConfig) -> None:
 def _follow(ranks: Ranks, local_rank: int, store: dist.Store, config: EngineConfig) -> None:
     """Build the share of any rank but 0, and do what rank 0 says, to the end."""
     timeout_s = config.parallel.timeout_s
-    with lifeline_to_rank_0(ranks.rank, store, timeout_s) as lifeline:
+    with heartbeat_to_rank_0(ranks.rank, store, timeout_s) as heartbeat:
         place = Place.of(config, local_rank)
         backend = place.runtime.collectives()
         # Told before the others can notice that this rank has left the group.
-        with joined_as(ranks, backend, store, place.device, timeout_s) as membership, lifeline.reporting():
+        with joined_as(ranks, backend, store, place.device, timeout_s) as membership, heartbeat.reporting():
             side = build_share(config, place, membership, None)
-            follow(membership.link, side.runner, lifeline.count)
-            lifeline.close()
+            follow(membership.link, side.runner, heartbeat.count)
+            heartbeat.close()
 
 
 @collector_paused()
 def build_share(
-    config: EngineConfig, place: Place, membership: Membership, followers: Followers | None
+    config: EngineConfig, place: Place, membership: Membership, followers: WorkerRanks | None
 ) -> DeviceSide:
     """Build the share of one rank, while all others do so too.
 

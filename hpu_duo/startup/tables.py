@@ -25,7 +25,7 @@ from graphs.planner import Resolution
 from hpu_duo.config.engine import EngineConfig, SchedulerConfig
 from hpu_duo.engine.batch import StepGeometry
 from hpu_duo.engine.step_input import message_fields
-from hpu_duo.kv.leases import block_moves
+from hpu_duo.kv.allocations import block_moves
 from hpu_duo.kv.plan import MemoryPlan, chunk_grid, last_chunk, widest_row
 from hpu_duo.planning.simulation import plan_buckets
 from hpu_duo.startup.sizes import StepSizes

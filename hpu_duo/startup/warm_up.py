@@ -413,7 +413,9 @@ class WarmUp:
         largest_first = reversed(self._table.by_cost)
         records = tuple(self._costs.get(bucket, GraphRecord(bucket)) for bucket in largest_first)
         try:
-            write_manifest(path, Manifest(self._configuration, self._versions, records, self._table.promise))
+            write_manifest(
+                path, Manifest(self._configuration, self._versions, records, self._table.planned_padding)
+            )
         except ValueError as error:
             raise WarmUpStoppedError(str(error)) from error
 

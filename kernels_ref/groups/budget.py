@@ -60,7 +60,7 @@ def take_in(
     layout: UnitLayout,
     end: torch.Tensor,
     unit: torch.Tensor,
-    first_to_go: FirstToGo,
+    eviction_victims: FirstToGo,
     token_class: torch.Tensor,
 ) -> DecodeSlots:
     """Give the new token of each decode row a slot, and write its position and first score there.
@@ -68,8 +68,8 @@ def take_in(
     Args:
         state: of all units, those of decode rows first; written in place.
         end: position behind the new token, 0 for rows without one, int32 ``[N]``.
-        unit: unit of each row, the trash for rows without a token, int32 ``[N]``.
-        first_to_go: of the implementation.
+        unit: unit of each row, the null unit for rows without a token, int32 ``[N]``.
+        eviction_victims: of the implementation.
         token_class: of each row's new token, int32 ``[N]``, for policies that mark tokens; any, for others.
     """
     num_heads, num_slots = layout.num_heads, layout.num_slots
@@ -77,7 +77,7 @@ def take_in(
     num_stored = torch.clamp(end - 1, min=0, max=num_slots)
     valid = leading_slots(num_stored, num_slots)[:, None]
     before = _view(state, shape, valid, end)
-    written = slot_to_write(policy, before, num_stored, first_to_go)
+    written = slot_to_write(policy, before, num_stored, eviction_victims)
     dtype = index_dtype(end.device)
     head = torch.arange(0, num_heads * num_slots, num_slots, dtype=dtype, device=end.device)
     place = (unit.to(dtype)[:, None] * (num_heads * num_slots) + head + written).view(-1)
@@ -107,9 +107,9 @@ class BudgetStep(NamedTuple):
     Attributes:
         ring: what kernels of rings read: occupied slots come first, for decode rows and in the scratch.
         end: position behind the token of a decode row, 0 for other rows, int32 ``[N]``.
-        place: where a table of the P * T entries of prompt rows, of N rows and of the trash has each token,
-            int32 ``[Q]``.
-        decode_row: units of decode rows, the trash for others, int32 ``[N]``.
+        place: where a table of the P * T entries of prompt rows, of N rows and of the null unit has each
+            token, int32 ``[Q]``.
+        decode_row: units of decode rows, the null unit for others, int32 ``[N]``.
         token_class: of the first new token of each row, 0 where no policy marks tokens, int32 ``[N]``.
         chunk: the prompt rows.
         turns: rotations of queries.
@@ -226,7 +226,7 @@ class Budget(GroupKind):
             number = torch.arange(no_row, dtype=end.dtype, device=end.device)
             decode_row = torch.where(end > 0, number, next(iter(layouts)).num_units - 1)
         else:
-            # The table has no decode rows: what is left is the trash.
+            # The table has no decode rows: what is left is the null unit.
             place = torch.zeros_like(place)
         if parts.causal:
             chunk, place = self._chunk(t, place)
@@ -271,7 +271,7 @@ class Budget(GroupKind):
             prompts = inputs if self.reads_text else seen
             of_tokens, kept = self._read_prompts(run, prompts, units, step)
         if parts.unique:
-            rows = plan.end, plan.decode_row, run.first_to_go, plan.token_class
+            rows = plan.end, plan.decode_row, run.eviction_victims, plan.token_class
             taken = take_in(self.policy, units.state, layout, *rows)
         run.write_kv(units, *self._written(layout, plan, kept, taken, self._stored(inputs.new, plan)))
         # Views from before would be inputs of this graph beside the stores, where it was cut in between.
@@ -336,7 +336,7 @@ class Budget(GroupKind):
             k = turned_by_rank(k, slots.position, slots.valid, plan.turns.ranks)
             units = of_stores(k, v.contiguous())
         if self.policy.weighs_decodes:
-            partial, mass = run.unique_weighed(q_NKGD, units, plan.ring, inputs.scoring, inputs.sinks)
+            partial, mass = run.unique_with_weights(q_NKGD, units, plan.ring, inputs.scoring, inputs.sinks)
             return partial, self.policy.observe(slots, mass)
         partial = run.unique_rings(q_NKGD, units, plan.ring, inputs.scoring)
         if self.policy.num_observed == 0:
@@ -351,7 +351,7 @@ class Budget(GroupKind):
         taken: DecodeSlots | None,
         new: NewKV,
     ) -> tuple[torch.Tensor, NewKV]:
-        """The vectors to write, and their places ``[Q * K]``: in the trash for tokens that are not kept."""
+        """The vectors to write, and their places ``[Q * K]``: the null unit for tokens that are not kept."""
         tables = self._decode_places(layout, plan, taken)
         if kept is not None:
             tables.insert(0, self._places(layout, plan.chunk.row[:, None, None], kept.slot))
@@ -360,7 +360,7 @@ class Budget(GroupKind):
     def _decode_places(
         self, layout: UnitLayout, plan: BudgetStep, taken: DecodeSlots | None
     ) -> list[torch.Tensor]:
-        """Places of the new tokens of the N rows, if there are any, and behind them one in the trash."""
+        """Places of the new tokens of the N rows, if there are any, and behind them one in the null unit."""
         nowhere = torch.full((1, layout.num_heads, 1), self.budget, dtype=torch.int32, device=plan.end.device)
         tables = [self._places(layout, nowhere, nowhere)]
         if taken is not None:
@@ -369,7 +369,7 @@ class Budget(GroupKind):
         return tables
 
     def _places(self, layout: UnitLayout, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """Places in the store of slots ``[X, K, n]``, ``[X * n, K]``; in the trash for slots past the end."""
+        """Places in the store of slots ``[X, K, n]``, ``[X * n, K]``; the null unit for slots behind it."""
         dtype, is_kept = index_dtype(slot.device), slot < self.budget
         unit = torch.where(is_kept, row, layout.num_units - 1).to(dtype)
         head = torch.arange(layout.num_heads, dtype=dtype, device=slot.device)[:, None]

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from bias_builders import highest
-from kernels_ref.budgets import first_to_go, ranks
+from kernels_ref.budgets import eviction_victims, ranks
 from kernels_ref.groups.kv_policy import KVPolicy, SlotView
 from kernels_ref.partial import FLOOR
 
@@ -29,7 +29,10 @@ def priorities(policy: KVPolicy, slots: SlotView) -> torch.Tensor:
 
 
 def slot_to_write(
-    policy: KVPolicy, slots: SlotView, num_stored: torch.Tensor, first_to_go: FirstToGo = first_to_go
+    policy: KVPolicy,
+    slots: SlotView,
+    num_stored: torch.Tensor,
+    eviction_victims: FirstToGo = eviction_victims,
 ) -> torch.Tensor:
     """Find the slot of each head that the next token of a row gets, int32 ``[N, K]``.
 
@@ -38,11 +41,11 @@ def slot_to_write(
     Args:
         slots: before the token is there; ``end`` counts it.
         num_stored: occupied slots, int32 ``[N]``; occupied ones come first.
-        first_to_go: of the implementation.
+        eviction_victims: of the implementation.
     """
     # In a full store every slot is valid, and in another one it does not matter who would go.
     score = slots.score if policy.has_scores else None
-    given_up = first_to_go(score, slots.position, policy.protects(slots))
+    given_up = eviction_victims(score, slots.position, policy.protects(slots))
     num_stored = num_stored[:, None]
     return torch.where(num_stored == slots.num_slots, given_up, num_stored)
 

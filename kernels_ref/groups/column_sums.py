@@ -30,7 +30,7 @@ class ChunkStep(NamedTuple):
     """The prompt rows of a step; tensors of a step without them are empty.
 
     Attributes:
-        row: unit of each, the trash where there is none, int32 ``[P]``.
+        row: unit of each, the null unit where there is none, int32 ``[P]``.
         start, num_new: tokens that have come before, and new ones, 0 where there is none, int32 ``[P]``.
         token: flat index of each new token, any valid one behind them, int32 ``[P, T]``.
         token_class: of each of these, for policies that mark tokens, int32 ``[P, T]``; else None.

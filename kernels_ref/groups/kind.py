@@ -30,7 +30,7 @@ class Owner(Enum):
     """Owner of a unit of a store, which decides the number of units.
 
     ``BLOCK``: to a run of tokens, by the numbers in block tables. ``ROW``: to a running request, by its row.
-    Each has one unit of trash behind all others, and a copy of a block, or of a row, reaches all its stores.
+    Each has one null unit behind all others, and a copy of a block, or of a row, reaches all its stores.
     """
 
     BLOCK = "block"
@@ -144,7 +144,7 @@ class GroupKind(ABC):
         """Return the layout of its units in the store of a layer.
 
         Args:
-            num_units: with the trash, which is the last one.
+            num_units: with the null unit, which is the last one.
         """
         return UnitLayout.dense(num_units, self.num_kept(num_heads), self.num_slots(block_size))
 

@@ -94,7 +94,7 @@ class Rings(GroupKind):
     ) -> dict[UnitLayout, RingStep]:
         """See ``RingStep``."""
         t, ring = tensors, self.ring
-        no_row, trash_row = t.row_start.shape[0], next(iter(layouts)).num_units - 1
+        no_row, null_row = t.row_start.shape[0], next(iter(layouts)).num_units - 1
         seen: Seen = Leading(rows.end[:0, None])
         chunk_position = t.row_start.new_empty(0, ring.size)
         is_kept = t.row < no_row
@@ -106,7 +106,7 @@ class Rings(GroupKind):
             is_kept &= stays_in_ring(t.positions, gather(start + num_new, t.row), ring)
             if parts.shared:
                 chunk_position = slot_position(gather(start, torch.clamp(t.chunk_row, max=no_row)), ring)
-        index = write_indices(torch.where(is_kept, t.row, trash_row), ring_slot(t.positions, ring), layouts)
+        index = write_indices(torch.where(is_kept, t.row, null_row), ring_slot(t.positions, ring), layouts)
         return {layout: RingStep(index[layout], seen, chunk_position) for layout in layouts}
 
     def attend(self, run: Kernels, inputs: GroupInputs, units: KVUnits, step: Step) -> torch.Tensor:

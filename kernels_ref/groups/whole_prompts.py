@@ -90,7 +90,7 @@ class WholePrompts(Budget):
         return self.policy.num_observed is None or self.policy.marks_tokens
 
     def _chunk(self, t: StepTensors, place: torch.Tensor) -> tuple[ChunkStep, torch.Tensor]:
-        """The prompt rows. In the table of places their tokens are in the trash: regions have them."""
+        """The prompt rows. In the table of places their tokens are in the null unit: regions have them."""
         return super()._chunk(t, place)[0], place
 
     def _read_prompts(
@@ -195,7 +195,7 @@ class WholePrompts(Budget):
 
 
 def _region_places(layout: UnitLayout, chunk: ChunkStep, t: StepTensors) -> torch.Tensor:
-    """Places of the new tokens in the regions of their rows, ``[Q * K]``; in the trash for all others."""
+    """Places of the new tokens in the regions of their rows, ``[Q * K]``; in the null unit for all others."""
     dtype, no_row = index_dtype(t.row.device), t.row_start.shape[0]
     number = torch.arange(len(chunk.row), dtype=torch.int32, device=t.row.device)
     is_own = (chunk.row[:, None] == t.causal_row) & (t.causal_row < no_row)

@@ -105,7 +105,7 @@ class FusedKernels:
         """Decode rows against their own ring."""
         return reference.unique_rings(q_NKHD, units, ring, scoring, self.attend)
 
-    def unique_weighed(
+    def unique_with_weights(
         self,
         q_NKGD: torch.Tensor,
         units: KVUnits,
@@ -114,7 +114,7 @@ class FusedKernels:
         sinks_KG: torch.Tensor | None,
     ) -> tuple[Partial, torch.Tensor]:
         """Decode rows against their own slots, with what each slot receives: fused operators hide weights."""
-        return reference.unique_weighed(q_NKGD, units, ring, scoring, sinks_KG)
+        return reference.unique_with_weights(q_NKGD, units, ring, scoring, sinks_KG)
 
     def column_sums(
         self,
@@ -129,14 +129,14 @@ class FusedKernels:
         """Sums of the weights of prompt rows by slot and new key: portable for the same reason."""
         return reference.column_sums(q_QKGD, lse_QKG, k_QKD, slots_PKCD, chunk, num_observed, scoring)
 
-    def first_to_go(
+    def eviction_victims(
         self,
         score_NKC: torch.Tensor | None,
         position_NKC: torch.Tensor,
         is_protected: torch.Tensor | None,
     ) -> torch.Tensor:
         """The slot of each head that is given up."""
-        return reference.first_to_go(score_NKC, position_NKC, is_protected)
+        return reference.eviction_victims(score_NKC, position_NKC, is_protected)
 
     def write_kv(self, units: KVUnits, index: torch.Tensor, new: NewKV) -> None:
         """Put the keys and values of new tokens in place."""

@@ -1,4 +1,4 @@
-// What the instructions of a row program compute.
+// What the instructions of a fused elementwise program compute.
 //
 // The instructions that most steps consist of read and write floats and bfloat16 where they lie; all others see
 // floats side by side, which are made for them where values lie otherwise.

@@ -1,4 +1,4 @@
-"""The interpreter of row programs as operators ``torch.ops.hpu_duo_rowwise``, built at its first use."""
+"""The interpreter of fused elementwise programs: ``torch.ops.hpu_duo_rowwise``, built at first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// What a row program is made of; kernels_ref/rowwise/program.py writes it.
+// What a fused elementwise program is made of; kernels_ref/rowwise/program.py writes it.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-"""Row programs: instructions on registers that hold some rows at a time."""
+"""Fused elementwise programs: instructions on registers that hold some rows at a time."""
 
 from __future__ import annotations
 

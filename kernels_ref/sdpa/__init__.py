@@ -31,13 +31,13 @@ __all__ = [
     "causal",
     "chosen_blocks",
     "column_sums",
+    "eviction_victims",
     "finish",
-    "first_to_go",
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
     "unique_rings",
-    "unique_weighed",
+    "unique_with_weights",
     "write_kv",
 ]
 
@@ -66,20 +66,20 @@ _unique_blocks = register(
     f"{_QKV}, Tensor owner, Tensor tail_block, Tensor tail_visible, float softcap, int decode_slots",
     decode.unique_blocks,
 )
-_ruled_causal = register(
-    "ruled_causal", f"{_QKV}, {_ROWS}, int[] rule, int band_queries", sparse.ruled_causal
+_sparse_causal = register(
+    "sparse_causal", f"{_QKV}, {_ROWS}, int[] rule, int band_queries", sparse.sparse_causal
 )
-_ruled_shared = register(
-    "ruled_shared",
+_sparse_shared = register(
+    "sparse_shared",
     f"{_QKV}, Tensor row_start, Tensor row_num_new, Tensor row_query_start, Tensor shared_block, "
     "Tensor shared_start, Tensor shared_reads, int[] rule, int band_queries, int context_blocks",
-    sparse.ruled_shared,
+    sparse.sparse_shared,
 )
-_ruled_unique = register(
-    "ruled_unique",
+_sparse_unique = register(
+    "sparse_unique",
     f"{_QKV}, Tensor owner, Tensor owner_start, Tensor tail_block, Tensor tail_start, Tensor tail_visible, "
     "Tensor end, int[] rule, float softcap, int decode_slots",
-    sparse.ruled_unique,
+    sparse.sparse_unique,
 )
 _leading_rings = register("leading_rings", f"{_QKV}, Tensor visible, float softcap", decode.leading_rings)
 _column_sums = define(
@@ -90,10 +90,10 @@ _column_sums = define(
     sums.column_sums,
     sums.shapes,
 )
-_weighed_rings = register(
-    "weighed_rings",
+_rings_with_weights = register(
+    "rings_with_weights",
     f"{_QKV}, Tensor visible, Tensor? sinks, float softcap",
-    decode.weighed_rings,
+    decode.rings_with_weights,
     weighs=True,
 )
 _held_rings = register(
@@ -114,7 +114,7 @@ def causal(
     _refuse(scoring)
     if rule is not None and not isinstance(rule, Window):
         plan = (*_row_plan(t), encode_rule(rule), scoring.slices.band_queries)
-        return Partial(*_ruled_causal(q_QKGD, new.k, new.v, *plan))
+        return Partial(*_sparse_causal(q_QKGD, new.k, new.v, *plan))
     sizes = (*(rule or (0, 0)), scoring.slices.band_queries)
     return Partial(*_causal(q_QKGD, new.k, new.v, *_row_plan(t), *sizes))
 
@@ -128,7 +128,7 @@ def shared_blocks(
     plan = (*tokens, t.shared_block, t.shared_start, t.shared_reads)
     if rule is not None:
         sizes = encode_rule(rule), scoring.slices.band_queries, scoring.slices.context_blocks
-        return Partial(*_ruled_shared(q_QKGD, units.k, units.v, *plan, *sizes))
+        return Partial(*_sparse_shared(q_QKGD, units.k, units.v, *plan, *sizes))
     return Partial(*_shared_blocks(q_QKGD, units.k, units.v, *plan, scoring.slices.context_blocks))
 
 
@@ -179,7 +179,7 @@ def unique_blocks(
         tails = (t.tail_block, t.tail_start, blocks.tails.visible)
         sizes = encode_rule(rule), scoring.softcap or 0.0, scoring.slices.decode_slots
         numbers = (t.owner, t.owner_start, *tails, blocks.end, *sizes)
-        return Partial(*_ruled_unique(q_NKHD, units.k, units.v, *numbers))
+        return Partial(*_sparse_unique(q_NKHD, units.k, units.v, *numbers))
     plan = (t.owner, t.tail_block, blocks.tails.visible)
     if scoring.softcap is None and rows.fits(q_NKHD, units.k):
         return rows.attend_blocks(q_NKHD, units.k, units.v, *plan)
@@ -206,7 +206,7 @@ def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: 
     return Partial(*_leading_rings(q_NKHD, units.k, units.v, seen.visible, scoring.softcap or 0.0))
 
 
-def unique_weighed(
+def unique_with_weights(
     q_NKGD: torch.Tensor,
     units: KVUnits,
     ring: RingStep,
@@ -217,8 +217,8 @@ def unique_weighed(
     assert isinstance(ring.seen, Leading), "slots of a budget are seen from the first one on"
     visible = ring.seen.visible
     if scoring.softcap is None and rows.fits(q_NKGD, units.k):
-        return rows.attend_weighed(q_NKGD, units.k, units.v, visible, sinks_KG)
-    *partial, mass = _weighed_rings(q_NKGD, units.k, units.v, visible, sinks_KG, scoring.softcap or 0.0)
+        return rows.attend_with_weights(q_NKGD, units.k, units.v, visible, sinks_KG)
+    *partial, mass = _rings_with_weights(q_NKGD, units.k, units.v, visible, sinks_KG, scoring.softcap or 0.0)
     return Partial(*partial), mass
 
 
@@ -239,11 +239,11 @@ def column_sums(
     return total
 
 
-def first_to_go(
+def eviction_victims(
     score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
 ) -> torch.Tensor:
     """The slot of each head that is given up."""
-    run = slots.first_to_go if slots.fits(position_NKC) else reference.first_to_go
+    run = slots.eviction_victims if slots.fits(position_NKC) else reference.eviction_victims
     return run(score_NKC, position_NKC, is_protected)
 
 

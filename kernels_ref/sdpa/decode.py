@@ -58,7 +58,7 @@ def leading_rings(
     return own_units(q_NKHD, k, v, seen_mask(Leading(visible), used), Scoring(softcap or None))
 
 
-def weighed_rings(
+def rings_with_weights(
     q_NKGD: torch.Tensor,
     k_RKWD: torch.Tensor,
     v_RKWD: torch.Tensor,

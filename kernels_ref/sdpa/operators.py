@@ -25,7 +25,7 @@ def register(
         weighs: it also returns a number for each slot of its second argument, ``[*, K, S]``.
     """
     returned = f"(Tensor, Tensor, Tensor{', Tensor' if weighs else ''})"
-    return define(name, arguments, returned, function, _weighed_shapes if weighs else _shapes)
+    return define(name, arguments, returned, function, _shapes_with_weights if weighs else _shapes)
 
 
 def define(
@@ -50,7 +50,7 @@ def _shapes(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tens
     return attn, attn.new_empty(attn.shape[:-1]), attn.new_empty(attn.shape[:-1])
 
 
-def _weighed_shapes(queries: torch.Tensor, keys: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+def _shapes_with_weights(queries: torch.Tensor, keys: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
     return *_shapes(queries), queries.new_empty(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
 
 

@@ -36,7 +36,7 @@ _Keys: TypeAlias = Callable[[_Ints], _Tiles]
 """From numbers of tiles to what they hold."""
 
 
-def ruled_causal(
+def sparse_causal(
     q_QKGD: torch.Tensor,
     k_QKD: torch.Tensor,
     v_QKD: torch.Tensor,
@@ -72,7 +72,7 @@ def _new_keys(keys: _Tiles, tiles: _Ints) -> _Tiles:
     return _Tiles(*(picked(x, places) for x in keys))
 
 
-def ruled_shared(
+def sparse_shared(
     q_QKGD: torch.Tensor,
     k_XKBD: torch.Tensor,
     v_XKBD: torch.Tensor,
@@ -132,7 +132,7 @@ def _block_keys(blocks: _Blocks, tiles: _Ints) -> _Tiles:
     return _Tiles(k, v, position)
 
 
-def ruled_unique(
+def sparse_unique(
     q_NKHD: torch.Tensor,
     k_XKBD: torch.Tensor,
     v_XKBD: torch.Tensor,

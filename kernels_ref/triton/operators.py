@@ -19,8 +19,8 @@ from kernels_ref.triton.launch import Triple, partials
 _NAMESPACE = "hpu_duo_triton"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _MODULES = {
-    **dict.fromkeys(("leading_rings", "held_rings", "weighed_rings", "shared_rings"), "rings"),
-    **dict.fromkeys(("ruled_causal", "ruled_shared", "ruled_unique"), "rules"),
+    **dict.fromkeys(("leading_rings", "held_rings", "rings_with_weights", "shared_rings"), "rings"),
+    **dict.fromkeys(("sparse_causal", "sparse_shared", "sparse_unique"), "rules"),
     **dict.fromkeys(("merge_runs", "merge_splits", "finish"), "merging"),
     "seen_blocks": "shared_blocks",
 }
@@ -117,21 +117,21 @@ unique_blocks = register(
     _TRIPLE,
     _triple,
 )
-ruled_causal = register(
-    "ruled_causal",
+sparse_causal = register(
+    "sparse_causal",
     f"{_QKV}, Tensor causal_row, Tensor positions, Tensor row_query_start, int[] rule, float softcap",
     _TRIPLE,
     _triple,
 )
-ruled_shared = register(
-    "ruled_shared",
+sparse_shared = register(
+    "sparse_shared",
     f"{_QKV}, Tensor row, Tensor positions, Tensor row_start, Tensor shared_block, Tensor shared_start, "
     "Tensor shared_reads, int[] rule, float softcap",
     _TRIPLE,
     _triple,
 )
-ruled_unique = register(
-    "ruled_unique",
+sparse_unique = register(
+    "sparse_unique",
     f"{_QKV}, Tensor owner, Tensor owner_start, Tensor tail_block, Tensor tail_start, Tensor tail_visible, "
     "Tensor end, int[] rule, float softcap",
     _TRIPLE,
@@ -143,8 +143,8 @@ leading_rings = register(
     _TRIPLE,
     _triple,
 )
-weighed_rings = register(
-    "weighed_rings",
+rings_with_weights = register(
+    "rings_with_weights",
     f"{_QKV}, Tensor visible, Tensor? sinks, float softcap",
     "(Tensor, Tensor, Tensor, Tensor)",
     _weighed,

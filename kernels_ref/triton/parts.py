@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from bias_builders import Held, Rule, Window, encode_rule
-from kernels_ref.budgets import first_to_go
+from kernels_ref.budgets import eviction_victims
 from kernels_ref.groups.column_sums import ChunkStep
 from kernels_ref.partial import Partial, Scoring
 from kernels_ref.sparse import chosen_blocks
@@ -35,13 +35,13 @@ __all__ = [
     "causal",
     "chosen_blocks",
     "column_sums",
+    "eviction_victims",
     "finish",
-    "first_to_go",
     "shared_blocks",
     "shared_rings",
     "unique_blocks",
     "unique_rings",
-    "unique_weighed",
+    "unique_with_weights",
     "write_kv",
 ]
 
@@ -65,7 +65,7 @@ def causal(
     check_plan("row_query_start", t.row_query_start, (None,), q_QKGD.device)
     plan, softcap = (t.causal_row, t.positions, t.row_query_start), scoring.softcap or 0.0
     if rule is not None and not isinstance(rule, Window):
-        return Partial(*operators.ruled_causal(q_QKGD, new.k, new.v, *plan, encode_rule(rule), softcap))
+        return Partial(*operators.sparse_causal(q_QKGD, new.k, new.v, *plan, encode_rule(rule), softcap))
     return Partial(*operators.causal(q_QKGD, new.k, new.v, *plan, *(rule or _NO_WINDOW), softcap))
 
 
@@ -85,7 +85,7 @@ def shared_blocks(
     if rule is not None:
         check_plan("positions", t.positions, (q_QKGD.shape[0],), q_QKGD.device)
         ruled = (t.row, t.positions, *plan, encode_rule(rule), scoring.softcap or 0.0)
-        return Partial(*operators.ruled_shared(q_QKGD, units.k, units.v, *ruled))
+        return Partial(*operators.sparse_shared(q_QKGD, units.k, units.v, *ruled))
     numbers = (t.row, *plan, scoring.softcap or 0.0)
     return Partial(*operators.shared_blocks(q_QKGD, units.k, units.v, *numbers))
 
@@ -138,7 +138,7 @@ def unique_blocks(
         check_plan("end", blocks.end, (num_rows, blocks.tails.visible.shape[2]), q_NKHD.device)
         tails = (t.tail_block, t.tail_start, blocks.tails.visible)
         numbers = (t.owner, t.owner_start, *tails, blocks.end, encode_rule(rule), scoring.softcap or 0.0)
-        return Partial(*operators.ruled_unique(q_NKHD, units.k, units.v, *numbers))
+        return Partial(*operators.sparse_unique(q_NKHD, units.k, units.v, *numbers))
     plan = (t.owner, t.tail_block, blocks.tails.visible)
     return Partial(*operators.unique_blocks(q_NKHD, units.k, units.v, *plan, scoring.softcap or 0.0))
 
@@ -160,7 +160,7 @@ def unique_rings(q_NKHD: torch.Tensor, units: KVUnits, ring: RingStep, scoring: 
     return Partial(*operators.held_rings(q_NKHD, units.k, units.v, *seen, scoring.softcap or 0.0))
 
 
-def unique_weighed(
+def unique_with_weights(
     q_NKGD: torch.Tensor,
     units: KVUnits,
     ring: RingStep,
@@ -171,7 +171,9 @@ def unique_weighed(
     check_rings(q_NKGD, units)
     visible = check_leading(ring, q_NKGD)
     sinks = _checked_sinks(sinks_KG, q_NKGD)
-    *triple, mass = operators.weighed_rings(q_NKGD, units.k, units.v, visible, sinks, scoring.softcap or 0.0)
+    *triple, mass = operators.rings_with_weights(
+        q_NKGD, units.k, units.v, visible, sinks, scoring.softcap or 0.0
+    )
     return Partial(*triple), mass
 
 

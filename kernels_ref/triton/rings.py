@@ -218,7 +218,7 @@ def held_rings(
 
 
 @triton.jit(do_not_specialize=["num_rows", "slots_per_split"])
-def weighed_rings_kernel(
+def rings_with_weights_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -283,7 +283,7 @@ def weighed_rings_kernel(
         )  # fmt: skip
 
 
-def weighed_rings(
+def rings_with_weights(
     q_NKGD: torch.Tensor,
     k_RKWD: torch.Tensor,
     v_RKWD: torch.Tensor,
@@ -304,7 +304,7 @@ def weighed_rings(
     splits, num_slots = plan.grid[2], k_RKWD.shape[2]
     scores = q_NKGD.new_empty((*q_NKGD.shape[:3], num_slots), dtype=torch.float32)
     mass = scores.new_empty((*q_NKGD.shape[:2], num_slots))
-    weighed_rings_kernel[plan.grid](
+    rings_with_weights_kernel[plan.grid](
         q_NKGD,
         k_RKWD,
         v_RKWD,

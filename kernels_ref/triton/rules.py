@@ -149,7 +149,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["num_queries", "no_row"])
-def ruled_causal_kernel(
+def sparse_causal_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -213,7 +213,7 @@ def ruled_causal_kernel(
     )  # fmt: skip
 
 
-def ruled_causal(
+def sparse_causal(
     q_QKGD: torch.Tensor,
     k_QKD: torch.Tensor,
     v_QKD: torch.Tensor,
@@ -227,7 +227,7 @@ def ruled_causal(
     num_queries, num_heads, group, dim = q_QKGD.shape
     tiles = launch.ruled(dim, k_QKD.dtype, launch.device_limits(q_QKGD.device))
     out = launch.partials(q_QKGD, num_queries)
-    ruled_causal_kernel[(launch.num_tiles(num_queries * group, tiles.rows), num_heads)](
+    sparse_causal_kernel[(launch.num_tiles(num_queries * group, tiles.rows), num_heads)](
         q_QKGD,
         k_QKD,
         v_QKD,
@@ -248,7 +248,7 @@ def ruled_causal(
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_blocks", "no_row"])
-def ruled_shared_kernel(
+def sparse_shared_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -314,7 +314,7 @@ def ruled_shared_kernel(
     )  # fmt: skip
 
 
-def ruled_shared(
+def sparse_shared(
     q_QKGD: torch.Tensor,
     k_XKBD: torch.Tensor,
     v_XKBD: torch.Tensor,
@@ -336,7 +336,7 @@ def ruled_shared(
     tiles = launch.num_tiles(num_queries * group, chosen.rows)
     splits = launch.num_splits(tiles * num_heads, num_blocks, limits)
     parts = launch.partials(q_QKGD, splits * num_queries)
-    ruled_shared_kernel[(tiles, num_heads, splits)](
+    sparse_shared_kernel[(tiles, num_heads, splits)](
         q_QKGD,
         k_XKBD,
         v_XKBD,
@@ -361,7 +361,7 @@ def ruled_shared(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_ranges", "blocks_per_range"])
-def ruled_unique_kernel(
+def sparse_unique_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -459,7 +459,7 @@ def ruled_unique_kernel(
         store_partial(acc, largest, total, attn_ptr, max_ptr, sum_ptr, place, group < GROUP, D, P)
 
 
-def ruled_unique(
+def sparse_unique(
     q_NKHD: torch.Tensor,
     k_XKBD: torch.Tensor,
     v_XKBD: torch.Tensor,
@@ -477,7 +477,7 @@ def ruled_unique(
     limits = launch.device_limits(q_NKHD.device)
     tiles = launch.decode(group, dim, k_XKBD.dtype, limits)
     runs = plan_runs(q_NKHD, owner)
-    ruled_unique_kernel[(num_heads, runs.num_ranges + num_rows)](
+    sparse_unique_kernel[(num_heads, runs.num_ranges + num_rows)](
         q_NKHD,
         k_XKBD,
         v_XKBD,

@@ -44,7 +44,7 @@ struct RowPlan {
 void attend_rows(const bf16 *q, const bf16 *k, const bf16 *v, const RowPlan &plan, float *attn, float *largest,
                  float *total, const int64_t *strides, const int *sizes, int num_threads);
 
-void first_to_go(const float *score, const int *position, const bool *is_protected, int *slot, int64_t num_lines,
+void eviction_victims(const float *score, const int *position, const bool *is_protected, int *slot, int64_t num_lines,
                  int num_slots, int num_threads);
 
 void place_of_largest(const bf16 *rows, int *place, int64_t num_rows, int64_t width, int num_threads);

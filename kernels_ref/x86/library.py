@@ -106,8 +106,8 @@ def _load() -> bool:
     attention = (("attend_blocks", _triple), ("attend_rings", _triple), ("attend_held", _triple))
     for name, shapes in (("linear", _linear), ("linears", _linears), *attention):
         torch.library.register_fake(f"hpu_duo_x86::{name}", shapes)
-    torch.library.register_fake("hpu_duo_x86::attend_weighed", _with_mass)
-    torch.library.register_fake("hpu_duo_x86::first_to_go", _one_of_each)
+    torch.library.register_fake("hpu_duo_x86::attend_with_weights", _with_mass)
+    torch.library.register_fake("hpu_duo_x86::eviction_victims", _one_of_each)
     torch.library.register_fake("hpu_duo_x86::column_sums", _sums)
     torch.library.register_fake("hpu_duo_x86::place_of_largest", _places)
     return True

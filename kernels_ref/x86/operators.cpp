@@ -136,7 +136,7 @@ Triple attend_rings(const Tensor &q, const Tensor &k, const Tensor &v, const Ten
   return attend_units(q, k, v, plan, visible.size(2));
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attend_weighed(const Tensor &q, const Tensor &k, const Tensor &v,
+std::tuple<Tensor, Tensor, Tensor, Tensor> attend_with_weights(const Tensor &q, const Tensor &k, const Tensor &v,
                                                           const Tensor &leading, const std::optional<Tensor> &sinks) {
   const Tensor visible = plan_of("visible", leading, {q.size(0), 1, 1});
   Tensor mass = at::zeros({q.size(0), q.size(1), k.size(2)}, q.options().dtype(at::kFloat)), logits;
@@ -169,14 +169,14 @@ Triple attend_held(const Tensor &q, const Tensor &k, const Tensor &v, const Tens
   return attend_units(q, k, v, plan, tokens);
 }
 
-Tensor first_to_go(const std::optional<Tensor> &score, const Tensor &position,
+Tensor eviction_victims(const std::optional<Tensor> &score, const Tensor &position,
                    const std::optional<Tensor> &is_protected) {
   TORCH_CHECK_VALUE(position.dim() == 3, "expected position [N, K, C], got ", position.sizes());
   const Tensor held = position.contiguous();
   Tensor scores, mask, slot = at::empty({position.size(0), position.size(1)}, position.options());
   if (score) scores = plan_of("score", *score, position.sizes());
   if (is_protected) mask = is_protected->expand(position.sizes()).contiguous();
-  hpu_duo::first_to_go(score ? data<float>(scores) : nullptr, data<int>(held),
+  hpu_duo::eviction_victims(score ? data<float>(scores) : nullptr, data<int>(held),
                        is_protected ? data<bool>(mask) : nullptr, data<int>(slot), slot.numel(),
                        (int)position.size(2), at::get_num_threads());
   return slot;
@@ -235,12 +235,12 @@ TORCH_LIBRARY(hpu_duo_x86, m) {
   m.def("attend_blocks(Tensor q, Tensor k, Tensor v, Tensor owner, Tensor tail_block, Tensor tail_visible)"
         " -> (Tensor, Tensor, Tensor)");
   m.def("attend_rings(Tensor q, Tensor k, Tensor v, Tensor visible) -> (Tensor, Tensor, Tensor)");
-  m.def("attend_weighed(Tensor q, Tensor k, Tensor v, Tensor visible, Tensor? sinks)"
+  m.def("attend_with_weights(Tensor q, Tensor k, Tensor v, Tensor visible, Tensor? sinks)"
         " -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("attend_held(Tensor q, Tensor k, Tensor v, Tensor position, Tensor begin, Tensor end, int sink)"
         " -> (Tensor, Tensor, Tensor)");
   m.def("column_sums(Tensor q, Tensor k, Tensor lse, int? offset, str instructions='best') -> Tensor");
-  m.def("first_to_go(Tensor? score, Tensor position, Tensor? is_protected) -> Tensor");
+  m.def("eviction_victims(Tensor? score, Tensor position, Tensor? is_protected) -> Tensor");
   m.def("place_of_largest(Tensor x) -> Tensor");
   m.def("attend(Tensor(a!) attn, Tensor(b!) largest, Tensor(c!) total, Tensor q, Tensor k, Tensor v,"
         " bool is_causal, int sink, int recent, str instructions='best') -> ()");
@@ -251,10 +251,10 @@ TORCH_LIBRARY_IMPL(hpu_duo_x86, CPU, m) {
   m.impl("linears", linears);
   m.impl("attend_blocks", attend_blocks);
   m.impl("attend_rings", attend_rings);
-  m.impl("attend_weighed", attend_weighed);
+  m.impl("attend_with_weights", attend_with_weights);
   m.impl("attend_held", attend_held);
   m.impl("column_sums", column_sums);
-  m.impl("first_to_go", first_to_go);
+  m.impl("eviction_victims", eviction_victims);
   m.impl("place_of_largest", place_of_largest);
   m.impl("attend", attend);
 }

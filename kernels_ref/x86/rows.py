@@ -62,7 +62,7 @@ def attend_rings(
     return Partial(*torch.ops.hpu_duo_x86.attend_rings.default(q_NKHD, k_XKSD, v_XKSD, visible))
 
 
-def attend_weighed(
+def attend_with_weights(
     q_NKHD: torch.Tensor,
     k_XKSD: torch.Tensor,
     v_XKSD: torch.Tensor,
@@ -81,7 +81,7 @@ def attend_weighed(
     Raises:
         ValueError: as for ``attend_blocks``.
     """
-    operator = torch.ops.hpu_duo_x86.attend_weighed.default
+    operator = torch.ops.hpu_duo_x86.attend_with_weights.default
     *partial, mass = operator(q_NKHD, k_XKSD, v_XKSD, visible, sinks_KH)
     return Partial(*partial), mass
 

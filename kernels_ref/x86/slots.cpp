@@ -45,7 +45,7 @@ class Lowest {
 
 // For each line of slots the unprotected one with the lowest score, of equal ones that with the lowest position; 0 where
 // none may go. `score` is null if all are equal, `is_protected` if all may go.
-void first_to_go(const float *score, const int *position, const bool *is_protected, int *slot, int64_t num_lines,
+void eviction_victims(const float *score, const int *position, const bool *is_protected, int *slot, int64_t num_lines,
                  int num_slots, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
   for (int64_t line = 0; line < num_lines; ++line) {

@@ -15,7 +15,7 @@ def fits(position_NKC: torch.Tensor) -> bool:
     return position_NKC.device.type == "cpu" and is_available()
 
 
-def first_to_go(
+def eviction_victims(
     score_NKC: torch.Tensor | None, position_NKC: torch.Tensor, is_protected: torch.Tensor | None
 ) -> torch.Tensor:
     """See ``kernels_ref.budgets``.
@@ -24,4 +24,4 @@ def first_to_go(
         ValueError: shapes that differ, other dtypes, or no such kernel here.
     """
     require()
-    return torch.ops.hpu_duo_x86.first_to_go.default(score_NKC, position_NKC, is_protected)
+    return torch.ops.hpu_duo_x86.eviction_victims.default(score_NKC, position_NKC, is_protected)

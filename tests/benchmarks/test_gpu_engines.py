@@ -59,7 +59,7 @@ def _lease(engine: Engine) -> tuple[object, ...]:
 def test_a_placed_context_holds_what_a_prefill_would_hold(
     model: torch.nn.Module, system: str, length: int
 ) -> None:
-    leases, shapes = [], []
+    allocations, shapes = [], []
     for place in (True, False):
         with engine_of(model, TOY.models[0], system, SETUP, num_tokens=64, chunk=16) as engine:  # type: ignore[arg-type]
             if place:
@@ -68,12 +68,12 @@ def test_a_placed_context_holds_what_a_prefill_would_hold(
                 add_prompt(engine, length, 8)
                 while not any(output.token_ids for output in engine.step()):
                     pass
-            leases.append(_lease(engine))
+            allocations.append(_lease(engine))
             engine.step()
             shapes.append(engine.stats().steps["--u"])
             used = engine.runner.store.layers[0][-1].k if system == DUO else None
             assert used is None or bool(torch.isfinite(used).all())
-    assert leases[0] == leases[1]
+    assert allocations[0] == allocations[1]
     # The last chunk of a prompt may be one token, and then looks like a decode.
     assert shapes[1] - shapes[0] == (length % 16 == 1)
 
@@ -95,7 +95,7 @@ def test_computed_bytes_are_those_of_the_engine_s_stores(model: torch.nn.Module,
 
 def test_llama_3_8b_at_a_million_tokens_takes_the_bytes_of_the_papers_formula() -> None:
     tokens, token_bytes, slot = 1 << 20, 2 * 8 * 128 * 2, 2 * 128 * 2
-    spare = 1  # the trash block, and the trash row
+    spare = 1  # the null block, and the null row
     full = kv_plan(LLAMA_3_8B, FULL, tokens, 128, 2).total_bytes
     assert full == 32 * token_bytes * (tokens + 128 * spare)
     duo = kv_plan(LLAMA_3_8B, DUO, tokens, 128, 2).total_bytes

@@ -13,7 +13,7 @@ from graphs import BatchShape, BucketTable, MissPolicy, Phase
 from hpu_duo.device.plain import decode, encode
 from hpu_duo.device.ranks import Sent
 from hpu_duo.engine.orders import Execute, SetTable
-from hpu_duo.engine.step_input import StepMessage
+from hpu_duo.engine.step_input import StepInput
 
 SHAPE = BatchShape(Phase(unique=True), 4, 0, 2, 4)
 
@@ -35,13 +35,13 @@ def test_plain_values_come_through_with_their_types(value: object) -> None:
 
 def test_a_step_comes_through_with_arrays_that_can_be_written() -> None:
     ints = np.arange(7, dtype=np.int32)
-    message = StepMessage(SHAPE, SHAPE, ints, 1, 2, None, np.zeros(0, np.int32), (3,))
+    message = StepInput(SHAPE, SHAPE, ints, 1, 2, None, np.zeros(0, np.int32), (3,))
     read = decode(encode(Execute(message)))
     assert read.message.ints.dtype == np.int32
     assert read.message.ints.tolist() == ints.tolist()
     assert read.message.ints.flags.writeable
     assert read.message.sampled.shape == (0,)
-    assert (read.message.shape, read.message.hosted, read.is_sampled) == (SHAPE, (3,), True)
+    assert (read.message.shape, read.message.host_sampled, read.is_sampled) == (SHAPE, (3,), True)
     tensor = torch.arange(6).reshape(2, 3).to(torch.bfloat16)
     assert torch.equal(decode(encode([tensor, torch.tensor(2.0)]))[0], tensor)
 

@@ -9,7 +9,7 @@ import pytest
 from graphs import BucketTable, SkippingCost, StepCost
 from graphs.backends.compile import CompileBackend
 from graphs.bucket_file import read_shapes, write_table
-from graphs.traffic_watch import Promise
+from graphs.traffic_watch import PlannedPadding
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny
 
@@ -48,7 +48,7 @@ def test_an_engine_tells_when_its_steps_pad_far_more_than_its_table_promises(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     table = tmp_path / "buckets.txt"
-    write_table(table, TABLE, promise=Promise(0.01, "SkippingCost"))
+    write_table(table, TABLE, planned_padding=PlannedPadding(0.01, "SkippingCost"))
     served = tiny.load(
         attention="sdpa", num_blocks=64, buckets=table, graphs=CompileBackend(compiler="eager")
     )

@@ -41,7 +41,7 @@ def test_held_bytes_are_those_of_leased_blocks_and_rows(tiny: Tiny) -> None:
         assert stats.full_attention_bytes == engine.scheduler.num_cached_tokens * LAYERS * KV_HEADS * token
         checked += blocks > 0
     assert checked > 15
-    # With the trash of both, and the scratch of one row.
+    # With the null unit of both, and the scratch of one row.
     assert served.stats().kv_bytes == 41 * BLOCK * LAYERS * token + (5 + 1) * ring
 
 
@@ -101,7 +101,7 @@ def test_a_real_store_of_32k_tokens_at_half_sparsity_holds_less_than_0_51(tmp_pa
     stats = served.stats()
     assert stats.peak_full_attention_bytes == 32768 * LAYERS * KV_HEADS * 2 * HEAD_DIM * FLOAT
     assert stats.peak_held_bytes / stats.peak_full_attention_bytes < 0.51
-    # The trash block and the trash row included.
+    # The null block and the null row included.
     assert stats.kv_bytes / stats.peak_full_attention_bytes < 0.51
 
 

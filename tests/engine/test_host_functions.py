@@ -47,8 +47,8 @@ def test_a_host_sampler_chooses_for_its_row_alone(
     tiny: Tiny, served: HPUDuoModel, plain: list[list[int]]
 ) -> None:
     greedy_params = SamplingParams(temperature=0, max_tokens=NUM_NEW, repetition_penalty=1.0, logprobs=1)
-    hosted = SamplingParams(n=2, max_tokens=NUM_NEW, host_sampler=Fixed)
-    done = served.engine.generate(PROMPTS, [greedy_params, hosted, greedy_params])
+    host_sampled = SamplingParams(n=2, max_tokens=NUM_NEW, host_sampler=Fixed)
+    done = served.engine.generate(PROMPTS, [greedy_params, host_sampled, greedy_params])
     assert [sample.token_ids for sample in done[1]] == [[0, 1, 2], [10, 11, 12, 13]]
     assert [str(sample.finish_reason) for sample in done[1]] == ["stop", "stop"]
     assert [done[0][0].token_ids, done[2][0].token_ids] == [plain[0], plain[2]]

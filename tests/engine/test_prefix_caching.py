@@ -20,7 +20,7 @@ def _cold(tiny: Tiny, **options: Any) -> HPUDuoModel:
 
 
 def _cached(served: HPUDuoModel) -> int:
-    cache = served.engine.scheduler.leases.prefixes
+    cache = served.engine.scheduler.allocations.prefixes
     assert cache is not None
     return cache.counters.num_hit_tokens
 

@@ -80,7 +80,7 @@ def test_forks_share_blocks_and_samples_fork_behind_them(tiny: Tiny, pattern: He
     expected = answers(cold(tiny, pattern), [[*DOCUMENT, *more, 5, 6]], params)
     with served.prefill(DOCUMENT) as context, context.fork(more) as longer:
         assert longer.num_held_tokens == 7 * BLOCK
-        holds = served.engine.scheduler.leases.prefixes
+        holds = served.engine.scheduler.allocations.prefixes
         assert holds is not None
         assert holds.holds.num_nodes == 7
         context.close()
@@ -135,7 +135,7 @@ def test_processors_and_lengths_count_the_document(tiny: Tiny) -> None:
 def test_salts_keep_contexts_apart(tiny: Tiny) -> None:
     served = tiny.load()
     with served.prefill(DOCUMENT, cache_salt="a") as one, served.prefill(DOCUMENT) as other:
-        holds = served.engine.scheduler.leases.prefixes
+        holds = served.engine.scheduler.allocations.prefixes
         assert holds is not None
         assert holds.holds.num_nodes == 10
         assert torch.equal(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bias_builders import Dilated, Fixed, Rule, RuleUnion, Strided, TopBlocks, Window, encode_rule
 from hpu_duo.engine.head_stats import TILE, TileCounts, count_chosen, count_tiles
 from kernels_ref import NewKV, Step
-from kernels_ref.sdpa.sparse import chosen_blocks, ruled_causal, ruled_shared
+from kernels_ref.sdpa.sparse import chosen_blocks, sparse_causal, sparse_shared
 from kernels_ref.units import write_indices, write_kv
 from tests.bias_builders.plain_rules import plain
 from tests.engine.tiny import Tiny
@@ -62,9 +62,9 @@ def test_a_prompt_on_a_cpu_computes_the_tiles_that_are_counted(rule: Rule, start
     t, numbers = step.tensors, encode_rule(rule)
     with Pairs() as pairs:
         row = t.row_start, t.row_num_new, t.row_query_start
-        ruled_causal(q[:, :, None], k, v, *row, t.causal_row, numbers, TILE)
+        sparse_causal(q[:, :, None], k, v, *row, t.causal_row, numbers, TILE)
         shared = t.shared_block, t.shared_start, t.shared_reads
-        ruled_shared(q[:, :, None], world.blocks.k, world.blocks.v, *row, *shared, numbers, TILE, 2)
+        sparse_shared(q[:, :, None], world.blocks.k, world.blocks.v, *row, *shared, numbers, TILE, 2)
     assert pairs.num == count_tiles(rule, start, start + 2 * TILE).num_tiles * TILE * TILE
 
 

@@ -80,7 +80,7 @@ def test_what_was_moved_and_shared_is_saved_and_loaded_under_pressure(
     served = tiny.load(pattern=pattern, attention="auto", **tight)
     served.engine.generate([prompts_of((40,), seed=4)[0]], busy)
     with served.prefill(DOCUMENT) as context:
-        holds = served.engine.scheduler.leases.prefixes
+        holds = served.engine.scheduler.allocations.prefixes
         assert holds is not None
         for prompt in prompts_of((30, 22, 17, 9), seed=1):
             served.engine.add_request(prompt, busy)

@@ -13,7 +13,7 @@ import torch
 
 from hpu_duo import HPUDuoModel
 from hpu_duo.engine.executor import StepOutput
-from hpu_duo.engine.step_input import StepMessage
+from hpu_duo.engine.step_input import StepInput
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, serve
 from tests.modeling.families import prompts_of
@@ -32,9 +32,9 @@ OPTIONS: dict[str, Any] = {"pattern": PATTERN, "num_blocks": 8, "max_model_len":
 def overheard(served: HPUDuoModel) -> list[tuple[bytes, StepOutput]]:
     """Pickled messages of everything that is served from now on, and what they gave."""
     executor, heard = served.engine.runner.executor, list[tuple[bytes, StepOutput]]()
-    execute: Callable[[StepMessage], StepOutput] = executor.execute
+    execute: Callable[[StepInput], StepOutput] = executor.execute
 
-    def execute_and_keep(message: StepMessage) -> StepOutput:
+    def execute_and_keep(message: StepInput) -> StepOutput:
         data = pickle.dumps(message)
         heard.append((data, output := execute(message)))
         return output
@@ -50,7 +50,7 @@ def test_another_executor_carries_out_pickled_messages_to_the_same_tokens(tiny: 
     assert first.stats().num_preemptions
     copies = [0, 0]
     for data, expected in heard:
-        message: StepMessage = pickle.loads(data)
+        message: StepInput = pickle.loads(data)
         copies[0] += message.num_block_copies
         copies[1] += message.num_row_copies
         got = second.engine.runner.executor.execute(message)
@@ -66,9 +66,9 @@ def test_a_message_holds_nothing_but_plain_data(tiny: Tiny) -> None:
     served = tiny.load(**OPTIONS)
     heard = overheard(served)
     serve(served, PROMPTS, PARAMS)
-    allowed = {"StepMessage", "BatchShape", "Phase", "SamplingBatch", "SamplingRoute"}
+    allowed = {"StepInput", "BatchShape", "Phase", "SamplingBatch", "SamplingRoute"}
     for data, _ in heard:
-        message: StepMessage = pickle.loads(data)
+        message: StepInput = pickle.loads(data)
         assert (message.ints.dtype, message.ints.ndim) == (np.int32, 1)
         assert message.sampling is None or message.sampling.floats.dtype == np.float32
         names = _class_names(data)
@@ -107,9 +107,9 @@ def test_the_rows_of_the_host_stand_in_the_message(tiny: Tiny) -> None:
     served = tiny.load()
     heard = overheard(served)
     tokens = served.generate(PROMPTS[:2], max_new_tokens=4, no_repeat_ngram_size=2)
-    hosted = [pickle.loads(data).hosted for data, _ in heard]
-    assert (0, 1) in hosted
-    assert all(output.logits is not None for (_, output), rows in zip(heard, hosted) if rows)
+    host_sampled = [pickle.loads(data).host_sampled for data, _ in heard]
+    assert (0, 1) in host_sampled
+    assert all(output.logits is not None for (_, output), rows in zip(heard, host_sampled) if rows)
     assert (
         tokens.tolist()
         == tiny.load().generate(PROMPTS[:2], max_new_tokens=4, no_repeat_ngram_size=2).tolist()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpu_duo.engine.outputs import RequestOutput, Turns
+from hpu_duo.engine.outputs import FairLock, RequestOutput
 from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from tests.engine.tiny import PATTERN, Tiny, assert_holds_nothing, serve, tokens_of
@@ -180,7 +180,7 @@ def test_a_thread_may_abort_what_another_one_generates(tiny: Tiny) -> None:
 
 
 def test_no_thread_gets_a_second_turn_while_another_one_waits() -> None:
-    turns, is_taken = Turns(), threading.Event()
+    turns, is_taken = FairLock(), threading.Event()
     order: list[str] = []
 
     def wait() -> None:

@@ -245,7 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if head in plan.preempted:
             return
         owed = sum(self._blocks_owed(r) for r in [*running, head])
-        assert owed > self.scheduler.leases.blocks.num_free, f"{head} could have been admitted"
+        assert owed > self.scheduler.allocations.blocks.num_free, f"{head} could have been admitted"
 
     def _check_order(self, admitted: list[Request], waiting: list[Request]) -> None:
         assert all(a.arrival < w.arrival for a in admitted for w in waiting)
@@ -291,7 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_and_rows_belong_to_running_requests_only(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        leases = self.scheduler.leases
+        allocations = self.scheduler.allocations
         holders: Counter[int] = Counter()
         for request in self.unfinished.values():
             table = request.block_table[: request.num_blocks].tolist()
@@ -299,13 +299,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (request.row != NO_ROW) == (request.status is RequestStatus.RUNNING)
             assert not table or request.status is RequestStatus.RUNNING
             if request.row != NO_ROW:
-                assert leases.rows.owner(request.row) is request
+                assert allocations.rows.owner(request.row) is request
             holders.update(table)
-        assert [leases.blocks.num_holders(b) for b in range(self.limits.num_blocks)] == [
+        assert [allocations.blocks.num_holders(b) for b in range(self.limits.num_blocks)] == [
             holders[b] for b in range(self.limits.num_blocks)
         ]
         num_rows = sum(r.row != NO_ROW for r in self.unfinished.values())
-        assert leases.rows.num_used == num_rows == self.scheduler.num_running
+        assert allocations.rows.num_used == num_rows == self.scheduler.num_running
         assert self.scheduler.num_waiting == len(self.unfinished) - num_rows
         assert self.scheduler.has_unfinished == bool(self.unfinished)
 
@@ -336,5 +336,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.step(1)
         assert not self.unfinished
         assert self._plan() is None
-        assert self.scheduler.leases.blocks.num_used == 0
-        assert self.scheduler.leases.rows.num_used == 0
+        assert self.scheduler.allocations.blocks.num_used == 0
+        assert self.scheduler.allocations.rows.num_used == 0

@@ -25,19 +25,25 @@ class LoadMachine(PrefixMachine):
         if old is not None and self.texts:
             stem = self.texts[old % len(self.texts)]
         hold = PrefixHold(np.array(stem[:cut], np.int32), self.limits.block_size, salt)
-        leases = self.scheduler.leases
-        self.device.carry_out(leases.take_copies())
+        allocations = self.scheduler.allocations
+        self.device.carry_out(allocations.take_copies())
         if not hold.num_blocks or not self._may_open(hold):
             return
-        before = (leases.blocks.num_free + leases.blocks.num_idle, leases.blocks.num_used)
+        before = (allocations.blocks.num_free + allocations.blocks.num_idle, allocations.blocks.num_used)
         try:
-            adopted = leases.adopt(hold)
+            adopted = allocations.adopt(hold)
         except ValueError:  # requests hold the blocks
-            assert (leases.blocks.num_free + leases.blocks.num_idle, leases.blocks.num_used) == before
+            assert (
+                allocations.blocks.num_free + allocations.blocks.num_idle,
+                allocations.blocks.num_used,
+            ) == before
             return
         if fails:
-            leases.withdraw(adopted)
-            assert (leases.blocks.num_free + leases.blocks.num_idle, leases.blocks.num_used) == before
+            allocations.withdraw(adopted)
+            assert (
+                allocations.blocks.num_free + allocations.blocks.num_idle,
+                allocations.blocks.num_used,
+            ) == before
             return
         self.device.fill(hold.tokens.tolist(), adopted.first, adopted.blocks, adopted.row)
         self.open.append(hold)

@@ -113,8 +113,8 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def _is_taken(self, request: Request) -> bool:
         """Whether the scheduler takes a request; it must if that fits beside the contexts that are held."""
-        leases = self.scheduler.leases
-        needed = leases.num_blocks_for(request.max_cached_tokens) + leases.num_held_blocks
+        allocations = self.scheduler.allocations
+        needed = allocations.num_blocks_for(request.max_cached_tokens) + allocations.num_held_blocks
         if not self.limits.uses_blocks or needed <= self.limits.num_blocks:
             return True
         try:
@@ -201,9 +201,9 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        assert self.scheduler.leases.prefixes is not None
-        self.scheduler.leases.prefixes.clear()
-        assert self.scheduler.leases.blocks.num_idle == 0
+        assert self.scheduler.allocations.prefixes is not None
+        self.scheduler.allocations.prefixes.clear()
+        assert self.scheduler.allocations.blocks.num_idle == 0
 
     def abort_one(self, name: str) -> None:
         request = self.unfinished.pop(name)
@@ -247,7 +247,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def blocks_are_held_by_running_requests_idle_in_the_tree_or_free(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        blocks, cache = self.scheduler.leases.blocks, self.scheduler.leases.prefixes
+        blocks, cache = self.scheduler.allocations.blocks, self.scheduler.allocations.prefixes
         assert cache is not None
         holders: Counter[int] = Counter()
         for request in self.unfinished.values():
@@ -288,7 +288,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def a_match_is_the_longest_prefix_of_what_the_tree_holds(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        cache, size = self.scheduler.leases.prefixes, self.limits.block_size
+        cache, size = self.scheduler.allocations.prefixes, self.limits.block_size
         assert cache is not None
         known = texts_of(cache.tree)
         for request in self.unfinished.values():
@@ -317,10 +317,10 @@ class PrefixMachine(RuleBasedStateMachine):
         assert not self.unfinished
         while self.open:
             self.close(0, False)
-        assert not list(self.scheduler.leases.prefixes.holds)
-        assert self.scheduler.leases.blocks.num_used == self.scheduler.leases.rows.num_used == 0
+        assert not list(self.scheduler.allocations.prefixes.holds)
+        assert self.scheduler.allocations.blocks.num_used == self.scheduler.allocations.rows.num_used == 0
         self.forget()
-        assert self.scheduler.leases.blocks.num_free == self.limits.num_blocks
+        assert self.scheduler.allocations.blocks.num_free == self.limits.num_blocks
 
 
 def texts_of(tree: PrefixTree) -> dict[tuple[Hashable, bytes], PrefixNode]:

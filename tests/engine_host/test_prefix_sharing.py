@@ -114,7 +114,7 @@ def test_prompts_shorter_than_a_block_leave_nothing_of_their_salts(length: int, 
         scheduler.add(make_request(str(number), [1] * length, max_tokens=1, cache_salt=f"salt {number}"))
         while scheduler.has_unfinished:
             stepped(scheduler)
-    cache = scheduler.leases.prefixes
+    cache = scheduler.allocations.prefixes
     assert cache is not None
     assert cache.tree.num_namespaces == len(cache.tree) == 0
 
@@ -125,7 +125,7 @@ def test_salts_of_evicted_prompts_are_forgotten() -> None:
         scheduler.add(make_request(str(number), TEXT, max_tokens=1, cache_salt=f"salt {number}"))
         while scheduler.has_unfinished:
             stepped(scheduler)
-    cache = scheduler.leases.prefixes
+    cache = scheduler.allocations.prefixes
     assert cache is not None
     assert cache.counters.num_evicted_blocks > 100
     assert 1 < cache.tree.num_namespaces <= cache.num_blocks
@@ -141,8 +141,8 @@ def _steps(texts: list[list[int]], **limits: int) -> tuple[int, int]:
     while scheduler.has_unfinished:
         stepped(scheduler)
         number += 1
-    assert scheduler.leases.prefixes is not None
-    return number, scheduler.leases.prefixes.counters.num_hit_tokens
+    assert scheduler.allocations.prefixes is not None
+    return number, scheduler.allocations.prefixes.counters.num_hit_tokens
 
 
 def test_a_prefix_is_computed_again_where_that_is_sooner_than_to_wait_for_a_chunk_row() -> None:
@@ -188,7 +188,7 @@ def test_a_decode_that_passes_borders_keeps_the_last_one_that_it_passed() -> Non
     scheduler.add(request)
     while scheduler.has_unfinished:
         stepped(scheduler)
-    cache = scheduler.leases.prefixes
+    cache = scheduler.allocations.prefixes
     assert cache is not None
     assert [node.depth for node in cache.tree if node.snapshot is not None] == [5]
 
@@ -202,7 +202,7 @@ def test_a_snapshot_that_another_text_begins_with_outlives_the_next_border() -> 
     scheduler.add(make_request("b", [*request.tokens[:8].tolist(), 1, 1], max_tokens=1))
     while scheduler.has_unfinished:
         stepped(scheduler)
-    cache = scheduler.leases.prefixes
+    cache = scheduler.allocations.prefixes
     assert cache is not None
     assert cache.counters.num_hit_tokens == 8
     assert [node.depth for node in cache.tree if node.snapshot is not None] == [2, 5]
@@ -273,7 +273,7 @@ def test_the_second_request_takes_up_what_ends_with_a_chunk_while_rows_are_free(
 
 def test_tokens_whose_blocks_were_evicted_are_counted() -> None:
     scheduler = _scheduler()
-    cache = scheduler.leases.prefixes
+    cache = scheduler.allocations.prefixes
     assert cache is not None
     cache.evict(1)
     scheduler.add(make_request("again", [*TEXT, 9, 9, 9, 9, 9], max_tokens=1))

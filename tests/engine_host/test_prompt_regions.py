@@ -118,7 +118,7 @@ def test_a_prompt_keeps_its_region_while_it_is_under_way(limits: StepLimits, dra
         for request in plan.preempted:
             assert request.region == NO_REGION
         scheduler.commit(plan, device.run(plan))
-    regions = scheduler.leases.regions
+    regions = scheduler.allocations.regions
     assert regions is not None
     assert regions.num_used == 0
     for request in requests:

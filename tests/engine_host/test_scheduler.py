@@ -64,7 +64,7 @@ def test_a_request_is_admitted_only_if_running_ones_can_take_their_next_token_to
     add(scheduler, "a", 8, max_tokens=4)
     add(scheduler, "b", 2, max_tokens=2)
     stepped(scheduler)
-    assert scheduler.leases.blocks.num_free == 1
+    assert scheduler.allocations.blocks.num_free == 1
     assert stepped(scheduler) == [("a", 8, 1)]
 
 
@@ -123,9 +123,9 @@ def test_a_chunk_that_preempts_a_scheduled_decode_takes_over_its_budget() -> Non
     for _ in range(4):
         chunk.append(7)
     for _ in range(5):
-        scheduler.leases.blocks.allocate(1)  # somebody else's, so that three are left
-    assert scheduler.leases.blocks.num_free == 5
-    scheduler.leases.blocks.allocate(2)
+        scheduler.allocations.blocks.allocate(1)  # somebody else's, so that three are left
+    assert scheduler.allocations.blocks.num_free == 5
+    scheduler.allocations.blocks.allocate(2)
     plan = planned(scheduler)
     assert shares_of(plan) == [("chunk", 2, 4)]
     assert [request.request_id for request in plan.preempted] == ["late"]

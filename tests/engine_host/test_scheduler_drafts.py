@@ -131,5 +131,5 @@ def test_tokens_behind_the_one_that_ends_a_request_are_not_charged_for() -> None
 def test_what_is_computed_behind_the_token_that_ends_a_request_is_not_cached(uses_rows: bool) -> None:
     """A block of it would have the keys of tokens that are nowhere in the text."""
     scheduler = _ended_by_the_second_of_four(caches_prefixes=True, uses_rows=uses_rows)
-    assert scheduler.leases.prefixes is not None
-    assert not list(scheduler.leases.prefixes.tree)
+    assert scheduler.allocations.prefixes is not None
+    assert not list(scheduler.allocations.prefixes.tree)

@@ -39,7 +39,7 @@ def test_siblings_fork_from_a_parent_that_ends_with_its_first_token() -> None:
     assert shares_of(plan) == [("c", 5, 1), ("d", 5, 1)]
     assert plan.moves == (BlockCopy(1, 2), RowCopy(0, 1), BlockCopy(1, 3), RowCopy(0, 2), RowCopy(2, 0))
     scheduler.commit(plan, [5, 5])
-    assert scheduler.leases.blocks.num_used == 0
+    assert scheduler.allocations.blocks.num_used == 0
 
 
 def test_siblings_take_the_rows_of_requests_that_end_in_the_same_step() -> None:
@@ -86,7 +86,7 @@ def test_siblings_of_a_parent_preempted_in_its_prompt_become_ordinary_requests()
     while parent.status is RequestStatus.RUNNING:
         assert child.status is RequestStatus.FOLLOWING
         stepped(scheduler)
-    assert 0 < scheduler.leases.blocks.num_used <= 4
+    assert 0 < scheduler.allocations.blocks.num_used <= 4
     assert child.status is RequestStatus.WAITING
     assert scheduler.num_waiting == 3
 

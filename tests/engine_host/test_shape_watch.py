@@ -11,7 +11,7 @@ import pytest
 
 from graphs import BatchShape, BucketTable, SkippingCost, StepCost, StepLimits
 from graphs.bucket_file import read_shapes
-from graphs.traffic_watch import Promise
+from graphs.traffic_watch import PlannedPadding
 from hpu_duo.engine.telemetry import Replanning, ShapeWatch
 
 LIMITS = StepLimits(
@@ -26,7 +26,7 @@ LIMITS = StepLimits(
 SMALL, LARGE = BatchShape.parse("--u/q1/s0/u1/l1"), BatchShape.parse("--u/q8/s0/u100/l8")
 PREFILL = BatchShape.parse("c--/q64/s0/u0/l1")
 COST = StepCost(block_size=16, operations_per_launch=0.0, operations_per_byte=4.0)
-TABLE = BucketTable((LARGE, PREFILL), COST, Promise.by(COST, 0.05))
+TABLE = BucketTable((LARGE, PREFILL), COST, PlannedPadding.by(COST, 0.05))
 WINDOW = 16
 
 
@@ -74,9 +74,9 @@ def test_without_a_recording_the_sample_is_written_for_the_command(
 @pytest.mark.parametrize(
     "table",
     [
-        replace(TABLE, promise=None),
-        replace(TABLE, promise=Promise.by(COST, 100.0)),
-        replace(TABLE, promise=Promise.by(SkippingCost(), 0.05)),
+        replace(TABLE, planned_padding=None),
+        replace(TABLE, planned_padding=PlannedPadding.by(COST, 100.0)),
+        replace(TABLE, planned_padding=PlannedPadding.by(SkippingCost(), 0.05)),
     ],
 )
 def test_nothing_is_told_of_a_table_that_promised_nothing_else(table: BucketTable) -> None:

@@ -146,4 +146,4 @@ def test_an_interruption_while_a_prompt_is_trimmed_loses_no_token() -> None:
     assert [request.output_token_ids.tolist() for request in requests] == [
         outputs_alone(request) for request in requests
     ]
-    assert served.leases.rows.num_used == served.leases.blocks.num_used == 0
+    assert served.allocations.rows.num_used == served.allocations.blocks.num_used == 0

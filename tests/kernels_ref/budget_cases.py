@@ -48,7 +48,7 @@ class Decodes(NamedTuple):
 
     def attend(self, run: Kernels, softcap: float | None = None) -> tuple[Partial, torch.Tensor]:
         """Run an implementation on them."""
-        return run.unique_weighed(self.q, self.units, self.ring, Scoring(softcap), self.sinks)
+        return run.unique_with_weights(self.q, self.units, self.ring, Scoring(softcap), self.sinks)
 
 
 def some_decodes(

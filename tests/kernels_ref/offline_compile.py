@@ -121,8 +121,8 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     from kernels_ref.triton.causal import causal
     from kernels_ref.triton.column_sums import column_sums
     from kernels_ref.triton.merging import finish
-    from kernels_ref.triton.rings import held_rings, leading_rings, shared_rings, weighed_rings
-    from kernels_ref.triton.rules import ruled_causal, ruled_shared, ruled_unique
+    from kernels_ref.triton.rings import held_rings, leading_rings, rings_with_weights, shared_rings
+    from kernels_ref.triton.rules import sparse_causal, sparse_shared, sparse_unique
     from kernels_ref.triton.shared_blocks import shared_blocks
     from kernels_ref.triton.stream_k import stream_k
     from kernels_ref.triton.unique_blocks import split_unique_blocks
@@ -150,9 +150,9 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
     chunk = (row, row, ints(rows, tokens))
     ends, tails = ints(rows, 8), (several[0], several[0], several[1])
     return [
-        lambda: ruled_causal(q, k, v, token, token, row, rule, 0.0),
-        lambda: ruled_shared(q, k_store, v_store, token, *shared, rule, 0.0),
-        lambda: ruled_unique(
+        lambda: sparse_causal(q, k, v, token, token, row, rule, 0.0),
+        lambda: sparse_shared(q, k_store, v_store, token, *shared, rule, 0.0),
+        lambda: sparse_unique(
             q_several, k_store, v_store, ints(blocks), ints(blocks), *tails, ends, rule, 0.0
         ),
         lambda: causal(q, k, v, token, token, row, 0, 0, 0.0),
@@ -165,8 +165,8 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
         lambda: stream_k(q_rows, k_store, v_store, ints(blocks), *one, 0.0),
         lambda: leading_rings(q_rows, k_ring, v_ring, one[1], 0.0, q_rows, 4),
         lambda: leading_rings(q_rows, k_ring, v_ring, one[1], 0.0),
-        lambda: weighed_rings(q_rows, k_ring, v_ring, one[1], sinks, 0.0),
-        lambda: weighed_rings(q_rows, k_slots, v_slots, one[1], sinks, 0.0),
+        lambda: rings_with_weights(q_rows, k_ring, v_ring, one[1], sinks, 0.0),
+        lambda: rings_with_weights(q_rows, k_slots, v_slots, one[1], sinks, 0.0),
         lambda: column_sums(q, lse, k, k_ring[:rows], *chunk, tokens, 0.0),
         lambda: column_sums(q, lse, k, None, *chunk, 1, 0.0),
         lambda: held_rings(q_several, k_ring, v_ring, held, tokens_of_rows, tokens_of_rows, 64, 0.0),

@@ -1,4 +1,4 @@
-"""Row programs of one instruction, and rows of random items, for tests."""
+"""Fused elementwise programs of one instruction, and rows of random items, for tests."""
 
 from __future__ import annotations
 

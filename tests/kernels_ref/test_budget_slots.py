@@ -41,7 +41,7 @@ def some_slots(
     return SlotView(score, position, valid, end, num_slots), tokens, num_stored
 
 
-def first_to_go(policy: KVPolicy, scores: dict[int, float], end: int, num_slots: int) -> int:
+def eviction_victims(policy: KVPolicy, scores: dict[int, float], end: int, num_slots: int) -> int:
     """The position that goes, found one by one."""
 
     def is_free(position: int) -> bool:
@@ -68,7 +68,7 @@ def test_a_chunk_leaves_what_is_left_after_one_token_after_the_other_has_gone(
     end = int(slots.end)
     for head, scores in enumerate(tokens):
         while len(scores) > num_slots:
-            del scores[first_to_go(policy, scores, end, num_slots)]
+            del scores[eviction_victims(policy, scores, end, num_slots)]
         assert set(slots.position[0, head][keeps[0, head]].tolist()) == set(scores)
 
 
@@ -89,7 +89,7 @@ def test_a_decode_writes_the_first_free_slot_or_that_of_the_token_that_goes(
         if num_stored < num_slots:
             assert slot == num_stored
         else:
-            gone = first_to_go(policy, scores, int(slots.end), num_slots)
+            gone = eviction_victims(policy, scores, int(slots.end), num_slots)
             assert int(slots.position[0, head, slot]) == gone
 
 

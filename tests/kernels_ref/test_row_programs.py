@@ -1,4 +1,4 @@
-"""Row programs as objects: shared out over threads, equal ones shared, gone with their owners."""
+"""Fused elementwise programs as objects: run by several threads, shared if equal, gone with their owners."""
 
 from __future__ import annotations
 

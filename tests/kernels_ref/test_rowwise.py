@@ -1,4 +1,4 @@
-"""Row programs against torch's own operators."""
+"""Fused elementwise programs against torch's own operators."""
 
 from __future__ import annotations
 

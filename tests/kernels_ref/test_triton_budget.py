@@ -160,8 +160,8 @@ def test_schemas_and_fakes_of_the_operators_promise_what_comes() -> None:
     assert slots is not None
     rows = (chunk.start, chunk.num_new, chunk.token, 4, 0.0)
     for operator, arguments in (
-        (operators.weighed_rings, (*decode, d.sinks, 0.0)),
-        (operators.weighed_rings, (*decode, None, 2.5)),
+        (operators.rings_with_weights, (*decode, d.sinks, 0.0)),
+        (operators.rings_with_weights, (*decode, None, 2.5)),
         (operators.column_sums, (q, lse.nan_to_num(0.0), k, slots.nan_to_num(0.5), *rows)),
         (operators.column_sums, (q, lse.nan_to_num(0.0), k, None, *rows)),
     ):
@@ -190,7 +190,7 @@ def test_slots_in_any_order_are_refused() -> None:
     number = torch.zeros(1, 1, dtype=torch.int32)
     held = d.ring._replace(seen=Held(number[None].expand(1, 1, 4), number, number, 0))
     with pytest.raises(ValueError, match="seen from the first one on, got Held"):
-        RUN.unique_weighed(d.q, d.units, held, Scoring(), None)
+        RUN.unique_with_weights(d.q, d.units, held, Scoring(), None)
 
 
 def chunk_with(c: Chunks, **changes: torch.Tensor) -> Chunks:
@@ -246,7 +246,7 @@ def test_captured_graphs_follow_their_inputs() -> None:
     units, ring = fixed.units, fixed.ring
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _, mass = RUN.unique_weighed(fixed.q, units, ring, Scoring(), None)
+        _, mass = RUN.unique_with_weights(fixed.q, units, ring, Scoring(), None)
     for world, wanted in zip(worlds, expected):
         fixed.q.copy_(world.q)
         units.k.copy_(world.k)

@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 class World:
-    """A case in stores: the slice, then the tails in reverse order, then trash; unused slots hold NaN."""
+    """A case in stores: the slice, the tails in reverse order, then null units; unused slots hold NaN."""
 
     def __init__(
         self,

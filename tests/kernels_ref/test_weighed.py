@@ -60,7 +60,7 @@ def test_slots_receive_what_softmax_gives_them(
     nothing = torch.zeros(0, dtype=torch.int32)
     seen = Leading(torch.tensor(visible, dtype=torch.int32)[:, None, None])
     ring = RingStep(nothing, seen, nothing)
-    partial, found = kernels(impl).unique_weighed(q, of_stores(k, v), ring, Scoring(), sinks)
+    partial, found = kernels(impl).unique_with_weights(q, of_stores(k, v), ring, Scoring(), sinks)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(normalise(partial, torch.float64), expected, atol=tolerance, rtol=0)
     torch.testing.assert_close(found, mass, atol=1e-4, rtol=1e-4)
@@ -77,8 +77,8 @@ def test_the_kernel_and_the_portable_part_agree_on_equal_numbers() -> None:
     seen = torch.tensor([NUM_SLOTS, 77], dtype=torch.int32)[:, None, None]
     nothing = torch.zeros(0, dtype=torch.int32)
     ring = RingStep(nothing, Leading(seen), nothing)
-    ours, mass = rows.attend_weighed(q, k, v, seen, None)
-    portable, wanted = kernels(Implementation.REFERENCE).unique_weighed(
+    ours, mass = rows.attend_with_weights(q, k, v, seen, None)
+    portable, wanted = kernels(Implementation.REFERENCE).unique_with_weights(
         q, of_stores(k, v), ring, Scoring(), None
     )
     torch.testing.assert_close(ours.max, portable.max, atol=0.1, rtol=0)

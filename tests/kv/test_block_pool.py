@@ -17,8 +17,8 @@ def test_blocks_are_handed_out_lowest_free_id_first() -> None:
 
 def test_the_trash_block_is_never_handed_out() -> None:
     pool = BlockPool(3)
-    assert pool.trash_block == 3
-    assert pool.trash_block not in pool.allocate(3)
+    assert pool.null_block == 3
+    assert pool.null_block not in pool.allocate(3)
 
 
 def test_a_shared_block_is_free_only_after_its_last_holder_released_it() -> None:

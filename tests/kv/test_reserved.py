@@ -38,8 +38,8 @@ def test_a_store_takes_memory_block_by_block() -> None:
     store = KVStore(plan, torch.bfloat16, CPU)
     assert store.num_bytes > 160 * MIB
     assert resident_bytes() - before < 8 * MIB
-    trash = torch.tensor([[plan.num_blocks], [plan.num_blocks]], dtype=torch.int32)
-    store.carry_out(trash, trash[:, :0])
+    null = torch.tensor([[plan.num_blocks], [plan.num_blocks]], dtype=torch.int32)
+    store.carry_out(null, null[:, :0])
     store.layers[0][0].k[:64].fill_(1)
     assert resident_bytes() - before < 16 * MIB
     assert store.layers[0][0].k[64:].count_nonzero() == 0

@@ -70,12 +70,12 @@ def tensors(store: KVStore) -> list[torch.Tensor]:
 def test_copies_at_once_equal_copies_one_by_one(copies: list[Copy], num_padding: int) -> None:
     store, expected = random_store(), random_store()
     lists = CopyLists.of(copies)
-    for kind, trash in ((lists.blocks, NUM_BLOCKS), (lists.rows, NUM_ROWS)):
+    for kind, null in ((lists.blocks, NUM_BLOCKS), (lists.rows, NUM_ROWS)):
         assert kind.dtype == np.int32
-        assert len(set(kind[1].tolist())) == kind.shape[1] <= trash
+        assert len(set(kind[1].tolist())) == kind.shape[1] <= null
     padded = (
-        np.pad(kind, ((0, 0), (0, num_padding)), constant_values=trash)
-        for kind, trash in ((lists.blocks, NUM_BLOCKS), (lists.rows, NUM_ROWS))
+        np.pad(kind, ((0, 0), (0, num_padding)), constant_values=null)
+        for kind, null in ((lists.blocks, NUM_BLOCKS), (lists.rows, NUM_ROWS))
     )
     store.carry_out(*map(torch.from_numpy, padded))
     for copy in copies:

@@ -99,7 +99,7 @@ def test_captured_layers_find_the_plan_of_their_kind(zoo: Zoo, graphs: str | Com
 def test_stores_take_what_the_memory_plan_says_for_every_kind(zoo: Zoo) -> None:
     store = load(zoo, num_blocks=20, enable_prefix_caching=False).engine.runner.store
     dim = store.plan.layers[0].head_dim
-    # The trash, and the scratch, which both kinds of rows keep.
+    # The null unit, and the scratch, which both kinds of rows keep.
     num_rows = store.plan.max_num_seqs + 1 + store.plan.max_chunk_rows
     vectors = 0
     for retrieves in MASK:

@@ -100,7 +100,7 @@ def test_a_pattern_and_preemptions_change_nothing(zoo: Zoo) -> None:
     numbers = {"budget": BUDGET, "chunk": ONE_CHUNK, "heads": heads}
     assert_follows(zoo.load("llama_mha")[0], seen, prompts, policy="h2o", **numbers)
     assert preempted
-    regions = served.engine.scheduler.leases.regions
+    regions = served.engine.scheduler.allocations.regions
     assert regions is not None
     assert regions.num_used == 0
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bias_builders import Window, leading_slots, leading_visible
 from hpu_duo.device.ranks import Ranks
-from hpu_duo.parallel import DealtBlocks, HeadExchange, head_exchange, placed
+from hpu_duo.parallel import ContextParallelBlocks, HeadExchange, head_exchange, placed
 from kernels_ref import (
     HeadGroup,
     Implementation,
@@ -50,9 +50,9 @@ def test_ranks_have_equally_many_heads_and_nearly_equally_many_of_the_first_grou
     assert firsts == sorted(firsts), "the first rank has a streaming head if any has"
 
 
-def of_rank(world: World, exchange: HeadExchange) -> tuple[DealtBlocks, torch.Tensor, torch.Tensor]:
+def of_rank(world: World, exchange: HeadExchange) -> tuple[ContextParallelBlocks, torch.Tensor, torch.Tensor]:
     """The kind of a rank, and its part of a world's blocks."""
-    kind = DealtBlocks(exchange)
+    kind = ContextParallelBlocks(exchange)
     size = kind.num_slots(world.s.block_size)
     part = slice(exchange.rank * size, (exchange.rank + 1) * size)
     k, v = (x[:, :, part].contiguous() for x in (world.blocks.k, world.blocks.v))
@@ -67,7 +67,7 @@ def retrieving(scenario: Scenario, num_ranks: int, num_heads: int) -> World:
     )
 
 
-def step_of(kind: DealtBlocks, layout: UnitLayout, shared: Step) -> Step:
+def step_of(kind: ContextParallelBlocks, layout: UnitLayout, shared: Step) -> Step:
     return prepare_step(shared.parts, shared.tensors, decode_len=shared.decode_len, stores={kind: (layout,)})
 
 
@@ -78,22 +78,22 @@ def test_every_token_has_one_owner_and_the_masks_of_ranks_make_up_that_of_one(
 ) -> None:
     world = retrieving(scenario, num_ranks, 1)
     _, _, _, shared = world.inputs()
-    t, size, trash = shared.tensors, world.s.block_size, world.num_blocks
+    t, size, null = shared.tensors, world.s.block_size, world.num_blocks
     written, tails, starts = [], [], []
     for rank in range(num_ranks):
         kind, k, _ = of_rank(world, HeadExchange(1, num_ranks, rank, ""))
         slots = k.shape[2]
-        layout = UnitLayout.dense(trash + 1, 1, slots)
+        layout = UnitLayout.dense(null + 1, 1, slots)
         plan = step_of(kind, layout, shared).plans[kind.key, layout]
         place = plan.own.write_index.long()
-        is_kept = place // slots != trash
+        is_kept = place // slots != null
         slot = place % slots + rank * slots
         written.append(torch.where(is_kept, place // slots * size + slot, -1))
         tails.append(leading_slots(plan.own.tails.visible, slots))
         starts.append(plan.shared_start[:, None] + torch.arange(slots))
     # Where one rank would write a token, exactly one does.
     owners = torch.stack(written)
-    is_real = t.write_block != trash
+    is_real = t.write_block != null
     assert ((owners >= 0).sum(dim=0) == is_real.int()).all()
     expected = torch.where(is_real, t.write_block * size + t.write_offset, -1)
     assert torch.equal(owners.amax(dim=0), expected.long())

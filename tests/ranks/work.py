@@ -26,11 +26,11 @@ from hpu_duo.device.ranks import Membership, RankError, Ranks, Sent, joined
 from hpu_duo.engine.engine import Engine
 from hpu_duo.engine.orders import Execute, FinishWarmUp, Order, Stop, follow
 from hpu_duo.engine.runner import Runner
-from hpu_duo.engine.step_input import StepMessage
+from hpu_duo.engine.step_input import StepInput
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.startup.assembly import assemble, engine_around
 from hpu_duo.startup.place import Place
-from hpu_duo.startup.ranks import LedRanks, OwnLaunch, joined_as, lifeline_to_rank_0
+from hpu_duo.startup.ranks import LedRanks, OwnLaunch, heartbeat_to_rank_0, joined_as
 from hpu_duo.startup.sharding import build_share
 from kernels_ref import Budget
 from tests.modeling.families import BLOCK
@@ -189,11 +189,11 @@ class Sums(TorchDispatchMode):
 
 
 class Told:
-    """Followers that are members of the same test."""
+    """WorkerRanks that are members of the same test."""
 
     def __init__(self, membership: Membership) -> None:
         self._link = membership.link
-        self.messages: list[StepMessage] = []
+        self.messages: list[StepInput] = []
 
     def tell(self, order: Any) -> None:
         """Send it."""
@@ -244,12 +244,12 @@ def follow_orders(member: Member, timeout_s: float) -> None:
     """Follow rank 0 without a model."""
     ranks, store = Ranks(member.rank, member.size), member.store()
     with (
-        lifeline_to_rank_0(ranks.rank, store, timeout_s) as lifeline,
+        heartbeat_to_rank_0(ranks.rank, store, timeout_s) as heartbeat,
         joined_as(ranks, "gloo", store, torch.device("cpu"), timeout_s) as membership,
     ):
         while not isinstance(order := membership.link.receive(), Stop):
             order.carry_out(None)
-            lifeline.count()
+            heartbeat.count()
 
 
 def lead(size: int, timeout_s: float) -> LedRanks:

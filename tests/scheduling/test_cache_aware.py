@@ -71,7 +71,7 @@ def test_depth_first_goes_where_most_wait(known: list[list[int]], texts: list[li
     for number, text in enumerate(texts):
         requests.append(serving.add(str(number), 1, prompt=[*text, 9]))
         paths[str(number)] = [tuple(text[: 4 * (i + 1)]) for i in range(num_shared([*text, 9], cached))]
-    waiting = Waiting(LongestPrefixMatch(), serving.scheduler.leases.find)
+    waiting = Waiting(LongestPrefixMatch(), serving.scheduler.allocations.find)
     order = [request.request_id for request in DepthFirst().order(requests, waiting)]
     assert order == walk(paths, ())
 

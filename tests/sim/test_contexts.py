@@ -50,7 +50,7 @@ def test_contexts_need_nothing_new_after_warm_up(
                 assert min(sample.num_cached_tokens for [sample] in done) >= 2 * BLOCK
                 with context.fork([4] * 5):
                     pass
-            prefixes = served.engine.scheduler.leases.prefixes
+            prefixes = served.engine.scheduler.allocations.prefixes
             assert prefixes is not None
             prefixes.clear()
     report = seen.report()

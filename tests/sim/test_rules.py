@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from hpu_duo.device.rules import mark_trash
+from hpu_duo.device.rules import mark_null
 from hpu_duo.lab import sim
 from hpu_duo.lab.sim import HpuRuleViolation, Rule
 
@@ -49,9 +49,9 @@ def in_graph(act: Callable[[Tensor], object]) -> None:
 
 
 def store() -> Tensor:
-    """Keys of three units of two vectors, the last one trash."""
+    """Keys of three units of two vectors, the last one null."""
     flat = torch.zeros(6, 3, device="hpu")
-    mark_trash(flat, 4, 6)
+    mark_null(flat, 4, 6)
     return flat
 
 
@@ -209,7 +209,7 @@ def test_a_write_is_seen_through_every_view_of_the_tensor() -> None:
 
 def test_trash_may_be_written_twice_and_its_neighbours_may_not() -> None:
     store = torch.zeros(12, 2, device="hpu")
-    mark_trash(store, 8, 12)
+    mark_null(store, 8, 12)
     new = torch.ones(3, 2, device="hpu")
     store.index_copy_(0, ints(3, 9, 9), new)
     units = store.unflatten(0, (3, 4))

@@ -128,7 +128,7 @@ def test_a_simulation_runs_the_steps_that_the_engine_runs(
     engine = engines[name]
     limits, table = engine.scheduler.limits, engine.runner.graphs.table
     is_forced = name in ("verified", "cached")
-    if (prefixes := engine.scheduler.leases.prefixes) is not None:
+    if (prefixes := engine.scheduler.allocations.prefixes) is not None:
         prefixes.clear()
     coming = trace(asked, limits, is_forced)
     steps = simulated(limits, coming, table=table if len(table) else None, trims=name == "trimmed")
@@ -167,7 +167,7 @@ def test_every_request_gets_its_tokens_once_and_no_step_exceeds_the_limits(
         assert step.plan.num_tokens == step.shape.query_len <= limits.max_num_batched_tokens
         chunks = [row for row in step.plan.rows if row.num_new_tokens > limits.decode_len and row.start > 0]
         assert len(chunks) <= limits.max_chunk_rows
-        assert scheduler.leases.blocks.num_used <= limits.num_blocks
+        assert scheduler.allocations.blocks.num_used <= limits.num_blocks
         # Time passes only while somebody is served, or until somebody comes.
         assert step.start == busy_until or step.start in arrived.values()
         assert step.start >= busy_until
@@ -181,7 +181,7 @@ def test_every_request_gets_its_tokens_once_and_no_step_exceeds_the_limits(
     assert ended == Counter(arrived.keys())
     assert all(request.finish_reason is FinishReason.LENGTH for _, request in coming)
     assert not scheduler.has_unfinished
-    assert scheduler.leases.blocks.num_used == scheduler.leases.rows.num_used == 0
+    assert scheduler.allocations.blocks.num_used == scheduler.allocations.rows.num_used == 0
     assert simulation.now == busy_until
 
 

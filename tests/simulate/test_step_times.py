@@ -149,7 +149,7 @@ def test_an_engine_is_measured_in_every_phase_and_left_as_it_was(tiny: Tiny, gra
     times = measure_steps(engine, max_seconds=2500.0, clock=Clock(), description={"device": "cpu"})
     assert not engine.has_unfinished
     assert engine.step_recorder is None
-    assert engine.scheduler.leases.blocks.num_used == 0
+    assert engine.scheduler.allocations.blocks.num_used == 0
     assert {one.median_s for one in times.measured.values()} == {1.0}
     assert times.limits == engine.scheduler.limits
     assert (times.table is None) == (graphs == "eager")

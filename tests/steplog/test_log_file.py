@@ -15,19 +15,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphs import BatchShape
-from hpu_duo.engine.step_input import StepMessage
+from hpu_duo.engine.step_input import StepInput
 from hpu_duo.sampling import SamplingBatch, SamplingParams, SamplingRoute
 from hpu_duo.startup.recorded_steps import CutLogError, LoggedStep, StepLog, StepRecorder, read_log
 from tests.engine.tiny import PATTERN, Tiny, serve
 from tests.modeling.families import prompts_of
 
 
-def message(number: int) -> StepMessage:
+def message(number: int) -> StepInput:
     shape = BatchShape.parse(f"--u/q{number + 1}/s0/u7/l3")
     route = SamplingRoute(3, 100, has_random=True, num_edits=16, has_masks=number == 3)
     floats = np.linspace(-1, 1, route.num_floats, dtype=np.float32)
     masks = np.arange(12, dtype=np.int32).reshape(3, 4) - 7 if route.has_masks else None
-    return StepMessage(
+    return StepInput(
         shape,
         shape,
         np.arange(10 * number, dtype=np.int32) - 5,

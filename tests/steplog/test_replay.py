@@ -53,7 +53,7 @@ def test_a_replay_gives_the_same_tokens(tiny: Tiny, tmp_path: Path, options: dic
     log = recorded(tiny, tmp_path / "steps", **options)
     report = replay(again(tiny, log).engine, tiny.path, log)
     assert report.differences == report.versions == ()
-    assert report.num_hosted == 0
+    assert report.num_host_sampled == 0
     assert report.num_tokens == sum(len(step.token_ids) for step in log) > 50
     assert report.num_steps == len(list(log)) > 20
 
@@ -75,10 +75,10 @@ def test_tokens_of_the_host_are_counted_as_not_replayable(tiny: Tiny, tmp_path: 
     done = served.generate(PROMPTS[:2], max_new_tokens=6, no_repeat_ngram_size=2)
     log = read_log(path)
     report = replay(again(tiny, log).engine, tiny.path, log)
-    assert (report.num_tokens, report.num_hosted, report.differences) == (0, 12, ())
+    assert (report.num_tokens, report.num_host_sampled, report.differences) == (0, 12, ())
     plain = served.engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=3))
     report = replay(again(tiny, log).engine, tiny.path, log)
-    assert (report.num_tokens, report.num_hosted, report.differences) == (3, 12, ())
+    assert (report.num_tokens, report.num_host_sampled, report.differences) == (3, 12, ())
     assert plain
     assert done is not None
 
@@ -129,7 +129,7 @@ def test_the_command_replays_a_recording(tiny: Tiny, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["replay", str(tmp_path / "steps"), *model, "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout[result.stdout.index("{") :])
-    assert (report["differences"], report["num_hosted"]) == ([], 0)
+    assert (report["differences"], report["num_host_sampled"]) == ([], 0)
     assert report["num_tokens"] > 50
     refused = CliRunner().invoke(app, ["replay", str(tmp_path / "steps"), *model, "--dtype", "bfloat16"])
     assert refused.exit_code == 2

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from graphs import BatchShape, StepCost
 from graphs.bucket_file import write_table
 from graphs.manifest import GraphRecord, Manifest, is_manifest, read_manifest, write_manifest
-from graphs.traffic_watch import Promise
+from graphs.traffic_watch import PlannedPadding
 
 VERSIONS = {"torch": "2.13.0", "python": "3.11.7"}
 CONFIGURATION = {"model.hidden_size": 32, "dtype": "float32", "limits.num_blocks": 48, "model.rope": None}
@@ -73,15 +73,15 @@ def test_what_is_written_is_read_back(
 
 
 def test_the_padding_that_a_table_was_planned_for_is_kept(path: Path) -> None:
-    promise = Promise.by(StepCost(), 0.125)
-    write_manifest(path, replace(MANIFEST, promise=promise))
-    assert read_manifest(path).table().promise == promise
+    planned_padding = PlannedPadding.by(StepCost(), 0.125)
+    write_manifest(path, replace(MANIFEST, planned_padding=planned_padding))
+    assert read_manifest(path).table().planned_padding == planned_padding
     fields = json.loads(path.read_text())
     del fields["promise"]
     path.write_text(json.dumps(fields))
-    assert read_manifest(path).table().promise is None
-    with pytest.raises(ValueError, match="expected promise to be a text such as"):
-        read_manifest(changed(path, promise="little"))
+    assert read_manifest(path).table().planned_padding is None
+    with pytest.raises(ValueError, match="expected planned_padding to be a text such as"):
+        read_manifest(changed(path, planned_padding="little"))
 
 
 def test_the_file_says_what_a_reader_looks_for(path: Path) -> None:

@@ -77,8 +77,8 @@ def _print(console: Console, file: Path, report: ReplayReport) -> None:
     if len(report.differences) > _MOST_SHOWN:
         lines.append(f"and {len(report.differences) - _MOST_SHOWN:,} more")
     lines.append(f"{len(report.differences):,} differ" if report.differences else "all are the same")
-    if report.num_hosted:
-        lines.append(f"not replayable: {report.num_hosted:,} tokens that were chosen on the host")
+    if report.num_host_sampled:
+        lines.append(f"not replayable: {report.num_host_sampled:,} tokens that were chosen on the host")
     if report.cut is not None:
         lines.append(f"note: {report.cut}")
     lines += [f"note: recorded with {each}" for each in report.versions]

@@ -20,7 +20,7 @@ from graphs.planner import (
     padding_aware,
     upstream_unified,
 )
-from graphs.traffic_watch import Promise
+from graphs.traffic_watch import PlannedPadding
 from hpu_duo.planning.simulation import plan_buckets, prior
 
 # Tables are planned for users of seed 0, and compared on those of seed 1.
@@ -86,7 +86,7 @@ def write(
     gaudi_out: Path | None,
     shapes: tuple[BatchShape, ...],
     comment: str,
-    promise: Promise,
+    planned_padding: PlannedPadding,
 ) -> None:
     """Write the table with the padding that it promises, and the file for vllm-gaudi, where asked to.
 
@@ -95,7 +95,7 @@ def write(
     """
     try:
         if out is not None:
-            write_table(out, shapes, comment, promise)
+            write_table(out, shapes, comment, planned_padding)
         if gaudi_out is not None:
             write_gaudi_buckets(gaudi_out, (b for shape in shapes for b in from_shape(shape)), comment)
     except OSError as error:

@@ -64,7 +64,7 @@ def plan(
             _check_without_hardware(num_blocks, served, kept, output)
         # torch is slow to import: everything that can be refused without it comes first.
         from graphs.planner import evaluate
-        from graphs.traffic_watch import Promise
+        from graphs.traffic_watch import PlannedPadding
         from hpu_duo.cli.planning.bucket_plans import choose, listed, measured_on, write
         from hpu_duo.cli.planning.setting import Setting
 
@@ -100,8 +100,8 @@ def plan(
         if output.takes_table or not table.compare:
             shapes = listed(chosen[table.strategy])
             comment = f"{table.strategy}, for {setting.size.name} and {limits}"
-            promise = Promise.by(cost, reports[table.strategy].mean)
-            write(output.out, output.gaudi_out, shapes, comment, promise)
+            planned_padding = PlannedPadding.by(cost, reports[table.strategy].mean)
+            write(output.out, output.gaudi_out, shapes, comment, planned_padding)
     if as_json:
         typer.echo(json.dumps(_fields(setting, reports, shapes), indent=2))
     else:

@@ -16,7 +16,7 @@ from hpu_duo.lab.selftest.subject import Subject, run_prompts
 from hpu_duo.startup.tables import default_table
 
 if TYPE_CHECKING:
-    from hpu_duo.engine.step_input import StepMessage
+    from hpu_duo.engine.step_input import StepInput
     from hpu_duo.llm import HPUDuoModel
 
 _COLD: dict[str, Any] = {"enable_prefix_caching": False}
@@ -36,7 +36,7 @@ class RecordedSteps:
     """
 
     table: BucketTable
-    messages: tuple[StepMessage, ...]
+    messages: tuple[StepInput, ...]
     logits: tuple[torch.Tensor, ...]
     tokens: tuple[tuple[int, ...], ...]
 
@@ -52,9 +52,9 @@ class RecordedSteps:
 
 class _Messages:
     def __init__(self) -> None:
-        self.found: list[StepMessage] = []
+        self.found: list[StepInput] = []
 
-    def add(self, message: StepMessage, token_ids: npt.NDArray[np.int32]) -> None:
+    def add(self, message: StepInput, token_ids: npt.NDArray[np.int32]) -> None:
         self.found.append(message)
 
 
@@ -73,7 +73,7 @@ def record_steps(subject: Subject) -> RecordedSteps:
     return RecordedSteps(table, messages, logits, tuple(tokens))
 
 
-def run_uncaptured(model: HPUDuoModel, message: StepMessage) -> torch.Tensor:
+def run_uncaptured(model: HPUDuoModel, message: StepInput) -> torch.Tensor:
     """Run a step operator by operator, whatever the capture backend; returns logits on the device."""
     executor = model.engine.runner.executor
     with torch.inference_mode(), executor.runtime.step():
@@ -83,17 +83,17 @@ def run_uncaptured(model: HPUDuoModel, message: StepMessage) -> torch.Tensor:
         return bucket_step(executor.model, executor.geometry, message.bucket, {})(inputs)
 
 
-def run_captured(model: HPUDuoModel, message: StepMessage) -> torch.Tensor:
+def run_captured(model: HPUDuoModel, message: StepInput) -> torch.Tensor:
     """Run a step as the engine does, by its captured graph; returns logits on the device."""
     executor = model.engine.runner.executor
     with executor.runtime.step():
         return executor.logits(message)
 
 
-Run = Callable[["HPUDuoModel", "StepMessage"], torch.Tensor]
+Run = Callable[["HPUDuoModel", "StepInput"], torch.Tensor]
 
 
-def sampled_rows(logits: torch.Tensor, message: StepMessage) -> torch.Tensor:
+def sampled_rows(logits: torch.Tensor, message: StepInput) -> torch.Tensor:
     """Logits of the sampled rows, on the host, float32 ``[S, V]``."""
     return logits.cpu()[torch.from_numpy(message.sampled).long()].float()
 

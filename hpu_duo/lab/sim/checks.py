@@ -153,7 +153,7 @@ class Checks:
         host = index.host if isinstance(index, SimTensor) else index
         places, counts = torch.unique(host, return_counts=True)
         for place, count in zip(places.tolist(), counts.tolist()):
-            if count > 1 and not _is_trash(target, dim, place):
+            if count > 1 and not _is_null(target, dim, place):
                 self._break(Rule.REPEATED_INDEX, name, f"index {place} comes {count} times")
 
 
@@ -167,14 +167,14 @@ def _has_nan(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(torch.isnan(value).any())
 
 
-def _is_trash(target: torch.Tensor, dim: int, place: int) -> bool:
-    """Whether all that lies at a place of a dimension is trash."""
-    if not isinstance(target, SimTensor) or target.trash is None:
+def _is_null(target: torch.Tensor, dim: int, place: int) -> bool:
+    """Whether all that lies at a place of a dimension is null units."""
+    if not isinstance(target, SimTensor) or target.null is None:
         return False
     entry = target.host.select(dim, place)
     first = entry.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride()))
-    return target.trash[0] <= first and last < target.trash[1]
+    return target.null[0] <= first and last < target.null[1]
 
 
 def _is_collective(name: str) -> bool:

@@ -206,7 +206,7 @@ class SimulatedHpu:
                 )
             if operator.keeps_numbers and sims:
                 made.weight_dtype = sims[0].weight_dtype
-                made.trash = sims[0].trash if operator.is_view else None
+                made.null = sims[0].null if operator.is_view else None
                 made.is_state = operator.is_view and sims[0].is_state
             if result.dtype in WIDE and not (operator.may_make_wide or made.is_own_index):
                 self.break_rule(Rule.WIDE_DTYPE, operator.name, f"makes {result.dtype}")

@@ -28,16 +28,16 @@ class SimTensor(torch.Tensor):
         is_own_index: indices that the device computed itself, as ``topk`` does: each is below the size of a
             dimension, so it is the same number in 32 bits and in 64.
         weight_dtype: float type of the model's weight that it holds the numbers of, None for other tensors.
-        trash: elements ``[begin, end)`` of its memory that may be written twice, None = none.
-        is_store: whether it is itself a store of keys or values, which ``mark_trash`` tells.
-        is_state: whether it has trash and is no such store: a graph may read it and then write it.
+        null: elements ``[begin, end)`` of its memory that may be written twice, None = none.
+        is_store: whether it is itself a store of keys or values, which ``mark_null`` tells.
+        is_state: whether it has null units and is no such store: a graph may read it and then write it.
     """
 
     host: torch.Tensor
     signature: Signature
     is_own_index: bool
     weight_dtype: torch.dtype | None
-    trash: tuple[int, int] | None
+    null: tuple[int, int] | None
     is_store: bool
     is_state: bool
 
@@ -53,7 +53,7 @@ class SimTensor(torch.Tensor):
         self.host = host
         self.signature = (host.size(), host.stride(), host.storage_offset(), host.dtype)
         self.is_own_index = self.is_store = self.is_state = False
-        self.weight_dtype = self.trash = None
+        self.weight_dtype = self.null = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -70,16 +70,16 @@ class SimTensor(torch.Tensor):
         """The values as Python numbers: a device-to-host read."""
         return self.cpu().tolist()
 
-    def mark_trash(self, begin: int, end: int, is_state: bool = False) -> None:
+    def mark_null(self, begin: int, end: int, is_state: bool = False) -> None:
         """Let entries ``[begin, end)`` of dimension 0 be written twice."""
         stride, offset = int(self.host.stride(0)), int(self.host.storage_offset())
-        self.trash = offset + begin * stride, offset + end * stride
+        self.null = offset + begin * stride, offset + end * stride
         self.is_store, self.is_state = not is_state, is_state
 
     @property
     def store(self) -> StoreOperand | None:
-        """The store that it is or shows, or None: trash is known of stores and of their views."""
-        if self.trash is None or self.is_state:
+        """The store that it is or shows, or None: null units is known of stores and of their views."""
+        if self.null is None or self.is_state:
             return None
         return StoreOperand(self.host.untyped_storage().data_ptr(), is_view=not self.is_store)
 

@@ -16,7 +16,7 @@ from hpu_duo.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from hpu_duo.engine.engine import Engine
-    from hpu_duo.engine.step_input import StepMessage
+    from hpu_duo.engine.step_input import StepInput
 
 _NUM_OUTPUTS = 12
 
@@ -43,7 +43,7 @@ class StepTimer:
         self._sent: list[str] = []
         self.steps: list[tuple[BatchShape, float]] = []
 
-    def add(self, message: StepMessage, token_ids: object) -> None:
+    def add(self, message: StepInput, token_ids: object) -> None:
         """Note the shape of the step that is under way."""
         self._shape = message.bucket if self._has_table else message.shape
 

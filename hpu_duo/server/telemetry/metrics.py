@@ -102,7 +102,7 @@ _HISTOGRAMS = {
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Samples that have a row.", lambda stats: stats.num_running),
     "kv_cache_usage_perc": (
-        "Share of the KV blocks that are leased; of the rows where no head keeps blocks. 1 is all.",
+        "Share of the KV blocks that are allocated; of the rows where no head keeps blocks. 1 is all.",
         lambda stats: _usage(stats),
     ),
 }
@@ -169,12 +169,12 @@ _OWN_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 }
 
 _OWN_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "blocks_used": ("KV blocks leased.", lambda s: s.used_blocks),
+    "blocks_used": ("KV blocks allocated.", lambda s: s.used_blocks),
     "blocks_total": ("KV blocks.", lambda s: s.total_blocks),
-    "rows_used": ("Rows leased.", lambda s: s.used_rows),
+    "rows_used": ("Rows allocated.", lambda s: s.used_rows),
     "rows_total": ("Rows.", lambda s: s.total_rows),
     "kv_store_bytes": ("Bytes that the stores of keys and values take.", lambda s: s.kv_bytes),
-    "kv_held_bytes": ("Bytes of the leased blocks and rows.", lambda s: s.held_bytes),
+    "kv_held_bytes": ("Bytes of the allocated blocks and rows.", lambda s: s.held_bytes),
     "prefix_idle_bytes": (
         "Bytes of cached blocks that no request holds.",
         lambda s: s.prefixes.idle_bytes if s.prefixes else 0,

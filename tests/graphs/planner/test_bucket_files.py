@@ -4,7 +4,7 @@ import pytest
 
 from graphs import BatchShape, StepCost
 from graphs.bucket_file import GaudiBucket, from_shape, read_table, write_gaudi_buckets, write_table
-from graphs.traffic_watch import Promise
+from graphs.traffic_watch import PlannedPadding
 
 GAUDI_FILE = """# prompts
 (1, 2048, 0)
@@ -27,12 +27,12 @@ def test_a_table_survives_being_written_and_read(tmp_path: Path) -> None:
 
 def test_a_table_keeps_the_padding_that_it_was_planned_for(tmp_path: Path) -> None:
     path = tmp_path / "table.txt"
-    promise = Promise.by(StepCost(), 0.064)
-    write_table(path, [BatchShape.parse("--u/q1/s0/u8/l1")], "planned", promise)
-    assert read_table(path).promise == promise
+    planned_padding = PlannedPadding.by(StepCost(), 0.064)
+    write_table(path, [BatchShape.parse("--u/q1/s0/u8/l1")], "planned", planned_padding)
+    assert read_table(path).planned_padding == planned_padding
     assert path.read_text().splitlines()[:2] == ["# planned", "# padding: 0.064 by StepCost"]
     write_table(path, [BatchShape.parse("--u/q1/s0/u8/l1")], "planned")
-    assert read_table(path).promise is None
+    assert read_table(path).planned_padding is None
 
 
 @pytest.mark.parametrize("padding", ["-0.5", "much", "nan", "inf"])

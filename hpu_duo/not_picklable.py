@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 
-class Uncopied:
+class NotPicklable:
     """A part of a loaded model: its stores, captured graphs and patched layers belong to one process."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

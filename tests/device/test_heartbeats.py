@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hpu_duo.device.heartbeats import Lifeline, Lifelines
+from hpu_duo.device.heartbeats import Heartbeat, Heartbeats
 from hpu_duo.device.processes import HOST, store_in
 
 SIZE = 3
@@ -23,42 +23,44 @@ def store(tmp_path: Path) -> dist.Store:
 
 
 @pytest.fixture
-def lifelines(store: dist.Store) -> Iterator[Lifelines]:
-    made = Lifelines(HOST, SIZE, store)
+def heartbeats(store: dist.Store) -> Iterator[Heartbeats]:
+    made = Heartbeats(HOST, SIZE, store)
     yield made
     made.close()
 
 
-def look_until(lifelines: Lifelines, is_so: Callable[[], object]) -> None:
+def look_until(heartbeats: Heartbeats, is_so: Callable[[], object]) -> None:
     end = time.monotonic() + 30
     while not is_so():
         assert time.monotonic() < end
-        lifelines.look()
+        heartbeats.look()
 
 
-def test_ranks_come_give_signs_of_life_and_say_that_they_end(lifelines: Lifelines, store: dist.Store) -> None:
-    assert lifelines.missing == [1, 2]
-    ranks = [Lifeline(rank, store, 60.0) for rank in (2, 1)]
-    look_until(lifelines, lambda: not lifelines.missing)
+def test_ranks_come_give_signs_of_life_and_say_that_they_end(
+    heartbeats: Heartbeats, store: dist.Store
+) -> None:
+    assert heartbeats.missing == [1, 2]
+    ranks = [Heartbeat(rank, store, 60.0) for rank in (2, 1)]
+    look_until(heartbeats, lambda: not heartbeats.missing)
     began = time.monotonic()
-    look_until(lifelines, lambda: time.monotonic() - began > 1.5)
-    assert max(lifelines.signs().silent_s.values()) < 1.4
+    look_until(heartbeats, lambda: time.monotonic() - began > 1.5)
+    assert max(heartbeats.signs().silent_s.values()) < 1.4
     for rank in ranks:
         rank.close()
-    look_until(lifelines, lambda: lifelines.have_ended)
-    assert not lifelines.signs().are_bad(1.0)
+    look_until(heartbeats, lambda: heartbeats.have_ended)
+    assert not heartbeats.signs().are_bad(1.0)
 
 
 def test_an_error_is_told_once_with_its_trace_and_whether_it_may_follow_from_anothers(
-    lifelines: Lifelines, store: dist.Store
+    heartbeats: Heartbeats, store: dist.Store
 ) -> None:
-    first, second = (Lifeline(rank, store, 60.0) for rank in (1, 2))
+    first, second = (Heartbeat(rank, store, 60.0) for rank in (1, 2))
     with pytest.raises(ValueError, match="odd"), first.reporting(), first.reporting():
         raise ValueError("odd\nand more")
     with pytest.raises(RuntimeError), second.reporting():
         raise RuntimeError("Connection closed by peer")
-    look_until(lifelines, lambda: len(lifelines.signs().reports) == 2)
-    told = {each.rank: each for each in lifelines.signs().reports}
+    look_until(heartbeats, lambda: len(heartbeats.signs().reports) == 2)
+    told = {each.rank: each for each in heartbeats.signs().reports}
     assert "ValueError: odd" in told[1].trace
     assert "and more" in told[1].trace
     assert (told[1].may_follow, told[2].may_follow) == (False, True)
@@ -68,9 +70,9 @@ def test_an_error_is_told_once_with_its_trace_and_whether_it_may_follow_from_ano
 
 
 def test_strangers_are_turned_away_and_a_connection_that_ends_without_a_word_is_a_rank_that_is_gone(
-    lifelines: Lifelines, store: dist.Store
+    heartbeats: Heartbeats, store: dist.Store
 ) -> None:
-    host, port, token = json.loads(store.get("hpu-duo/lifelines"))
+    host, port, token = json.loads(store.get("hpu-duo/heartbeats"))
 
     def connect(words: bytes) -> socket.socket:
         connection = socket.create_connection((host, port))
@@ -92,12 +94,12 @@ def test_strangers_are_turned_away_and_a_connection_that_ends_without_a_word_is_
             except ConnectionError:
                 return True
 
-        look_until(lifelines, is_closed)
-    assert lifelines.missing == [1, 2]
+        look_until(heartbeats, is_closed)
+    assert heartbeats.missing == [1, 2]
     rank = connect(json.dumps({"rank": 1, "token": token}).encode() + b'\n{"done": 3}\n')
-    look_until(lifelines, lambda: lifelines.missing == [2])
-    assert not lifelines.signs().gone
-    look_until(lifelines, lambda: lifelines.signs().num_done == {1: 3})
+    look_until(heartbeats, lambda: heartbeats.missing == [2])
+    assert not heartbeats.signs().gone
+    look_until(heartbeats, lambda: heartbeats.signs().num_done == {1: 3})
     rank.close()
-    look_until(lifelines, lambda: lifelines.signs().gone)
-    assert lifelines.signs().gone == {1}
+    look_until(heartbeats, lambda: heartbeats.signs().gone)
+    assert heartbeats.signs().gone == {1}

@@ -20,7 +20,7 @@ from graphs import (
     StepLimits,
 )
 from graphs.planner import Resolution
-from graphs.table import decode_twins
+from graphs.table import decode_only_buckets
 from hpu_duo.planning.simulation import plan_buckets
 from tests.graphs.planner.drawn import limits_of, scheduled_shapes
 
@@ -29,7 +29,7 @@ QUICK = Resolution(num_cells=80, num_points=30, num_rows=200, rounds=1)
 
 
 def assert_decodes_run_alone(table: BucketTable, limits: StepLimits, data: st.DataObject, times: int) -> None:
-    assert decode_twins(table, limits, table.cost) == ()
+    assert decode_only_buckets(table, limits, table.cost) == ()
     for _ in range(times):
         shape = data.draw(scheduled_shapes(limits, has_prompts=False))
         bucket = table.fit(shape)
@@ -91,7 +91,7 @@ def test_twins_are_missing_exactly_where_some_decodes_would_run_parts_in_vain(
         return any(not isinstance(bucket, Miss) and bucket.phase != shape.phase for bucket, shape in found)
 
     table = BucketTable(tuple(buckets), cost)
-    twins = decode_twins(table, TINY, cost)
+    twins = decode_only_buckets(table, TINY, cost)
     assert bool(twins) == goes_wrong(table)
     assert not goes_wrong(table.with_buckets(twins))
 
@@ -115,7 +115,7 @@ def test_a_bucket_is_missing_only_where_decodes_would_be_cheaper_with_a_causal_p
     cost = StepCost(block_size=16)
     decodes, mixed = BatchShape.parse("--u/q8/s0/u2000/l8"), BatchShape.parse("c-u/q12/s0/u100/l4")
     assert cost(mixed) < cost(decodes)
-    assert decode_twins((decodes, mixed), limits, cost) == (BatchShape.parse("--u/q4/s0/u100/l4"),)
+    assert decode_only_buckets((decodes, mixed), limits, cost) == (BatchShape.parse("--u/q4/s0/u100/l4"),)
     dear = BatchShape.parse("c-u/q64/s0/u1990/l4")
     assert cost(dear) > cost(decodes)
-    assert decode_twins((decodes, dear), limits, cost) == ()
+    assert decode_only_buckets((decodes, dear), limits, cost) == ()

@@ -1,4 +1,4 @@
-"""Leases of the KV stores by requests, and the copies that follow from changes of the leases."""
+"""Leases of the KV stores by requests, and the copies that follow from changes of the allocations."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def block_moves(max_num_batched_tokens: int, block_size: int) -> int:
     return -(-max_num_batched_tokens // block_size)
 
 
-class KVLeases:
+class KVAllocations:
     """Owns all pools; the only writer of a request's ``row``, ``region``, ``block_table`` and ``num_blocks``.
 
-    Copies are collected in one list, in the order in which the leases changed. Carried out one after the
+    Copies are collected in one list, in the order in which the allocations changed. Carried out one after the
     other before the next step writes anything, they are right even if a source or a destination has
-    been released and leased again meanwhile: the later lease is also filled later.
+    been released and allocated again meanwhile: the later lease is also filled later.
 
     Args:
-        num_blocks: blocks that can be leased.
+        num_blocks: blocks that can be allocated.
         block_size: tokens per block.
-        num_rows: ring rows that can be leased.
+        num_rows: ring rows that can be allocated.
         uses_blocks: False for a model without retrieval heads: blocks are then neither needed nor counted.
         caches_prefixes: keep full blocks for later requests; see ``PrefixCache``.
         uses_rows: whether any head keeps a ring, so that prefixes need snapshots.
@@ -62,7 +62,7 @@ class KVLeases:
         self.regions: RowPool[Request] | None = RowPool(num_regions) if num_regions else None
         self._max_block_moves, self.prefix_grid = max_block_moves, prefix_grid
         self._copies: list[Copy] = []
-        # Blocks without content: leased since the last copies were returned.
+        # Blocks without content: allocated since the last copies were returned.
         self._fresh: set[int] = set()
         self.prefixes: PrefixCache | None = None
         if caches_prefixes:
@@ -77,7 +77,7 @@ class KVLeases:
             )
 
     @classmethod
-    def of(cls, limits: StepLimits) -> KVLeases:
+    def of(cls, limits: StepLimits) -> KVAllocations:
         """Make the pools of an engine."""
         return cls(
             limits.num_blocks,
@@ -94,7 +94,7 @@ class KVLeases:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be leased: free ones, and idle ones of the prefix cache."""
+        """Blocks that can be allocated: free ones, and idle ones of the prefix cache."""
         return self.blocks.num_free + self.blocks.num_idle
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -147,7 +147,7 @@ class KVLeases:
         return None if self.prefixes is None else self.prefixes.find(request)
 
     def open(self, request: Request, hit: PrefixHit | None = None) -> int:
-        """Lease the lowest free row to the request, and let it begin with a hit of the prefix cache.
+        """Allocation the lowest free row to the request, and let it begin with a hit of the prefix cache.
 
         Returns:
             Its tokens that are in the cache now.
@@ -167,7 +167,7 @@ class KVLeases:
         return num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Lease the blocks the request still lacks to hold its first ``num_tokens`` tokens.
+        """Allocation the blocks the request still lacks to hold its first ``num_tokens`` tokens.
 
         Where there are regions, a chunk of a prompt has one besides, and gives it back to the first decode.
 
@@ -210,7 +210,7 @@ class KVLeases:
         """Open ``child`` with the first ``num_tokens`` tokens of ``parent`` in its cache.
 
         Blocks that are full at ``num_tokens`` are shared. The next token of the child goes to a block
-        of its own, which is leased here and starts as a copy of the parent's where it begins with shared
+        of its own, which is allocated here and starts as a copy of the parent's where it begins with shared
         tokens. The ring row is copied whole, so the parent must not have cached more than one token
         beyond ``num_tokens`` and the slack of its ring: that token lies where the child writes next.
 
@@ -299,7 +299,7 @@ class KVLeases:
         return [BlockSwap(*move[:2]) if move.is_exchange else BlockCopy(*move[:2])]
 
     def _allocate(self, count: int) -> list[int]:
-        """Lease blocks that are available, for which idle ones go."""
+        """Allocation blocks that are available, for which idle ones go."""
         if self.prefixes is not None and count > self.blocks.num_free:
             self.prefixes.evict(count - self.blocks.num_free)
         blocks = self.blocks.allocate(count)

@@ -40,7 +40,7 @@ def test_the_lowest_score_goes_and_the_lowest_position_of_equal_ones(
         chance = 1.0 if protects == "all but one" else 0.5
         is_protected = torch.rand(num_rows, heads, num_slots, generator=generator) < chance
         is_protected[..., int(torch.randint(num_slots, (), generator=generator))] = False
-    found = kernels(impl).first_to_go(score, position, is_protected)
+    found = kernels(impl).eviction_victims(score, position, is_protected)
     assert found.dtype == torch.int32
     assert found.shape == shape[:2]
     value = torch.zeros(shape) if score is None else score
@@ -58,8 +58,8 @@ def test_the_lowest_score_goes_and_the_lowest_position_of_equal_ones(
 def test_arguments_that_do_not_fit_are_refused() -> None:
     position = torch.zeros(2, K, 5, dtype=torch.int32)
     with pytest.raises(ValueError, match="expected score to have shape"):
-        slots.first_to_go(torch.zeros(2, K, 4), position, None)
+        slots.eviction_victims(torch.zeros(2, K, 4), position, None)
     with pytest.raises(ValueError, match="expected Int, got Long"):
-        slots.first_to_go(None, position.long(), None)
+        slots.eviction_victims(None, position.long(), None)
     with pytest.raises(ValueError, match=r"expected position \[N, K, C\]"):
-        slots.first_to_go(None, position[0], None)
+        slots.eviction_victims(None, position[0], None)
