@@ -238,8 +238,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
             engine.recorder = ShapeRecorder(record_shapes)
         if record_steps is not None:
             # An engine that refers to itself would be freed late.
-            proxy: Any = weakref.proxy(engine)
-            origin = partial(origin_of, proxy, config)
+            origin = partial(origin_of, weakref.proxy(engine), config)  # type: ignore[arg-type]
             engine.step_recorder = StepRecorder(record_steps, origin)
         return cls(engine, tokenizer, generation_config, config)
 

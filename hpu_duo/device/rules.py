@@ -92,8 +92,8 @@ class Rule(str, Enum):
     ``STORE_COPY``: a graph that copies a whole store to write a few vectors. ``REPEATED_INDEX``: a write to
     the same place twice, of which either may win, outside of null units. ``AS_STRIDED``: a view by strides,
     which says nothing of what it shows of its base. ``UNKNOWN_OPERATOR``: one that public sources do not
-    show on HPU. ``FLOAT_TYPE``: a product with a weight in another float type than the weight's own, or float16 in a
-    model of another type. ``RANDOM_IN_GRAPH``: random numbers inside a captured graph, the same in each
+    show on HPU. ``FLOAT_TYPE``: a product with a weight in another float type than its own, or float16
+    in a model of another type. ``RANDOM_IN_GRAPH``: random numbers inside a captured graph, the same in each
     replay. ``NAN``: NaN made of numbers that are none.
     """
 
