@@ -61,7 +61,7 @@ def assert_equal(log: Iterable[LoggedStep], num_steps: int) -> None:
         assert got.ints.dtype == np.int32
         assert got.ints.tolist() == expected.ints.tolist()
         assert got.sampled.tolist() == expected.sampled.tolist()
-        for name in ("shape", "bucket", "num_block_copies", "num_row_copies", "hosted"):
+        for name in ("shape", "bucket", "num_block_copies", "num_row_copies", "host_sampled"):
             assert getattr(got, name) == getattr(expected, name)
         assert (got.sampling is None) == (expected.sampling is None)
         if got.sampling is not None and expected.sampling is not None:

@@ -80,8 +80,8 @@ def test_the_padding_that_a_table_was_planned_for_is_kept(path: Path) -> None:
     del fields["promise"]
     path.write_text(json.dumps(fields))
     assert read_manifest(path).table().planned_padding is None
-    with pytest.raises(ValueError, match="expected planned_padding to be a text such as"):
-        read_manifest(changed(path, planned_padding="little"))
+    with pytest.raises(ValueError, match="expected promise to be a text such as"):
+        read_manifest(changed(path, promise="little"))
 
 
 def test_the_file_says_what_a_reader_looks_for(path: Path) -> None:
