@@ -163,7 +163,6 @@ def launches(dtype: torch.dtype, dim: int) -> list[Callable[[], Any]]:
         lambda: split_unique_blocks(q_rows, k_store, v_store, ints(blocks), *one, 0.0),
         lambda: stream_k(q_several, k_store, v_store, ints(blocks), *several, 0.0),
         lambda: stream_k(q_rows, k_store, v_store, ints(blocks), *one, 0.0),
-        lambda: leading_rings(q_rows, k_ring, v_ring, one[1], 0.0, q_rows, 4),
         lambda: leading_rings(q_rows, k_ring, v_ring, one[1], 0.0),
         lambda: rings_with_weights(q_rows, k_ring, v_ring, one[1], sinks, 0.0),
         lambda: rings_with_weights(q_rows, k_slots, v_slots, one[1], sinks, 0.0),
