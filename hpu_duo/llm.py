@@ -152,7 +152,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
                 see ``ParallelConfig``.
             record_shapes: file to which the exact shape of every step is appended, to plan from.
             record_steps: file to which every step is written, replacing older recordings: a debugging tool,
-                see ``hpu_duo.steplog``.
+                see ``hpu_duo.startup.recorded_steps``.
             seed: base of the seeds of requests of ``engine`` without one.
             elsewhere: transformers' ``device_map`` (one device), ``cache_dir``, ``token`` and
                 ``local_files_only``; others of transformers and vLLM are refused with ours in their place.
@@ -270,7 +270,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
             dry_run: estimate and check only.
 
         Raises:
-            ValueError: see ``hpu_duo.warmup.WarmUp``; or a manifest cannot be read or written, or a file that
+            ValueError: see ``startup.warm_up.WarmUp``; or a manifest cannot be read or written, or a file that
                 is none would be overwritten.
         """
         prepared = self.prepare_warmup(

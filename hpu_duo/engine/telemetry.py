@@ -88,7 +88,7 @@ def held_bytes(allocations: KVAllocations, memory: MemoryPlan) -> int:
 
 
 class StepSink(Protocol):
-    """A recorder of steps, such as ``hpu_duo.steplog.StepRecorder``."""
+    """A recorder of steps, such as ``startup.recorded_steps.StepRecorder``."""
 
     def add(self, message: StepInput, token_ids: npt.NDArray[np.int32]) -> None:
         """Record a step that has run, and the tokens of ``message.sampled``."""

@@ -37,7 +37,8 @@ def test_a_plugged_device_runs_what_another_one_would_once_it_is_taken(name: str
 def test_nobody_who_serves_or_audits_loads_one_that_is_not_asked_for() -> None:
     script = """
 import sys
-import hpu_duo.llm, hpu_duo.lab.audit, hpu_duo.steplog, hpu_duo.warmup, hpu_duo.cli.app
+import hpu_duo.llm, hpu_duo.lab.audit, hpu_duo.cli.app
+import hpu_duo.startup.recorded_steps, hpu_duo.startup.warm_up
 from hpu_duo.device import resolve_device, runtime_for
 from hpu_duo.device.plugged import taken_runtime
 assert runtime_for(resolve_device("cpu")).name == "cpu"
