@@ -270,7 +270,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
             dry_run: estimate and check only.
 
         Raises:
-            ValueError: see ``startup.warm_up.WarmUp``; or a manifest cannot be read or written, or a file that
+            ValueError: see ``startup.warm_up``; or a manifest cannot be read or written, or a file that
                 is none would be overwritten.
         """
         prepared = self.prepare_warmup(
