@@ -2,8 +2,8 @@
 
     python benchmarks/cost_model.py --out benchmarks/results/cost-model.md
 
-Fits the efficiencies to one half of the rows of ``hpu_duo/planning/fit.py.json``, as ``split_rows`` divides
-them, and compares the constants in use with the other half. Takes a second, needs no accelerator, and
+Fits the efficiencies to one half of the rows of ``hpu_duo/planning/published.json``, as ``split_rows``
+divides them, and compares the constants in use with the other half. Takes a second, needs no accelerator, and
 measures none.
 """
 

@@ -40,7 +40,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """FairLock links between files of the repository into links between pages; other files are named only.
+    """Turns links between files of the repository into links between pages; other files are named only.
 
     What belongs to a point of a numbered list is indented by four spaces, which Python's Markdown expects.
     """

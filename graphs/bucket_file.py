@@ -80,7 +80,7 @@ def write_table(
     comment: str = "",
     planned_padding: PlannedPadding | None = None,
 ) -> None:
-    """Write a table, one shape a line below the comment and what was promised."""
+    """Write a table, one shape a line below the comment and its planned padding."""
     lines = [*comment.splitlines(), *([] if planned_padding is None else [str(planned_padding)])]
     heading = [f"# {line}".rstrip() for line in lines]
     replace_file(path, "\n".join([*heading, *map(str, buckets)]) + "\n")
@@ -106,7 +106,7 @@ def _gaudi_buckets(path: str | Path, lines: list[tuple[int, str]]) -> tuple[Gaud
 
 
 def _planned_padding(path: str | Path) -> PlannedPadding | None:
-    """The first planned_padding in the comments."""
+    """The first planned padding in the comments."""
     for number, line in enumerate(_lines(path), start=1):
         try:
             planned_padding = PlannedPadding.find(line.partition("#")[2])

@@ -61,7 +61,7 @@ class TokenLimits:
 
 
 class Request:
-    """One sequence: a prompt, the tokens sampled for it so far, and its lease of the KV stores.
+    """One sequence: a prompt, the tokens sampled for it so far, and its allocation in the KV stores.
 
     A request is data with one writer per part: the scheduler moves it along (``status``, ``arrival``,
     ``admitted_at``, ``num_tokens_when_admitted``, ``num_computed_tokens``, ``num_cached_tokens``, ``stops``,

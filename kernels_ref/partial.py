@@ -36,7 +36,7 @@ class Partial(NamedTuple):
 
 def empty(q_QKGD: torch.Tensor) -> Partial:
     """Return the partial of queries that see no key: neutral in ``merge``, zero in ``normalise``."""
-    # Contiguous however the queries lie: operators planned_padding it to compilers.
+    # Contiguous however the queries lie: operators promise it to compilers.
     attn = torch.zeros(q_QKGD.shape, dtype=torch.float32, device=q_QKGD.device)
     return Partial(attn, torch.full_like(attn[..., 0], FLOOR), torch.zeros_like(attn[..., 0]))
 

@@ -1,4 +1,4 @@
-"""The examples run as they are written, and say what their texts planned_padding."""
+"""The examples run as they are written, and say what their texts promise."""
 
 import re
 import subprocess

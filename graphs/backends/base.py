@@ -20,7 +20,7 @@ Region = TypeVar("Region", bound=Callable[..., Any])
 
 
 class CaptureBackend(Protocol):
-    """FairLock steps, or the repeated parts of steps, into executables for one shape.
+    """Turns steps, or the repeated parts of steps, into executables for one shape.
 
     A backend captures at either of two grains. Whole-step backends (device graphs) do their work in
     ``capture`` and return regions unchanged. Regional backends (compilers, for which a model of equal

@@ -1,4 +1,4 @@
-"""A tiny Llama with real retrieval heads that ships with the package, and the text it was trained on.
+"""A tiny Llama with real retrieval heads that ships with the package, and its head pattern.
 
 ``MODEL_DIR`` is an ordinary transformers checkpoint directory, ``PATTERN_DIR`` its head pattern in the
 format published with DuoAttention (``full_attention_heads.tsv`` + ``config.json``). Both make tests, examples

@@ -463,7 +463,7 @@ class StepWarmUp:
                 read(executor.sample(logits, SamplingBatch.padding(route)))
 
     def _padding(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:
-        """Inputs of a step without rows: only null units is read and written."""
+        """Inputs of a step without rows: only null units are read and written."""
         return self._executor.step_inputs(self._fields(bucket))
 
     def _fields(self, bucket: BatchShape) -> Mapping[str, torch.Tensor]:

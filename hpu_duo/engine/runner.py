@@ -145,7 +145,7 @@ class Runner(NotPicklable):
 def _choose_on_host(
     built: BuiltStep, token_ids: npt.NDArray[np.int32], logits: torch.Tensor
 ) -> tuple[npt.NDArray[np.int32], dict[int, Exception]]:
-    """Return the tokens, those of host_sampled rows chosen here, and the errors by row of logits."""
+    """Return the tokens, those of host-sampled rows chosen here, and the errors by row of logits."""
     chosen, failed = choose_on_host(built.host_sampled, logits)
     place_of = {row: place for place, row in enumerate(built.message.sampled.tolist())}
     for row, token in chosen.items():

@@ -230,7 +230,7 @@ class Scheduler:
         self._admission.check(request)
 
     def plan(self, alone: Request | None = None) -> StepPlan | None:
-        """Decide the next step and lease what it needs; None when there is nothing to do.
+        """Decide the next step and allocate what it needs; None when there is nothing to do.
 
         Args:
             alone: an unfinished request to run alone; other running requests are preempted.
@@ -319,7 +319,7 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """End a request early, at any time; returns it, or None if no unfinished request has this id.
 
-        ParallelSamples that wait for it become ordinary requests.
+        Samples that wait for it become ordinary requests.
         """
         request = self._unfinished.get(request_id)
         if request is not None:

@@ -1,4 +1,4 @@
-"""Leases of the KV stores by requests, and the copies that follow from changes of the allocations."""
+"""Allocations of the KV stores to requests, and the copies that follow from changes of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KVAllocations:
 
     Copies are collected in one list, in the order in which the allocations changed. Carried out one after the
     other before the next step writes anything, they are right even if a source or a destination has
-    been released and allocated again meanwhile: the later lease is also filled later.
+    been released and allocated again meanwhile: the later allocation is also filled later.
 
     Args:
         num_blocks: blocks that can be allocated.
@@ -147,7 +147,7 @@ class KVAllocations:
         return None if self.prefixes is None else self.prefixes.find(request)
 
     def open(self, request: Request, hit: PrefixHit | None = None) -> int:
-        """Allocation the lowest free row to the request, and let it begin with a hit of the prefix cache.
+        """Allocate the lowest free row to the request, and let it begin with a hit of the prefix cache.
 
         Returns:
             Its tokens that are in the cache now.
@@ -167,7 +167,7 @@ class KVAllocations:
         return num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Allocation the blocks the request still lacks to hold its first ``num_tokens`` tokens.
+        """Allocate the blocks the request still lacks to hold its first ``num_tokens`` tokens.
 
         Where there are regions, a chunk of a prompt has one besides, and gives it back to the first decode.
 
@@ -299,7 +299,7 @@ class KVAllocations:
         return [BlockSwap(*move[:2]) if move.is_exchange else BlockCopy(*move[:2])]
 
     def _allocate(self, count: int) -> list[int]:
-        """Allocation blocks that are available, for which idle ones go."""
+        """Allocate blocks that are available, for which idle ones go."""
         if self.prefixes is not None and count > self.blocks.num_free:
             self.prefixes.evict(count - self.blocks.num_free)
         blocks = self.blocks.allocate(count)

@@ -77,7 +77,7 @@ class BlockPool:
         return not self._holders[block] and block in self._kept
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Allocation the ``count`` lowest free blocks, in ascending order, each with one holder.
+        """Allocate the ``count`` lowest free blocks, in ascending order, each with one holder.
 
         Raises:
             ValueError: fewer than ``count`` blocks are free; nothing is allocated then.
@@ -250,7 +250,7 @@ class RowPool(Generic[Owner]):
         return self._owners[row]
 
     def acquire(self, owner: Owner) -> int:
-        """Allocation the lowest free row to ``owner``.
+        """Allocate the lowest free row to ``owner``.
 
         Raises:
             ValueError: every row is taken.

@@ -1,1 +1,1 @@
-"""Measurements, which never serve: evaluation, identification, calibration, load, traces, audit."""
+"""Measurements, which never serve: evaluation, identification, calibration, load, audit, simulated runs."""

@@ -1,6 +1,6 @@
 """One rank's share of a model: heads, widths and vocabulary cut evenly, after transformers' own plan.
 
-``loading`` and ``share_check`` need transformers' models and are imported by their own names.
+``loading`` and ``share_trial`` need transformers' models and are imported by their own names.
 """
 
 from hpu_duo.parallel.config import RankHeads, narrowed_config, placed

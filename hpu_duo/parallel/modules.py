@@ -114,7 +114,7 @@ class LayerSums(NamedTuple):
 
     Attributes:
         norms: norms in its attention over all heads together, and their formulas.
-        children: its modules that add a partial_sum on each rank: attention, MLP and experts.
+        children: its modules that add a partial sum on each rank: attention, MLP and experts.
     """
 
     norms: dict[str, NormFormula]

@@ -1,4 +1,4 @@
-"""Results of the operators of ``sdpa``, against the shapes that they planned_padding to a compiler."""
+"""Results of the operators of ``sdpa``, against the shapes that they promise to a compiler."""
 
 from typing import Any
 

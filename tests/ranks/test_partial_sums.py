@@ -48,7 +48,7 @@ def test_further_families_pass(name: str) -> None:
 
 
 class NormOfTheSum(LlamaAttention):
-    """Norms what ranks have only a partial_sum of."""
+    """Norms what ranks have only a partial sum of."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

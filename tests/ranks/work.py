@@ -189,7 +189,7 @@ class Sums(TorchDispatchMode):
 
 
 class Told:
-    """WorkerRanks that are members of the same test."""
+    """Worker ranks that are members of the same test."""
 
     def __init__(self, membership: Membership) -> None:
         self._link = membership.link

@@ -335,7 +335,7 @@ def test_the_compiler_works_beside_the_simulated_hpu() -> None:
     script = """
 import torch
 from torch.nn.attention.flex_attention import flex_attention
-from hpu_duo import sim
+from hpu_duo.lab import sim
 sim.install()
 q = torch.randn(1, 1, 16, 16)
 attend = torch.compile(flex_attention, backend="eager", fullgraph=True)

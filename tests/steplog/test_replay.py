@@ -129,7 +129,7 @@ def test_the_command_replays_a_recording(tiny: Tiny, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["replay", str(tmp_path / "steps"), *model, "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout[result.stdout.index("{") :])
-    assert (report["differences"], report["num_host_sampled"]) == ([], 0)
+    assert (report["differences"], report["num_hosted"]) == ([], 0)
     assert report["num_tokens"] > 50
     refused = CliRunner().invoke(app, ["replay", str(tmp_path / "steps"), *model, "--dtype", "bfloat16"])
     assert refused.exit_code == 2

@@ -65,7 +65,10 @@ def replay(
 
 
 def _fields(report: ReplayReport) -> dict[str, Any]:
-    return {**asdict(report), "differences": [each._asdict() for each in report.differences]}
+    fields = {**asdict(report), "differences": [each._asdict() for each in report.differences]}
+    # The name that readers of the JSON know.
+    fields["num_hosted"] = fields.pop("num_host_sampled")
+    return fields
 
 
 def _print(console: Console, file: Path, report: ReplayReport) -> None:

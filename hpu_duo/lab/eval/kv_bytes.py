@@ -15,7 +15,7 @@ class KVBytes:
 
     Attributes:
         num_tokens: tokens of the texts, answers included, in the cache.
-        held: bytes of the blocks and ring rows that the engine allocations for them, each text alone.
+        held: bytes of the blocks and ring rows that the engine allocates for them, each text alone.
         full: bytes that they take when every head keeps all of them, unrounded.
         num_texts: one or more.
     """

@@ -73,7 +73,7 @@ class Checks:
         # Collectives are the business of the device's own library.
         is_known = operator.is_view or operator.is_dynamic or _is_collective(operator.name)
         if operator.engine is None and not is_known:
-            self._break(Rule.UNKNOWN_OPERATOR, operator.name, "see hpu_duo/device/rules.py.json")
+            self._break(Rule.UNKNOWN_OPERATOR, operator.name, "see hpu_duo/device/operators.json")
 
     def after(self, call: Call, result: Any, had_nan: bool) -> None:
         """Check what a call has made.
@@ -168,7 +168,7 @@ def _has_nan(value: Any) -> bool:
 
 
 def _is_null(target: torch.Tensor, dim: int, place: int) -> bool:
-    """Whether all that lies at a place of a dimension is null units."""
+    """Whether all that lies at a place of a dimension lies in null units."""
     if not isinstance(target, SimTensor) or target.null is None:
         return False
     entry = target.host.select(dim, place)

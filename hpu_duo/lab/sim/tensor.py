@@ -78,7 +78,7 @@ class SimTensor(torch.Tensor):
 
     @property
     def store(self) -> StoreOperand | None:
-        """The store that it is or shows, or None: null units is known of stores and of their views."""
+        """The store that it is or shows, or None: stores and their views know their null units."""
         if self.null is None or self.is_state:
             return None
         return StoreOperand(self.host.untyped_storage().data_ptr(), is_view=not self.is_store)

@@ -57,7 +57,7 @@ def _of_server(service: Service) -> dict[str, Any]:
 
 
 def _kv_sizes(service: Service) -> dict[str, int]:
-    """Bytes that tell what a request of any length allocations, and what it would take in full attention."""
+    """Bytes that tell what a request of any length takes up, and what it would take in full attention."""
     memory = service.memory
     row_bytes = memory.bytes_per_request(0)
     return {

@@ -92,7 +92,7 @@ export function showSparsity({ num_retrieval_heads: retrieval, num_streaming_hea
   setText(byId("sparsity"), `${streaming} of ${all} (${format.percent(streaming / all)})`);
 }
 
-/** What a request with so many tokens leases: whole blocks and its row; and what they take in full attention. */
+/** What a request with so many tokens takes up: whole blocks and its row; and what they take in full attention. */
 function kvOf(kv, tokens) {
   return {
     held: Math.ceil(tokens / kv.block_size) * kv.block_bytes + kv.row_bytes,
