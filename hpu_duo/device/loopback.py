@@ -68,7 +68,7 @@ def _close_listeners(known: bytes) -> set[int]:
     ports = set()
     for entry in os.listdir("/proc/self/fd"):
         # Descriptors of other threads may be gone, and some systems have no filters.
-        with suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as one:
+        with suppress(OSError), _socket_of(int(entry)) as one:
             if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 continue
             if one.family not in {socket.AF_INET, socket.AF_INET6}:
@@ -80,6 +80,16 @@ def _close_listeners(known: bytes) -> set[int]:
                 filter_ = struct.pack("HP", 1, ctypes.addressof(program))
                 one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
     return ports
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """A socket of its own for an open one; raises ``OSError`` for what is none, and leaves nothing open."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def check_users(table: str, ports: Collection[int]) -> None:

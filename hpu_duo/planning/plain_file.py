@@ -106,7 +106,7 @@ def _has_full_attention(fields: Mapping[str, Any]) -> bool:
     family = fields["model_type"]
     types = fields.get("layer_types")
     alike = ["full_attention"] * fields["num_hidden_layers"]
-    if types is not None and (family == "mistral" or types != alike):
+    if "layer_types" in fields and (family == "mistral" or types not in (None, alike)):
         return False
     if family.startswith("qwen"):
         has_size = family != "qwen3" or fields.get("head_dim") is not None

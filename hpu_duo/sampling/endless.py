@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 ENDLESS = "expected a schema that finite JSON keeps to, got one whose required parts never end"
@@ -72,7 +74,7 @@ class _Reader:
 
     def _target(self, reference: str) -> object:
         """The schema that a reference stands for; None where there is none, which the compiler tells."""
-        found: object = self._root if reference.startswith("#") else None
+        found: object = self._root if reference == "#" or reference.startswith("#/") else None
         for part in reference.lstrip("#").split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             found = found.get(key) if isinstance(found, Mapping) else None
@@ -80,10 +82,8 @@ class _Reader:
 
     def _is_kind_finite(self, kind: object, schema: Mapping[str, Any]) -> bool:
         if kind == "object":
-            properties = schema.get("properties")
-            named = properties if isinstance(properties, Mapping) else {}
             required = (name for name in _list(schema.get("required")) if isinstance(name, str))
-            return all(self.is_finite(named.get(name)) for name in required)
+            return all(self.is_finite(each) for name in required for each in _of_member(schema, name))
         least = schema.get("minItems")
         if kind != "array" or not isinstance(least, int) or least < 1:
             return True
@@ -91,6 +91,18 @@ class _Reader:
         return all(map(self.is_finite, first[:least])) and (
             least <= len(first) or self.is_finite(schema.get("items"))
         )
+
+
+def _of_member(schema: Mapping[str, Any], name: str) -> list[Any]:
+    """The schemas that a member of an object has to meet."""
+    named, patterns = schema.get("properties"), schema.get("patternProperties")
+    if isinstance(named, Mapping) and name in named:
+        return [named[name]]
+    found = []
+    for pattern, each in patterns.items() if isinstance(patterns, Mapping) else ():
+        with suppress(re.error):  # the compiler tells
+            found += [each] if re.search(pattern, name) else []
+    return found or [schema.get("additionalProperties")]
 
 
 def _list(value: object) -> list[Any]:

@@ -67,8 +67,8 @@ class ServerConfig:
                 raise ValueError(f"expected {name} of 0 or more, got {getattr(self, name)}")
         if self.answer_memory_bytes < self.max_answer_bytes:
             raise ValueError(
-                f"expected answer_memory_bytes of at least max_answer_bytes, {self.max_answer_bytes:,}, got "
-                f"{self.answer_memory_bytes:,}"
+                "expected answer_memory_bytes (--answer-memory) of at least max_answer_bytes "
+                f"(--max-answer-size), {self.max_answer_bytes:,}, got {self.answer_memory_bytes:,}"
             )
         if self.max_logprobs < -1:
             raise ValueError(f"expected max_logprobs of -1 (no limit), 0 or more, got {self.max_logprobs}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpu_duo.device import Member, run_processes
-from hpu_duo.device.loopback import check_users
+from hpu_duo.device.loopback import _close_listeners, check_users
 from hpu_duo.device.ranks import Ranks, joined
 
 _LISTEN = "0A"
@@ -35,6 +35,17 @@ def listening(pid: int) -> list[tuple[str, int]]:
                 packed = struct.pack(f"={len(numbers)}I", *numbers)
                 found.append((socket.inet_ntop(family, packed), int(port, 16)))
     return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_look_at_all_descriptors_leaves_none_open() -> None:
+    reader, writer = os.pipe()
+    before = len(os.listdir("/proc/self/fd"))
+    assert _close_listeners(b"") == set()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(writer)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 def knock(address: str, port: int) -> str:

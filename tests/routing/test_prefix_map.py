@@ -156,3 +156,25 @@ def test_what_a_replica_held_goes_by_and_by_and_is_unknown_at_once() -> None:
         held.add("b", request_of("", [1]), 1001.0)
     assert len(list(held.tree)) == 2
     assert len(held.tree._roots) == 1
+
+
+def test_what_is_sent_behind_a_report_of_an_eviction_stays_though_forgetting_takes_long() -> None:
+    held = PrefixMap()
+    for number in range(100):
+        held.add("a", request_of("", [1, 2, 3, number, 4, 5]), float(number))
+    held.keep_only("a", request_of("", [1, 2, 3]), 2)
+    held.add("a", request_of("", [1, 2, 3, 50, 4, 5]), 200.0)
+    for _ in range(10):
+        held.add("b", request_of("", [7]), 300.0)
+    assert held.held(request_of("", [1, 2, 3, 50, 4, 5])) == {"a": 6}
+    assert held.size("a") == 6
+
+
+def test_a_node_that_is_cut_while_it_waits_to_be_forgotten_is_forgotten_whole() -> None:
+    held = PrefixMap()
+    for number in range(200):
+        held.add("a", request_of("", [1, 2, 3, number, 4, 5]), float(number))
+    held.keep_only("a", request_of("", [1, 2, 3]), 2)
+    for number in range(0, 200, 3):
+        held.add("b", request_of("", [1, 2, 3, number, 4]), 300.0)
+    assert held.size("a") == 2

@@ -34,6 +34,10 @@ def node(**properties: Any) -> dict[str, Any]:
         (node(next={"$ref": "#"}), NULL, True),
         (node(next={"$ref": "#/nowhere"}), NULL, False),
         ({"type": "object", "properties": 5, "required": "x"}, NULL, False),
+        ({"type": "object", "required": ["x"], "additionalProperties": A}, NULL, True),
+        ({"type": "object", "required": ["x"], "patternProperties": {"^x": A}}, NULL, True),
+        ({"type": "object", "required": ["x"], "patternProperties": {"(": A, "^y": A}}, NULL, False),
+        (node(next={"$ref": "#anchor"}), NULL, False),
     ],
 )
 def test_what_is_required_decides(a: object, b: object, expected: bool) -> None:

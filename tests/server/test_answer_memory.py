@@ -136,7 +136,9 @@ def test_a_caller_who_takes_nothing_of_an_answer_makes_room_for_others(tiny: Tin
 
 
 def test_one_call_may_not_take_more_than_all_together() -> None:
-    with pytest.raises(ValueError, match="expected answer_memory_bytes of at least max_answer_bytes, 9"):
+    with pytest.raises(
+        ValueError, match=r"expected answer_memory_bytes .* of at least max_answer_bytes .*, 9"
+    ):
         ServerConfig(("tiny",), max_answer_bytes=9, answer_memory_bytes=8)
 
 

@@ -77,14 +77,14 @@ class CallOptions:
         typer.Option(metavar="SIZE", help="Most memory of the outputs of one call.", rich_help_panel=_CALLS),
     ] = "256MiB"
     answer_memory: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="SIZE",
-            help="Most memory of the outputs of all calls together; with more, the call that takes most is "
-            "ended and new ones get 503.",
+            help="Most memory of the outputs of all calls together: 1GiB, or --max-answer-size if that is "
+            "more. With more, the call that takes most is ended and new ones get 503.",
             rich_help_panel=_CALLS,
         ),
-    ] = "1GiB"
+    ] = None
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -128,7 +128,9 @@ class CallOptions:
             max_choices=self.max_choices,
             max_logprobs=self.max_logprobs,
             max_answer_bytes=parse_bytes(self.max_answer_size),
-            answer_memory_bytes=parse_bytes(self.answer_memory),
+            answer_memory_bytes=parse_bytes(self.answer_memory)
+            if self.answer_memory
+            else max(ServerConfig.answer_memory_bytes, parse_bytes(self.max_answer_size)),
             drain_seconds=self.drain_seconds,
             flush_seconds=self.flush_seconds,
             allowed_origins=tuple(listening.allowed_origin or ()),

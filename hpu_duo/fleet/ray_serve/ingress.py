@@ -32,6 +32,7 @@ from hpu_duo.fleet.replicas.relaying import (
     Caller,
     FrontCounts,
     RelayedResponse,
+    has_run,
     lost,
     passed_back,
 )
@@ -158,7 +159,11 @@ class EngineResponse(RelayedResponse):
         """Answer by a replica; returns the refusal of one that does not take the call."""
         async with self._engines.call(ticket, self._call) as answer:
             if answer.status in TURNED_AWAY:
-                return Response(await answer.body(), answer.status, passed_back(answer))
+                refusal = Response(await answer.body(), answer.status, passed_back(answer))
+                if not has_run(refusal):
+                    return refusal
+                await caller.refuse(refusal)
+                return None
             self._counts.num_failed += await caller.pass_on(answer, ticket)
         return None
 

@@ -24,6 +24,7 @@ from hpu_duo.fleet.replicas.relaying import (
     RelayedResponse,
     UnreachableError,
     add,
+    has_run,
     lost,
     passed_back,
 )
@@ -244,7 +245,11 @@ class ForwardedResponse(RelayedResponse):
         url = self._front.url(sent.replica) + self._path
         async with self._front.upstream.call(self._method, url, self._body, self._asked) as answer:
             if answer.status in TURNED_AWAY:
-                return Response(await answer.body(), answer.status, passed_back(answer))
+                refusal = Response(await answer.body(), answer.status, passed_back(answer))
+                if not has_run(refusal):
+                    return refusal
+                await caller.refuse(refusal)
+                return None
             self._counts.num_failed += await caller.pass_on(answer, _Account(self._front, sent))
         return None
 

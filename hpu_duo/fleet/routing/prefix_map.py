@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, ValuesView
 from itertools import chain, islice
-from math import ceil, inf
+from math import ceil, inf, nextafter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -365,6 +365,7 @@ class PrefixMap:
         self._num_lives = 0
         self._orders: dict[str, UseOrder] = {}
         self._forgotten_lives: deque[str] = deque()
+        self._latest = -inf  # when something was added last
         # (life, children still to be visited of each level, the time before which a use is forgotten)
         self._forgotten_below: deque[tuple[str, list[Iterator[RadixNode]], float]] = deque()
 
@@ -389,6 +390,7 @@ class PrefixMap:
 
     def add(self, replica: str, request: RoutedRequest, now: float) -> None:
         """Take a prompt for cached at a replica from now on."""
+        self._latest = max(self._latest, now)
         life = self._life(replica)
         order = self._orders[life]
         path, cut = self.tree.insert(request.namespace, request.units)
@@ -415,7 +417,7 @@ class PrefixMap:
             num_kept: leading units that it still holds.
             before: what was used there at this time or later is kept.
         """
-        life = self._life(replica)
+        life, before = self._life(replica), min(before, nextafter(self._latest, inf))
         for node, num in self.tree.match(request.namespace, request.units):
             if life not in node.holders or node.start + num <= num_kept:
                 continue
@@ -461,7 +463,10 @@ class PrefixMap:
     def _hold_upper(self, lower: RadixNode) -> None:
         """Let those who hold the lower part of a node that was cut hold the upper one."""
         assert lower.parent is not None, "it is the lower part of another one"
+        above = lower.parent.parent
         for life, use in lower.holders.items():
+            if above is not None and above.parent is not None and life not in above.holders:
+                continue  # it is being forgotten there: the lower part is still to be visited
             upper = lower.parent.holders[life] = Use(lower.parent, use.used)
             self._orders[life].insert(upper, use)
 

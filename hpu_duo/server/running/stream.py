@@ -50,12 +50,12 @@ class AnswerMemory:
         return holding
 
     def check(self) -> None:
-        """Refuse a call that comes while all memory is taken.
+        """Refuse a call that comes while seven eighths of the memory are taken; the rest is for running ones.
 
         Raises:
-            AnswerMemoryFullError: it is.
+            AnswerMemoryFullError: they are.
         """
-        if self.num_bytes >= self.max_bytes:
+        if self.num_bytes >= self.max_bytes - self.max_bytes // 8:
             raise self._refusal()
 
     def changed(self, holding: Holding, num_bytes: int) -> None:

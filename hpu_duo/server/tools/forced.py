@@ -94,7 +94,9 @@ def _json_body(functions: Sequence[Function], arguments: str) -> str:
     """Write the rules of a call's object, as one schema for each function; see ``_body``."""
     rules = [_one_of(functions)]
     for number, (name, schema) in enumerate(functions):
-        inner = _moved(_object(schema), f"#/properties/{arguments}")
+        # References of a schema with an ``$id`` hold within it, and this one becomes a part of another one.
+        own = {key: each for key, each in _object(schema).items() if key != "$id"}
+        inner = _moved(own, f"#/properties/{arguments}")
         call = {
             "type": "object",
             "properties": {"name": {"const": name}, arguments: inner},
@@ -115,14 +117,26 @@ def _object(schema: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"type": "object", **(schema or {})}
 
 
+_VALUES = ("const", "enum", "default", "examples")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose values are no schemas, and those whose members are named by the schema's author."""
+
+
 def _moved(schema: Any, place: str) -> Any:
     """A schema whose references hold where it is a part of another one."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {name: _moved(each, place) for name, each in schema.items()}
-    if isinstance(reference := moved.get("$ref"), str) and reference.startswith("#"):
+    moved = {}
+    for name, each in schema.items():
+        if name in _VALUES:
+            moved[name] = each
+        elif name in _NAMED and isinstance(each, Mapping):
+            moved[name] = {member: _moved(inner, place) for member, inner in each.items()}
+        else:
+            moved[name] = _moved(each, place)
+    if isinstance(reference := moved.get("$ref"), str) and (reference == "#" or reference.startswith("#/")):
         moved["$ref"] = place + reference[1:]
     return moved
 
