@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -238,7 +238,7 @@ class HPUDuoModel(ContextModel, NotPicklable):
             engine.recorder = ShapeRecorder(record_shapes)
         if record_steps is not None:
             # An engine that refers to itself would be freed late.
-            origin = partial(origin_of, weakref.proxy(engine), config)  # type: ignore[arg-type]
+            origin = partial(origin_of, cast(Any, weakref.proxy(engine)), config)
             engine.step_recorder = StepRecorder(record_steps, origin)
         return cls(engine, tokenizer, generation_config, config)
 
