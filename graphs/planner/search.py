@@ -115,7 +115,7 @@ class Descent:
     of all moves, as in alternating (Lloyd) and swap heuristics for k-median.
 
     Args:
-        demand: shapes to serve; each is held by some bucket at all times.
+        demand: shapes to serve; each fits some bucket at all times.
         candidates: replacements to try, int64 ``[m, 7]``.
     """
 

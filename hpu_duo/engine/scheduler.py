@@ -69,7 +69,7 @@ class Admission:
             )
 
     def begin_step(self) -> None:
-        """Count anew what running requests need, when that is asked for first."""
+        """Recount what running requests need, at the next use."""
         self._num_due = None
 
     def may_admit(self, step: StepDraft) -> bool:
