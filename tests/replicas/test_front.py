@@ -13,9 +13,12 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import Response
 
+from hpu_duo.fleet.replicas.relaying import has_run
 from hpu_duo.fleet.routing import D2LPM
-from hpu_duo.server.running.admission import Stage
+from hpu_duo.server.running.admission import AnswerMemoryFullError, Stage
+from hpu_duo.server.running.stream import AnswerMemory
 from tests.replicas.fronts import STUB, LiveFront, live_front
 from tests.server.live import wait_until
 
@@ -255,3 +258,18 @@ def test_a_replica_that_hangs_while_it_loads_is_started_again_and_no_process_of_
         rank = Path("/proc") / front.notes.read_text().split()[1]
         # A process that nobody has waited for yet keeps its number and has no memory left.
         wait_until(lambda: not rank.exists() or " Z " in (rank / "stat").read_text())
+
+
+def test_a_call_that_was_ended_for_memory_has_run_and_one_that_was_refused_has_not() -> None:
+    memory = AnswerMemory(8)
+    holding = memory.hold(100)
+    ended: list[Exception] = []
+    holding.on_ended = ended.append
+    holding.num_bytes = 7
+    memory.changed(holding, 7)
+    with pytest.raises(AnswerMemoryFullError) as refused:
+        memory.check()
+    holding.num_bytes = 9
+    memory.changed(holding, 2)
+    assert has_run(Response(str(ended[0]), 503))
+    assert not has_run(Response(str(refused.value), 503))

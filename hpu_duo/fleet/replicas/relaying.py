@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from hpu_duo.server.answers import event
 from hpu_duo.server.protocol import ApiError
+from hpu_duo.server.running.stream import ENDED
 
 
 class UnreachableError(Exception):
@@ -192,14 +193,13 @@ def add(totals: dict[str, float], name: str, value: float) -> None:
 _OF_ONE_HOP = ("connection", "content-length", "transfer-encoding", "keep-alive", "date", "server")
 TURNED_AWAY = (429, 503)
 """Statuses with which a replica takes no call: another one may."""
-_ENDED = b'"answer_memory_full"'
 MOST_BREAKS = 2
 """Replicas that one call may be lost with: it may be why they ended."""
 
 
 def has_run(refusal: Response) -> bool:
     """Whether a call was ended for the memory of its answer: another replica would only compute it again."""
-    return refusal.status_code == 503 and _ENDED in bytes(refusal.body)
+    return refusal.status_code == 503 and ENDED.encode() in bytes(refusal.body)
 
 
 class Told(Protocol):

@@ -21,6 +21,9 @@ _OUTPUT_BYTES, _TOKEN_BYTES, _CHARACTER_BYTES, _LOGPROB_BYTES = 512, 64, 4, 512
 """Most bytes of an unread output, of a kept token, of a character of text, and of a log-probability with its
 name and bytes in the body; CPython 3.12 takes three quarters of the first and the last."""
 
+ENDED = "the answer was ended: "
+"""Beginning of the error of a call that had run: elsewhere it would only be computed again."""
+
 
 class AnswerMemory:
     """Memory that the outputs of all calls take together, until they are sent.
@@ -75,12 +78,12 @@ class AnswerMemory:
     def _end_largest(self) -> None:
         largest = max(self._holdings, key=lambda each: each.num_bytes)
         self.forget(largest)
-        largest.error = self._refusal()
+        largest.error = self._refusal(ENDED)
         largest.on_ended(largest.error)
 
-    def _refusal(self) -> AnswerMemoryFullError:
+    def _refusal(self, begin: str = "") -> AnswerMemoryFullError:
         return AnswerMemoryFullError(
-            f"expected answers of all calls together of at most {self.max_bytes:,} bytes in memory "
+            f"{begin}expected answers of all calls together of at most {self.max_bytes:,} bytes in memory "
             "(--answer-memory), which other answers take: try again, or ask for a stream, fewer choices, "
             "tokens or logprobs"
         )
