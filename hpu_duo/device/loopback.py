@@ -22,9 +22,11 @@ _LOOPBACK = ("lo", "lo0")
 _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)
 """A filter of packets for ``SO_ATTACH_FILTER``: one instruction, which returns a length of 0."""
-_ADDRESS, _PEER, _STATE, _USER = 1, 2, 3, 7
+_ADDRESS, _PEER, _STATE, _USER, _INODE = 1, 2, 3, 7, 9
 """Columns of ``/proc/net/tcp``."""
-_LISTEN = "0A"
+_LISTEN, _CLOSE_WAIT = "0A", "08"
+_NO_INODE = "0"
+"""Of a socket that no process has open; its user is 0, whoever had it, on most kernels."""
 
 
 @contextmanager
@@ -37,7 +39,7 @@ def on_loopback(store: dist.FileStore) -> Iterator[None]:
         store: that the processes meet at; it has the addresses of the listeners.
 
     Raises:
-        PermissionError: another user has connected to one of them.
+        PermissionError, RuntimeError: see ``check_users``.
     """
     name = next((name for _, name in socket.if_nameindex() if name in _LOOPBACK), None)
     # All connections are made before listeners are closed.
@@ -93,24 +95,30 @@ def _socket_of(descriptor: int) -> socket.socket:
 
 
 def check_users(table: str, ports: Collection[int]) -> None:
-    """Check that connections to ports of this process come from its own user.
+    """Check that connections to ports of this process come from its own user, and are open.
 
     Args:
         table: text of ``/proc/net/tcp``.
 
     Raises:
         PermissionError: one comes from another user.
+        RuntimeError: the peer has closed one, as when a rank ends. Its user is unknown.
     """
     rows = [line.split() for line in table.splitlines()]
-    rows = [row for row in rows if len(row) > _USER and row[_ADDRESS] != "local_address"]
-    users = {(row[_ADDRESS], row[_PEER]): row[_USER] for row in rows}
+    rows = [row for row in rows if len(row) > _INODE and row[_ADDRESS] != "local_address"]
+    peers = {(row[_ADDRESS], row[_PEER]): row for row in rows}
     for row in rows:
         port = int(row[_ADDRESS].rpartition(":")[2], 16)
         if port not in ports or row[_STATE] == _LISTEN:
             continue
-        user = users.get((row[_PEER], row[_ADDRESS]), row[_USER])
-        if user != row[_USER]:
+        # A connection that waits to be accepted has no user yet.
+        own = str(os.geteuid()) if row[_INODE] == _NO_INODE else row[_USER]
+        peer = peers.get((row[_PEER], row[_ADDRESS]))
+        is_open = row[_STATE] != _CLOSE_WAIT and (peer is None or peer[_INODE] != _NO_INODE)
+        if peer is not None and peer[_USER] != own and (is_open or peer[_USER] != "0"):
             raise PermissionError(
-                f"expected connections of user {row[_USER]} alone while ranks meet, got one of user {user} "
+                f"expected connections of user {own} alone while ranks meet, got one of user {peer[_USER]} "
                 f"to port {port}"
             )
+        if not is_open:
+            raise RuntimeError(f"a peer has closed its connection to port {port} while ranks meet")

@@ -6,11 +6,13 @@ import os
 import socket
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hpu_duo.device import Member, run_processes
+from hpu_duo.device.heartbeats import may_follow
 from hpu_duo.device.loopback import _close_listeners, check_users
 from hpu_duo.device.ranks import Ranks, joined
 
@@ -92,13 +94,40 @@ def test_ranks_of_one_machine_listen_on_the_loopback_interface_alone_and_to_nobo
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 7 1 0
-   1: 0100007F:1F90 0100007F:9C40 01 00000000:00000000 00:00000000 00000000  1000        0 8 1 0
-   2: 0100007F:9C40 0100007F:1F90 01 00000000:00000000 00:00000000 00000000    {user}        0 9 1 0
+   1: 0100007F:1F90 0100007F:9C40 {state} 00000000:00000000 00:00000000 00000000  1000        0 8 1 0
+   2: 0100007F:9C40 0100007F:1F90 01 00000000:00000000 00:00000000 00000000    {user}        0 {inode} 1 0
 """
 
 
+def table(user: int, inode: int = 9, state: str = "01") -> str:
+    return TABLE.format(user=user, inode=inode, state=state)
+
+
 def test_a_connection_of_another_user_ends_the_meeting() -> None:
-    check_users(TABLE.format(user=1000), {8080})
-    check_users(TABLE.format(user=33), {8081})
-    with pytest.raises(PermissionError, match="user 1000 alone while ranks meet, got one of user 33 to port"):
-        check_users(TABLE.format(user=33), {8080})
+    check_users(table(1000), {8080})
+    check_users(table(33), {8081})
+    for user, inode in ((33, 9), (33, 0), (0, 9)):
+        with pytest.raises(PermissionError, match=f"user 1000 alone .* got one of user {user} to port 8080"):
+            check_users(table(user, inode), {8080})
+
+
+@pytest.mark.parametrize(
+    "row", [{"user": 0, "inode": 0}, {"user": 1000, "inode": 0}, {"user": 0, "inode": 0, "state": "08"}]
+)
+def test_a_connection_that_its_peer_has_closed_accuses_nobody(row: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="a peer has closed its connection to port 8080") as error:
+        check_users(table(**row), {8080})
+    # So that the rank that has ended is named in place of the one that noticed.
+    assert may_follow(error.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc")
+def test_the_system_tells_closed_connections_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            check_users(Path("/proc/self/net/tcp").read_text(), {port})
+            accepted, _ = listener.accept()
+            check_users(Path("/proc/self/net/tcp").read_text(), {port})
+        with accepted, pytest.raises(RuntimeError, match="a peer has closed"):
+            check_users(Path("/proc/self/net/tcp").read_text(), {port})

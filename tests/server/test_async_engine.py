@@ -15,6 +15,8 @@ from hpu_duo.request import FinishReason
 from hpu_duo.sampling import SamplingParams
 from hpu_duo.server.running import (
     AnswerMemory,
+    AnswerMemoryFullError,
+    AnswerTooLargeError,
     AsyncEngine,
     ChoiceOutput,
     EngineDiedError,
@@ -95,6 +97,31 @@ def test_a_late_reader_gets_more_at_a_time_and_a_very_late_one_an_error(tiny: Ti
             with pytest.raises(SlowReaderError):
                 await stream.read()
             assert told
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"max_answer_bytes": 40_000}, "answer of at most 40,000 bytes in memory"),
+        ({"answer_memory_bytes": 40_000}, "ended: .* all calls together of at most 40,000 bytes"),
+    ],
+)
+def test_a_stream_that_is_read_and_echoes_too_much_is_not_called_slow(
+    tiny: TinyChat, limits: dict[str, int], expected: str
+) -> None:
+    model = tiny.load()
+
+    async def work() -> None:
+        async with started(model, **limits) as engine:
+            holding, told = engine.hold(), []
+            holding.echo(9_990, 1)
+            stream = engine.open([Submission("x", prompts_of([5])[0], PARAMS)], holding=holding)
+            stream.on_slow = lambda: told.append(True)
+            with pytest.raises((AnswerTooLargeError, AnswerMemoryFullError), match=expected):
+                await tokens(stream, 2)
+            assert not told
 
     run(work)
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from hpu_duo.sampling import StructuredOutputs
 from hpu_duo.sampling.guidance import Grammars
@@ -221,13 +222,37 @@ CALL = '<tool_call>\n{"name": "at", "arguments": {"city": "Rome"}}\n</tool_call>
     ],
 )
 def test_text_is_free_and_calls_are_strict(server: Live, parser: str, text: str, is_whole: bool) -> None:
-    tokenizer = server.model.tokenizer
-    assert tokenizer is not None
     at = strict("Rome")["function"]["parameters"]
     grammar = calls_grammar(parser, [("at", closed(at, "tools"))], is_one=False, is_free=True)
+    tokenizer = server.model.tokenizer
+    assert tokenizer is not None
     state = Grammars(tokenizer, len(tokenizer), [2]).start(StructuredOutputs(grammar=grammar))
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert (state.num_accepted_of(tokens) == len(tokens)) is is_whole
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "is_whole"),
+    [
+        # References hold within a schema, wherever its ``$id`` says that it is.
+        ({"$id": "http://a.test/s", "properties": {"a": {"$ref": "#/$defs/d"}}}, '{"a": 1}', True),
+        ({"$id": "http://a.test/s", "properties": {"a": {"$ref": "#/$defs/d"}}}, '{"a": 2}', False),
+        # Constants are values, and properties may have the names of keywords.
+        ({"properties": {"a": {"const": {"$ref": "#/b"}}}}, '{"a": {"$ref": "#/b"}}', True),
+        ({"properties": {"a": {"enum": [{"$ref": "#"}]}}}, '{"a": {"$ref": "#"}}', True),
+        ({"properties": {"const": {"$ref": "#/$defs/d"}}}, '{"const": 1}', True),
+        ({"properties": {"const": {"$ref": "#/$defs/d"}}}, '{"const": 2}', False),
+    ],
+)
+def test_beside_a_format_schemas_of_arguments_mean_what_they_do_alone(
+    schema: dict[str, Any], arguments: str, is_whole: bool
+) -> None:
+    schema |= {"$defs": {"d": {"const": 1}}, "additionalProperties": False}
+    answer = StructuredOutputs(choice=["none"])
+    grammar = calls_grammar("llama3_json", [("at", schema)], is_one=True, answer=answer)
+    tokenizer = LLTokenizer("byte")
+    tokens = tokenizer.tokenize_str(f'{{"name": "at", "parameters": {arguments}}}')
+    assert (LLMatcher(tokenizer, grammar).try_consume_tokens(tokens) == len(tokens)) is is_whole
 
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json"])

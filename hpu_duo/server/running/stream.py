@@ -262,20 +262,31 @@ class OutputStream:
     def _keep(self, one: ChoiceOutput) -> None:
         self._pending.append(one)
         self._holding.came(one.output)
-        if self._holding.is_full and self._holding.keeps:
+        if self._holding.is_full and (self._holding.keeps or self._is_awaited):
             self.fail(self._holding.refusal())
         elif self._holding.is_full or len(self._pending) > self._max_behind:
-            self._fail_as_slow()
+            num_bytes = self._holding.num_bytes
+            self._fail_as_slow(
+                SlowReaderError(
+                    f"a stream was read too slowly: {len(self._pending):,} outputs wait to be sent, and the "
+                    f"answer takes {num_bytes:,} bytes in memory"
+                )
+            )
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether the reader waits for outputs: all that came before is sent."""
+        return self._reader is not None and not self._reader.done()
 
     def _end_for_others(self, error: Exception) -> None:
-        if self._holding.keeps:
+        if self._holding.keeps or self._is_awaited:
             self.fail(error)
         else:
-            self._fail_as_slow()
+            self._fail_as_slow(error)
 
-    def _fail_as_slow(self) -> None:
+    def _fail_as_slow(self, error: Exception) -> None:
         if self.error is None and not self._is_closed:
-            self.fail(SlowReaderError(f"{len(self._pending):,} outputs of a stream were not read"))
+            self.fail(error)
             self.on_slow()
 
     def fail(self, error: Exception) -> None:
