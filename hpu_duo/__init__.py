@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 from hpu_duo.version import __version__
 
 if TYPE_CHECKING:
+    from hpu_duo.config.engine import EngineConfig
     from hpu_duo.heads import HeadPattern
     from hpu_duo.llm import HPUDuoModel
     from hpu_duo.sampling import SamplingParams
 
-__all__ = ["HPUDuoModel", "HeadPattern", "SamplingParams", "__version__"]
+__all__ = ["EngineConfig", "HPUDuoModel", "HeadPattern", "SamplingParams", "__version__"]
 
 _HOMES = {
+    "EngineConfig": "hpu_duo.config.engine",
     "HPUDuoModel": "hpu_duo.llm",
     "HeadPattern": "hpu_duo.heads",
     "SamplingParams": "hpu_duo.sampling",

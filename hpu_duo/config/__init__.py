@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpu_duo.config.engine import EngineConfig, GraphConfig, HeadConfig, ModelConfig, ParallelConfig
+    from hpu_duo.config.engine import (
+        EngineConfig,
+        GraphConfig,
+        HeadConfig,
+        ModelConfig,
+        ParallelConfig,
+        RunConfig,
+    )
     from hpu_duo.config.limits import CacheConfig, SchedulerConfig
 
 __all__ = [
@@ -15,6 +22,7 @@ __all__ = [
     "HeadConfig",
     "ModelConfig",
     "ParallelConfig",
+    "RunConfig",
     "SchedulerConfig",
 ]
 

@@ -1,32 +1,51 @@
-"""Settings of a user, checked and frozen."""
+"""Settings of a user, checked and frozen. Imports no torch, so that commands can show them at once."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from graphs import BucketTable, CaptureBackend, MissPolicy
-from graphs.backends import BACKEND_NAMES
-from hpu_duo.config.limits import CacheConfig, SchedulerConfig, check_at_least, check_bool
-from kernels_ref import Implementation
-from kernels_ref.chunks import ChunkBounds
+from graphs import BucketTable, MissPolicy
+from hpu_duo.config.limits import (
+    HPU_LAYER_KINDS,
+    CacheConfig,
+    SchedulerConfig,
+    check_at_least,
+    check_bool,
+)
+from hpu_duo.config.option import (
+    ENGINE,
+    HEADS,
+    NAME_AND_OPTIONS,
+    Setting,
+    check_choices,
+    option,
+    settings_of,
+)
 
 if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
+
+    from graphs import CaptureBackend
+    from hpu_duo.config.overrides import EngineOverrides
     from hpu_duo.heads import HeadPattern
 
 __all__ = [
+    "SETTINGS",
     "CacheConfig",
     "EngineConfig",
     "GraphConfig",
     "HeadConfig",
     "ModelConfig",
     "ParallelConfig",
+    "RunConfig",
     "SchedulerConfig",
 ]
 
@@ -37,31 +56,44 @@ class ModelConfig:
 
     Attributes:
         path: directory of a transformers checkpoint.
-        device: "auto", "cpu", "cuda", "hpu" or "hpu-sim" (see ``hpu_duo.lab.sim``).
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16", or a short name such as "bf16".
-        attention: "auto", "reference", "sdpa", "triton" or "hpu"; "auto" is "sdpa" on CPU where the model
-            allows it, "triton" on CUDA where Triton is installed, and "hpu" on HPU where one of its fused
-            operators passes a trial.
-        softmax: "exact", scores and exponentials in float32; or "fast", in bfloat16 for models in bfloat16,
-            for attention "reference" and "hpu".
-        pack_weights: lay linear weights out once (bfloat16 on CPU): in panels for our own kernel where the
-            CPU has AVX512-BF16, elsewhere for oneDNN; None = where possible.
-        score_bytes: most bytes of the scores, or of the mask where none are made, of one chunk of context;
-            with more memory for it, chunks are larger and fewer.
+        device: "hpu-sim" is a simulated HPU, see ``hpu_duo.lab.sim``.
+        dtype: a ``torch.dtype``, its name, or a short name such as "bf16".
+        attention: "auto" is "sdpa" on CPU where the model allows it, "triton" on CUDA where Triton is
+            installed, and "hpu" on HPU where one of its fused operators passes a trial.
+        softmax: "fast" is for models in bfloat16, and for attention "reference" and "hpu".
     """
 
     path: str | Path
-    device: str | torch.device = "auto"
-    dtype: str | torch.dtype = "auto"
-    attention: str = "auto"
-    softmax: str = "exact"
-    pack_weights: bool | None = None
-    score_bytes: int = ChunkBounds().score_bytes
+    device: str | torch.device = option("auto", "auto, cpu, cuda, hpu or hpu-sim.", ENGINE)
+    dtype: str | torch.dtype = option(
+        "auto", "auto (the checkpoint's), float32, bfloat16 or float16.", ENGINE
+    )
+    attention: str = option("auto", "Attention kernels: auto, reference, sdpa, triton or hpu.", ENGINE)
+    softmax: str = option(
+        "exact",
+        "Scores and exponentials: exact (float32) or fast (bfloat16).",
+        ENGINE,
+        choices=("exact", "fast"),
+    )
+    pack_weights: bool | None = option(
+        None,
+        "Lay linear weights out once (bfloat16 on CPU): in panels for our own kernel where the CPU has "
+        "AVX512-BF16, elsewhere for oneDNN.",
+        unset="where possible",
+    )
+    score_bytes: int = option(
+        64 << 20,
+        "Most bytes of the scores, or of the mask where none are made, of one chunk of context; with more "
+        "memory for it, chunks are larger and fewer.",
+    )
 
     def __post_init__(self) -> None:
-        _one_of("attention", self.attention, ("auto", *(each.value for each in Implementation)))
+        if self.attention != "auto":
+            from kernels_ref.impl import Implementation
+
+            _one_of("attention", self.attention, ("auto", *(each.value for each in Implementation)))
         check_at_least("score_bytes", self.score_bytes, 1)
-        _one_of("softmax", self.softmax, ("exact", "fast"))
+        check_choices(self)
         if not isinstance(self.path, str | PathLike):
             raise ValueError(f"expected path to be a directory, got {type(self.path).__name__}")
         if self.pack_weights is not None and not isinstance(self.pack_weights, bool):
@@ -73,35 +105,59 @@ class HeadConfig:
     """Settings of the head pattern.
 
     Attributes:
-        pattern: scores (or a directory that holds them), or None: every head is a retrieval head.
-        sparsity: share of key/value heads that stream; or
-        threshold: heads with a score above it are retrieval heads.
-        sink, recent: window of the streaming heads; None = the pattern's own.
-        max_layer_kinds: most kinds of layers, each of which is compiled for every bucket. Where a pattern has
-            more, the fewest streaming heads become retrieval heads with which it has not (see
-            ``hpu_duo.heads.binarise``), so that ``sparsity`` is a lower bound on retrieval heads. None = 4 on
-            HPU, or one for each structure that layers have anyway where that is more; no bound elsewhere.
-        attention_rule: which earlier tokens a token sees, of those that its head keeps: a rule of
-            ``hpu_duo.config.attention_rules``, such as "sink_band:sink=4,band=1024", or one for each KV head,
-            with ";" between. It holds for the heads that stream under a pattern, which keep all tokens then,
-            or for all heads without one; layers with a sliding window keep that. None = all of them.
-        max_ring_window: tokens of the longest sliding window that a layer keeps in rings, 0 or more. Layers
-            with a longer one keep all tokens, in blocks, and see as many: their prefix snapshots take
-            nothing, and a request takes more. None = any window is kept in rings.
+        pattern: a ``HeadPattern``, or a directory that holds one.
+        sparsity, threshold: cut of the pattern's scores; one of the two.
+        max_layer_kinds: where a pattern has more, see ``hpu_duo.heads.binarise``; ``sparsity`` is then a
+            lower bound on retrieval heads. None = 4 on HPU, or one for each structure that layers have anyway
+            where that is more; no bound elsewhere.
+        attention_rule: a rule of ``hpu_duo.config.attention_rules``, such as "sink_band:sink=4,band=1024", or
+            one for each KV head, with ";" between: which earlier tokens a token sees, of those that its head
+            keeps. It holds for the heads that stream under a pattern, which keep all tokens then, or for all
+            heads without one; layers with a sliding window keep that. None = all of them.
+        max_ring_window: layers with a longer window keep all tokens, in blocks, and see as many: their prefix
+            snapshots take nothing, and a request takes more.
         tie_break, balance: see ``HeadPattern.binarise``. Not "per_rank": ranks do not hold slices of
             neighbouring heads, see ``hpu_duo.parallel``.
     """
 
-    pattern: HeadPattern | str | Path | None = None
-    sparsity: float | None = None
-    threshold: float | None = None
-    sink: int | None = None
-    recent: int | None = None
-    max_layer_kinds: int | None = None
-    attention_rule: str | None = None
-    max_ring_window: int | None = None
-    tie_break: Literal["stable", "reference"] = "stable"
-    balance: Literal["global", "per_layer"] = "global"
+    pattern: HeadPattern | str | Path | None = option(
+        None,
+        "Directory of a head pattern in DuoAttention's published format.",
+        HEADS,
+        unset="all heads retrieve",
+    )
+    sparsity: float | None = option(None, "Share of KV heads that stream, 0 to 1.", HEADS)
+    threshold: float | None = option(None, "KV heads with a higher score retrieve.", HEADS)
+    sink: int | None = option(None, "First tokens that streaming heads keep.", HEADS, unset="the pattern's")
+    recent: int | None = option(
+        None, "Newest tokens that streaming heads keep.", HEADS, unset="the pattern's"
+    )
+    max_layer_kinds: int | None = option(
+        None,
+        "Most kinds of layers, each compiled for every bucket; the fewest heads that a pattern lets stream "
+        "retrieve to keep to it.",
+        HEADS,
+        unset=f"{HPU_LAYER_KINDS} on HPU, else no bound",
+    )
+    attention_rule: str | None = option(
+        None,
+        "Sparse attention of the same heads: sink_band, strided, ...; see docs/attention-rules.md.",
+        HEADS,
+        metavar=NAME_AND_OPTIONS,
+        unset="all",
+    )
+    max_ring_window: int | None = option(
+        None,
+        "Longest sliding window of a layer that is kept in rings; longer ones are kept in blocks.",
+        HEADS,
+        unset="any",
+    )
+    tie_break: Literal["stable", "reference"] = option(
+        "stable", "Order of heads with equal scores.", choices=("stable", "reference")
+    )
+    balance: Literal["global", "per_layer"] = option(
+        "global", "Whether each layer gets as many retrieval heads.", choices=("global", "per_layer")
+    )
 
     def __post_init__(self) -> None:
         is_path = isinstance(self.pattern, str | PathLike)
@@ -121,13 +177,12 @@ class HeadConfig:
                 raise ValueError(f"{' and '.join(given)} {verb} a head pattern, got pattern=None")
 
     def _check_cut(self) -> None:
-        _one_of("tie_break", self.tie_break, ("stable", "reference"))
         if self.balance == "per_rank":
             raise ValueError(
                 "balance 'per_rank' cuts a layer into slices of neighbouring heads, which ranks do not "
                 "hold: expected global, per_layer, or a pattern that HeadPattern.binarise has cut"
             )
-        _one_of("balance", self.balance, ("global", "per_layer"))
+        check_choices(self)
         for name in ("sparsity", "threshold"):
             _finite(name, getattr(self, name))
         if self.sparsity is not None and self.threshold is not None:
@@ -144,36 +199,72 @@ class GraphConfig:
     """Settings of the capture of steps.
 
     Attributes:
-        backend: "eager", "replay", "compile", "cuda", "hpu-compile", "hpu-graph", "auto" or "default" (see
-            ``graphs.backends.chosen_name``), or a capture backend of your own.
-        table: buckets; None = the exponential default, or with "eager" the exact shape of each step.
-        on_miss: policy for a step that no bucket holds.
-        max_captured_tokens: buckets with more query tokens run as they are written; None = none do.
-        memory_bytes: device memory that is set aside for graphs before the KV cache is sized; None = as
-            estimated, see ``hpu_duo.startup.tables``.
-        fail_on_recompile: a step that compiles or captures anything raises ``RecompileError``.
+        backend: a name (see ``graphs.backends.chosen_name``), or a capture backend of your own. None of them
+            falls back to another one.
+        table: buckets, or a file with them, such as ``hpu-duo plan`` writes; None = the exponential default,
+            or with "eager" the exact shape of each step. A manifest of ``hpu-duo warmup`` is accepted too, if
+            it was written for this configuration; ``max_model_len`` and the number of blocks are then the
+            manifest's if they are not given.
+        memory_bytes: set aside before the KV cache is sized; see ``hpu_duo.startup.tables``.
+        fail_on_recompile: raises ``RecompileError``, which names what was compiled.
         own_cost: rank the buckets of ``table`` by the table's own cost function; False = by the cost of a
             step of this model, as in the default table. Buckets from a file have no cost function.
     """
 
-    backend: str | CaptureBackend = "default"
-    table: BucketTable | None = None
-    on_miss: MissPolicy = MissPolicy.ERROR
-    max_captured_tokens: int | None = None
-    memory_bytes: int | None = None
-    fail_on_recompile: bool = False
+    backend: str | CaptureBackend = option(
+        "default",
+        "How steps are captured: auto, eager, replay, compile, cuda, hpu-compile or hpu-graph; default is "
+        "auto on HPU, else eager.",
+        ENGINE,
+        name="graphs",
+    )
+    table: BucketTable | str | Path | None = option(
+        None,
+        "File with the shapes to capture, as hpu-duo plan writes it.",
+        ENGINE,
+        name="buckets",
+        unset="made from the limits",
+    )
+    on_miss: MissPolicy = option(MissPolicy.ERROR, "What happens to a step that no bucket holds.")
+    max_captured_tokens: int | None = option(
+        None,
+        "Steps of more tokens, long prefills, run uncaptured.",
+        ENGINE,
+        unset="all are captured",
+    )
+    memory_bytes: int | None = option(
+        None,
+        "Device memory to leave free for captured steps, such as 2GiB.",
+        ENGINE,
+        name="graph_memory_bytes",
+        metavar="SIZE",
+        unset="as estimated",
+        is_size=True,
+    )
+    fail_on_recompile: bool = option(
+        False,
+        "A step that compiles anything after the warm-up is an error; commands warm up first.",
+        ENGINE,
+        flags=("--fail-on-recompile",),
+    )
     own_cost: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.on_miss, MissPolicy):
+            object.__setattr__(self, "on_miss", MissPolicy.parse(self.on_miss))
         members = ("name", "num_first_runs", "problem", "capture", "region")
         missing = [name for name in members if not hasattr(self.backend, name)]
         if missing and not isinstance(self.backend, str):
+            from graphs.backends import BACKEND_NAMES
+
             raise ValueError(
                 f"expected graphs to be default, auto, {', '.join(BACKEND_NAMES)} or a capture backend, "
                 f"got {self.backend!r}, which lacks {', '.join(missing)}"
             )
-        if self.table is not None and not isinstance(self.table, BucketTable):
-            raise ValueError(f"expected buckets to be a BucketTable, got {type(self.table).__name__}")
+        if self.table is not None and not isinstance(self.table, BucketTable | str | Path):
+            raise ValueError(
+                f"expected buckets to be a BucketTable or its file, got {type(self.table).__name__}"
+            )
         if self.max_captured_tokens is not None:
             check_at_least("max_captured_tokens", self.max_captured_tokens, 1)
         if self.memory_bytes is not None:
@@ -187,34 +278,62 @@ class ParallelConfig:
     """Settings of the ranks that share a model, each a process with a device of its own.
 
     Attributes:
-        tensor_parallel_size: number of ranks; heads, widths and vocabulary are cut evenly among them.
-        expert_parallel: give each rank some of the routed experts of a mixture whole, instead of a part of
-            the width of each: for families that transformers has a plan of that for.
-        retrieval_parallel: what ranks share of retrieval heads. "heads": each rank keeps all tokens of
-            equally many of them. "context": each keeps a part of the tokens of all of them, so that no layer
-            waits for the rank that has one, at four exchanges a layer instead of two. "auto": as decodes are
-            predicted to be faster (``hpu_duo.startup.sharding``).
-        retrieval_parallel_context: tokens of a request that "auto" predicts for; None = ``max_model_len``.
-        timeout_s: most seconds of a rank that gives no sign of life before all ranks end, of a step, what it
-            compiles included, and, with 5 more, of an exchange inside a step.
-        launcher: who starts the ranks. "own": rank 0, all on its machine. "torchrun": torchrun, on one
-            machine or several; this process is then one of them, as torchrun's variables say.
+        tensor_parallel_size: heads, widths and vocabulary are cut evenly among the ranks. A program that
+            asks for more than one has its main part under ``if __name__ == "__main__"``.
+        expert_parallel: for families that transformers has a plan of that for.
+        retrieval_parallel: "heads": each rank keeps all tokens of equally many heads. "context": each keeps a
+            part of the tokens of all of them, so that no layer waits for the rank that has one, at four
+            exchanges a layer instead of two. "auto": as decodes are predicted to be faster
+            (``hpu_duo.startup.sharding``).
+        timeout_s: of a rank that gives no sign of life before all ranks end, of a step, what it compiles
+            included, and, with 5 more, of an exchange inside a step.
+        launcher: "own": rank 0, all on its machine. "torchrun": torchrun, on one machine or several; this
+            process is then one of them, as torchrun's variables say.
     """
 
-    tensor_parallel_size: int = 1
-    expert_parallel: bool = False
-    retrieval_parallel: str = "heads"
-    retrieval_parallel_context: int | None = None
-    timeout_s: float = 300.0
-    launcher: str = "own"
+    tensor_parallel_size: int = option(
+        1, "Devices that share the model, each driven by a process of its own.", ENGINE
+    )
+    expert_parallel: bool = option(
+        False,
+        "Give each device some experts of a mixture whole, and not a part of the width of each.",
+        ENGINE,
+    )
+    retrieval_parallel: str = option(
+        "heads",
+        "What devices share of retrieval heads: heads, or the tokens of each of them (context).",
+        ENGINE,
+        metavar="heads|context|auto",
+        choices=("heads", "context", "auto"),
+    )
+    retrieval_parallel_context: int | None = option(
+        None,
+        "Tokens of a request for which auto predicts the faster of both.",
+        ENGINE,
+        unset="the longest request",
+    )
+    timeout_s: float = option(
+        300.0,
+        "Seconds of a step, or without a sign of life of a device's process, before all end.",
+        ENGINE,
+        name="rank_timeout_s",
+        flags=("--rank-timeout-seconds",),
+    )
+    launcher: str = option(
+        "own",
+        "Who starts the processes of the devices: this command, or torchrun, on several machines.",
+        ENGINE,
+        name="rank_launcher",
+        metavar="own|torchrun",
+        choices=("own", "torchrun"),
+    )
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_bool("expert_parallel", self.expert_parallel)
         if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError("expected tensor_parallel_size above 1 for expert_parallel, got 1")
-        _one_of("retrieval_parallel", self.retrieval_parallel, ("heads", "context", "auto"))
-        _one_of("rank_launcher", self.launcher, ("own", "torchrun"))
+        check_choices(self)
         self._check_context()
         _finite("timeout_s", self.timeout_s)
         if self.timeout_s <= 0:
@@ -238,8 +357,33 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Settings of what is recorded of an engine's steps, and of its random numbers."""
+
+    record_shapes: str | Path | None = option(
+        None,
+        "Append the exact shape of every step to this file, to plan from.",
+        ENGINE,
+        metavar="FILE",
+        unset="not recorded",
+    )
+    record_steps: str | Path | None = option(
+        None,
+        "Write every step to this file, for hpu-duo replay: a debugging tool.",
+        ENGINE,
+        metavar="FILE",
+        unset="not recorded",
+    )
+    seed: int = option(0, "Base of the seeds of requests without one.")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"expected seed to be an integer, got {self.seed!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """All settings of a user."""
+    """All settings of a user, by section. ``of`` makes one of flat names, as ``from_pretrained`` has them."""
 
     model: ModelConfig
     heads: HeadConfig = field(default_factory=HeadConfig)
@@ -247,6 +391,32 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    @classmethod
+    def of(cls, path: str | Path = ".", **overrides: Unpack[EngineOverrides]) -> EngineConfig:
+        """Return the defaults, with some of them replaced.
+
+        Args:
+            path: of the model; ``from_pretrained`` puts its own in place of it.
+            overrides: settings by name, see ``SETTINGS``.
+
+        Raises:
+            ValueError: a value is out of range or does not fit the others.
+            TypeError: there is no such setting.
+        """
+        sections = _by_section(overrides)
+        model = ModelConfig(path=path, **sections.pop("model", {}))
+        return cls(model=model, **{name: _SECTIONS[name](**values) for name, values in sections.items()})
+
+    def override(self, **overrides: Unpack[EngineOverrides]) -> EngineConfig:
+        """Return this configuration with some settings replaced.
+
+        Raises:
+            ValueError, TypeError: see ``of``.
+        """
+        sections = _by_section(overrides)
+        return replace(self, **{name: replace(getattr(self, name), **new) for name, new in sections.items()})
 
     def __post_init__(self) -> None:
         if self.scheduler.decode_len > self.cache.block_size:
@@ -260,6 +430,39 @@ class EngineConfig:
         """Tokens of a block of the engine: of a block on each rank, where blocks are dealt over ranks."""
         num_parts = self.parallel.tensor_parallel_size if self.parallel.deals_blocks else 1
         return self.cache.block_size * num_parts
+
+
+_SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "heads": HeadConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "graph": GraphConfig,
+    "parallel": ParallelConfig,
+    "run": RunConfig,
+}
+_PLACES = {
+    setting.name: (section, setting) for section, kind in _SECTIONS.items() for setting in settings_of(kind)
+}
+SETTINGS: Mapping[str, Setting] = {name: setting for name, (_, setting) in _PLACES.items()}
+"""Every setting by its name in ``from_pretrained``, ``EngineConfig.of`` and, with dashes, of commands."""
+
+
+def _by_section(overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return values by section and field; TypeError for a name that is no setting."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in overrides.items():
+        if name not in _PLACES:
+            raise TypeError(f"EngineConfig has no setting {name!r}{nearest(name, SETTINGS)}")
+        section, setting = _PLACES[name]
+        sections.setdefault(section, {})[setting.field.name] = value
+    return sections
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a question after the known name that is most like a wrong one; "" if none is like it."""
+    found = get_close_matches(name, known, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def _finite(name: str, value: float | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpu_duo.config.device_budget import DEVICE_MEMORY_UTILIZATION, check_utilization
+from hpu_duo.config.option import ENGINE, HEADS, LIMITS, NAME_AND_OPTIONS, check_choices, option
 
 if TYPE_CHECKING:
     from hpu_duo.config.kv_plan import KVPlan
@@ -18,15 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Limits of the KV cache.
+    """Limits of the KV cache. Each field says itself what it is; here is what else there is to know.
 
     Attributes:
-        block_size: tokens of a block.
-        num_blocks: blocks to hold; or
-        kv_cache_bytes: bytes that all stores may take. Without either, as much as ``max_num_seqs``
-            requests of ``max_model_len`` tokens need, within ``device_memory_utilization``.
-        enable_prefix_caching: keep the blocks of requests that have ended, for later ones that begin with the
-            same tokens; see ``hpu_duo.kv.prefix``.
+        num_blocks, kv_cache_bytes: one of them. Without either, as much as ``max_num_seqs`` requests of
+            ``max_model_len`` tokens need, within ``device_memory_utilization``.
+        enable_prefix_caching: see ``hpu_duo.kv.prefix``.
         num_prefix_snapshots: states of rings to keep with them; None = as many as requests run, as long as
             they take at most an eighth of the bytes of all else (``hpu_duo.kv.snapshots``). A model whose
             heads all keep blocks needs none.
@@ -34,29 +32,76 @@ class CacheConfig:
             with options behind it: ``h2o:recent=0.25``. These are the heads that stream under a head pattern,
             or all heads without one; layers with a sliding window keep it. None = no head has a budget.
         kv_budget: tokens that each of them keeps of a request, or, up to 1, their share of ``max_model_len``.
-        kv_plan: instead, what each head keeps: a plan, or its file (``hpu_duo.config.kv_plan``). Layers with
-            a sliding window keep it whatever the plan says.
+        kv_plan: a plan, or its file (``hpu_duo.config.kv_plan``). Layers with a sliding window keep it
+            whatever the plan says.
         kv_prompt: ``"chunks"``: they choose what stays at the end of each chunk of a prompt, so they never
             hold more than their budget and a chunk. ``"whole"``: a prompt is read with full attention, and
             they choose once, at its end; in chunks, or in one step without ``kv_chunk`` and where
             ``max_num_batched_tokens`` holds the longest text.
-        kv_chunk: tokens of a prompt that a step reads, between the places at which they choose what stays of
-            it; None = 512 or what ``max_num_batched_tokens`` has room for.
-        device_memory_utilization: share of the device's memory that weights, graphs and stores may take
-            together, vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.device_budget``.
+        kv_chunk: None = 512 or what ``max_num_batched_tokens`` has room for.
+        device_memory_utilization: vLLM's ``gpu_memory_utilization``; see ``hpu_duo.config.device_budget``.
     """
 
-    block_size: int = 128
-    num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    enable_prefix_caching: bool = True
-    num_prefix_snapshots: int | None = None
-    device_memory_utilization: float = DEVICE_MEMORY_UTILIZATION
-    kv_policy: str | None = None
-    kv_budget: float | None = None
-    kv_plan: KVPlan | str | Path | None = None
-    kv_prompt: str = "chunks"
-    kv_chunk: int | None = None
+    block_size: int = option(128, "Tokens of one KV block.", LIMITS)
+    num_blocks: int | None = option(None, "KV blocks to hold.", LIMITS, unset="what the requests need")
+    kv_cache_bytes: int | None = option(
+        None,
+        "Memory of the KV cache instead of a number of blocks, such as 4GiB.",
+        LIMITS,
+        flags=("--kv-cache-bytes", "--kv-cache-memory-bytes"),
+        metavar="SIZE",
+        is_size=True,
+    )
+    device_memory_utilization: float = option(
+        DEVICE_MEMORY_UTILIZATION,
+        "Share of the device's memory for weights, graphs and KV cache together.",
+        LIMITS,
+        flags=("--device-memory-utilization", "--gpu-memory-utilization"),
+    )
+    enable_prefix_caching: bool = option(
+        True, "Keep the KV blocks of ended requests for later ones that begin alike.", LIMITS
+    )
+    num_prefix_snapshots: int | None = option(
+        None,
+        "States of streaming heads to keep with them.",
+        LIMITS,
+        unset="as many as requests run, in an eighth of the memory",
+    )
+    kv_policy: str | None = option(
+        None,
+        "Which tokens heads keep that have a budget: h2o, tova, snapkv, expected-attention, fastgen, "
+        "streaming-llm, local, fixed or strided; those that stream under --pattern, else all. See "
+        "docs/kv-budget.md.",
+        HEADS,
+        metavar=NAME_AND_OPTIONS,
+        unset="all tokens",
+    )
+    kv_budget: float | None = option(
+        None,
+        "Tokens that each of these heads keeps of a request; up to 1, a share of --max-model-len.",
+        HEADS,
+        unset="none",
+    )
+    kv_plan: KVPlan | str | Path | None = option(
+        None,
+        "What each head keeps, instead of --pattern and --kv-policy; see docs/kv-budget.md.",
+        HEADS,
+        metavar="FILE",
+        unset="none",
+    )
+    kv_prompt: str = option(
+        "chunks",
+        "chunks: they choose at the end of each chunk of a prompt; whole: a prompt is read with full "
+        "attention, and they choose at its end.",
+        HEADS,
+        choices=("chunks", "whole"),
+    )
+    kv_chunk: int | None = option(
+        None,
+        "Tokens of a prompt that a step reads, between the places at which they choose.",
+        HEADS,
+        unset="512, or what a step holds; whole: all that a step holds",
+    )
 
     def __post_init__(self) -> None:
         check_at_least("block_size", self.block_size, 1)
@@ -95,8 +140,7 @@ class CacheConfig:
                     f"expected kv_budget to be a share above 0 and up to 1, or a whole number of tokens, "
                     f"got {budget!r}"
                 )
-        if self.kv_prompt not in ("chunks", "whole"):
-            raise ValueError(f"expected kv_prompt to be 'chunks' or 'whole', got {self.kv_prompt!r}")
+        check_choices(self)
         if self.kv_prompt == "whole" and not has_budgets:
             raise ValueError("kv_prompt='whole' needs a kv_policy, got none")
         if self.kv_chunk is not None:
@@ -107,32 +151,50 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step.
+    """Limits of one step. Each field says itself what it is; here is what else there is to know.
 
     Attributes:
-        max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: query tokens of a step; longer prompts are cut into chunks.
-        max_model_len: tokens of prompt and output together; None = what the model and the cache hold.
-        max_chunk_rows: prompts that may continue with several tokens in the same step. Those that read the
-            same blocks count once where no head has a ring.
+        max_model_len: None = what the model and the cache hold. Rotary frequencies that depend on a text's
+            length are those of this length.
+        max_chunk_rows: prompts that read the same blocks count once where no head has a ring.
         decode_len: most tokens that a request decodes in a step. It decodes more than 1 if they are known
             beforehand, as those of a score are, and verifies them together. Rings have ``decode_len - 1``
             slots of slack.
-        trim_chunks: leave the end of a prompt to the next step where that pads less; needs a table of
-            buckets. See ``hpu_duo.engine.scheduler``.
+        trim_chunks: needs a table of buckets; see ``hpu_duo.engine.scheduler``.
         scheduling_policy: order of admission and preemption, a name of ``hpu_duo.scheduling.POLICIES``, with
             options behind it: ``priority:patience=100``.
-        ranker: directory of a ranker of ``hpu-duo train-ranker``, for policies that need one.
     """
 
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    max_chunk_rows: int = 1
-    trim_chunks: bool = False
-    decode_len: int = 1
-    scheduling_policy: str = "fcfs"
-    ranker: str | Path | None = None
+    max_model_len: int | None = option(
+        None, "Tokens of prompt and output together.", LIMITS, unset="what the model serves"
+    )
+    max_num_seqs: int = option(32, "Requests that run at the same time.", LIMITS)
+    max_num_batched_tokens: int = option(
+        2048, "Tokens of one step; longer prompts are cut into chunks.", LIMITS
+    )
+    max_chunk_rows: int = option(1, "Prompts that may continue in the same step.", LIMITS)
+    decode_len: int = option(
+        1, "Tokens of a request that are decoded together where they are known beforehand.", ENGINE
+    )
+    trim_chunks: bool = option(
+        False,
+        "End a prompt at the border of a bucket, and go on in the next step, where that pads less.",
+        ENGINE,
+        flags=("--trim-chunks",),
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "Who runs first where not everybody can run; see docs/scheduling.md.",
+        ENGINE,
+        metavar=NAME_AND_OPTIONS,
+    )
+    ranker: str | Path | None = option(
+        None,
+        "What hpu-duo train-ranker wrote, for --scheduling-policy ltr.",
+        ENGINE,
+        metavar="DIR",
+        unset="none",
+    )
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from hpu_duo.config.engine import SETTINGS, EngineConfig, nearest
+from hpu_duo.config.overrides import EngineOverrides, LoadOverrides
 from hpu_duo.modeling.config_checks import refuse_remote_code
 from hpu_duo.modeling.hub import HubAccess
+from hpu_duo.modeling.loading import choose_dtype
 
 _QUANTISED = "weights are served in bfloat16, float16 or float32: choose dtype"
 _ONE_FILE = "config.json, *.safetensors and the tokenizer of the directory are read"
@@ -36,7 +39,6 @@ _ANSWERS = {
     "offload_buffers": _FREED,
     "tp_plan": "set tensor_parallel_size",
     "tp_size": "set tensor_parallel_size",
-    "config": _ONE_FILE,
     "state_dict": _ONE_FILE,
     "subfolder": f"{_ONE_FILE}: name it in the path",
     "variant": _ONE_FILE,
@@ -88,32 +90,27 @@ _AS_ALWAYS = {
 
 @dataclass(frozen=True)
 class LoadingArguments:
-    """Arguments with an equivalent here.
+    """Arguments of ``from_pretrained``, read.
 
     Attributes:
-        device: that ``device`` or ``device_map`` names.
+        settings: those of an ``EngineConfig``, with what ``device_map`` and ``torch_dtype`` say.
         access: to the hub.
+        revision: branch, tag or commit of a model of the hub.
     """
 
-    device: str | torch.device
+    settings: EngineOverrides
     access: HubAccess
+    revision: str | None
 
     @classmethod
-    def read(
-        cls, given: Mapping[str, Any], device: str | torch.device = "auto", trust_remote_code: bool = False
-    ) -> LoadingArguments:
-        """Read arguments by their names in transformers and vLLM.
-
-        Args:
-            given: ``device_map``, ``cache_dir``, ``token``, ``local_files_only``, and any others to answer.
-            device: as given by our own name.
-            trust_remote_code: False only, see ``refuse_remote_code``.
+    def read(cls, given: Mapping[str, Any]) -> LoadingArguments:
+        """Read arguments by our names and by those of transformers and vLLM.
 
         Raises:
             ValueError: an argument that is not supported, naming ours, or a value that is not.
             TypeError: an argument that neither library has.
         """
-        refuse_remote_code(trust_remote_code)
+        refuse_remote_code(given.get("trust_remote_code", False))
         for name, value in given.items():
             _check(name, value)
         token, local = given.get("token"), given.get("local_files_only", False)
@@ -125,17 +122,35 @@ class LoadingArguments:
         if cache_dir is not None and not isinstance(cache_dir, str | os.PathLike):
             raise ValueError(f"expected cache_dir to be a directory, got {cache_dir!r}")
         access = HubAccess(None if cache_dir is None else Path(cache_dir), token, local)
-        return cls(_placed(given.get("device_map"), device), access)
+        settings: dict[str, Any] = {name: value for name, value in given.items() if name in SETTINGS}
+        device = _placed(given.get("device_map"), settings.get("device", "auto"))
+        dtype = choose_dtype(settings.get("dtype", "auto"), given.get("torch_dtype"))
+        settings |= {name: value for name, value in (("device", device), ("dtype", dtype)) if value != "auto"}
+        return cls(cast(EngineOverrides, settings), access, given.get("revision"))
+
+    def config(self, path: str | Path, base: EngineConfig | None) -> EngineConfig:
+        """Return the settings, and for all others those of ``base``, for the model of a path.
+
+        Raises:
+            ValueError: a value is out of range or does not fit the others, or ``base`` is something else.
+        """
+        if base is None:
+            return EngineConfig.of(path, **self.settings)
+        if not isinstance(base, EngineConfig):
+            raise ValueError(f"expected config to be an EngineConfig, got {type(base).__name__}: {_ONE_FILE}")
+        config = base.override(**self.settings)
+        return replace(config, model=replace(config.model, path=path))
 
 
 def _check(name: str, value: Any) -> None:
-    if name in ("device_map", "cache_dir", "token", "local_files_only"):
+    if name in LoadOverrides.__annotations__:
         return
     if name in _AS_ALWAYS:
         if value not in _AS_ALWAYS[name]:
             raise ValueError(f"expected {name} to be {_AS_ALWAYS[name][0]} or left out, got {value!r}")
     elif name not in _ANSWERS:
-        raise TypeError(f"from_pretrained() got an unexpected keyword argument {name!r}")
+        question = nearest(name, LoadOverrides.__annotations__)
+        raise TypeError(f"from_pretrained() got an unexpected keyword argument {name!r}{question}")
     elif value is not None and value is not False:
         raise ValueError(f"{name} is not an argument here: {_ANSWERS[name]}")
 

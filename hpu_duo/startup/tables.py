@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -199,6 +200,7 @@ class StepTables:
 
     def _make(self, limits: StepLimits) -> BucketTable:
         given = self.config.graph.table
+        assert not isinstance(given, str | Path), "files are read before, see GivenBuckets"
         if given is None:
             if not self.uses_table:
                 return BucketTable(())

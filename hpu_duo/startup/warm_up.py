@@ -68,12 +68,13 @@ class GivenBuckets:
         """Fill in the settings that a configuration leaves open with those of the manifest.
 
         The number of blocks, for example, would otherwise follow from the memory that happens to be free. The
-        result also says whose cost function ranks the table.
+        result also has the table in place of its file, and says whose cost function ranks it.
 
         Raises:
             ValueError: a setting differs from the manifest's, as far as is known before weights are read.
         """
-        config = replace(config, graph=replace(config.graph, own_cost=self.own_cost))
+        own_cost = self.own_cost and config.graph.own_cost
+        config = replace(config, graph=replace(config.graph, table=self.table, own_cost=own_cost))
         if self.manifest is None:
             return config
         self.manifest.check(known_before_loading(config), {}, known_only=True)

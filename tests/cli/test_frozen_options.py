@@ -1,7 +1,7 @@
 """Every option of every command, and every argument of ``from_pretrained``, as users have them.
 
-``frozen_options.txt`` changes only with a decision: a name that is taken away breaks somebody's command. After
-it, ``python -m tests.cli.test_frozen_options`` writes the file again.
+``frozen_options.txt`` changes only with a decision: a name that is taken away breaks somebody's command.
+After it, ``python -m tests.cli.test_frozen_options`` writes the file again.
 """
 
 from collections.abc import Iterator

@@ -21,6 +21,7 @@ REFUSED = {
     "token": (3, "a text, True or False"),
     "local_files_only": ("yes", "True or False"),
     "cache_dir": (3, "a directory"),
+    "config": ({"hidden_size": 64}, "an EngineConfig, got dict"),
 }
 
 
@@ -32,7 +33,7 @@ def test_what_is_not_supported_is_refused_with_ours(name: str) -> None:
 
 
 def test_an_argument_that_nobody_has_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'spartsity'"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'spartsity'; did you mean 'sparsity'"):
         HPUDuoModel.from_pretrained("nowhere", spartsity=0.5)
 
 
@@ -48,7 +49,8 @@ def test_an_argument_that_nobody_has_is_a_type_error() -> None:
     ],
 )
 def test_a_device_map_is_one_device(device_map: Any, device: Any, found: Any) -> None:
-    assert LoadingArguments.read({"device_map": device_map}, device).device == found
+    read = LoadingArguments.read({"device_map": device_map, "device": device})
+    assert read.settings["device"] == found
 
 
 @pytest.mark.parametrize("device_map", [{"": 0, "lm_head": "cpu"}, 0, "sequential"])
@@ -59,7 +61,7 @@ def test_a_device_map_of_several_devices_is_refused(device_map: Any) -> None:
 
 def test_two_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="got both: 'cpu' and 'cuda'"):
-        LoadingArguments.read({"device_map": "cuda"}, "cpu")
+        LoadingArguments.read({"device_map": "cuda", "device": "cpu"})
 
 
 def test_a_call_written_for_transformers_loads_the_same_model(tiny: Tiny) -> None:

@@ -1,0 +1,101 @@
+"""Settings as fields: name, type, default and help of each are written once, for Python and for commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+HEADS, ENGINE, LIMITS = "Heads", "Engine", "Limits"
+"""Panels of the help of commands."""
+NAME_AND_OPTIONS = "NAME[:OPTION=VALUE,...]"
+"""Placeholder of a choice with options, see ``hpu_duo.option_spec``."""
+
+Value = TypeVar("Value")
+_KEY = "option"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting as a user sees it.
+
+    Attributes:
+        help: one sentence.
+        panel: heading in the help of commands; None = not an option of commands.
+        name: keyword in Python, and with dashes that of commands; "" = the name of the field.
+        flags: names on the command line, where they are not made from ``name``.
+        metavar: placeholder of the value in the help.
+        unset: text in the help for the default None.
+        choices: all values that there are.
+        is_size: on the command line a size with a unit, such as 4GiB.
+    """
+
+    help: str
+    panel: str | None = None
+    name: str = ""
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    unset: str | None = None
+    choices: tuple[str, ...] = ()
+    is_size: bool = False
+
+
+def option(default: Value, help: str, panel: str | None = None, **rest: Any) -> Value:
+    """Return a field of a dataclass that is a setting of users.
+
+    Args:
+        default: of the field.
+        help, panel, rest: fields of ``Option``.
+    """
+    return cast(Value, field(default=default, metadata={_KEY: Option(help, panel, **rest)}))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field that is a setting.
+
+    Attributes:
+        field: of the dataclass.
+        option: how users see it.
+    """
+
+    field: Field[Any]
+    option: Option
+
+    @property
+    def name(self) -> str:
+        """Keyword in Python."""
+        return self.option.name or self.field.name
+
+    @property
+    def default(self) -> Any:
+        """Default as users write it."""
+        default = self.field.default
+        return default.value if isinstance(default, Enum) else default
+
+    @property
+    def kind(self) -> Any:
+        """Type of the option of commands, without None: the last of bool, int, float, str and Path.
+
+        The annotation is read as text, since some of its types need torch.
+        """
+        named = set(str(self.field.type).split(" | "))
+        kinds = {"bool": bool, "int": int, "float": float, "str": str, "Path": Path}
+        return next((kind for name, kind in reversed(kinds.items()) if name in named), str)
+
+
+def settings_of(config: Any) -> Iterator[Setting]:
+    """Yield the settings among the fields of a dataclass, in order."""
+    for each in fields(config):
+        if _KEY in each.metadata:
+            yield Setting(each, each.metadata[_KEY])
+
+
+def check_choices(config: Any) -> None:
+    """Raise ValueError unless each setting of a dataclass has one of its choices."""
+    for setting in settings_of(config):
+        value, choices = getattr(config, setting.field.name), setting.option.choices
+        if choices and value not in choices:
+            raise ValueError(f"expected {setting.name} to be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,108 @@
+"""Types of the keyword arguments that are settings, for editors and type checkers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import Parameter, getdoc, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from typing_extensions import TypedDict
+
+from hpu_duo.config.engine import SETTINGS
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphs import BucketTable, CaptureBackend
+    from hpu_duo.config.kv_plan import KVPlan
+    from hpu_duo.heads import HeadPattern
+
+
+class EngineOverrides(TypedDict, total=False):
+    """Settings by name, as the fields of ``hpu_duo.config`` have them; a test compares both."""
+
+    device: str | torch.device
+    dtype: str | torch.dtype
+    attention: str
+    softmax: str
+    pack_weights: bool | None
+    score_bytes: int
+    pattern: HeadPattern | str | Path | None
+    sparsity: float | None
+    threshold: float | None
+    sink: int | None
+    recent: int | None
+    max_layer_kinds: int | None
+    attention_rule: str | None
+    max_ring_window: int | None
+    tie_break: Literal["stable", "reference"]
+    balance: Literal["global", "per_layer"]
+    block_size: int
+    num_blocks: int | None
+    kv_cache_bytes: int | None
+    device_memory_utilization: float
+    enable_prefix_caching: bool
+    num_prefix_snapshots: int | None
+    kv_policy: str | None
+    kv_budget: float | None
+    kv_plan: KVPlan | str | Path | None
+    kv_prompt: str
+    kv_chunk: int | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_chunk_rows: int
+    decode_len: int
+    trim_chunks: bool
+    scheduling_policy: str
+    ranker: str | Path | None
+    graphs: str | CaptureBackend
+    buckets: BucketTable | str | Path | None
+    on_miss: str
+    max_captured_tokens: int | None
+    graph_memory_bytes: int | None
+    fail_on_recompile: bool
+    tensor_parallel_size: int
+    expert_parallel: bool
+    retrieval_parallel: str
+    retrieval_parallel_context: int | None
+    rank_timeout_s: float
+    rank_launcher: str
+    record_shapes: str | Path | None
+    record_steps: str | Path | None
+    seed: int
+
+
+class LoadOverrides(EngineOverrides, total=False):
+    """Arguments of ``from_pretrained``: settings, and where a model comes from."""
+
+    torch_dtype: str | torch.dtype | None
+    revision: str | None
+    trust_remote_code: bool
+    device_map: Any
+    cache_dir: str | Path | None
+    token: str | bool | None
+    local_files_only: bool
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_OF_LOADING = {"torch_dtype": None, "revision": None, "trust_remote_code": False}
+
+
+def described(function: Function) -> Function:
+    """Give a function that takes ``LoadOverrides`` their names, defaults and texts, for ``help``.
+
+    Type checkers read the annotation; this is what ``help`` and ``inspect.signature`` show.
+    """
+    defaults = {**{name: setting.default for name, setting in SETTINGS.items()}, **_OF_LOADING}
+    shown = signature(function)
+    named = [each for each in shown.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    annotations = LoadOverrides.__annotations__
+    for name, default in defaults.items():
+        kind = getattr(annotations[name], "__forward_arg__", annotations[name])
+        named.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    function.__signature__ = shown.replace(parameters=named)  # type: ignore[attr-defined]
+    lines = [f"    {name}: {setting.option.help}" for name, setting in SETTINGS.items()]
+    function.__doc__ = "\n".join([getdoc(function) or "", "", "Settings:", *lines])
+    return function
